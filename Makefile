@@ -1,0 +1,42 @@
+# make demo · make test · make check · make bench: each sets up what it needs first, and skips set-up when up to date.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.PHONY: setup demo test check lint types bench clean
+
+setup: $(STAMP)
+
+# A GPU build of torch is not wanted on a machine without one: constraints.txt pins the exact version to take.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@command -v git >/dev/null || { echo "git is needed: install it with your system's package manager"; exit 1; }
+	@command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "a C++ compiler is needed (torch.compile uses it): install g++ with your system's package manager"; exit 1; }
+	@command -v bwrap >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing bubblewrap (the sandbox for proposed patches)"; { apt-get update -qq && apt-get install -y -qq bubblewrap; } >/dev/null 2>&1 || echo "bubblewrap could not be installed: the code loop will refuse to run patches until it is there"; \
+	else echo "bubblewrap is missing: install it with your system's package manager (the code loop refuses to run patches without it)"; fi
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing pinned packages into $(VENV) (some minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/factory demo
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+
+types: $(STAMP)
+	@$(BIN)/mypy
+
+check: lint types
+
+bench: $(STAMP)
+	@$(BIN)/python -m pytest benchmarks --benchmark-enable
+
+clean:
+	rm -rf $(VENV) workspace .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,53 @@
+"""What a user can cause. Each says what was wrong, where, and what to do; none costs anything already stored.
+
+What only a bug can cause is an ``assert``. The command line prints a ``FactoryError`` as one clear message and exits with
+its ``exit_code``; anything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FactoryError(Exception):
+    """The root of everything a user can cause."""
+
+    exit_code = 1
+
+
+class ConfigError(FactoryError):
+    """A policy, recipe or factory.yaml is wrong: names the file and the key."""
+
+    exit_code = 2
+
+
+class InputError(FactoryError):
+    """A shard, path or argument is wrong: names the file, and the line where there is one."""
+
+    exit_code = 2
+
+
+class WorkspaceError(FactoryError):
+    """The workspace is missing, of another version, or in use by another process."""
+
+    exit_code = 3
+
+
+class IsolationError(FactoryError):
+    """No sandbox that can hold untrusted code is to be had; nothing was run."""
+
+    exit_code = 4
+
+
+class SegmentError(FactoryError):
+    """A training segment did not end well; its folder and log are named."""
+
+    exit_code = 5
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the nearest known word, or the list of known words when none is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"

@@ -1,0 +1,313 @@
+"""The ledger: the only source of truth, as append-mostly SQL tables (DESIGN §5).
+
+``Ledger.open`` gives ``begin()`` (one write transaction, all or nothing) and ``read()``. Tables are plain SQLAlchemy Core
+objects of this module; the module that owns a noun (``ingest``, ``training``, ``releases`` …) owns the statements on its table.
+SQLite is the embedded default (WAL, full sync, foreign keys on); a PostgreSQL URL works the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.errors import WorkspaceError
+
+SCHEMA_VERSION = "1"
+metadata = sa.MetaData()
+T, I, F, J, C = sa.Text, sa.BigInteger, sa.Float, sa.JSON, sa.Column
+# SQLite gives only INTEGER PRIMARY KEY its row counter.
+SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+
+meta = sa.Table("meta", metadata, C("key", T, primary_key=True), C("value", T))
+
+events = sa.Table(
+    "events", metadata,
+    C("id", SERIAL, primary_key=True),
+    C("at", F, nullable=False),  # seconds since 1970
+    C("kind", T, nullable=False),  # 'ingested', 'segment_done', 'promoted', …
+    C("subject", T, nullable=False),  # what it happened to: 'shard:ab12…', 'segment:3', 'release:1'
+    C("detail", J),
+)
+
+# -- data --------------------------------------------------------------------------------------------------------------
+shards = sa.Table(
+    "shards", metadata,
+    C("sha256", T, primary_key=True),
+    C("name", T, nullable=False),  # file name it arrived under
+    C("path", T, nullable=False),  # where the file lies now
+    C("bytes", I, nullable=False),
+    C("state", T, nullable=False),  # 'ingested' | 'quarantined'
+    C("reason", T),  # why quarantined, for a person
+    C("rows", I, nullable=False, default=0),  # rows read, good and bad
+    C("counts", J),  # {"train": n, "held_out": n, "dropped": {rule: n}, "pii": n, "trimmed": n}
+    C("domains", J),  # {domain: {"documents": n, "tokens": n, "supervised_tokens": n}} of the train part
+    C("tokens", I, nullable=False, default=0),
+    C("ingested_at", F, nullable=False),
+)
+
+documents = sa.Table(
+    "documents", metadata,
+    C("key", T, primary_key=True),  # '<first 16 hex of the shard's sha256>:<row number>'
+    C("id", T, nullable=False, index=True),  # the id the user gave, else the key
+    C("shard", T, sa.ForeignKey("shards.sha256"), nullable=False, index=True),
+    C("row", I, nullable=False),
+    C("domain", T, nullable=False),
+    C("source", T),
+    C("license", T),
+    C("content_sha256", T, index=True),  # of the normalised content; null for a row that could not be read
+    C("fate", T, nullable=False),  # 'train' | 'held_out' | 'dropped'
+    C("rule", T),  # which rule dropped it
+    C("matched", T),  # key of the document it duplicates or contaminates
+    C("detail", T),  # one line for a person
+    C("releasable", sa.Boolean, nullable=False, default=True),  # the licence's second answer
+    C("tokens", I, nullable=False, default=0),
+    C("supervised_tokens", I, nullable=False, default=0),
+    C("token_shard", T),
+)
+
+near_dup_bands = sa.Table(
+    "near_dup_bands", metadata,
+    C("band", sa.Integer, nullable=False),
+    C("hash", I, nullable=False),
+    C("document", T, nullable=False),
+    sa.Index("near_dup_by_hash", "hash", "band"),
+)
+
+ngrams = sa.Table(  # sampled n-gram hashes of train and held-out documents, for decontamination in both directions
+    "ngrams", metadata,
+    C("hash", I, nullable=False, index=True),
+    C("document", T, nullable=False),
+    C("held_out", sa.Boolean, nullable=False),
+)
+
+held_out = sa.Table(
+    "held_out", metadata,
+    C("key", T, sa.ForeignKey("documents.key"), primary_key=True),
+    C("domain", T, nullable=False),
+    C("source", T, nullable=False),  # cluster for the bootstrap
+    C("content", J, nullable=False),  # {"text": …} or {"messages": […]}, as normalised
+)
+
+tokenizers = sa.Table(
+    "tokenizers", metadata,
+    C("sha256", T, primary_key=True),  # of tokenizer.json
+    C("path", T, nullable=False),
+    C("vocab_size", I, nullable=False),
+    C("created_at", F, nullable=False),
+)
+
+token_shards = sa.Table(
+    "token_shards", metadata,
+    C("id", T, primary_key=True),  # content address
+    C("shard", T, sa.ForeignKey("shards.sha256"), nullable=False),
+    C("path", T, nullable=False),
+    C("tokenizer", T, nullable=False),
+    C("documents", I, nullable=False),
+    C("tokens", I, nullable=False),
+    C("domains", J, nullable=False),  # as in shards.domains
+    C("created_at", F, nullable=False),
+)
+
+# -- model loop --------------------------------------------------------------------------------------------------------
+data_plans = sa.Table("data_plans", metadata, C("id", T, primary_key=True), C("plan", J, nullable=False), C("created_at", F))
+
+segments = sa.Table(
+    "segments", metadata,
+    C("id", SERIAL, primary_key=True),
+    C("kind", T, nullable=False),  # 'trunk' | 'anneal'
+    C("parent", I),  # segment whose last checkpoint it starts from
+    C("generation", I, nullable=False),  # number of distinct sets of shards the trunk has seen, from 1
+    C("recipe", T, nullable=False),
+    C("recipe_sha256", T, nullable=False),
+    C("data_plan", T, sa.ForeignKey("data_plans.id"), nullable=False),
+    C("code_commit", T, nullable=False),
+    C("first_step", I, nullable=False),
+    C("last_step", I, nullable=False),  # the step after which it ends
+    C("state", T, nullable=False),  # 'planned' | 'done' | 'failed'
+    C("attempts", I, nullable=False, default=0),
+    C("folder", T, nullable=False),
+    C("result", J),  # what result.json said, once done
+    C("created_at", F, nullable=False),
+    C("finished_at", F),
+)
+
+checkpoints = sa.Table(
+    "checkpoints", metadata,
+    C("id", T, primary_key=True),  # SHA-256 of its manifest
+    C("segment", I, sa.ForeignKey("segments.id"), nullable=False),
+    C("step", I, nullable=False),
+    C("path", T, nullable=False),
+    C("created_at", F, nullable=False),
+)
+
+candidates = sa.Table(
+    "candidates", metadata,
+    C("id", SERIAL, primary_key=True),
+    C("segment", I, sa.ForeignKey("segments.id"), nullable=False, unique=True),
+    C("checkpoint", T, nullable=False),
+    C("export_path", T, nullable=False),
+    C("export_sha256", T, nullable=False),
+    C("created_at", F, nullable=False),
+)
+
+evaluations = sa.Table(
+    "evaluations", metadata,
+    C("id", SERIAL, primary_key=True),
+    C("candidate", I, sa.ForeignKey("candidates.id"), nullable=False),
+    C("suite_sha256", T, nullable=False),  # identity of the held-out items and task versions
+    C("summary", J, nullable=False),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
+    C("created_at", F, nullable=False),
+    sa.UniqueConstraint("candidate", "suite_sha256"),
+)
+
+eval_items = sa.Table(
+    "eval_items", metadata,
+    C("evaluation", I, sa.ForeignKey("evaluations.id"), nullable=False, index=True),
+    C("task", T, nullable=False),  # 'bpb' | 'cloze' | 'chat'
+    C("item", T, nullable=False),
+    C("domain", T, nullable=False),
+    C("cluster", T, nullable=False),
+    C("value", F, nullable=False),  # bpb: nats of the item; cloze, chat: 0 or 1
+    C("weight", F, nullable=False),  # bpb: UTF-8 bytes; else 1
+)
+
+verdicts = sa.Table(
+    "verdicts", metadata,
+    C("id", SERIAL, primary_key=True),
+    C("gate", T, nullable=False),  # 'release' | 'patch'
+    C("subject", T, nullable=False),  # 'candidate:2' | 'proposal:1'
+    C("against", T),  # 'candidate:1' (the champion) | base commit
+    C("policy_sha256", T, nullable=False),
+    C("subject_sha256", T, nullable=False),  # what was judged: export or patch hash; approval binds to it
+    C("outcome", T, nullable=False),  # 'promote' | 'hold' | 'reject'
+    C("reasons", J, nullable=False),  # sentences
+    C("evidence", J, nullable=False),
+    C("created_at", F, nullable=False),
+)
+
+releases = sa.Table(
+    "releases", metadata,
+    C("number", I, primary_key=True),
+    C("candidate", I, sa.ForeignKey("candidates.id"), nullable=False, unique=True),
+    C("verdict", I, sa.ForeignKey("verdicts.id"), nullable=False),
+    C("state", T, nullable=False),  # 'decided' → 'registered' → 'aliased' → 'published'
+    C("mlflow_version", T),
+    C("report", T),
+    C("approved_by", T),
+    C("created_at", F, nullable=False),
+)
+
+anomalies = sa.Table(
+    "anomalies", metadata,
+    C("id", SERIAL, primary_key=True),
+    C("segment", I, sa.ForeignKey("segments.id"), nullable=False),
+    C("step", I, nullable=False),
+    C("kind", T, nullable=False),
+    C("detail", J),
+)
+
+# -- code loop ---------------------------------------------------------------------------------------------------------
+profiles = sa.Table(
+    "profiles", metadata,
+    C("id", SERIAL, primary_key=True),
+    C("code_commit", T, nullable=False),
+    C("path", T, nullable=False),  # profile.json
+    C("summary", J, nullable=False),
+    C("created_at", F, nullable=False),
+)
+
+proposals = sa.Table(
+    "proposals", metadata,
+    C("number", I, primary_key=True),
+    C("agent", T, nullable=False),
+    C("target", T, nullable=False),
+    C("title", T, nullable=False),
+    C("hypothesis", T, nullable=False),
+    C("predicted_gain", F),  # ratio of step times, baseline / candidate
+    C("base_commit", T, nullable=False),
+    C("branch", T, nullable=False),
+    C("commit", T),
+    C("patch_sha256", T),
+    C("state", T, nullable=False),  # 'drafted' → 'judged' → 'approved' | 'rejected'; 'failed'
+    C("verdict", I, sa.ForeignKey("verdicts.id")),
+    C("report", T),
+    C("created_at", F, nullable=False),
+)
+
+# What MLflow was told already: a run per segment / candidate / proposal.
+tracked_runs = sa.Table("tracked_runs", metadata, C("subject", T, primary_key=True), C("run_id", T, nullable=False))
+
+
+class Ledger:
+    """One open ledger. Cheap to make; holds a connection pool and nothing else."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        if url.startswith("sqlite"):
+            self.engine = sa.create_engine(url, connect_args={"timeout": 60})
+            sa.event.listen(self.engine, "connect", _pragmas)
+            sa.event.listen(self.engine, "begin", _begin)
+        else:
+            self.engine = sa.create_engine(url, pool_pre_ping=True)
+
+    @classmethod
+    def create(cls, url: str) -> Ledger:
+        """Make the tables when they are not there; safe to call again."""
+        ledger = cls(url)
+        metadata.create_all(ledger.engine)
+        with ledger.begin() as tx:
+            if tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar() is None:
+                tx.execute(meta.insert().values(key="schema", value=SCHEMA_VERSION))
+        return ledger
+
+    @classmethod
+    def open(cls, url: str) -> Ledger:
+        """Raises: WorkspaceError when there is no ledger at the address, or one of another version."""
+        ledger = cls(url)
+        try:
+            found = ledger.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
+        except sa.exc.DBAPIError as error:
+            raise WorkspaceError(f"the ledger at {url} cannot be read: {error.orig}; run 'factory init'") from error
+        version = found and found["value"]
+        if version != SCHEMA_VERSION:
+            raise WorkspaceError(f"the ledger at {url} is of version {version}, this factory speaks {SCHEMA_VERSION}")
+        return ledger
+
+    @contextmanager
+    def begin(self) -> Iterator[sa.Connection]:
+        """One transaction: commits at the end of the block, rolls back on any exception."""
+        with self.engine.begin() as connection:
+            yield connection
+
+    def rows(self, statement: sa.Executable, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """All rows of a select, as plain dicts."""
+        with self.engine.connect().execution_options(reads_only=True) as connection:
+            return [dict(row) for row in connection.execute(statement, parameters or {}).mappings()]
+
+    def one(self, statement: sa.Executable) -> dict[str, Any] | None:
+        """The first row of a select as a dict, or None."""
+        rows = self.rows(statement)
+        return rows[0] if rows else None
+
+
+def record(tx: sa.Connection, kind: str, subject: str, detail: dict[str, Any] | None = None) -> None:
+    """Append an event in the caller's transaction."""
+    tx.execute(events.insert().values(at=time.time(), kind=kind, subject=subject, detail=detail))
+
+
+def _begin(connection: sa.Connection) -> None:
+    # pysqlite starts transactions late and deferred; a writer must take the lock at BEGIN, or two writers deadlock.
+    reads_only = connection.get_execution_options().get("reads_only", False)
+    connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
+
+
+def _pragmas(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # SQLAlchemy's BEGIN above is the only one
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=60000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()

@@ -1,0 +1,201 @@
+"""One factory's folder: where each thing lies, and the files that say what it is (DESIGN §3).
+
+``Workspace.create`` makes one, ``Workspace.open`` finds one. Nothing here reads the ledger.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from factory.errors import ConfigError, WorkspaceError, nearest
+
+VERSION = 1
+FOLDERS = ("inbox", "shards", "checkpoints", "exports", "segments", "worktrees", "reports", "logs", "tokenizer", "quarantine", "policies")
+
+
+@dataclass(frozen=True)
+class Config:
+    """``factory.yaml``. Every key is optional.
+
+    recipe: name of a file in ``policies/recipes/``.
+    repository: the git repository whose code is trained with and patched; the factory's own by default.
+    ledger_url, mlflow_uri: SQLAlchemy / MLflow addresses; SQLite files of the workspace by default.
+    """
+
+    version: int = VERSION
+    recipe: str = "demo"
+    repository: str = ""
+    ledger_url: str = ""
+    mlflow_uri: str = ""
+
+
+def code_root() -> Path:
+    """The checkout this package is imported from."""
+    return Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Workspace:
+    root: Path
+    config: Config
+
+    # -- where things lie -------------------------------------------------------------------------------------------
+    @property
+    def inbox(self) -> Path:
+        return self.root / "inbox"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    @property
+    def shards(self) -> Path:
+        return self.root / "shards"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer"
+
+    @property
+    def segments(self) -> Path:
+        return self.root / "segments"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        return self.root / "exports"
+
+    @property
+    def worktrees(self) -> Path:
+        return self.root / "worktrees"
+
+    @property
+    def reports(self) -> Path:
+        return self.root / "reports"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def repository(self) -> Path:
+        return Path(self.config.repository) if self.config.repository else code_root()
+
+    @property
+    def ledger_url(self) -> str:
+        return self.config.ledger_url or f"sqlite:///{self.root / 'ledger.db'}"
+
+    @property
+    def mlflow_uri(self) -> str:
+        return self.config.mlflow_uri or f"sqlite:///{self.root / 'mlflow.db'}"
+
+    @property
+    def mlflow_artifacts(self) -> Path:
+        return self.root / "mlartifacts"
+
+    def policy(self, name: str) -> Path:
+        """A policy file: the workspace's own copy when there is one, else the checkout's (``name`` like ``data.yaml``)."""
+        own = self.root / "policies" / name
+        path = own if own.exists() else code_root() / "policies" / name
+        if not path.exists():
+            raise ConfigError(f"no policy {name!r}: looked for {own} and {path}")
+        return path
+
+    def recipe_path(self) -> Path:
+        """The recipe that ``factory.yaml`` names.
+
+        Raises: ConfigError that names the nearest recipe when there is none of that name.
+        """
+        try:
+            return self.policy(f"recipes/{self.config.recipe}.yaml")
+        except ConfigError:
+            known = {p.stem for d in (self.root, code_root()) for p in (d / "policies" / "recipes").glob("*.yaml")}
+            where = self.root / "factory.yaml"
+            raise ConfigError(f"{where}: recipe: no recipe {self.config.recipe!r}{nearest(self.config.recipe, known)}") from None
+
+    # -- making and finding -----------------------------------------------------------------------------------------
+    @classmethod
+    def create(cls, root: Path, config: Config | None = None) -> Workspace:
+        """Make the folders and ``factory.yaml``; a workspace that is already there is opened, never overwritten."""
+        root = root.expanduser().resolve()
+        if (root / "factory.yaml").exists():
+            return cls.open(root)
+        if root.exists() and any(root.iterdir()):
+            raise WorkspaceError(f"{root} is not empty and is not a workspace: name an empty folder")
+        config = config or Config()
+        try:
+            for folder in FOLDERS:
+                (root / folder).mkdir(parents=True, exist_ok=True)
+            _write_config(root / "factory.yaml", config)
+        except OSError as error:
+            raise WorkspaceError(f"{root} cannot be made: {error.strerror}") from error
+        return cls(root, config)
+
+    @classmethod
+    def open(cls, root: Path) -> Workspace:
+        """Raises: WorkspaceError when there is none, or of another version; ConfigError for a bad factory.yaml."""
+        root = root.expanduser().resolve()
+        path = root / "factory.yaml"
+        if not path.exists():
+            raise WorkspaceError(f"no workspace at {root}: run 'factory init --workspace {root}', or set FACTORY_HOME")
+        config = _read_config(path)
+        if config.version != VERSION:
+            raise WorkspaceError(
+                f"{root} is a workspace of version {config.version}, this factory speaks version {VERSION}: "
+                "use the factory that made it, or start a new workspace and ingest the same shards"
+            )
+        return cls(root, config)
+
+    @contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """Hold ``<name>.lock`` for this process; it is the kernel's and dies with the process.
+
+        Raises: WorkspaceError that names the other process when somebody holds it.
+        """
+        path = self.root / f"{name}.lock"
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
+                raise WorkspaceError(
+                    f"{self.root} is in use: process {holder} holds {path.name}; wait for it, or stop it first"
+                ) from None
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(handle)
+
+
+def _write_config(path: Path, config: Config) -> None:
+    lines = ["# This factory's configuration. Every key is optional; an unknown key is an error.\n"]
+    lines += [f"{key}: {value}\n" for key, value in vars(config).items() if value != ""]
+    path.write_text("".join(lines))
+
+
+def _read_config(path: Path) -> Config:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected 'key: value' lines")
+    known = {name: type(getattr(Config, name)) for name in Config.__dataclass_fields__}
+    for key, value in data.items():
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}{nearest(str(key), known)}")
+        if not isinstance(value, known[key]):
+            raise ConfigError(f"{path}: {key}: expected {known[key].__name__}, got {value!r}")
+    return Config(**data)
