@@ -122,6 +122,7 @@ segments = sa.Table(
     C("parent", I),  # segment whose last checkpoint it starts from
     C("generation", I, nullable=False),  # number of distinct sets of shards the trunk has seen, from 1
     C("recipe", T, nullable=False),
+    C("recipe_json", J, nullable=False),  # the whole recipe, as trained
     C("recipe_sha256", T, nullable=False),
     C("data_plan", T, sa.ForeignKey("data_plans.id"), nullable=False),
     C("code_commit", T, nullable=False),
