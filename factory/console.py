@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from factory.progress import Task
 
@@ -18,7 +26,9 @@ class _Bar:
         self.bars, self.identifier = bars, identifier
 
     def advance(self, amount: float = 1, note: str = "") -> None:
-        self.bars.update(self.identifier, advance=amount, note=note) if note else self.bars.update(self.identifier, advance=amount)
+        self.bars.update(self.identifier, advance=amount, note=note) if note else self.bars.update(
+            self.identifier, advance=amount
+        )
 
 
 class _PlainTask:
@@ -66,7 +76,14 @@ class Terminal:
             return
         outermost = self.bars is None
         if self.bars is None:
-            columns = (TextColumn("  {task.description:<28}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+            columns = (
+                TextColumn("  {task.description:<28}"),
+                BarColumn(30),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
             self.bars = Progress(*columns, console=self.console)
             self.bars.start()
         try:

@@ -79,24 +79,39 @@ def observe(workspace: Workspace, ledger: Ledger, settle: float = SETTLE_SECONDS
 
         newest = db.execute(sa.select(segments.c.id, segments.c.state).order_by(segments.c.id.desc()).limit(1)).first()
         trunk = db.execute(
-            sa.select(segments.c.id, segments.c.data_plan).where(segments.c.kind == "trunk", segments.c.state == "done").order_by(segments.c.id.desc()).limit(1)
+            sa.select(segments.c.id, segments.c.data_plan)
+            .where(segments.c.kind == "trunk", segments.c.state == "done")
+            .order_by(segments.c.id.desc())
+            .limit(1)
         ).first()
         anneal = segments.alias("anneal")
-        annealed = trunk and first(sa.select(anneal.c.id).where(anneal.c.kind == "anneal", anneal.c.parent == trunk.id, anneal.c.state != "failed"))
+        annealed = trunk and first(
+            sa.select(anneal.c.id).where(
+                anneal.c.kind == "anneal", anneal.c.parent == trunk.id, anneal.c.state != "failed"
+            )
+        )
         seen: set[str] = set()
         if trunk:
             plan = db.execute(sa.select(data_plans.c.plan).where(data_plans.c.id == trunk.data_plan)).scalar_one()
             seen = {shard["id"] for shard in plan["token_shards"]}
         known = {row[0] for row in db.execute(sa.select(token_shards.c.id).where(token_shards.c.tokens > 0))}
-        verdict = db.execute(sa.select(verdicts).where(verdicts.c.gate == "release").order_by(verdicts.c.id.desc()).limit(1)).mappings().first()
+        verdict = (
+            db.execute(sa.select(verdicts).where(verdicts.c.gate == "release").order_by(verdicts.c.id.desc()).limit(1))
+            .mappings()
+            .first()
+        )
         released = verdict and first(sa.select(releases.c.number).where(releases.c.verdict == verdict["id"]))
-        judged = sa.select(verdicts.c.id).where(verdicts.c.gate == "release", verdicts.c.subject == sa.literal("candidate:").concat(sa.cast(candidates.c.id, sa.Text)))
+        waits = verdict is not None and verdict["outcome"] == "promote" and not released
+        judged = sa.select(verdicts.c.id).where(
+            verdicts.c.gate == "release",
+            verdicts.c.subject == sa.literal("candidate:").concat(sa.cast(candidates.c.id, sa.Text)),
+        )
         return World(
             unfinished_release=first(sa.select(releases.c.number).where(releases.c.state != "published")),
             open_segment=first(sa.select(segments.c.id).where(segments.c.state == "planned").order_by(segments.c.id)),
             failed_segment=newest.id if newest and newest.state == "failed" else None,
             arrived=tuple(arrived(workspace, settle)),
-            unreleased_promotion=verdict["id"] if verdict and verdict["outcome"] == "promote" and not released and automatic(workspace) else None,
+            unreleased_promotion=verdict["id"] if verdict and waits and automatic(workspace) else None,
             unjudged_candidate=first(sa.select(candidates.c.id).where(~judged.exists()).order_by(candidates.c.id.desc())),
             unexported_anneal=first(
                 sa.select(segments.c.id).outerjoin(candidates, candidates.c.segment == segments.c.id)
@@ -187,7 +202,11 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] |
     words = [f"{counts.get('train', 0)} to train on, {counts.get('held_out', 0)} held out"]
     dropped = counts.get("dropped")
     if isinstance(dropped, dict) and dropped:
-        words.append(f"{sum(dropped.values())} dropped (" + ", ".join(f"{rule} {n}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1])) + ")")
+        words.append(
+            f"{sum(dropped.values())} dropped ("
+            + ", ".join(f"{rule} {n}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1]))
+            + ")"
+        )
     if state == "quarantined":
         words = [f"QUARANTINED: {reason}"] + words[1:]
     return f"  {name}: {rows} documents; {'; '.join(words)}"
@@ -203,7 +222,11 @@ def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress
     follower = tracking.follow_metrics(Path(row["folder"]) / "metrics.jsonl", tracking.segment_run(row))
     result = run_segment(workspace, ledger, segment, progress, follower)
     loss = result.get("loss")
-    progress.line(f"  segment {segment} ({row['kind']}): steps {row['first_step']}–{row['last_step']}, loss {loss:.3f}" if isinstance(loss, float) else f"  segment {segment} done")
+    progress.line(
+        f"  segment {segment} ({row['kind']}): steps {row['first_step']}–{row['last_step']}, loss {loss:.3f}"
+        if isinstance(loss, float)
+        else f"  segment {segment} done"
+    )
 
 
 def judge(workspace: Workspace, ledger: Ledger, candidate: int, progress: Progress) -> int:
@@ -223,7 +246,14 @@ def judge(workspace: Workspace, ledger: Ledger, candidate: int, progress: Progre
     return verdict
 
 
-def reconcile(workspace: Workspace, ledger: Ledger, progress: Progress, *, settle: float = SETTLE_SECONDS, until: Callable[[World], bool] | None = None) -> int:
+def reconcile(
+    workspace: Workspace,
+    ledger: Ledger,
+    progress: Progress,
+    *,
+    settle: float = SETTLE_SECONDS,
+    until: Callable[[World], bool] | None = None,
+) -> int:
     """Act until there is nothing to do; returns the number of actions. One bad shard or file never stops the rest.
 
     Raises: FactoryError when a segment fails or the same action comes up again and again without effect.
@@ -238,7 +268,8 @@ def reconcile(workspace: Workspace, ledger: Ledger, progress: Progress, *, settl
         if action is None or (until and until(world)):
             if world.failed_segment is not None and world.new_token_shards:
                 raise InputError(
-                    f"segment {world.failed_segment} failed for good and training waits: read its log in {workspace.logs}, mend the cause, then 'factory train'"
+                    f"segment {world.failed_segment} failed for good and training waits: read its log in {workspace.logs}, "
+                    "mend the cause, then 'factory train'"
                 )
             return done
         repeats = repeats + 1 if action == previous else 0

@@ -42,7 +42,9 @@ def run_demo(where: Path, terminal: Terminal, *, fresh: bool = False) -> None:
         terminal.heading("2  First shards arrive: ingest, train, evaluate, gate, release")
         _arrive(workspace, ledger, first)
         daemon.reconcile(workspace, ledger, terminal, settle=0.0)
-        terminal.heading("3  New shards arrive, one of them bad: training goes on from the trunk, candidate 2 meets the champion")
+        terminal.heading(
+            "3  New shards arrive, one of them bad: training goes on from the trunk, candidate 2 meets the champion"
+        )
         _arrive(workspace, ledger, [path for path in corpus if path not in first] + [_bad_shard(workspace, ledger)])
         daemon.reconcile(workspace, ledger, terminal, settle=0.0)
     terminal.heading("4  The code loop: time every line of the training step, propose one patch, measure it, judge it")

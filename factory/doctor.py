@@ -27,7 +27,12 @@ def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
     ]
     if workspace:
         opened = workspace
-        checks += [("workspace", lambda: _workspace(opened)), ("repository", lambda: _repository(opened)), ("policies", lambda: _policies(opened)), ("ledger", lambda: _ledger(opened))]
+        checks += [
+            ("workspace", lambda: _workspace(opened)),
+            ("repository", lambda: _repository(opened)),
+            ("policies", lambda: _policies(opened)),
+            ("ledger", lambda: _ledger(opened)),
+        ]
     rows = []
     for name, check in checks:
         try:
@@ -54,23 +59,34 @@ def _torch() -> tuple[bool | None, str]:
 
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
-        return True, f"{torch.__version__}, {torch.cuda.device_count()} × {device.name} ({device.total_memory / 2**30:.0f} GiB)"
+        return (
+            True,
+            f"{torch.__version__}, {torch.cuda.device_count()} × {device.name} ({device.total_memory / 2**30:.0f} GiB)",
+        )
     return True, f"{torch.__version__}, no GPU: training on {torch.get_num_threads()} CPU threads"
 
 
 def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
     from kernels.registry import OPS, load_choice
 
-    path = workspace.policy("kernels.yaml") if workspace else Path(__file__).resolve().parent.parent / "policies" / "kernels.yaml"
+    path = (
+        workspace.policy("kernels.yaml")
+        if workspace
+        else Path(__file__).resolve().parent.parent / "policies" / "kernels.yaml"
+    )
     choice = load_choice(path)
-    return True, "; ".join(f"{name}: {choice.get(name, 'reference')} of {', '.join(op.implementations)}" for name, op in OPS.items())
+    return True, "; ".join(
+        f"{name}: {choice.get(name, 'reference')} of {', '.join(op.implementations)}" for name, op in OPS.items()
+    )
 
 
 def _sandbox() -> tuple[bool | None, str]:
     from factory.sandbox import describe
 
     facts = describe()
-    return bool(facts.get("available")), "; ".join(f"{key} {value}" for key, value in facts.items() if key != "available")
+    return bool(facts.get("available")), "; ".join(
+        f"{key} {value}" for key, value in facts.items() if key != "available"
+    )
 
 
 def _endpoint() -> tuple[bool | None, str]:
@@ -90,9 +106,10 @@ def _repository(workspace: Workspace) -> tuple[bool | None, str]:
 
 
 def _policies(workspace: Workspace) -> tuple[bool | None, str]:
+    from trainer.recipe import Recipe
+
     from factory.gates.release_policy import ReleasePolicy
     from factory.ingest.policy import DataPolicy
-    from trainer.recipe import Recipe
 
     recipe = Recipe.load(workspace.recipe_path())
     DataPolicy.load(workspace.policy("data.yaml"))
@@ -104,5 +121,10 @@ def _ledger(workspace: Workspace) -> tuple[bool | None, str]:
     from factory.ledger import Ledger, metadata, sa
 
     ledger = Ledger.open(workspace.ledger_url)
-    counts = {name: ledger.rows(sa.select(sa.func.count().label("n")).select_from(table))[0]["n"] for name, table in metadata.tables.items()}
-    return True, ", ".join(f"{counts[name]} {name}" for name in ("shards", "documents", "segments", "candidates", "releases", "proposals"))
+    counts = {
+        name: ledger.rows(sa.select(sa.func.count().label("n")).select_from(table))[0]["n"]
+        for name, table in metadata.tables.items()
+    }
+    return True, ", ".join(
+        f"{counts[name]} {name}" for name in ("shards", "documents", "segments", "candidates", "releases", "proposals")
+    )

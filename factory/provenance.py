@@ -7,7 +7,18 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.errors import InputError, nearest
-from factory.ledger import Ledger, candidates, data_plans, documents, held_out, releases, segments, shards, token_shards, verdicts
+from factory.ledger import (
+    Ledger,
+    candidates,
+    data_plans,
+    documents,
+    held_out,
+    releases,
+    segments,
+    shards,
+    token_shards,
+    verdicts,
+)
 
 
 def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
@@ -15,24 +26,45 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
 
     Raises: InputError that names near ids when there is none.
     """
-    found = ledger.rows(sa.select(documents).where((documents.c.id == name) | (documents.c.key == name)).order_by(documents.c.key))
+    found = ledger.rows(
+        sa.select(documents).where((documents.c.id == name) | (documents.c.key == name)).order_by(documents.c.key)
+    )
     if not found:
         part = name.rsplit("/", 1)[-1][:40]
-        near = [row["id"] for row in ledger.rows(sa.select(documents.c.id).where(documents.c.id.contains(part, autoescape=True)).limit(200))]
+        near = [
+            row["id"]
+            for row in ledger.rows(
+                sa.select(documents.c.id).where(documents.c.id.contains(part, autoescape=True)).limit(200)
+            )
+        ]
         raise InputError(f"no document {name!r} was ever ingested" + (nearest(name, near[:8]) if near else ""))
     plans = ledger.rows(sa.select(data_plans))
-    lines = ledger.rows(sa.select(segments.c.id, segments.c.kind, segments.c.data_plan, segments.c.state).order_by(segments.c.id))
+    lines = ledger.rows(
+        sa.select(segments.c.id, segments.c.kind, segments.c.data_plan, segments.c.state).order_by(segments.c.id)
+    )
     for row in found:
-        shard = ledger.one(sa.select(shards.c.name, shards.c.state, shards.c.path).where(shards.c.sha256 == row["shard"]))
+        shard = ledger.one(
+            sa.select(shards.c.name, shards.c.state, shards.c.path).where(shards.c.sha256 == row["shard"])
+        )
         row["shard_name"] = shard and shard["name"]
         if row["matched"]:
-            other = ledger.one(sa.select(documents.c.id, documents.c.shard, documents.c.fate).where(documents.c.key == row["matched"]))
+            other = ledger.one(
+                sa.select(documents.c.id, documents.c.shard, documents.c.fate).where(documents.c.key == row["matched"])
+            )
             row["matched_document"] = other
-        holding = {plan["id"] for plan in plans if row["token_shard"] in {s["id"] for s in plan["plan"]["token_shards"]}}
+        holding = {
+            plan["id"] for plan in plans if row["token_shard"] in {s["id"] for s in plan["plan"]["token_shards"]}
+        }
         row["segments"] = [line["id"] for line in lines if line["data_plan"] in holding]
-        row["releases"] = [r["number"] for r in ledger.rows(sa.select(releases.c.number)) if set(lineage(ledger, r["number"])) & set(row["segments"])]
+        row["releases"] = [
+            r["number"]
+            for r in ledger.rows(sa.select(releases.c.number))
+            if set(lineage(ledger, r["number"])) & set(row["segments"])
+        ]
         if row["fate"] == "held_out":
-            row["held_out_as"] = ledger.one(sa.select(held_out.c.domain, held_out.c.source).where(held_out.c.key == row["key"]))
+            row["held_out_as"] = ledger.one(
+                sa.select(held_out.c.domain, held_out.c.source).where(held_out.c.key == row["key"])
+            )
     return found
 
 
@@ -41,7 +73,11 @@ def lineage(ledger: Ledger, release: int) -> list[int]:
 
     Raises: InputError that lists the releases when there is no such one.
     """
-    row = ledger.one(sa.select(candidates.c.segment).join(releases, releases.c.candidate == candidates.c.id).where(releases.c.number == release))
+    row = ledger.one(
+        sa.select(candidates.c.segment)
+        .join(releases, releases.c.candidate == candidates.c.id)
+        .where(releases.c.number == release)
+    )
     if row is None:
         known = [str(r["number"]) for r in ledger.rows(sa.select(releases.c.number).order_by(releases.c.number))]
         raise InputError(f"no release {release}; there {'are: ' + ', '.join(known) if known else 'is none yet'}")
@@ -59,7 +95,11 @@ def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
     chain = lineage(ledger, number)
     release = ledger.one(sa.select(releases).where(releases.c.number == number))
     assert release is not None
-    verdict = ledger.one(sa.select(verdicts.c.outcome, verdicts.c.reasons, verdicts.c.against, verdicts.c.policy_sha256).where(verdicts.c.id == release["verdict"]))
+    verdict = ledger.one(
+        sa.select(verdicts.c.outcome, verdicts.c.reasons, verdicts.c.against, verdicts.c.policy_sha256).where(
+            verdicts.c.id == release["verdict"]
+        )
+    )
     steps = []
     used: dict[str, int] = {}
     for segment in chain:
@@ -68,10 +108,25 @@ def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
         plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == row["data_plan"]))
         assert plan is not None
         used |= {s["id"]: s["generation"] for s in plan["plan"]["token_shards"]}
-        kept = ("id", "kind", "parent", "first_step", "last_step", "recipe", "recipe_sha256", "data_plan", "code_commit")
+        kept = (
+            "id",
+            "kind",
+            "parent",
+            "first_step",
+            "last_step",
+            "recipe",
+            "recipe_sha256",
+            "data_plan",
+            "code_commit",
+        )
         steps.append({key: row[key] for key in kept})
     listed = ledger.rows(
-        sa.select(token_shards.c.id, token_shards.c.shard, token_shards.c.documents, token_shards.c.tokens, token_shards.c.domains, shards.c.name)
+        sa.select(*(token_shards.c[name] for name in ("id", "shard", "documents", "tokens", "domains")), shards.c.name)
         .join(shards, shards.c.sha256 == token_shards.c.shard).where(token_shards.c.id.in_(used)).order_by(token_shards.c.created_at)
     )  # fmt: skip
-    return {"release": release, "verdict": verdict, "segments": steps, "shards": [row | {"generation": used[row["id"]]} for row in listed]}
+    return {
+        "release": release,
+        "verdict": verdict,
+        "segments": steps,
+        "shards": [row | {"generation": used[row["id"]]} for row in listed],
+    }

@@ -10,18 +10,27 @@ from factory.workspace import Workspace
 
 def snapshot(workspace: Workspace) -> dict[str, Any]:
     """Everything a person asks first, as plain JSON-ready data."""
-    shards = rows(workspace, "SELECT name, sha256, state, reason, rows, counts, domains, tokens FROM shards ORDER BY ingested_at")
+    shards = rows(
+        workspace, "SELECT name, sha256, state, reason, rows, counts, domains, tokens FROM shards ORDER BY ingested_at"
+    )
     segments = rows(
         workspace,
-        "SELECT id, kind, parent, generation, recipe, code_commit, first_step, last_step, state, attempts, result, created_at, finished_at, folder FROM segments ORDER BY id",
+        "SELECT id, kind, parent, generation, recipe, code_commit, first_step, last_step, state, attempts, result, "
+        "created_at, finished_at, folder FROM segments ORDER BY id",
     )
     candidates = rows(
         workspace,
-        "SELECT c.id, c.segment, c.export_path, c.export_sha256, (SELECT e.summary FROM evaluations e WHERE e.candidate = c.id ORDER BY e.id DESC LIMIT 1) AS summary "
+        "SELECT c.id, c.segment, c.export_path, c.export_sha256, "
+        "(SELECT e.summary FROM evaluations e WHERE e.candidate = c.id ORDER BY e.id DESC LIMIT 1) AS summary "
         "FROM candidates c ORDER BY c.id",
     )
-    verdicts = rows(workspace, "SELECT id, gate, subject, against, outcome, reasons, created_at FROM verdicts ORDER BY id")
-    releases = rows(workspace, "SELECT number, candidate, verdict, state, mlflow_version, report, created_at FROM releases ORDER BY number")
+    verdicts = rows(
+        workspace, "SELECT id, gate, subject, against, outcome, reasons, created_at FROM verdicts ORDER BY id"
+    )
+    releases = rows(
+        workspace,
+        "SELECT number, candidate, verdict, state, mlflow_version, report, created_at FROM releases ORDER BY number",
+    )
     proposals = rows(
         workspace,
         "SELECT p.number, p.agent, p.target, p.title, p.hypothesis, p.predicted_gain, p.branch, p.state, p.report, v.outcome, v.reasons "
@@ -39,7 +48,9 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
                 total[key] += facts.get(key, 0)
     return {
         "workspace": str(workspace.root),
-        "waiting_in_inbox": sum(1 for path in workspace.inbox.iterdir() if path.is_file() and not path.name.startswith(".")),
+        "waiting_in_inbox": sum(
+            1 for path in workspace.inbox.iterdir() if path.is_file() and not path.name.startswith(".")
+        ),
         "shards": shards,
         "domains": totals,
         "segments": segments,
@@ -71,16 +82,25 @@ def screen(facts: dict[str, Any]) -> list[str]:
             dropped[rule] = dropped.get(rule, 0) + number
     quarantined = [shard for shard in facts["shards"] if shard["state"] == "quarantined"]
     held_out = sum((shard["counts"] or {}).get("held_out", 0) for shard in facts["shards"])
-    lines.append(f"data      {len(facts['shards'])} shards in, {len(quarantined)} quarantined; {facts['waiting_in_inbox']} waiting in the inbox")
+    lines.append(
+        f"data      {len(facts['shards'])} shards in, {len(quarantined)} quarantined; {facts['waiting_in_inbox']} waiting in the inbox"
+    )
     for domain, total in sorted(facts["domains"].items()):
-        lines.append(f"          {domain:<8} {total['documents']:>6,} documents  {total['tokens']:>10,} tokens  {total['supervised_tokens']:>10,} with loss")
-    lines.append(f"          held out {held_out:,} documents; dropped " + (", ".join(f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1])) or "none"))
+        lines.append(
+            f"          {domain:<8} {total['documents']:>6,} documents  {total['tokens']:>10,} tokens  "
+            f"{total['supervised_tokens']:>10,} with loss"
+        )
+    lines.append(
+        f"          held out {held_out:,} documents; dropped "
+        + (", ".join(f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1])) or "none")
+    )
     for shard in quarantined:
         lines.append(f"          quarantined {shard['name']}: {shard['reason']}")
     for segment in facts["segments"][-6:]:
         loss = (segment["result"] or {}).get("loss")
         lines.append(
-            f"segment {segment['id']:<2} {segment['kind']:<6} steps {segment['first_step']}–{segment['last_step']} generation {segment['generation']} {segment['state']}"
+            f"segment {segment['id']:<2} {segment['kind']:<6} steps {segment['first_step']}–{segment['last_step']} "
+            f"generation {segment['generation']} {segment['state']}"
             + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
         )
     for candidate in facts["candidates"][-6:]:
@@ -92,5 +112,7 @@ def screen(facts: dict[str, Any]) -> list[str]:
     best = facts["champion"]
     lines.append(f"champion  release {best['number']} ({best['export_path']})" if best else "champion  none yet")
     for proposal in facts["proposals"][-6:]:
-        lines.append(f"proposal {proposal['number']} {proposal['branch']}: {proposal['title']} → {proposal['outcome'] or proposal['state']}")
+        lines.append(
+            f"proposal {proposal['number']} {proposal['branch']}: {proposal['title']} → {proposal['outcome'] or proposal['state']}"
+        )
     return lines

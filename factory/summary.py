@@ -12,7 +12,7 @@ def summary(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list
     where = f" --workspace {workspace.root}" if workspace.root.name != "workspace" else ""
     lines = [*_data(facts), "", *_training(facts), "", *_releases(facts), "", *_proposals(facts), ""]
     lines += [
-        f"  All of it took {seconds / 60:.1f} minutes; nothing above is remembered, all of it is read back from {workspace.root / 'ledger.db'}.",
+        f"  All of it took {seconds / 60:.1f} minutes. Every number above was read back from {workspace.root / 'ledger.db'}.",
         "",
         f"  Look at it:   factory ui{where}            (MLflow: runs, the model's versions, verdicts, reports)",
         f"  Ask:          factory status{where} · factory proposals show 1{where} · factory provenance --release 1{where}",
@@ -27,11 +27,20 @@ def _data(facts: dict[str, Any]) -> list[str]:
         counts = shard["counts"] or {}
         dropped = counts.get("dropped") or {}
         why = ", ".join(f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1]))
-        state = f"QUARANTINED ({shard['reason']})" if shard["state"] == "quarantined" else f"{counts.get('train', 0):>6,} kept  {counts.get('held_out', 0):>4,} held out"
-        lines.append(f"    {shard['name']:<22}{shard['rows']:>7,} documents  {state}  {sum(dropped.values()):>5,} dropped{': ' + why if why else ''}")
+        state = (
+            f"QUARANTINED ({shard['reason']})"
+            if shard["state"] == "quarantined"
+            else f"{counts.get('train', 0):>6,} kept  {counts.get('held_out', 0):>4,} held out"
+        )
+        lines.append(
+            f"    {shard['name']:<22}{shard['rows']:>7,} documents  {state}  {sum(dropped.values()):>5,} dropped{': ' + why if why else ''}"
+        )
     total = sum(domain["tokens"] for domain in facts["domains"].values())
     loss = sum(domain["supervised_tokens"] for domain in facts["domains"].values())
-    lines.append(f"    together {total:,} tokens to train on, {loss:,} of them with loss: " + ", ".join(f"{d} {v['tokens']:,}" for d, v in sorted(facts["domains"].items())))
+    lines.append(
+        f"    together {total:,} tokens to train on, {loss:,} of them with loss: "
+        + ", ".join(f"{d} {v['tokens']:,}" for d, v in sorted(facts["domains"].items()))
+    )
     return lines
 
 
@@ -42,18 +51,33 @@ def _training(facts: dict[str, Any]) -> list[str]:
         seconds = result.get("seconds")
         rate = f", {result['tokens'] / seconds:,.0f} tokens/s" if seconds and result.get("tokens") else ""
         first, last = result.get("first_loss"), result.get("loss")
-        moved = f"loss {first:.2f} → {last:.2f}" if isinstance(first, float) and isinstance(last, float) else f"loss {last:.2f}" if isinstance(last, float) else segment["state"]
-        lines.append(f"    segment {segment['id']} {segment['kind']:<7} steps {segment['first_step']:>4}–{segment['last_step']:<5} {moved}{rate}")
+        moved = (
+            f"loss {first:.2f} → {last:.2f}"
+            if isinstance(first, float) and isinstance(last, float)
+            else f"loss {last:.2f}"
+            if isinstance(last, float)
+            else segment["state"]
+        )
+        lines.append(
+            f"    segment {segment['id']} {segment['kind']:<7} steps {segment['first_step']:>4}–{segment['last_step']:<5} {moved}{rate}"
+        )
     rows = [candidate for candidate in facts["candidates"] if (candidate["summary"] or {}).get("bpb")]
     if rows:
         domains = sorted(rows[0]["summary"]["bpb"])
         lines.append("    held-out bits per byte  " + "".join(f"{domain:>9}" for domain in domains) + "    cloze")
         baselines = rows[-1]["summary"].get("baselines") or {}
         for name in sorted(baselines):
-            lines.append(f"      {name.replace('_', ' '):<22}" + "".join(_cell(baselines[name].get(domain)) for domain in domains))
+            lines.append(
+                f"      {name.replace('_', ' '):<22}"
+                + "".join(_cell(baselines[name].get(domain)) for domain in domains)
+            )
         for candidate in rows:
             own = candidate["summary"]
-            lines.append(f"      candidate {candidate['id']:<12}" + "".join(_cell(own["bpb"].get(domain)) for domain in domains) + _cell(own.get("cloze")))
+            lines.append(
+                f"      candidate {candidate['id']:<12}"
+                + "".join(_cell(own["bpb"].get(domain)) for domain in domains)
+                + _cell(own.get("cloze"))
+            )
     return lines
 
 
@@ -66,12 +90,17 @@ def _releases(facts: dict[str, Any]) -> list[str]:
     for candidate in facts["candidates"]:
         verdict = candidate["verdict"]
         outcome = verdict["outcome"].upper() if verdict else "not judged"
-        lines.append(f"    candidate {candidate['id']}: {outcome}" + (f" → release {candidate['release']}" if candidate["release"] else ""))
+        lines.append(
+            f"    candidate {candidate['id']}: {outcome}"
+            + (f" → release {candidate['release']}" if candidate["release"] else "")
+        )
         lines += [f"      {reason}" for reason in (verdict["reasons"] if verdict else [])]
     best = facts["champion"]
     if best:
         report = next((release["report"] for release in facts["releases"] if release["number"] == best["number"]), None)
-        lines.append(f"    champion: release {best['number']}, MLflow model version {best['mlflow_version']}, {best['export_path']}")
+        lines.append(
+            f"    champion: release {best['number']}, MLflow model version {best['mlflow_version']}, {best['export_path']}"
+        )
         lines += [f"    report:   {report}"] if report else []
     return lines
 
@@ -79,7 +108,9 @@ def _releases(facts: dict[str, Any]) -> list[str]:
 def _proposals(facts: dict[str, Any]) -> list[str]:
     lines = ["  WHAT WAS PROPOSED, AND WHY IT WAS KEPT OR NOT"]
     for proposal in facts["proposals"]:
-        lines.append(f"    proposal {proposal['number']} by {proposal['agent']}: {proposal['title']}  (branch {proposal['branch']})")
+        lines.append(
+            f"    proposal {proposal['number']} by {proposal['agent']}: {proposal['title']}  (branch {proposal['branch']})"
+        )
         lines.append(f"      hypothesis: {proposal['hypothesis']}")
         lines.append(f"      {(proposal['outcome'] or proposal['state']).upper()}")
         lines += [f"      {reason}" for reason in proposal["reasons"] or []]

@@ -82,15 +82,29 @@ def _data_plan(ledger: Ledger, recipe: Any, last: dict[str, Any] | None) -> dict
         assert row is not None
         seen = {shard["id"]: shard["generation"] for shard in row["plan"]["token_shards"]}
     newest = max(seen.values(), default=0)
-    listed = ledger.rows(sa.select(token_shards).where(token_shards.c.tokens > 0).order_by(token_shards.c.created_at, token_shards.c.id))
+    listed = ledger.rows(
+        sa.select(token_shards).where(token_shards.c.tokens > 0).order_by(token_shards.c.created_at, token_shards.c.id)
+    )
     if not listed:
-        raise InputError("nothing to train on: no shard has been ingested; drop one into the inbox or run 'factory ingest PATH'")
+        raise InputError(
+            "nothing to train on: no shard has been ingested; drop one into the inbox or run 'factory ingest PATH'"
+        )
     entries = [{"id": row["id"], "path": row["path"], "generation": seen.get(row["id"], newest + 1)} for row in listed]
-    domains = {domain: facts for row in listed for domain, facts in row["domains"].items() if facts["supervised_tokens"]}
+    domains = {
+        domain: facts for row in listed for domain, facts in row["domains"].items() if facts["supervised_tokens"]
+    }
     return DataPlan.of(recipe, entries, domains).to_json()
 
 
-def _plan(workspace: Workspace, ledger: Ledger, kind: str, parent: dict[str, Any] | None, length: int, plan: dict[str, Any], recipe: Any) -> int:
+def _plan(
+    workspace: Workspace,
+    ledger: Ledger,
+    kind: str,
+    parent: dict[str, Any] | None,
+    length: int,
+    plan: dict[str, Any],
+    recipe: Any,
+) -> int:
     from factory.repository import live_commit
 
     first = parent["last_step"] if parent else 0
@@ -113,7 +127,9 @@ def _plan(workspace: Workspace, ledger: Ledger, kind: str, parent: dict[str, Any
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
-def run_segment(workspace: Workspace, ledger: Ledger, number: int, progress: Progress, follower: Follower | None = None) -> dict[str, Any]:
+def run_segment(
+    workspace: Workspace, ledger: Ledger, number: int, progress: Progress, follower: Follower | None = None
+) -> dict[str, Any]:
     """Run, or resume, a planned segment to its end; returns what result.json says.
 
     Raises: SegmentError when the trainer fails (its log is named). A segment that fails ``MAX_ATTEMPTS`` times is marked 'failed'.
@@ -141,29 +157,51 @@ def _write_spec(ledger: Ledger, row: dict[str, Any], folder: Path) -> None:
     assert plan is not None
     start = None
     if row["parent"] is not None:
-        parent = ledger.one(sa.select(checkpoints).where(checkpoints.c.segment == row["parent"]).order_by(checkpoints.c.step.desc()).limit(1))
+        parent = ledger.one(
+            sa.select(checkpoints)
+            .where(checkpoints.c.segment == row["parent"])
+            .order_by(checkpoints.c.step.desc())
+            .limit(1)
+        )
         assert parent is not None, row["parent"]
         start = parent["path"]
     spec = {
-        "kind": row["kind"], "recipe": row["recipe_json"], "data_plan": plan["plan"], "first_step": row["first_step"], "last_step": row["last_step"],
-        "initial_checkpoint": start, "code_commit": row["code_commit"], "kernels": None,
+        "kind": row["kind"], "recipe": row["recipe_json"], "data_plan": plan["plan"], "first_step": row["first_step"],
+        "last_step": row["last_step"], "initial_checkpoint": start, "code_commit": row["code_commit"], "kernels": None,
     }  # fmt: skip
     aside = folder / "segment.json.part"
     aside.write_text(json.dumps(spec, indent=1, sort_keys=True))
     os.replace(aside, folder / "segment.json")
 
 
-def _run_trainer(workspace: Workspace, row: dict[str, Any], folder: Path, progress: Progress, follower: Follower | None) -> int:
+def _run_trainer(
+    workspace: Workspace, row: dict[str, Any], folder: Path, progress: Progress, follower: Follower | None
+) -> int:
     from factory.repository import checkout_live
 
     code = checkout_live(workspace, row["code_commit"])
     log = workspace.logs / f"segment-{row['id']:05d}.log"
-    environment = os.environ | {"PYTHONPATH": str(code), "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(code),
+        "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
+        "PYTHONUNBUFFERED": "1",
+    }
     title = f"{row['kind']} {row['first_step']}–{row['last_step']}"
-    with _folder_lock(folder) as lock, open(log, "ab") as out, progress.task(title, row["last_step"] - row["first_step"]) as task:
+    with (
+        _folder_lock(folder) as lock,
+        open(log, "ab") as out,
+        progress.task(title, row["last_step"] - row["first_step"]) as task,
+    ):
         command = [sys.executable, "-m", "trainer", str(folder)]
         process = subprocess.Popen(
-            command, cwd=code, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(lock,), preexec_fn=_die_with_parent
+            command,
+            cwd=code,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            pass_fds=(lock,),
+            preexec_fn=_die_with_parent,
         )
         watch = _StepWatch(folder / "metrics.jsonl", row["first_step"])
         try:
@@ -220,16 +258,24 @@ def _failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
     said = f": {lines[0][:400]}" if lines else ""
     if code == EXIT_STOPPED:
-        raise SegmentError(f"segment {row['id']} was stopped and left a checkpoint; run the same command again to go on")
+        raise SegmentError(
+            f"segment {row['id']} was stopped and left a checkpoint; run the same command again to go on"
+        )
     if code == EXIT_DISK_FULL:
-        raise SegmentError(f"segment {row['id']}: the disk is full{said}. Free some space and run the same command again: its last checkpoint is whole")
+        raise SegmentError(
+            f"segment {row['id']}: the disk is full{said}. Free some space and run the same command again: its last checkpoint is whole"
+        )
     final = code == 2 or row["attempts"] + 1 >= MAX_ATTEMPTS
     if final:
         with ledger.begin() as tx:
-            tx.execute(segments.update().where(segments.c.id == row["id"]).values(state="failed", finished_at=time.time()))
+            tx.execute(
+                segments.update().where(segments.c.id == row["id"]).values(state="failed", finished_at=time.time())
+            )
             record(tx, "segment_failed", f"segment:{row['id']}", {"exit": code, "said": said})
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
-    raise SegmentError(f"segment {row['id']} ended with {how}{said} (log: {log}{'' if final else '; the next pass tries again from its last checkpoint'})")
+    raise SegmentError(
+        f"segment {row['id']} ended with {how}{said} (log: {log}{'' if final else '; the next pass tries again from its last checkpoint'})"
+    )
 
 
 def _record_done(ledger: Ledger, row: dict[str, Any], folder: Path, result: dict[str, Any]) -> None:
@@ -239,10 +285,20 @@ def _record_done(ledger: Ledger, row: dict[str, Any], folder: Path, result: dict
         raise SegmentError(f"segment {row['id']}: {path} is not the checkpoint that its result names")
     found = [json.loads(line) for line in _lines(folder / "anomalies.jsonl")]
     with ledger.begin() as tx:
-        tx.execute(checkpoints.insert().values(id=manifest, segment=row["id"], step=result["last_step"], path=str(path), created_at=time.time()))
+        tx.execute(
+            checkpoints.insert().values(
+                id=manifest, segment=row["id"], step=result["last_step"], path=str(path), created_at=time.time()
+            )
+        )
         for anomaly in found:
-            tx.execute(anomalies.insert().values(segment=row["id"], step=anomaly["step"], kind=anomaly["kind"], detail=anomaly))
-        tx.execute(segments.update().where(segments.c.id == row["id"]).values(state="done", result=result, finished_at=time.time()))
+            tx.execute(
+                anomalies.insert().values(segment=row["id"], step=anomaly["step"], kind=anomaly["kind"], detail=anomaly)
+            )
+        tx.execute(
+            segments.update()
+            .where(segments.c.id == row["id"])
+            .values(state="done", result=result, finished_at=time.time())
+        )
         record(tx, "segment_done", f"segment:{row['id']}", {"loss": result.get("loss"), "checkpoint": manifest})
 
 
@@ -256,14 +312,23 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     if known:
         return int(known["id"])
     row = ledger.one(sa.select(segments).where(segments.c.id == segment))
-    checkpoint = ledger.one(sa.select(checkpoints).where(checkpoints.c.segment == segment).order_by(checkpoints.c.step.desc()).limit(1))
+    checkpoint = ledger.one(
+        sa.select(checkpoints).where(checkpoints.c.segment == segment).order_by(checkpoints.c.step.desc()).limit(1)
+    )
     assert row is not None and checkpoint is not None, segment
     target, aside = workspace.exports / f"segment-{segment:05d}", workspace.exports / f".writing-{segment:05d}"
     if not target.exists():
         _remove(aside)
         code = checkout_live(workspace, row["code_commit"])
         command = [sys.executable, "-m", "trainer.export", checkpoint["path"], str(aside)]
-        done = subprocess.run(command, cwd=code, env=os.environ | {"PYTHONPATH": str(code)}, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            cwd=code,
+            env=os.environ | {"PYTHONPATH": str(code)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
             raise SegmentError(f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:]}")
         Tokenizer.load(workspace.tokenizer).copy_to(aside)
@@ -272,7 +337,12 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
         number = (tx.execute(sa.select(sa.func.max(candidates.c.id))).scalar() or 0) + 1
         tx.execute(
             candidates.insert().values(
-                id=number, segment=segment, checkpoint=checkpoint["id"], export_path=str(target), export_sha256=folder_sha256(target), created_at=time.time()
+                id=number,
+                segment=segment,
+                checkpoint=checkpoint["id"],
+                export_path=str(target),
+                export_sha256=folder_sha256(target),
+                created_at=time.time(),
             )
         )
         record(tx, "candidate", f"candidate:{number}", {"segment": segment})
@@ -307,7 +377,9 @@ def _folder_lock(folder: Path) -> Iterator[int]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise SegmentError(f"{folder}: a trainer of an earlier run is still at work there; end it, then try again") from None
+                    raise SegmentError(
+                        f"{folder}: a trainer of an earlier run is still at work there; end it, then try again"
+                    ) from None
                 time.sleep(0.2)
         yield handle
     finally:

@@ -13,7 +13,17 @@ from factory.ledger import Ledger
 from factory.workspace import Config, Workspace
 
 ROOT = Path(__file__).resolve().parent.parent
-GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@example.invalid", "-c", "core.hooksPath=/dev/null", "-c", "commit.gpgsign=false"]
+GIT = [
+    "git",
+    "-c",
+    "user.name=t",
+    "-c",
+    "user.email=t@example.invalid",
+    "-c",
+    "core.hooksPath=/dev/null",
+    "-c",
+    "commit.gpgsign=false",
+]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

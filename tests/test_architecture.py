@@ -50,13 +50,22 @@ def test_imports_point_down(folder: str) -> None:
 @pytest.mark.parametrize("folder", ["kernels", "trainer", "agents"])
 def test_bare_image_folders_stay_light(folder: str) -> None:
     for name, path in modules(folder).items():
-        foreign = {i.partition(".")[0] for i in imports(path, top_level_only=True)} - set(MAY_IMPORT) - BARE_IMAGE - set(sys.stdlib_module_names) - {""}
+        foreign = (
+            {i.partition(".")[0] for i in imports(path, top_level_only=True)}
+            - set(MAY_IMPORT)
+            - BARE_IMAGE
+            - set(sys.stdlib_module_names)
+            - {""}
+        )
         assert foreign <= ({"rich"} if folder == "agents" else set()), f"{name} imports {foreign}"
 
 
 def test_no_circle_between_files() -> None:
     every = {name: path for folder in MAY_IMPORT for name, path in modules(folder).items()}
-    graph = {name: {i for i in imports(path, top_level_only=True) if i in every and i != name} for name, path in every.items()}
+    graph = {
+        name: {i for i in imports(path, top_level_only=True) if i in every and i != name}
+        for name, path in every.items()
+    }
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
@@ -77,5 +86,10 @@ def test_every_folder_says_what_lives_there() -> None:
 
 
 def test_no_file_holds_two_ideas() -> None:
-    long = {str(p.relative_to(ROOT)): n for folder in MAY_IMPORT for p in modules(folder).values() if (n := len(p.read_text().splitlines())) > 400}
+    long = {
+        str(p.relative_to(ROOT)): n
+        for folder in MAY_IMPORT
+        for p in modules(folder).values()
+        if (n := len(p.read_text().splitlines())) > 400
+    }
     assert not long

@@ -18,7 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def factory(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "FACTORY_HOME"} | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-m", "factory", *words], capture_output=True, text=True, cwd=cwd or ROOT, env=environment, stdin=subprocess.DEVNULL, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "factory", *words],
+        capture_output=True,
+        text=True,
+        cwd=cwd or ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+    )
 
 
 @pytest.fixture
@@ -84,7 +92,10 @@ def test_help_and_status_import_nothing_heavy(home: Path) -> None:
     """What makes them answer in under half a second, asserted without a clock."""
     heavy = {"torch", "mlflow", "sqlalchemy", "transformers", "datatrove", "langgraph", "numpy", "pydantic", "git"}
     for words in (["--help"], ["status", "-w", str(home)], ["proposals", "-w", str(home)]):
-        code = f"import sys, factory.cli as c\nsys.argv = ['factory', *{words!r}]\ntry: c.main()\nexcept SystemExit: pass\nprint('LOADED', *sorted(m for m in sys.modules if m in {heavy!r}))"
+        code = (
+            f"import sys, factory.cli as c\nsys.argv = ['factory', *{words!r}]\ntry: c.main()\nexcept SystemExit: pass\n"
+            f"print('LOADED', *sorted(m for m in sys.modules if m in {heavy!r}))"
+        )
         started = time.monotonic()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
         print(words, f"{time.monotonic() - started:.2f} s")

@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.daemon import Action, World, arrived, next_action, observe
-from factory.ledger import Ledger, candidates, checkpoints, data_plans, releases, segments, shards, token_shards, verdicts
+from factory.ledger import (
+    Ledger,
+    candidates,
+    checkpoints,
+    data_plans,
+    releases,
+    segments,
+    shards,
+    token_shards,
+    verdicts,
+)
 from factory.workspace import Workspace
 
 SHARD = Path("inbox/a.jsonl")
@@ -41,7 +51,15 @@ def test_next_action(world: World, action: Action | None) -> None:
     assert next_action(world) == action
 
 
-@given(st.builds(World, *[st.none() | st.integers(1, 9)] * 3, st.just(()), *[st.none() | st.integers(1, 9)] * 4, st.integers(0, 3)))
+@given(
+    st.builds(
+        World,
+        *[st.none() | st.integers(1, 9)] * 3,
+        st.just(()),
+        *[st.none() | st.integers(1, 9)] * 4,
+        st.integers(0, 3),
+    )
+)
 def test_work_is_never_left_while_nothing_failed(world: World) -> None:
     """With no failure, the factory rests only when every field is at rest."""
     world = replace(world, failed_segment=None)
@@ -72,8 +90,8 @@ def test_observe_walks_with_the_ledger(workspace: Workspace, ledger: Ledger) -> 
 
     def segment(number: int, kind: str, parent: int | None) -> None:
         put(
-            segments, id=number, kind=kind, parent=parent, generation=1, recipe="r", recipe_json={}, recipe_sha256="r", data_plan="p", code_commit="c",
-            first_step=0, last_step=5, state="planned", folder="f", created_at=next(now),
+            segments, id=number, kind=kind, parent=parent, generation=1, recipe="r", recipe_json={}, recipe_sha256="r", data_plan="p",
+            code_commit="c",            first_step=0, last_step=5, state="planned", folder="f", created_at=next(now),
         )  # fmt: skip
         assert seen() == Action("train", number)
         with ledger.begin() as tx:
@@ -81,7 +99,17 @@ def test_observe_walks_with_the_ledger(workspace: Workspace, ledger: Ledger) -> 
 
     assert seen() is None
     put(shards, sha256="s", name="s", path="s", bytes=1, state="ingested", ingested_at=next(now))
-    put(token_shards, id="t", shard="s", path="t", tokenizer="k", documents=1, tokens=9, domains={}, created_at=next(now))
+    put(
+        token_shards,
+        id="t",
+        shard="s",
+        path="t",
+        tokenizer="k",
+        documents=1,
+        tokens=9,
+        domains={},
+        created_at=next(now),
+    )
     assert seen() == Action("plan_trunk")
     put(data_plans, id="p", plan={"token_shards": [{"id": "t", "generation": 1}]}, created_at=next(now))
     segment(1, "trunk", None)
@@ -91,12 +119,33 @@ def test_observe_walks_with_the_ledger(workspace: Workspace, ledger: Ledger) -> 
     put(checkpoints, id="c", segment=2, step=5, path="c", created_at=next(now))
     put(candidates, id=1, segment=2, checkpoint="c", export_path="e", export_sha256="e", created_at=next(now))
     assert seen() == Action("judge", 1)
-    put(verdicts, id=1, gate="release", subject="candidate:1", policy_sha256="p", subject_sha256="e", outcome="promote", reasons=[], evidence={}, created_at=next(now))
+    put(
+        verdicts,
+        id=1,
+        gate="release",
+        subject="candidate:1",
+        policy_sha256="p",
+        subject_sha256="e",
+        outcome="promote",
+        reasons=[],
+        evidence={},
+        created_at=next(now),
+    )
     assert seen() == Action("release", 1)
     put(releases, number=1, candidate=1, verdict=1, state="decided", created_at=next(now))
     assert seen() == Action("finish_release", 1)
     with ledger.begin() as tx:
         tx.execute(releases.update().values(state="published"))
     assert seen() is None
-    put(token_shards, id="u", shard="s", path="u", tokenizer="k", documents=1, tokens=9, domains={}, created_at=next(now))
+    put(
+        token_shards,
+        id="u",
+        shard="s",
+        path="u",
+        tokenizer="k",
+        documents=1,
+        tokens=9,
+        domains={},
+        created_at=next(now),
+    )
     assert seen() == Action("plan_trunk"), "a shard the trunk has not seen starts the next generation"

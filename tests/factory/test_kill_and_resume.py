@@ -21,7 +21,28 @@ from factory.listing import rows
 from factory.workspace import Config, Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = "river stone under light quiet machine opens every letter before winter holds small bright number again turns into green field".split()
+WORDS = [
+    "river",
+    "stone",
+    "under",
+    "light",
+    "quiet",
+    "machine",
+    "opens",
+    "every",
+    "letter",
+    "before",
+    "winter",
+    "holds",
+    "small",
+    "bright",
+    "number",
+    "again",
+    "turns",
+    "into",
+    "green",
+    "field",
+]
 
 
 def write_shards(folder: Path) -> None:
@@ -32,9 +53,26 @@ def write_shards(folder: Path) -> None:
         lines = []
         for index in range(160):
             name = f"{number}-{index}"
-            body = "\n".join(f"    {random.choice(WORDS)}_{random.randint(0, 999)} = {random.choice(WORDS)}({random.randint(0, 9999)})" for _ in range(12))
-            lines.append({"id": f"code/{name}", "text": f"def {random.choice(WORDS)}_{index}(value):\n{body}\n    return value\n", "domain": "code", "source": f"code/{name}"})
-            lines.append({"id": f"docs/{name}", "text": " ".join(sentence() for _ in range(8)), "domain": "docs", "source": f"docs/{name}"})
+            body = "\n".join(
+                f"    {random.choice(WORDS)}_{random.randint(0, 999)} = {random.choice(WORDS)}({random.randint(0, 9999)})"
+                for _ in range(12)
+            )
+            lines.append(
+                {
+                    "id": f"code/{name}",
+                    "text": f"def {random.choice(WORDS)}_{index}(value):\n{body}\n    return value\n",
+                    "domain": "code",
+                    "source": f"code/{name}",
+                }
+            )
+            lines.append(
+                {
+                    "id": f"docs/{name}",
+                    "text": " ".join(sentence() for _ in range(8)),
+                    "domain": "docs",
+                    "source": f"docs/{name}",
+                }
+            )
             question, answer = f"What is {random.choice(WORDS)} {index}?", sentence() + " " + sentence()
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             lines.append({"id": f"chat/{name}", "messages": messages, "domain": "chat", "source": f"chat/{name}"})
@@ -45,19 +83,28 @@ def start(workspace: Workspace) -> subprocess.Popen[bytes]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     with open(workspace.logs / "daemon.log", "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "factory", "run", "--once", "--workspace", str(workspace.root)], cwd=workspace.root, env=environment, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, "-m", "factory", "run", "--once", "--workspace", str(workspace.root)],
+            cwd=workspace.root,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
 
 
 def end_state(workspace: Workspace) -> dict[str, Any]:
     """What must not depend on the kills. Paths, times and attempts may differ."""
     return {
-        "documents": rows(workspace, "SELECT key, id, fate, rule, matched, tokens, token_shard FROM documents ORDER BY key"),
+        "documents": rows(
+            workspace, "SELECT key, id, fate, rule, matched, tokens, token_shard FROM documents ORDER BY key"
+        ),
         "shards": rows(workspace, "SELECT sha256, state, counts FROM shards ORDER BY sha256"),
         "segments": rows(workspace, "SELECT id, kind, parent, first_step, last_step, state FROM segments ORDER BY id"),
         "checkpoints": rows(workspace, "SELECT segment, step FROM checkpoints ORDER BY segment, step"),
         "candidates": rows(workspace, "SELECT id, segment, export_sha256 FROM candidates ORDER BY id"),
-        "items": rows(workspace, "SELECT evaluation, task, item, value FROM eval_items ORDER BY evaluation, task, item"),
+        "items": rows(
+            workspace, "SELECT evaluation, task, item, value FROM eval_items ORDER BY evaluation, task, item"
+        ),
         "verdicts": rows(workspace, "SELECT id, subject, outcome, reasons FROM verdicts ORDER BY id"),
         "releases": rows(workspace, "SELECT number, candidate, state, mlflow_version FROM releases ORDER BY number"),
         "inbox": sorted(path.name for path in workspace.inbox.iterdir()),

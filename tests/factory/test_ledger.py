@@ -57,6 +57,8 @@ def test_no_ledger_is_a_clear_error(workspace: Workspace) -> None:
 def test_listing_decodes_json_and_cannot_write(workspace: Workspace, ledger: Ledger) -> None:
     with ledger.begin() as tx:
         record(tx, "ingested", "shard:1", {"kept": 3})
-    assert rows(workspace, "SELECT kind, detail FROM events WHERE subject = :s", s="shard:1") == [{"kind": "ingested", "detail": {"kept": 3}}]
+    assert rows(workspace, "SELECT kind, detail FROM events WHERE subject = :s", s="shard:1") == [
+        {"kind": "ingested", "detail": {"kept": 3}}
+    ]
     with pytest.raises(WorkspaceError, match="readonly"):
         rows(workspace, "DELETE FROM events")

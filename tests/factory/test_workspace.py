@@ -14,7 +14,9 @@ def test_create_then_open_gives_the_same(tmp_path: Path) -> None:
     made = Workspace.create(tmp_path / "w", Config(recipe="tiny"))
     assert Workspace.open(tmp_path / "w") == made
     assert all((made.root / folder).is_dir() for folder in FOLDERS)
-    assert Workspace.create(tmp_path / "w", Config(recipe="other")).config.recipe == "tiny", "an existing workspace is never overwritten"
+    assert Workspace.create(tmp_path / "w", Config(recipe="other")).config.recipe == "tiny", (
+        "an existing workspace is never overwritten"
+    )
 
 
 def test_unknown_key_names_the_nearest(tmp_path: Path) -> None:
@@ -24,7 +26,9 @@ def test_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         Workspace.open(workspace.root)
 
 
-@pytest.mark.parametrize("text", ["recipe: [1]\n", "- a\n", "recipe: {\n", "recipe: !!python/object/apply:os.system ['true']\n"])
+@pytest.mark.parametrize(
+    "text", ["recipe: [1]\n", "- a\n", "recipe: {\n", "recipe: !!python/object/apply:os.system ['true']\n"]
+)
 def test_bad_config_is_a_config_error(tmp_path: Path, text: str) -> None:
     workspace = Workspace.create(tmp_path / "w")
     (workspace.root / "factory.yaml").write_text(text)
