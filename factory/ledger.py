@@ -140,7 +140,7 @@ segments = sa.Table(
     C("first_step", N, nullable=False),
     C("last_step", N, nullable=False),  # the step after which it ends
     C("state", T, nullable=False),  # 'planned' | 'done' | 'failed'
-    C("attempts", N, nullable=False, default=0),
+    C("attempts", N, nullable=False, default=0),  # tries that failed; being stopped or killed is no failure
     C("folder", T, nullable=False),
     C("result", J),  # what result.json said, once done
     C("created_at", F, nullable=False),

@@ -51,20 +51,19 @@ def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -
     recipe = Recipe.load(workspace.recipe_path())
     last = last_segment(ledger, "trunk")
     length = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
-    return _plan(workspace, ledger, "trunk", last, length, _data_plan(ledger, recipe, last), recipe)
+    return _plan(workspace, ledger, "trunk", last, length, _every_shard(ledger, last), recipe)
 
 
 def plan_anneal(workspace: Workspace, ledger: Ledger) -> int:
-    """Record an anneal branch off the trunk's last checkpoint, under the trunk's data plan; returns its id."""
+    """Record an anneal branch off the trunk's last checkpoint, over the trunk's token shards; returns its id."""
     from trainer.recipe import Recipe
 
     trunk = last_segment(ledger, "trunk")
     if trunk is None:
         raise InputError("there is no trunk to anneal from: run 'factory train' first")
     recipe = Recipe.load(workspace.recipe_path())
-    plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == trunk["data_plan"]))
-    assert plan is not None
-    return _plan(workspace, ledger, "anneal", trunk, recipe.schedule.anneal_steps, plan["plan"], recipe)
+    shards = [(s["id"], s["path"], s["generation"]) for s in _plan_of(ledger, trunk)["token_shards"]]
+    return _plan(workspace, ledger, "anneal", trunk, recipe.schedule.anneal_steps, shards, recipe)
 
 
 def last_segment(ledger: Ledger, kind: str) -> dict[str, Any] | None:
@@ -73,27 +72,26 @@ def last_segment(ledger: Ledger, kind: str) -> dict[str, Any] | None:
     return ledger.one(sa.select(segments).where(done).order_by(segments.c.id.desc()).limit(1))
 
 
-def _data_plan(ledger: Ledger, recipe: Any, last: dict[str, Any] | None) -> dict[str, Any]:
-    from trainer.data_order import DataPlan
+def _plan_of(ledger: Ledger, segment: dict[str, Any]) -> dict[str, Any]:
+    row = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == segment["data_plan"]))
+    assert row is not None, segment["data_plan"]
+    return dict(row["plan"])
 
-    seen: dict[str, int] = {}
-    if last is not None:
-        row = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == last["data_plan"]))
-        assert row is not None
-        seen = {shard["id"]: shard["generation"] for shard in row["plan"]["token_shards"]}
+
+def _every_shard(ledger: Ledger, last: dict[str, Any] | None) -> list[tuple[str, str, int]]:
+    """(id, path, generation) of every token shard; those that the trunk has not seen make the next generation."""
+    seen = {shard["id"]: shard["generation"] for shard in _plan_of(ledger, last)["token_shards"]} if last else {}
     newest = max(seen.values(), default=0)
     listed = ledger.rows(
-        sa.select(token_shards).where(token_shards.c.tokens > 0).order_by(token_shards.c.created_at, token_shards.c.id)
+        sa.select(token_shards.c.id, token_shards.c.path)
+        .where(token_shards.c.tokens > 0)
+        .order_by(token_shards.c.created_at, token_shards.c.id)
     )
     if not listed:
         raise InputError(
             "nothing to train on: no shard has been ingested; drop one into the inbox or run 'factory ingest PATH'"
         )
-    entries = [{"id": row["id"], "path": row["path"], "generation": seen.get(row["id"], newest + 1)} for row in listed]
-    domains = {
-        domain: facts for row in listed for domain, facts in row["domains"].items() if facts["supervised_tokens"]
-    }
-    return DataPlan.of(recipe, entries, domains).to_json()
+    return [(row["id"], row["path"], seen.get(row["id"], newest + 1)) for row in listed]
 
 
 def _plan(
@@ -102,22 +100,23 @@ def _plan(
     kind: str,
     parent: dict[str, Any] | None,
     length: int,
-    plan: dict[str, Any],
+    shards: list[tuple[str, str, int]],
     recipe: Any,
 ) -> int:
     from factory.repository import live_commit
+    from trainer.data_plan import DataPlan
 
+    plan = DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
     first = parent["last_step"] if parent else 0
-    plan_id = hashlib.sha256(_canonical(plan)).hexdigest()
     dumped = recipe.model_dump(mode="json")
     with ledger.begin() as tx:
-        if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan_id)).first() is None:
-            tx.execute(data_plans.insert().values(id=plan_id, plan=plan, created_at=time.time()))
+        if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
+            tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
         number = (tx.execute(sa.select(sa.func.max(segments.c.id))).scalar() or 0) + 1
         tx.execute(
             segments.insert().values(
-                id=number, kind=kind, parent=parent and parent["id"], generation=max(s["generation"] for s in plan["token_shards"]),
-                recipe=recipe.name, recipe_json=dumped, recipe_sha256=hashlib.sha256(_canonical(dumped)).hexdigest(), data_plan=plan_id,
+                id=number, kind=kind, parent=parent and parent["id"], generation=max(shard.generation for shard in plan.token_shards),
+                recipe=recipe.name, recipe_json=dumped, recipe_sha256=recipe.sha256, data_plan=plan.id,
                 code_commit=live_commit(workspace.repository), first_step=first, last_step=first + length, state="planned", attempts=0,
                 folder=str(workspace.segments / f"{number:05d}-{kind}"), created_at=time.time(),
             )
@@ -141,8 +140,6 @@ def run_segment(
     folder = Path(row["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     _write_spec(ledger, row, folder)
-    with ledger.begin() as tx:
-        tx.execute(segments.update().where(segments.c.id == number).values(attempts=segments.c.attempts + 1))
     code = _run_trainer(workspace, row, folder, progress, follower)
     result_path = folder / "result.json"
     if code != 0 or not result_path.exists():
@@ -153,8 +150,6 @@ def run_segment(
 
 
 def _write_spec(ledger: Ledger, row: dict[str, Any], folder: Path) -> None:
-    plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == row["data_plan"]))
-    assert plan is not None
     start = None
     if row["parent"] is not None:
         parent = ledger.one(
@@ -166,7 +161,7 @@ def _write_spec(ledger: Ledger, row: dict[str, Any], folder: Path) -> None:
         assert parent is not None, row["parent"]
         start = parent["path"]
     spec = {
-        "kind": row["kind"], "recipe": row["recipe_json"], "data_plan": plan["plan"], "first_step": row["first_step"],
+        "kind": row["kind"], "recipe": row["recipe_json"], "data_plan": _plan_of(ledger, row), "first_step": row["first_step"],
         "last_step": row["last_step"], "initial_checkpoint": start, "code_commit": row["code_commit"], "kernels": None,
     }  # fmt: skip
     aside = folder / "segment.json.part"
@@ -266,12 +261,10 @@ def _failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int
             f"segment {row['id']}: the disk is full{said}. Free some space and run the same command again: its last checkpoint is whole"
         )
     final = code == 2 or row["attempts"] + 1 >= MAX_ATTEMPTS
-    if final:
-        with ledger.begin() as tx:
-            tx.execute(
-                segments.update().where(segments.c.id == row["id"]).values(state="failed", finished_at=time.time())
-            )
-            record(tx, "segment_failed", f"segment:{row['id']}", {"exit": code, "said": said})
+    with ledger.begin() as tx:
+        outcome = {"state": "failed", "finished_at": time.time()} if final else {}
+        tx.execute(segments.update().where(segments.c.id == row["id"]).values(attempts=row["attempts"] + 1, **outcome))
+        record(tx, "segment_failed" if final else "segment_stumbled", f"segment:{row['id']}", {"exit": code, "said": said})
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
     raise SegmentError(
         f"segment {row['id']} ended with {how}{said} (log: {log}{'' if final else '; the next pass tries again from its last checkpoint'})"
@@ -384,10 +377,6 @@ def _folder_lock(folder: Path) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _lines(path: Path) -> list[str]:
