@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import sqlalchemy as sa
 
 from factory.errors import FactoryError, InputError
-from factory.ledger import Ledger, candidates, data_plans, record, releases, segments, shards, token_shards, verdicts
+from factory.ledger import Ledger, candidates, record, releases, segments, shards, token_shards, verdicts
 from factory.progress import Progress
 from factory.workspace import Workspace
 
@@ -36,7 +35,7 @@ class World:
     unjudged_candidate: int | None = None
     unexported_anneal: int | None = None
     unannealed_trunk: int | None = None  # the newest finished trunk segment, when no anneal branches off it
-    new_token_shards: int = 0  # token shards that the trunk has not seen
+    trunk_steps: int = 0  # steps of the trunk segment that should come next; 0: no reason to, or too little data
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,30 @@ def next_action(world: World) -> Action | None:
         return Action("plan_anneal", world.unannealed_trunk)
     if world.arrived:
         return Action("ingest", world.arrived[0])
-    if world.new_token_shards and world.failed_segment is None:
+    if world.trunk_steps and world.failed_segment is None:
         return Action("plan_trunk")
     return None
 
 
-def observe(workspace: Workspace, ledger: Ledger, settle: float = SETTLE_SECONDS) -> World:
-    """Read the ledger and the inbox."""
+def observe(workspace: Workspace, ledger: Ledger, *, settle: float = SETTLE_SECONDS, endless: bool = False) -> World:
+    """Read the ledger and the inbox. ``endless``: the trunk also goes on without new shards, while epochs are left."""
+    world = replace(_recorded(workspace, ledger), arrived=tuple(arrived(workspace, settle)))
+    if next_action(world) is not None:
+        return world
+    return replace(world, trunk_steps=_trunk_steps(workspace, ledger, endless))
+
+
+def _trunk_steps(workspace: Workspace, ledger: Ledger, endless: bool) -> int:
+    from factory.planning import next_trunk
+
+    if ledger.one(sa.select(token_shards.c.id).where(token_shards.c.tokens > 0).limit(1)) is None:
+        return 0
+    trunk = next_trunk(workspace, ledger)
+    return trunk.steps if trunk.new_shards or (endless and trunk.steps == trunk.wanted) else 0
+
+
+def _recorded(workspace: Workspace, ledger: Ledger) -> World:
+    """The part of the world that is in the ledger."""
     with ledger.engine.connect().execution_options(reads_only=True) as db:
 
         def first(statement: sa.Select) -> int | None:  # type: ignore[type-arg]
@@ -78,48 +94,36 @@ def observe(workspace: Workspace, ledger: Ledger, settle: float = SETTLE_SECONDS
             return None if row is None else int(row[0])
 
         newest = db.execute(sa.select(segments.c.id, segments.c.state).order_by(segments.c.id.desc()).limit(1)).first()
-        trunk = db.execute(
-            sa.select(segments.c.id, segments.c.data_plan)
+        trunk = first(
+            sa.select(segments.c.id)
             .where(segments.c.kind == "trunk", segments.c.state == "done")
             .order_by(segments.c.id.desc())
-            .limit(1)
-        ).first()
-        anneal = segments.alias("anneal")
-        annealed = trunk and first(
-            sa.select(anneal.c.id).where(
-                anneal.c.kind == "anneal", anneal.c.parent == trunk.id, anneal.c.state != "failed"
-            )
         )
-        seen: set[str] = set()
-        if trunk:
-            plan = db.execute(sa.select(data_plans.c.plan).where(data_plans.c.id == trunk.data_plan)).scalar_one()
-            seen = {shard["id"] for shard in plan["token_shards"]}
-        known = {row[0] for row in db.execute(sa.select(token_shards.c.id).where(token_shards.c.tokens > 0))}
-        verdict = (
-            db.execute(sa.select(verdicts).where(verdicts.c.gate == "release").order_by(verdicts.c.id.desc()).limit(1))
-            .mappings()
-            .first()
+        anneal = sa.select(segments.c.id).where(segments.c.kind == "anneal", segments.c.parent == trunk)
+        verdict = first(sa.select(verdicts.c.id).where(verdicts.c.gate == "release").order_by(verdicts.c.id.desc()))
+        waits = verdict and first(
+            sa.select(verdicts.c.id)
+            .outerjoin(releases, releases.c.verdict == verdicts.c.id)
+            .where(verdicts.c.id == verdict, verdicts.c.outcome == "promote", releases.c.number.is_(None))
         )
-        released = verdict and first(sa.select(releases.c.number).where(releases.c.verdict == verdict["id"]))
-        waits = verdict is not None and verdict["outcome"] == "promote" and not released
-        judged = sa.select(verdicts.c.id).where(
-            verdicts.c.gate == "release",
-            verdicts.c.subject == sa.literal("candidate:").concat(sa.cast(candidates.c.id, sa.Text)),
+        subject = sa.literal("candidate:").concat(sa.cast(candidates.c.id, sa.Text))
+        judged = sa.select(verdicts.c.id).where(verdicts.c.gate == "release", verdicts.c.subject == subject)
+        unexported = (
+            sa.select(segments.c.id)
+            .outerjoin(candidates, candidates.c.segment == segments.c.id)
+            .where(segments.c.kind == "anneal", segments.c.state == "done", candidates.c.id.is_(None))
         )
         return World(
             unfinished_release=first(sa.select(releases.c.number).where(releases.c.state != "published")),
             open_segment=first(sa.select(segments.c.id).where(segments.c.state == "planned").order_by(segments.c.id)),
             failed_segment=newest.id if newest and newest.state == "failed" else None,
-            arrived=tuple(arrived(workspace, settle)),
-            unreleased_promotion=verdict["id"] if verdict and waits and automatic(workspace) else None,
-            unjudged_candidate=first(sa.select(candidates.c.id).where(~judged.exists()).order_by(candidates.c.id.desc())),
-            unexported_anneal=first(
-                sa.select(segments.c.id).outerjoin(candidates, candidates.c.segment == segments.c.id)
-                .where(segments.c.kind == "anneal", segments.c.state == "done", candidates.c.id.is_(None))
+            unreleased_promotion=waits if waits and automatic(workspace) else None,
+            unjudged_candidate=first(
+                sa.select(candidates.c.id).where(~judged.exists()).order_by(candidates.c.id.desc())
             ),
-            unannealed_trunk=trunk.id if trunk and not annealed else None,
-            new_token_shards=len(known - seen),
-        )  # fmt: skip
+            unexported_anneal=first(unexported),
+            unannealed_trunk=trunk if trunk and first(anneal) is None else None,
+        )
 
 
 def arrived(workspace: Workspace, settle: float = SETTLE_SECONDS) -> list[Path]:
@@ -148,12 +152,12 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
         ingest_arrived(workspace, ledger, subject, progress)
         return
     if action.kind == "plan_trunk":
-        from factory.training import plan_trunk
+        from factory.planning import plan_trunk
 
         plan_trunk(workspace, ledger)
         return
     if action.kind == "plan_anneal":
-        from factory.training import plan_anneal
+        from factory.planning import plan_anneal
 
         plan_anneal(workspace, ledger)
         return
@@ -252,7 +256,7 @@ def reconcile(
     progress: Progress,
     *,
     settle: float = SETTLE_SECONDS,
-    until: Callable[[World], bool] | None = None,
+    endless: bool = False,
 ) -> int:
     """Act until there is nothing to do; returns the number of actions. One bad shard or file never stops the rest.
 
@@ -263,10 +267,10 @@ def reconcile(
     done, previous, repeats = 0, None, 0
     reconcile_releases(workspace, ledger)
     while True:
-        world = observe(workspace, ledger, settle)
+        world = observe(workspace, ledger, settle=settle, endless=endless)
         action = next_action(world)
-        if action is None or (until and until(world)):
-            if world.failed_segment is not None and world.new_token_shards:
+        if action is None:
+            if world.failed_segment is not None and world.trunk_steps:
                 raise InputError(
                     f"segment {world.failed_segment} failed for good and training waits: read its log in {workspace.logs}, "
                     "mend the cause, then 'factory train'"
@@ -280,7 +284,7 @@ def reconcile(
 
 
 def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool = False, every: float = 5.0) -> None:
-    """The daemon: reconcile, wait, again. ``once`` ends when there is nothing to do.
+    """The daemon: reconcile, wait, again; the trunk goes on while epochs are left. ``once`` ends when nothing new is left.
 
     A failed pass is recorded and tried again after a growing wait; only ``once`` raises it.
     """
@@ -288,7 +292,7 @@ def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool 
         wait = every
         while True:
             try:
-                reconcile(workspace, ledger, progress, settle=0.0 if once else SETTLE_SECONDS)
+                reconcile(workspace, ledger, progress, settle=0.0 if once else SETTLE_SECONDS, endless=not once)
                 wait = every
             except FactoryError as error:
                 if once:

@@ -106,12 +106,11 @@ def _repository(workspace: Workspace) -> tuple[bool | None, str]:
 
 
 def _policies(workspace: Workspace) -> tuple[bool | None, str]:
-    from trainer.recipe import Recipe
-
     from factory.gates.release_policy import ReleasePolicy
     from factory.ingest.policy import DataPolicy
+    from factory.planning import load_recipe
 
-    recipe = Recipe.load(workspace.recipe_path())
+    recipe = load_recipe(workspace)
     DataPolicy.load(workspace.policy("data.yaml"))
     release = ReleasePolicy.load(workspace.policy("gates/release.yaml"))
     return True, f"recipe {recipe.name}, data.yaml, gates/release.yaml (approval: {release.approval})"

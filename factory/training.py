@@ -1,4 +1,4 @@
-"""Plans segments and runs the trainer: one process a segment, from the worktree of the live code (DESIGN §2, §5).
+"""Runs the trainer: one process a segment, from the worktree of the live code (DESIGN §2, §5).
 
 The ledger row of a segment is written before its folder, and says all that the folder needs; a killed factory runs the same segment
 again and the trainer resumes from its newest good checkpoint. What the trainer says is read from files; its exit ends the segment.
@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 
-from factory.errors import InputError, SegmentError
-from factory.ledger import Ledger, anomalies, candidates, checkpoints, data_plans, record, segments, token_shards
+from factory.errors import SegmentError
+from factory.ledger import Ledger, anomalies, candidates, checkpoints, record, segments
+from factory.planning import last_checkpoint, plan_of
 from factory.progress import Progress
 from factory.workspace import Workspace
 
@@ -38,91 +39,6 @@ class Follower(Protocol):
     """Somebody who wants to see metrics while they are written (MLflow)."""
 
     def poll(self) -> None: ...
-
-
-# -- planning ----------------------------------------------------------------------------------------------------------
-def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -> int:
-    """Record the next trunk segment over every token shard there is; returns its id.
-
-    Shards that the trunk has not seen join as a new generation. Raises: InputError when there is nothing to train on.
-    """
-    from trainer.recipe import Recipe
-
-    recipe = Recipe.load(workspace.recipe_path())
-    last = last_segment(ledger, "trunk")
-    length = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
-    return _plan(workspace, ledger, "trunk", last, length, _every_shard(ledger, last), recipe)
-
-
-def plan_anneal(workspace: Workspace, ledger: Ledger) -> int:
-    """Record an anneal branch off the trunk's last checkpoint, over the trunk's token shards; returns its id."""
-    from trainer.recipe import Recipe
-
-    trunk = last_segment(ledger, "trunk")
-    if trunk is None:
-        raise InputError("there is no trunk to anneal from: run 'factory train' first")
-    recipe = Recipe.load(workspace.recipe_path())
-    shards = [(s["id"], s["path"], s["generation"]) for s in _plan_of(ledger, trunk)["token_shards"]]
-    return _plan(workspace, ledger, "anneal", trunk, recipe.schedule.anneal_steps, shards, recipe)
-
-
-def last_segment(ledger: Ledger, kind: str) -> dict[str, Any] | None:
-    """The newest finished segment of that kind."""
-    done = (segments.c.kind == kind) & (segments.c.state == "done")
-    return ledger.one(sa.select(segments).where(done).order_by(segments.c.id.desc()).limit(1))
-
-
-def _plan_of(ledger: Ledger, segment: dict[str, Any]) -> dict[str, Any]:
-    row = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == segment["data_plan"]))
-    assert row is not None, segment["data_plan"]
-    return dict(row["plan"])
-
-
-def _every_shard(ledger: Ledger, last: dict[str, Any] | None) -> list[tuple[str, str, int]]:
-    """(id, path, generation) of every token shard; those that the trunk has not seen make the next generation."""
-    seen = {shard["id"]: shard["generation"] for shard in _plan_of(ledger, last)["token_shards"]} if last else {}
-    newest = max(seen.values(), default=0)
-    listed = ledger.rows(
-        sa.select(token_shards.c.id, token_shards.c.path)
-        .where(token_shards.c.tokens > 0)
-        .order_by(token_shards.c.created_at, token_shards.c.id)
-    )
-    if not listed:
-        raise InputError(
-            "nothing to train on: no shard has been ingested; drop one into the inbox or run 'factory ingest PATH'"
-        )
-    return [(row["id"], row["path"], seen.get(row["id"], newest + 1)) for row in listed]
-
-
-def _plan(
-    workspace: Workspace,
-    ledger: Ledger,
-    kind: str,
-    parent: dict[str, Any] | None,
-    length: int,
-    shards: list[tuple[str, str, int]],
-    recipe: Any,
-) -> int:
-    from factory.repository import live_commit
-    from trainer.data_plan import DataPlan
-
-    plan = DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
-    first = parent["last_step"] if parent else 0
-    dumped = recipe.model_dump(mode="json")
-    with ledger.begin() as tx:
-        if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
-            tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
-        number = (tx.execute(sa.select(sa.func.max(segments.c.id))).scalar() or 0) + 1
-        tx.execute(
-            segments.insert().values(
-                id=number, kind=kind, parent=parent and parent["id"], generation=max(shard.generation for shard in plan.token_shards),
-                recipe=recipe.name, recipe_json=dumped, recipe_sha256=recipe.sha256, data_plan=plan.id,
-                code_commit=live_commit(workspace.repository), first_step=first, last_step=first + length, state="planned", attempts=0,
-                folder=str(workspace.segments / f"{number:05d}-{kind}"), created_at=time.time(),
-            )
-        )  # fmt: skip
-        record(tx, "segment_planned", f"segment:{number}", {"kind": kind, "steps": [first, first + length]})
-    return int(number)
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -150,18 +66,9 @@ def run_segment(
 
 
 def _write_spec(ledger: Ledger, row: dict[str, Any], folder: Path) -> None:
-    start = None
-    if row["parent"] is not None:
-        parent = ledger.one(
-            sa.select(checkpoints)
-            .where(checkpoints.c.segment == row["parent"])
-            .order_by(checkpoints.c.step.desc())
-            .limit(1)
-        )
-        assert parent is not None, row["parent"]
-        start = parent["path"]
+    start = None if row["parent"] is None else last_checkpoint(ledger, row["parent"])["path"]
     spec = {
-        "kind": row["kind"], "recipe": row["recipe_json"], "data_plan": _plan_of(ledger, row), "first_step": row["first_step"],
+        "kind": row["kind"], "recipe": row["recipe_json"], "data_plan": plan_of(ledger, row), "first_step": row["first_step"],
         "last_step": row["last_step"], "initial_checkpoint": start, "code_commit": row["code_commit"], "kernels": None,
     }  # fmt: skip
     aside = folder / "segment.json.part"
@@ -264,7 +171,9 @@ def _failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int
     with ledger.begin() as tx:
         outcome = {"state": "failed", "finished_at": time.time()} if final else {}
         tx.execute(segments.update().where(segments.c.id == row["id"]).values(attempts=row["attempts"] + 1, **outcome))
-        record(tx, "segment_failed" if final else "segment_stumbled", f"segment:{row['id']}", {"exit": code, "said": said})
+        record(
+            tx, "segment_failed" if final else "segment_stumbled", f"segment:{row['id']}", {"exit": code, "said": said}
+        )
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
     raise SegmentError(
         f"segment {row['id']} ended with {how}{said} (log: {log}{'' if final else '; the next pass tries again from its last checkpoint'})"
@@ -305,10 +214,8 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     if known:
         return int(known["id"])
     row = ledger.one(sa.select(segments).where(segments.c.id == segment))
-    checkpoint = ledger.one(
-        sa.select(checkpoints).where(checkpoints.c.segment == segment).order_by(checkpoints.c.step.desc()).limit(1)
-    )
-    assert row is not None and checkpoint is not None, segment
+    checkpoint = last_checkpoint(ledger, segment)
+    assert row is not None, segment
     target, aside = workspace.exports / f"segment-{segment:05d}", workspace.exports / f".writing-{segment:05d}"
     if not target.exists():
         _remove(aside)

@@ -93,7 +93,7 @@ def train(
     """Train the trunk for one more segment over all ingested shards."""
     from factory.daemon import LOCK, observe
     from factory.daemon import train as train_segment
-    from factory.training import plan_trunk
+    from factory.planning import plan_trunk
 
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
@@ -106,7 +106,8 @@ def anneal(where: Where = DEFAULT) -> None:
     """Branch off the trunk with a decaying rate: yields a candidate."""
     from factory.daemon import LOCK, observe
     from factory.daemon import train as train_segment
-    from factory.training import export_candidate, plan_anneal
+    from factory.planning import plan_anneal
+    from factory.training import export_candidate
 
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
