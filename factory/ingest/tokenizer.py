@@ -55,8 +55,10 @@ _ASCII_PATTERN = re.compile(
     re.ASCII,
 )
 _PIECES_AT_MOST = 300_000  # pieces remembered; then the table starts anew
+_LONGEST_PIECE = 64  # characters of a piece worth remembering
 
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
 
 Ids = npt.NDArray[np.uint32]
 Mask = npt.NDArray[np.bool_]
@@ -134,7 +136,9 @@ class Tokenizer:
             found = known.get(piece)
             if found is None:
                 ((spelled, _),) = _BYTES.pre_tokenize_str(piece)
-                found = known[piece] = [token.id for token in self._inner.model.tokenize(spelled)]
+                found = [token.id for token in self._inner.model.tokenize(spelled)]
+                if len(piece) <= _LONGEST_PIECE:
+                    known[piece] = found
             ids += found
         return ids
 
@@ -149,7 +153,6 @@ class Tokenizer:
             mask += [False] * (1 + len(head)) + [answer] * (len(body) + 1)
             mask += [False] * len(self._line_end)
         return ids, mask
-
 
     def _message(self, head: str, content: str) -> tuple[list[int], list[int]]:
         """Ids of role and content, as if encoded in one go: whoever renders the template to a string does that."""
