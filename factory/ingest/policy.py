@@ -22,14 +22,17 @@ class DomainRules(_Strict):
 
     min_chars: int = Field(40, ge=0)  # rule 'too_short'
     max_chars: int = Field(2_000_000, ge=1)  # rule 'too_long'
-    min_alphabetic: float = Field(0.25, ge=0, le=1)  # share of letters among non-blank characters; rule 'low_alphabetic'
+    min_alphabetic: float = Field(
+        0.25, ge=0, le=1
+    )  # share of letters among non-blank characters; rule 'low_alphabetic'
     max_line: int = Field(100_000, ge=1)  # characters of the longest line; rule 'long_lines'
     max_repeated_lines: float = Field(1.0, ge=0, le=1)  # share of lines that repeat an earlier one; rule 'repetition'
     max_encoded: float = Field(1.0, ge=0, le=1)  # share of characters in base64- or hex-like runs; rule 'encoded_data'
     generated: bool = True  # may a file say that a program wrote it? rule 'generated'
     must_parse: bool = False  # Python sources must parse; rule 'does_not_parse'
     pii: tuple[PiiKind, ...] = ("email", "ip", "phone", "card", "secret")  # what is replaced, see pii.py
-    # Held out are whole sources (all domains of one source together) or single documents. By source is the stronger split
+    # Held out are whole sources (all domains of one source together) or single documents. By source is the stronger
+    # split
     # where documents of one source quote each other; it needs many sources.
     hold_out_by: Literal["source", "content"] = "content"
     hold_out_at_most: int = Field(400, ge=0)  # documents of this domain, for ever
@@ -89,7 +92,7 @@ class DataPolicy(_Strict):
     limits: Limits = Limits()
 
     def rules(self, domain: str) -> DomainRules:
-        return self.domains.get(domain) or self.domains.get("default") or DomainRules()
+        return self.domains.get(domain) or self.domains.get("default") or DomainRules.model_validate({})
 
     @classmethod
     def load(cls, path: Path) -> DataPolicy:

@@ -17,7 +17,14 @@ from factory.ingest.index import PARAMETERS, signature_bytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.worker import Finished
 from factory.ledger import (
-    documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams, token_shards, tokenizers,
+    documents,
+    held_out,
+    meta,
+    near_dup_bands,
+    near_dup_signatures,
+    ngrams,
+    token_shards,
+    tokenizers,
 )  # fmt: skip
 from trainer.token_shard import TokenShard
 
@@ -126,11 +133,23 @@ def write_index(tx: sa.Connection, rows: Iterable[Row], decided: Decided, finish
     )
     signed = ((row.key, decided.signatures[decided.numbers[row.key]]) for row in kept)
     _insert(tx, near_dup_signatures, ({"document": key, "signature": signature_bytes(one)} for key, one in signed))
-    for row in kept:
-        is_held = row.fate == "held_out"
-        grams = decided.held_out[row.key] if is_held else finished[row.key].sampled
-        values = grams.astype(np.int64).tolist()
-        _insert(tx, ngrams, ({"hash": value, "document": row.key, "held_out": is_held} for value in values))
+    grams = (
+        (
+            row.key,
+            row.fate == "held_out",
+            decided.held_out[row.key] if row.key in decided.held_out else finished[row.key].sampled,
+        )
+        for row in kept
+    )
+    _insert(
+        tx,
+        ngrams,
+        (
+            {"hash": value, "document": key, "held_out": is_held}
+            for key, is_held, values in grams
+            for value in values.astype(np.int64).tolist()
+        ),
+    )
 
 
 def _detail(row: Row) -> str | None:

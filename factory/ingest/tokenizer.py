@@ -5,9 +5,8 @@ Text is split with the Qwen2 pattern (numbers digit by digit, runs of line ends 
 encoded as bytes, so every string has ids and comes back exactly. Chat is ChatML.
 
 The special tokens cannot be written by a document: the string ``<|im_end|>`` inside text or a message is encoded as
-ordinary characters here, and the exported chat template defuses it with a blank (``<| im_end|>``), because other programs
-match special tokens in the rendered string.
-"""
+ordinary characters here, and the exported chat template defuses it with a blank (``<| im_end|>``), because other
+programs match special tokens in the rendered string."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class Tokenizer:
         self._inner = inner
         self._inner.encode_special_tokens = True  # special tokens in text are ordinary characters
         self.vocab_size = inner.get_vocab_size()
-        self.end_token, self.start_token, self.stop_token = (inner.token_to_id(token) for token in SPECIAL)
+        self.end_token, self.start_token, self.stop_token = range(len(SPECIAL))
         self._pieces: dict[str, list[int]] = {}
         self._line_end = inner.encode("\n", add_special_tokens=False).ids
 

@@ -3,9 +3,8 @@
 ``analyse``  raw rows → fates of the bad ones; content, n-grams and near-duplicate signatures of the others
 ``finish``   the chunk's decided documents → trimmed, tokenised, checked to come back exactly
 
-Between the two the normalised content lies in a spool of two files a chunk (JSON lines and n-gram hashes), so that memory
-does not grow with the shard.
-"""
+Between the two the normalised content lies in a spool of two files a chunk (JSON lines and n-gram hashes), so that
+memory does not grow with the shard."""
 
 from __future__ import annotations
 
@@ -193,7 +192,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
     return _loaded[folder]
 
 
-# -- the spool ------------------------------------------------------------------------------------------------------------
+# -- the spool -------------------------------------------------------------------------------------------------------
 def _spool_write(spool: Path, chunk: int, contents: Sequence[Content], grams: Sequence[Hashes]) -> None:
     with open(spool / f"{chunk:06d}.jsonl", "w", encoding="utf-8") as out:
         for content in contents:
