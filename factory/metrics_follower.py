@@ -34,10 +34,11 @@ class MetricsFollower:
         path: Path,
         run: Callable[[], str],
         say: Callable[[str], None],
+        close: Callable[[], None],
     ) -> None:
         self.path = path
         self.last_step: int | None = None  # highest step the run has; None until the run was asked
-        self._workspace, self._client, self._run_of, self._say = workspace, client, run, say
+        self._workspace, self._client, self._run_of, self._say, self._close = workspace, client, run, say, close
         self._run: str | None = None
         self._offset = 0  # bytes of whole lines that are in MLflow
         self._tail = b""  # the last of them, to notice a file that was rewritten
@@ -48,20 +49,36 @@ class MetricsFollower:
 
         Raises nothing when MLflow is locked or gone: says so once, and the next poll tries again from the same place.
         """
+        return self._without_raising(self._poll)
+
+    def finish(self) -> None:
+        """The last poll, and the run is closed; like ``poll`` it raises nothing."""
+        self.poll()
+        self._without_raising(self._finish)
+
+    def _without_raising(self, act: Callable[[], int]) -> int:
         try:
-            lines = self._new_lines()
-            if not lines:
-                return 0
-            check_writable(self._workspace)
-            if self._run is None:
-                self._run = self._run_of()
-                self.last_step = self._highest_step(self._run)
-            return self._log(lines)
+            return act()
         except (TrackingError, WorkspaceError) as error:
             if not self._complained:
                 self._say(f"{error}; training goes on, and MLflow is told later")
                 self._complained = True
             return 0
+
+    def _finish(self) -> int:
+        check_writable(self._workspace)
+        self._close()
+        return 0
+
+    def _poll(self) -> int:
+        lines = self._new_lines()
+        if not lines:
+            return 0
+        check_writable(self._workspace)
+        if self._run is None:
+            self._run = self._run_of()
+            self.last_step = self._highest_step(self._run)
+        return self._log(lines)
 
     def _new_lines(self) -> list[bytes]:
         """Whole lines after the offset, newline included; a torn last line waits for its end."""

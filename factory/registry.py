@@ -162,8 +162,7 @@ def _newest_judged(ledger: Ledger) -> int:
 
 def _tags(ledger: Ledger, candidate: dict[str, Any], verdict: dict[str, Any]) -> dict[str, str]:
     segment = ledger.one(sa.select(segments).where(segments.c.id == candidate["segment"]))
-    live = (releases.c.candidate == candidate["id"]) & (releases.c.state != "withdrawn")
-    number = ledger.one(sa.select(releases.c.number).where(live))
+    number = ledger.one(sa.select(releases.c.number).where(releases.c.candidate == candidate["id"]))
     newest = sa.select(evaluations.c.summary).where(evaluations.c.candidate == candidate["id"])
     evaluation = ledger.one(newest.order_by(evaluations.c.id.desc()).limit(1))
     assert segment

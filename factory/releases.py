@@ -6,7 +6,7 @@ alias and the served link follow it, and are put back when somebody or a crash m
 
 What is released is what was judged: before each step the export is hashed again and compared with the verdict's hash; a
 person's approval, where the policy asks for one, is recorded with that hash too. A verdict against a champion that is no
-longer champion says nothing any more: its release is ``withdrawn``, and the candidate must be judged again.
+longer champion says nothing any more: its release is withdrawn, and the candidate must be judged again.
 """
 
 from __future__ import annotations
@@ -118,8 +118,17 @@ def _mode(workspace: Workspace) -> str:
 
 
 # -- the saga -----------------------------------------------------------------------------------------------------------
-def release(workspace: Workspace, ledger: Ledger, verdict_id: int, progress: Progress = SILENT) -> int:
+def release(
+    workspace: Workspace,
+    ledger: Ledger,
+    verdict_id: int,
+    progress: Progress = SILENT,
+    *,
+    approved_by: str | None = None,
+) -> int:
     """Release the candidate that a verdict promotes; safe to call again, finishes what was begun. Returns its number.
+
+    approved_by: the person whose word this call is, where the policy asks for one.
 
     Raises: InputError when the verdict does not promote, is out of date, or the export is not what was judged;
     ApprovalNeeded when the policy wants a person first; TrackingError when MLflow cannot be reached (call again).
@@ -130,9 +139,11 @@ def release(workspace: Workspace, ledger: Ledger, verdict_id: int, progress: Pro
         saga = _Saga(workspace, ledger, progress)
         saga.finish_others(candidate)
         known = ledger.one(sa.select(releases).where(releases.c.candidate == candidate))
-        if known is None or known["state"] == "withdrawn":
+        if known is None:
             _check_current(ledger, verdict)
             _check_judged(ledger, verdict)
+            if approved_by:
+                approve(ledger, verdict_id, approved_by)
             by = _check_approval(workspace, ledger, verdict)
             number = _decide(ledger, verdict, by)
         else:
@@ -149,7 +160,10 @@ def reconcile(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT)
     """
     with waiting_lock(workspace, "release"):
         saga = _Saga(workspace, ledger, progress)
-        return saga.finish_others(None) + saga.show_judged() + saga.follow_ledger()
+        done = saga.finish_others(None) + saga.show_judged()
+        if _mode(workspace) == "manual":
+            done += saga.release_approved()
+        return done + saga.follow_ledger()
 
 
 def rollback(workspace: Workspace, ledger: Ledger, number: int, progress: Progress = SILENT) -> None:
@@ -231,10 +245,13 @@ class _Saga:
             except InputError as error:
                 if isinstance(error, _OutOfDate):
                     with self.ledger.begin() as tx:
-                        tx.execute(
-                            releases.update().where(releases.c.number == row["number"]).values(state="withdrawn")
+                        tx.execute(releases.delete().where(releases.c.number == row["number"]))
+                        record(
+                            tx,
+                            "withdrawn",
+                            f"release:{row['number']}",
+                            {"why": str(error), "candidate": row["candidate"]},
                         )
-                        record(tx, "withdrawn", f"release:{row['number']}", {"why": str(error)})
                 done.append(f"release {row['number']} cannot be finished: {error}")
         return done
 
@@ -254,6 +271,25 @@ class _Saga:
             except InputError as error:
                 done.append(f"candidate {row['id']} cannot be shown in MLflow: {error}")
         return done
+
+    def release_approved(self) -> list[str]:
+        """Release the newest promotion that waits for a person, once somebody approved it in MLflow."""
+        newest = sa.select(verdicts).where(verdicts.c.gate == "release").order_by(verdicts.c.id.desc()).limit(1)
+        verdict = self.ledger.one(newest)
+        if verdict is None or verdict["outcome"] != "promote":
+            return []
+        if self.ledger.one(sa.select(releases.c.number).where(releases.c.candidate == _candidate_of(verdict))):
+            return []
+        try:
+            _check_current(self.ledger, verdict)
+            _check_judged(self.ledger, verdict)
+            number = _decide(self.ledger, verdict, _check_approval(self.workspace, self.ledger, verdict))
+            self.advance(number)
+        except ApprovalNeeded:
+            return []
+        except InputError as error:
+            return [str(error)]
+        return [f"release {number} was approved in MLflow and is published"]
 
     def follow_ledger(self, expected: bool = False) -> list[str]:
         """Point the alias and the served link at the ledger's champion. ``expected``: a rollback, so no repair is recorded."""
@@ -338,12 +374,8 @@ def _decide(ledger: Ledger, verdict: dict[str, Any], by: str) -> int:
     """The first step, and the only one that chooses: a row in ``releases``. Returns its number."""
     candidate = _candidate_of(verdict)
     with ledger.begin() as tx:
-        known = tx.execute(sa.select(releases.c.number).where(releases.c.candidate == candidate)).scalar()
-        values = {"verdict": verdict["id"], "state": "decided", "approved_by": by, "created_at": time.time()}
-        if known is not None:
-            tx.execute(releases.update().where(releases.c.number == known).values(values))
-            return int(known)
         number = (tx.execute(sa.select(sa.func.max(releases.c.number))).scalar() or 0) + 1
+        values = {"verdict": verdict["id"], "state": "decided", "approved_by": by, "created_at": time.time()}
         tx.execute(releases.insert().values(number=number, candidate=candidate, **values))
         record(tx, "release_decided", f"release:{number}", {"candidate": candidate, "verdict": verdict["id"]})
     return int(number)

@@ -296,11 +296,8 @@ def _stages(evidence: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The stages in the order of the gate: a list of named stages, or a mapping by name."""
     stages = evidence.get("stages", evidence)
     if isinstance(stages, list):
-        return [
-            (stage.get("name", stage.get("stage", i + 1)), stage)
-            for i, stage in enumerate(stages)
-            if isinstance(stage, dict)
-        ]
+        named = enumerate(stage for stage in stages if isinstance(stage, dict))
+        return [(str(stage.get("name", stage.get("stage", i + 1))), stage) for i, stage in named]
     return list(stages.items()) if isinstance(stages, Mapping) else []
 
 

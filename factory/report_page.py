@@ -146,7 +146,7 @@ def legend(names: Sequence[str], kind: str) -> str:
 
 def bars(groups: Mapping[str, Mapping[str, float | None]], series: Sequence[str]) -> str:
     """Horizontal bars from zero, a group a row: ``{"code": {"candidate": 2.1, "byte trigram": 2.9}}``; absent ones are left out."""
-    values = [v for group in groups.values() for v in group.values() if _finite(v)]
+    values = [v for group in groups.values() for v in group.values() if v is not None and _finite(v)]
     if not values or max(values) <= 0:
         return ""
     left, width, thick, scale = 120, 800, 17, 600 / max(values)

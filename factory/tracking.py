@@ -17,12 +17,13 @@ import sqlalchemy as sa
 
 from factory.ledger import Ledger, candidates, data_plans, evaluations, proposals, segments, tracked_runs, verdicts
 from factory.metrics_follower import METRICS_PER_BATCH, MetricsFollower, numbers
-from factory.mlflow_store import mlflow_errors, open_client, waiting_lock
+from factory.mlflow_store import mlflow_errors, open_client, ui_command, waiting_lock
 from factory.workspace import Workspace
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
+__all__ = ["Tracking", "flatten", "short", "ui_command"]
 TRAINING, CANDIDATES, PROPOSALS = "training", "candidates", "proposals"  # the experiments
 SUBJECT = "factory.subject"
 PARAMS_PER_BATCH = 100  # MLflow's own limit
@@ -101,7 +102,6 @@ class Tracking:
         Raises: TrackingError.
         """
         plan = self.ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == segment["data_plan"]))
-        recipe = _segment_file(Path(segment["folder"])).get("recipe", {})
         tags = {
             "kind": segment["kind"],
             "generation": segment["generation"],
@@ -113,7 +113,11 @@ class Tracking:
             "token_shards": len(plan["plan"].get("token_shards", [])) if plan else None,
             "mlflow.source.git.commit": segment["code_commit"],
         }
-        params = {"first_step": segment["first_step"], "last_step": segment["last_step"], **flatten(recipe)}
+        params = {
+            "first_step": segment["first_step"],
+            "last_step": segment["last_step"],
+            **flatten(segment["recipe_json"]),
+        }
         name = f"{segment['kind']}-{segment['id']}"
         return self._run(f"segment:{segment['id']}", TRAINING, name, segment["created_at"], tags, params)
 
@@ -121,21 +125,31 @@ class Tracking:
         self, segment: Mapping[str, Any], say: Callable[[str], None] = lambda _: None
     ) -> MetricsFollower:
         """A follower of the segment's ``metrics.jsonl`` that also makes the run; whatever MLflow does, it never raises."""
-        return self._follow(Path(segment["folder"]) / "metrics.jsonl", lambda: self.segment_run(segment), say)
+        path = Path(segment["folder"]) / "metrics.jsonl"
+        return self._follow(path, lambda: self.segment_run(segment), say, lambda: self.finish_segment(segment["id"]))
 
     def follow_metrics(self, path: Path, run: str, say: Callable[[str], None] = lambda _: None) -> MetricsFollower:
         """A follower of any ``metrics.jsonl`` into a run that exists."""
         return self._follow(path, lambda: run, say)
 
-    def _follow(self, path: Path, run: Callable[[], str], say: Callable[[str], None]) -> MetricsFollower:
-        return MetricsFollower(self.workspace, lambda: self.client, path, run, say)
+    def _follow(
+        self,
+        path: Path,
+        run: Callable[[], str],
+        say: Callable[[str], None],
+        close: Callable[[], None] = lambda: None,
+    ) -> MetricsFollower:
+        return MetricsFollower(self.workspace, lambda: self.client, path, run, say, close)
 
-    def finish_segment(self, segment: Mapping[str, Any]) -> None:
-        """Close the run of a segment that is done or failed. Raises: TrackingError."""
-        run = self.segment_run(segment)
-        with mlflow_errors(f"closing the run of segment {segment['id']}"):
-            ended = int((segment["finished_at"] or time.time()) * 1000)
-            self.client.set_terminated(run, "FINISHED" if segment["state"] == "done" else "FAILED", ended)
+    def finish_segment(self, segment_id: int) -> None:
+        """Close the run of a segment that is done or failed; one that is still planned stays open. Raises: TrackingError."""
+        segment = self.ledger.one(sa.select(segments).where(segments.c.id == segment_id))
+        assert segment, f"no segment {segment_id}"
+        if segment["state"] != "planned":
+            run = self.segment_run(segment)
+            with mlflow_errors(f"closing the run of segment {segment_id}"):
+                ended = int((segment["finished_at"] or time.time()) * 1000)
+                self.client.set_terminated(run, "FINISHED" if segment["state"] == "done" else "FAILED", ended)
 
     # -- candidates and proposals -----------------------------------------------------------------------------------
     def candidate_run(self, candidate_id: int) -> str:
@@ -242,8 +256,3 @@ def short(reasons: list[str], limit: int = 500) -> str:
     """Reasons as one tag's worth of text."""
     text = "; ".join(reasons)
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _segment_file(folder: Path) -> dict[str, Any]:
-    path = folder / "segment.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

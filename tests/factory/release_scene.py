@@ -24,7 +24,6 @@ from factory.mlflow_store import open_client
 from factory.releases import export_sha256
 from factory.workspace import Workspace
 
-
 QUESTION, ANSWER = "What is <b>len</b>?", "<script>alert(1)</script> \x1b[31m \u202e \ud800"
 
 
@@ -50,15 +49,15 @@ def add_segment(
         folder = workspace.segments / f"{number:04d}-{kind}"
         folder.mkdir(parents=True)
         recipe = {"name": "demo", "model": {"d_model": 64, "layers": 2}, "phases": [0.5, 0.5]}
-        (folder / "segment.json").write_text(json.dumps({"kind": kind, "recipe": recipe, "first_step": 0}))
         plan = {"token_shards": [{"id": "t" * 64, "path": "shards/t", "generation": 1}], "weights": {"code": 1.0}}
         if not tx.execute(data_plans.select().where(data_plans.c.id == "p" * 64)).first():
             tx.execute(data_plans.insert().values(id="p" * 64, plan=plan, created_at=time.time()))
-        row = dict(
-            id=number, kind=kind, parent=parent, generation=1, recipe="demo", recipe_sha256="r" * 64, data_plan="p" * 64,
-            code_commit="c" * 40, first_step=0, last_step=100, state="done", attempts=1, folder=str(folder),
-            result={"tokens": 10_000, "loss": 2.5}, created_at=1.7e9 + number, finished_at=1.7e9 + number + 60,
-        )  # fmt: skip
+        row = {
+            "id": number, "kind": kind, "parent": parent, "generation": 1, "recipe": "demo", "recipe_json": recipe,
+            "recipe_sha256": "r" * 64, "data_plan": "p" * 64, "code_commit": "c" * 40, "first_step": 0, "last_step": 100,
+            "state": "done", "attempts": 1, "folder": str(folder), "result": {"tokens": 10_000, "loss": 2.5},
+            "created_at": 1.7e9 + number, "finished_at": 1.7e9 + number + 60,
+        }  # fmt: skip
         tx.execute(segments.insert().values(row))
     return row
 

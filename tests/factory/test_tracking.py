@@ -85,7 +85,7 @@ def test_segment_run_carries_the_recipe_and_lineage_once(
     assert data.params["model.d_model"] == "64" and data.params["phases"] == "[0.5, 0.5]"
     assert data.tags["data_plan"] == "p" * 64 and data.tags["mlflow.source.git.commit"] == "c" * 40
     assert data.tags[SUBJECT] == "segment:1" and data.tags["generation"] == "1" and "parent" not in data.tags
-    tracking.finish_segment(segment)
+    tracking.follow_segment(segment).finish()
     assert tracking.client.get_run(run).info.status == "FINISHED"
 
 
