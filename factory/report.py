@@ -307,11 +307,11 @@ def _stage(name: str, found: Any) -> str:
     passed = found.get("passed", found.get("ok"))
     words = mark(passed, "passed" if passed else "failed") if isinstance(passed, bool) else ""
     rows = [
-        [_title(key), number(value, 4) if isinstance(value, float) else _leaf(value)]
+        [_title(key), f"{value:.5g}" if isinstance(value, float) else _leaf(value)]
         for key, value in found.items()
         if key not in ("passed", "ok", "name", "stage") and value not in (None, "", [], {})
     ]
-    return section(_title(name), f"<p>{words}</p>" if words else "", table(["", "measured"], rows))
+    return section(_title(name), f"<p>{words}</p>" if words else "", table([], rows))
 
 
 def _leaf(value: Any) -> object:
@@ -325,7 +325,8 @@ def _title(name: str) -> str:
 
 def _diff(diff: str) -> str:
     kinds = {"+": "add", "-": "del", "@": "at"}
-    lines = [f'<span class="{kinds.get(line[:1], "")}">{text(line) or " "}</span>' for line in diff.splitlines()]
+    of = lambda line: "at" if line.startswith(("+++", "---")) else kinds.get(line[:1], "")
+    lines = [f'<span class="{of(line)}">{text(line) or " "}</span>' for line in diff.splitlines()]
     return f'<pre class="diff">{"".join(lines)}</pre>' if lines else ""
 
 

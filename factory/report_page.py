@@ -30,14 +30,14 @@ margin-left:10px}
 .good{background:var(--good)}.warn{background:var(--warn)}.bad{background:var(--bad)}
 .is-good{color:var(--good)}.is-bad{color:var(--bad)}.is-warn{color:var(--warn)}
 ul.why{padding-left:20px;margin:14px 0 0}ul.why li{margin:3px 0}ul.why li:first-child{font-weight:600}
-dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:14px 24px;margin:26px 0 0;padding:16px 18px;
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:14px 20px;margin:26px 0 0;padding:16px 18px;
 background:var(--panel);border-radius:10px}
 dt{color:var(--soft);font-size:12.5px}dd{margin:0;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th{text-align:left;font-weight:600;color:var(--soft);font-size:12.5px}
 th,td{padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top;overflow-wrap:anywhere}
-td.n,th.n{text-align:right;white-space:nowrap}
+td.n,th.n{text-align:right;white-space:nowrap}td:first-child{min-width:9em}.pairs td:first-child{width:32%;color:var(--soft)}
 code,pre{font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere}
 .sample{border:1px solid var(--line);border-radius:10px;margin:0 0 12px;overflow:hidden}
@@ -96,7 +96,10 @@ def facts(pairs: Mapping[str, object]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numeric: Sequence[int] = ()) -> str:
-    """A table; every cell is escaped unless it is an ``Html``. ``numeric``: the columns that are aligned right."""
+    """A table; every cell is escaped unless it is an ``Html``. ``numeric``: the columns that are aligned right.
+
+    No columns: the rows are names and values, and need no heading.
+    """
     made = [list(row) for row in rows]
     if not made:
         return ""
@@ -105,10 +108,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numeric: 
         marks = [' class="n"' if i in numeric else "" for i in range(len(row))]
         return "".join(f"<{tag}{mark}>{_cell(value)}</{tag}>" for mark, value in zip(marks, row))
 
+    head = f"<thead><tr>{cells('th', columns)}</tr></thead>" if columns else ""
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in made)
-    return (
-        f'<div class="scroll"><table><thead><tr>{cells("th", columns)}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    kind = "" if columns else ' class="pairs"'
+    return f'<div class="scroll"><table{kind}>{head}<tbody>{body}</tbody></table></div>'
 
 
 class Html(str):
@@ -149,7 +152,7 @@ def bars(groups: Mapping[str, Mapping[str, float | None]], series: Sequence[str]
     values = [v for group in groups.values() for v in group.values() if v is not None and _finite(v)]
     if not values or max(values) <= 0:
         return ""
-    left, width, thick, scale = 120, 800, 17, 600 / max(values)
+    left, width, thick, largest = 120, 800, 17, max(values)
     y, out = 4.0, []
     for name, group in groups.items():
         shown = [(i, s, group.get(s)) for i, s in enumerate(series) if _finite(group.get(s))]
@@ -158,7 +161,7 @@ def bars(groups: Mapping[str, Mapping[str, float | None]], series: Sequence[str]
         )
         for i, _, value in shown:
             assert value is not None
-            length = max(value, 0) * scale
+            length = max(value, 0) / largest * 600
             out.append(
                 f'<rect x="{left}" y="{y:.1f}" width="{length:.1f}" height="{thick - 3}" rx="2.5" fill="var(--c{min(i, 3)})"/>'
             )
@@ -241,9 +244,9 @@ def _binned(points: Points, bins: int) -> list[tuple[float, float]]:
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
     """Round numbers between two bounds, about ``count`` of them."""
-    if not high > low:
-        return [low]
     raw = (high - low) / count
+    if not raw > 1e-300:
+        return [low]
     size = 10 ** math.floor(math.log10(raw))
     step = size * next(m for m in (1, 2, 5, 10) if raw <= m * size * 1.0001)
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
