@@ -24,7 +24,7 @@ from factory.workspace import Workspace
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-PATIENCE = 60.0  # seconds to wait for another process that initialises or writes
+PATIENCE = 180.0  # seconds to wait for another process that initialises (3 s, a minute on a crowded machine) or writes
 # Read once, when mlflow is imported: no usage reports, no model-registry chatter, no git executable needed.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -95,17 +95,17 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
                 client.set_model_version_tag(MODEL, version.version, key, value)
         if candidate_id == _newest_judged(ledger):
             client.set_registered_model_alias(MODEL, CANDIDATE, version.version)
-    write_report(workspace, ledger, tracking, candidate_id)
+    write_report(workspace, ledger, tracking, candidate_id, run)
     return str(version.version)
 
 
-def write_report(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate_id: int) -> Path:
+def write_report(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate_id: int, run: str) -> Path:
     """Write ``reports/candidate-N.html`` and put it beside the candidate's run."""
     path = workspace.reports / f"candidate-{candidate_id}.html"
     aside = path.with_suffix(".new")
     aside.write_text(release_report(ledger, candidate_id), encoding="utf-8")
     os.replace(aside, path)
-    tracking.log_report(tracking.candidate_run(candidate_id), path)
+    tracking.log_report(run, path)
     return path
 
 

@@ -221,7 +221,8 @@ class _Saga:
         return str(found.version) if found else register(self.workspace, self.ledger, self.tracking, row["candidate"])
 
     def _publish(self, row: dict[str, Any]) -> None:
-        report = write_report(self.workspace, self.ledger, self.tracking, row["candidate"])
+        run = self.tracking.candidate_run(row["candidate"])
+        report = write_report(self.workspace, self.ledger, self.tracking, row["candidate"], run)
         serving.publish(self.workspace, row["number"], Path(row["export_path"]), row["export_sha256"])
         self._move(row, "published", report=str(report), event="promoted")
         self.progress.line(f"release {row['number']}: candidate {row['candidate']} is champion")
