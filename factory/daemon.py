@@ -222,9 +222,9 @@ def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress
 
     row = ledger.one(sa.select(segments).where(segments.c.id == segment))
     assert row is not None
-    tracking = Tracking.open(workspace, ledger)
-    follower = tracking.follow_metrics(Path(row["folder"]) / "metrics.jsonl", tracking.segment_run(row))
+    follower = Tracking.open(workspace, ledger).follow_segment(row, progress.line)
     result = run_segment(workspace, ledger, segment, progress, follower)
+    follower.finish()
     loss = result.get("loss")
     progress.line(
         f"  segment {segment} ({row['kind']}): steps {row['first_step']}–{row['last_step']}, loss {loss:.3f}"

@@ -38,7 +38,7 @@ EXIT_DISK_FULL = 74
 class Follower(Protocol):
     """Somebody who wants to see metrics while they are written (MLflow)."""
 
-    def poll(self) -> None: ...
+    def poll(self) -> object: ...
 
 
 # -- running -----------------------------------------------------------------------------------------------------------

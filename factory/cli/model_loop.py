@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 from pathlib import Path
 from typing import Annotated
 
@@ -178,7 +179,8 @@ def release(
         verdict = ledger.one(last)
         if verdict is None:
             raise InputError(f"candidate {number} has not been judged: run 'factory evaluate {number}'")
-        terminal.line(f"  release {release_verdict(workspace, ledger, verdict['id'], terminal)} published")
+        done = release_verdict(workspace, ledger, verdict["id"], terminal, approved_by=getpass.getuser())
+        terminal.line(f"  release {done} published")
 
 
 def _candidate(workspace: Workspace, number: int | None) -> int:

@@ -1,0 +1,68 @@
+"""What is served, and that a publish is never half seen."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from factory.errors import InputError
+from factory.serving import publish, serve_command, served
+from factory.workspace import Workspace
+
+
+def export(workspace: Workspace, name: str) -> Path:
+    folder = workspace.exports / name
+    folder.mkdir()
+    (folder / "config.json").write_text(name)
+    return folder
+
+
+def test_publish_points_the_link_and_says_what_it_is(workspace: Workspace) -> None:
+    first, second = export(workspace, "segment-1"), export(workspace, "segment-2")
+    publish(workspace, 1, first, "a" * 64)
+    publish(workspace, 2, second, "b" * 64)
+    publish(workspace, 2, second, "b" * 64)
+    assert (workspace.exports / "champion" / "config.json").read_text() == "segment-2"
+    assert os.readlink(workspace.exports / "champion") == "segment-2", "relative: a moved workspace stays whole"
+    note = served(workspace)
+    assert note is not None and note["release"] == 2 and note["export_sha256"] == "b" * 64
+    assert sorted(p.name for p in workspace.exports.iterdir()) == ["champion", "segment-1", "segment-2", "serving.json"]
+
+
+def test_an_interrupted_publish_is_noticed(workspace: Workspace) -> None:
+    first, second = export(workspace, "segment-1"), export(workspace, "segment-2")
+    publish(workspace, 1, first, "a" * 64)
+    note = json.loads((workspace.exports / "serving.json").read_text())
+    (workspace.exports / "serving.json").write_text(json.dumps(note | {"release": 2, "export": "segment-2"}))
+    assert served(workspace) is None
+    assert (workspace.exports / "champion" / "config.json").read_text() == "segment-1", "still one whole model"
+    (workspace.exports / ".champion.new").symlink_to("nowhere")
+    (workspace.exports / ".serving.json.new").write_text("{")
+    publish(workspace, 2, second, "b" * 64)
+    assert (served(workspace) or {})["release"] == 2
+
+
+@pytest.mark.parametrize("note", ["", "[]", "{}", '{"export": 3}'])
+def test_a_broken_note_is_nothing_served(workspace: Workspace, note: str) -> None:
+    publish(workspace, 1, export(workspace, "segment-1"), "a" * 64)
+    (workspace.exports / "serving.json").write_text(note)
+    assert served(workspace) is None
+
+
+def test_serve_command(workspace: Workspace) -> None:
+    with pytest.raises(InputError, match="nothing is published"):
+        serve_command(workspace)
+    folder = export(workspace, "segment-1")
+    publish(workspace, 1, folder, "a" * 64)
+    command = serve_command(workspace, python="/opt/vllm/bin/python", port=8001)
+    assert command.arguments == (
+        "/opt/vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
+        "--served-model-name", "factory-lm", "--host", "127.0.0.1", "--port", "8001", "--dtype", "float32",
+    )  # fmt: skip
+    assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "1" and command.environment["HF_HUB_OFFLINE"] == "1"
+    assert str(command).startswith("VLLM_NO_USAGE_STATS=1 ")
+    on_gpu = serve_command(workspace, device="cuda")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in on_gpu.environment and on_gpu.arguments[-1] == "auto"
