@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,13 +55,19 @@ class Cost:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op. ``devices`` names the device classes it runs on, ``needs_triton`` whether triton must be importable."""
+    """One way to compute an op, and the device classes it runs on (``needs_triton``: CUDA, or anywhere in triton's interpreter)."""
 
     name: str
     function: Callable[..., Any]
     about: str
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs_triton: bool = False
+
+    def runs_on(self, device_class: str) -> bool:
+        if self.needs_triton and importlib.util.find_spec("triton") is None:
+            return False
+        interpreted = self.needs_triton and os.environ.get("TRITON_INTERPRET") == "1"
+        return interpreted or device_class in self.devices
 
 
 Inputs = tuple[Any, ...]
@@ -111,6 +119,12 @@ def normal(generator: torch.Generator, size: tuple[int, ...], device: torch.devi
     return (torch.randn(size, generator=generator) * scale).to(device=device, dtype=dtype)
 
 
+def compiled(reference: Callable[..., Any]) -> Implementation:
+    """The reference as one region of torch.compile; one inside a compiled block becomes part of it."""
+    # dynamic=False: fixed sizes give the fastest code, and a training run has few of them.
+    return Implementation("compiled", torch.compile(reference, dynamic=False), "the reference through torch.compile")
+
+
 def op(
     name: str,
     reference: Callable[..., Any],
@@ -128,7 +142,7 @@ def op(
 _SMALL = Shape(batch=2, context=32, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab_size=128)
 CASES = (
     Case("small", _SMALL),
-    Case("one", Shape(batch=1, context=1, d_model=1, heads=1, kv_heads=1, head_dim=2, d_ff=1, vocab_size=2)),
+    Case("one", Shape(batch=1, context=1, d_model=2, heads=1, kv_heads=1, head_dim=2, d_ff=1, vocab_size=2)),
     Case("prime", Shape(batch=3, context=37, d_model=53, heads=6, kv_heads=2, head_dim=22, d_ff=97, vocab_size=131)),
     Case("strided", replace(_SMALL, batch=3, context=17), contiguous=False),
     Case("recipe", Shape(batch=2, context=128)),
