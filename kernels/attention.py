@@ -1,0 +1,44 @@
+"""Causal grouped-query attention within documents: softmax(q kᵀ / sqrt(K)) v over earlier tokens of the same document.
+
+GQA: Ainslie et al. 2023, arXiv:2305.13245. Documents packed into one row never see one another.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.op import Cost, Inputs, Shape, normal, op
+
+
+def document_mask(document_BT: Tensor) -> Tensor:
+    """[B, T, T] bool: may token i (row) see token j (column)? True where j ≤ i and both stand in the same document."""
+    same = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)
+    T = document_BT.shape[1]
+    return same & torch.ones(T, T, dtype=torch.bool, device=document_BT.device).tril()
+
+
+def reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+    """q [B, T, H, K]; k, v [B, T, G, K], H a multiple of G; document [B, T] integers. Returns [B, T, H, K]."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=document_mask(document_BT).unsqueeze(1), enable_gqa=True)
+    return o.transpose(1, 2)
+
+
+def cost(shape: Shape, itemsize: int) -> Cost:
+    """Half of the square is masked away; the backward pass recomputes the scores (5 products for 2)."""
+    queries = shape.tokens * shape.heads * shape.head_dim
+    keys = shape.tokens * shape.kv_heads * shape.head_dim
+    flops = 2 * queries * shape.context  # two products, half of the square each
+    return Cost((2 * queries + 2 * keys) * itemsize, flops, (4 * queries + 4 * keys) * itemsize, 2.5 * flops)
+
+
+def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
+    B, T, H, G, K = shape.batch, shape.context, shape.heads, shape.kv_heads, shape.head_dim
+    q, k, v = (normal(generator, (B, T, heads, K), device, dtype) for heads in (H, G, G))
+    starts = torch.rand((B, T), generator=generator) < 8 / (T + 8)
+    return q, k, v, starts.cumsum(1).to(device)
+
+
+OP = op("attention", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1, 2))

@@ -1,0 +1,135 @@
+"""What an op is: a reference, implementations, a cost model, and inputs made from the sizes of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class KernelError(Exception):
+    """An unknown op or implementation, or one that cannot run here. Says what there is."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a training step from which every op's inputs follow. The defaults are a small model's."""
+
+    batch: int = 4
+    context: int = 256
+    d_model: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    d_ff: int = 768
+    vocab_size: int = 4096
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.context
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of test inputs: sizes, and whether tensors come as views that are not contiguous."""
+
+    name: str
+    shape: Shape
+    contiguous: bool = True
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an op must at least move and compute, one call: bytes of inputs read once and outputs written once, and FLOPs."""
+
+    forward_bytes: float
+    forward_flops: float
+    backward_bytes: float
+    backward_flops: float
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op. ``devices`` names the device classes it runs on, ``needs_triton`` whether triton must be importable."""
+
+    name: str
+    function: Callable[..., Any]
+    about: str
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    needs_triton: bool = False
+
+
+Inputs = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments; ``gradients`` are the positions that get one."""
+
+    name: str
+    reference: Callable[..., Any]
+    cost: Callable[[Shape, int], Cost]  # (shape, bytes an element) → cost
+    make_inputs: Callable[[Shape, torch.Generator, torch.device, torch.dtype], Inputs]
+    gradients: tuple[int, ...]
+    implementations: Mapping[str, Implementation] = field(default_factory=dict)
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        return CASES
+
+    def implementation(self, name: str) -> Implementation:
+        """Raises: KernelError that lists what there is."""
+        if name not in self.implementations:
+            raise KernelError(f"op {self.name!r} has no implementation {name!r}; there are: {', '.join(sorted(self.implementations))}")
+        return self.implementations[name]
+
+    def inputs(self, case: Case, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+        """Fresh arguments for a case; those that get a gradient are leaves that require one."""
+        device = torch.device(device)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        made = list(self.make_inputs(case.shape, generator, device, dtype))
+        for position, value in enumerate(made):
+            if isinstance(value, Tensor):
+                made[position] = value if case.contiguous else strided(value)
+                if position in self.gradients:
+                    made[position] = made[position].detach().requires_grad_()
+        return tuple(made)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values as a view with a step of two in the last dimension: not contiguous."""
+    wide = x.new_zeros((*x.shape, 2))
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+def normal(generator: torch.Generator, size: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """Normal values drawn on the CPU, so that every device gets the same ones."""
+    return (torch.randn(size, generator=generator) * scale).to(device=device, dtype=dtype)
+
+
+def op(
+    name: str,
+    reference: Callable[..., Any],
+    *,
+    cost: Callable[[Shape, int], Cost],
+    make_inputs: Callable[[Shape, torch.Generator, torch.device, torch.dtype], Inputs],
+    gradients: tuple[int, ...],
+    implementations: tuple[Implementation, ...] = (),
+) -> Op:
+    """Every op has its reference as the implementation ``reference``."""
+    everything = (Implementation("reference", reference, "the plain eager expression"), *implementations)
+    return Op(name, reference, cost, make_inputs, gradients, {i.name: i for i in everything})
+
+
+_SMALL = Shape(batch=2, context=32, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab_size=128)
+CASES = (
+    Case("small", _SMALL),
+    Case("one", Shape(batch=1, context=1, d_model=1, heads=1, kv_heads=1, head_dim=2, d_ff=1, vocab_size=2)),
+    Case("prime", Shape(batch=3, context=37, d_model=53, heads=6, kv_heads=2, head_dim=22, d_ff=97, vocab_size=131)),
+    Case("strided", replace(_SMALL, batch=3, context=17), contiguous=False),
+    Case("recipe", Shape(batch=2, context=128)),
+)

@@ -1,0 +1,27 @@
+"""SwiGLU's pointwise half: silu(gate) · up (Shazeer 2020, arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.op import Cost, Inputs, Shape, normal, op
+
+
+def reference(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
+    """gate and up of one shape and dtype, which the result has too."""
+    return F.silu(gate_XF) * up_XF
+
+
+def cost(shape: Shape, itemsize: int) -> Cost:
+    elements = shape.tokens * shape.d_ff
+    return Cost(3 * elements * itemsize, 5 * elements, 5 * elements * itemsize, 12 * elements)
+
+
+def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
+    size = (shape.batch, shape.context, shape.d_ff)
+    return normal(generator, size, device, dtype), normal(generator, size, device, dtype)
+
+
+OP = op("swiglu", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1))

@@ -1,0 +1,111 @@
+"""Batches: rows of pieces turned into tensors, read ahead in a thread so that the step does not wait."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.data_order import DataOrder, Row, domain_of
+
+PADDING = -1  # document number of positions that hold nothing
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The part of a global batch that one rank trains on. B rows of T positions."""
+
+    step: int
+    tokens_BT: Tensor  # int64, inputs
+    targets_BT: Tensor  # int64, the token after each input
+    weights_BT: Tensor  # fp32: mask of the targets / supervised tokens of the *global* batch
+    positions_BT: Tensor  # int64, from 0 in each piece
+    documents_BT: Tensor  # int32, number of the piece in its row; PADDING where there is none
+    domains_BT: Tensor  # int64, index into ``DataOrder.domains``
+    rows: list[Row]  # of the global batch
+    supervised: int  # positions of the global batch that carry loss
+    used: int  # positions of the global batch that hold a token
+    state_after: dict[str, Any]  # of the sampler, once this batch is trained on
+
+    def to(self, device: torch.device) -> Batch:
+        """On another device; a batch on the CPU is returned as it is."""
+        if device.type == "cpu":
+            return self
+        moved = {n: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for n, v in vars(self).items()}
+        return Batch(**moved)
+
+    def split(self, rows: int | None) -> list[dict[str, Tensor]]:
+        """Micro-batches of ``rows`` rows (None: one of all) as the tensors that the loss takes."""
+        tensors = {n: v for n, v in vars(self).items() if isinstance(v, Tensor)}
+        parts = {name: value.split(rows or len(value)) for name, value in tensors.items()}
+        return [{name: part[i] for name, part in parts.items()} for i in range(len(parts["tokens_BT"]))]
+
+
+def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
+    """Move ``order`` one step on and read the rows of ``rank``: every ``ranks``-th, from ``rank`` on."""
+    step = order.step
+    rows = order.next_rows()
+    mine = rows[rank::ranks]
+    shape = (len(mine), order.context)
+    tokens, targets, positions, domains = (np.zeros(shape, np.int64) for _ in range(4))
+    weights = np.zeros(shape, np.float32)
+    documents = np.full(shape, PADDING, np.int32)
+    supervised = sum(piece.supervised for row in rows for piece in row)
+    for b, row in enumerate(mine):
+        at = 0
+        for number, piece in enumerate(row):
+            stream = order.streams[piece.stream]
+            place = np.s_[b, at : at + piece.positions]
+            pair = stream.tokens(piece.document, piece.start, piece.positions)
+            tokens[place], targets[place] = pair[:-1], pair[1:]
+            weights[place] = stream.target_mask(piece.document, piece.start, piece.positions) / np.float32(supervised)
+            positions[place] = np.arange(piece.positions)
+            documents[place] = number
+            domains[place] = order.domains.index(domain_of(piece.stream))
+            at += piece.positions
+    return Batch(
+        step,
+        *(torch.from_numpy(a) for a in (tokens, targets, weights, positions, documents, domains)),
+        rows=rows,
+        supervised=supervised,
+        used=sum(piece.positions for row in rows for piece in row),
+        state_after=order.state_dict(),
+    )
+
+
+def prefetch(order: DataOrder, stop: int, rank: int = 0, ranks: int = 1, ahead: int = 4) -> Iterator[Batch]:
+    """Batches of the steps from ``order.step`` to ``stop``, made in a thread, at most ``ahead`` of them waiting."""
+    waiting: queue.Queue[Batch | BaseException] = queue.Queue(ahead)
+    closed = threading.Event()
+
+    def put(item: Batch | BaseException) -> None:
+        while not closed.is_set():
+            try:
+                return waiting.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def produce() -> None:
+        try:
+            while order.step < stop and not closed.is_set():
+                put(make_batch(order, rank, ranks))
+        except BaseException as error:  # handed to the consumer, which raises it
+            put(error)
+
+    thread = threading.Thread(target=produce, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        for _ in range(stop - order.step):
+            item = waiting.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        closed.set()
+        thread.join()

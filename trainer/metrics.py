@@ -1,0 +1,70 @@
+"""What a run writes down: one JSON object a line, buffered, flushed about once a second; and the machine's matmul rate."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FLUSH_SECONDS = 1.0
+
+
+class Lines:
+    """Appends JSON lines to a file. Opened again for a resumed run, it first drops what is from ``step`` on or torn."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        if path.exists():
+            kept = [record for record in read_lines(path) if record["step"] < step]
+            aside = path.with_name(f".{path.name}.writing")
+            aside.write_text("".join(map(encode, kept)))
+            aside.replace(path)
+        self._file = open(path, "a", buffering=1 << 16)  # noqa: SIM115 - closed by close()
+        self._flushed = time.monotonic()
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(encode(record))
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def encode(record: dict[str, Any]) -> str:
+    """Strict JSON: what is not finite becomes a string (``"nan"``, ``"inf"``), because JSON has no number for it."""
+    plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file; a torn last line is left out."""
+    records = []
+    for line in path.read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        records.append(json.loads(line))
+    return records
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, tries: int = 5) -> float:
+    """FLOP/s of a square matrix product, the best of a few tries: what MFU is measured against."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(tries + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
