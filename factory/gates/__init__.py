@@ -1,0 +1,5 @@
+"""Where it is decided what goes on: gather evidence, judge, record the verdict.
+
+``judge`` is the pure function of a release (``release_policy`` its thresholds, ``release_gate`` gathers and records); ``patch_gate`` does the
+same for a patch. Nothing in here can be patched by an agent, and missing evidence never promotes.
+"""

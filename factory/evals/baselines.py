@@ -1,0 +1,137 @@
+"""Byte bigram and trigram models, fitted on the candidate's own training text and measured on the same held-out bytes.
+
+They are the floor of a first release: a network that does not beat a table of three-byte counts has learned nothing. Smoothing is
+interpolated Witten–Bell (Chen & Goodman 1998, §2.6): p(c|h) = (n(hc) + T(h)·p'(c)) / (n(h) + T(h)), T(h) the number of distinct bytes
+seen after h and p' the next shorter model; the shortest is add-one. Every distribution sums to one, every byte has a probability.
+One pair of models a domain, which is harder to beat than one for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from factory.evals.suite import order
+from factory.evals.tasks import ScoredText
+from factory.evals.token_bytes import TokenBytes
+from factory.progress import Task
+from trainer.token_shard import TokenShard
+
+Array = npt.NDArray[Any]
+NOTHING = 0  # stands before a document's first byte
+
+
+class ByteNgrams:
+    """Counts of one, two and three bytes of a text, as interpolated models."""
+
+    def __init__(self) -> None:
+        self.trigrams = np.zeros(1 << 24, np.int32)
+
+    def add(self, text: Array, counted: Array) -> None:
+        """Count each byte [N] of a document where ``counted`` [N], after the two before it."""
+        self.trigrams += np.bincount(_contexts(text)[counted], minlength=1 << 24).astype(np.int32)
+
+    def finish(self) -> None:
+        """Turn the counts into the two shorter tables; nothing can be added after."""
+        cube = self.trigrams.reshape(256, 256, 256)
+        self.pairs = cube.sum(0, dtype=np.int64)
+        singles = self.pairs.sum(0)
+        self.single = (singles + 1) / (singles.sum() + 256)
+        kinds, total = (self.pairs > 0).sum(1), self.pairs.sum(1)
+        self.bigram = np.where(
+            total[:, None] > 0, (self.pairs + kinds[:, None] * self.single) / np.maximum(total + kinds, 1)[:, None], self.single
+        )
+        self.context_total = cube.sum(2, dtype=np.int64).ravel()
+        self.context_kinds = (cube > 0).sum(2).ravel()
+
+    def bits(self, text: Array, counted: Array) -> tuple[float, float]:
+        """Bits of the counted bytes under the bigram and under the trigram model."""
+        code = _contexts(text)[counted]
+        bigram = self.bigram[(code >> 8) & 255, code & 255]
+        total, kinds = self.context_total[code >> 8], self.context_kinds[code >> 8]
+        trigram = np.where(total > 0, (self.trigrams[code] + kinds * bigram) / np.maximum(total + kinds, 1), bigram)
+        return float(-np.log2(bigram).sum()), float(-np.log2(trigram).sum())
+
+
+def baselines(
+    shards: Sequence[TokenShard], texts: Sequence[ScoredText], token_bytes: TokenBytes, bytes_per_domain: int, task: Task
+) -> dict[str, dict[str, float]]:
+    """{domain: {"bigram", "trigram": bits per byte, "fitted_bytes"}} for every domain of ``texts``.
+
+    A domain without training text gets none: nothing to compare with is not the same as beating it.
+    """
+    found = {}
+    for domain in sorted({text.document.domain for text in texts}):
+        model, fitted = ByteNgrams(), 0
+        for document, counted in _chunks(_training_text(shards, domain, token_bytes, bytes_per_domain)):
+            model.add(document, counted)
+            fitted += int(counted.sum())
+        task.advance(1, domain)
+        if not fitted:
+            continue
+        model.finish()
+        bits, measured = np.zeros(2), 0
+        for text in texts:
+            if text.document.domain == domain:
+                held, token_of_byte = token_bytes.expand(text.tokens)
+                bits += model.bits(held, text.scored[token_of_byte])
+                measured += text.bytes
+        found[domain] = {"bigram": bits[0] / measured, "trigram": bits[1] / measured, "fitted_bytes": float(fitted)}
+    return found
+
+
+def baselines_key(suite_sha256: str, shards: Sequence[TokenShard]) -> str:
+    """What the baselines depend on; the same key, the same numbers."""
+    return hashlib.sha256(json.dumps([suite_sha256, sorted(shard.id for shard in shards)]).encode()).hexdigest()
+
+
+def open_shards(root: Path, plan: dict[str, Any]) -> list[TokenShard]:
+    """The token shards of a data plan; relative paths are the workspace's."""
+    return [TokenShard(root / entry["path"]) for entry in plan["token_shards"]]
+
+
+def _training_text(shards: Sequence[TokenShard], domain: str, token_bytes: TokenBytes, limit: int) -> Iterator[tuple[Array, Array]]:
+    """(bytes, supervised?) of training documents of a domain, in an order fixed by hash, until ``limit`` bytes are supervised."""
+    listed = []
+    for shard in shards:
+        table = shard.documents
+        columns = [table.column(name).to_pylist() for name in ("domain", "key", "start", "length")]
+        listed += [(order("baseline", key), shard, start, length) for where, key, start, length in zip(*columns, strict=True) if where == domain]
+    listed.sort(key=lambda entry: entry[0])
+    taken = 0
+    for _, shard, start, length in listed:
+        if taken >= limit:
+            return
+        text, token_of_byte = token_bytes.expand(shard.tokens[start : start + length].astype(np.int64))
+        counted = shard.loss_mask(start, start + length)[token_of_byte]
+        taken += int(counted.sum())
+        yield text, counted
+
+
+def _chunks(documents: Iterator[tuple[Array, Array]], size: int = 4 << 20) -> Iterator[tuple[Array, Array]]:
+    """Documents end to end with two ``NOTHING`` bytes between, about ``size`` at a time: a count table is cheap only when it is filled."""
+    gap, uncounted = np.full(2, NOTHING, np.uint8), np.zeros(2, bool)
+    texts: list[Array] = []
+    masks: list[Array] = []
+    held = 0
+    for text, counted in documents:
+        texts += [text, gap]
+        masks += [counted, uncounted]
+        held += len(text)
+        if held >= size:
+            yield np.concatenate(texts), np.concatenate(masks)
+            texts, masks, held = [], [], 0
+    if texts:
+        yield np.concatenate(texts), np.concatenate(masks)
+
+
+def _contexts(text: Array) -> Array:
+    """Each byte [N] with the two before it, as one 24-bit number."""
+    wide = np.concatenate((np.full(2, NOTHING, np.int64), text.astype(np.int64)))
+    return (wide[:-2] << 16) | (wide[1:-1] << 8) | wide[2:]

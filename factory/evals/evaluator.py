@@ -1,0 +1,219 @@
+"""Measures one candidate on the suite as it is now, and writes the evaluation down in one transaction.
+
+Asked again for the same candidate and suite it returns what stands in the ledger. An export that cannot be loaded, or gives no finite
+loss, is a finding like any other: the evaluation is recorded with the failed check, and the gate reads it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.errors import InputError
+from factory.evals.baselines import baselines, baselines_key, open_shards
+from factory.evals.export_folder import ExportError, folder_sha256
+from factory.evals.parity import Check, Subject, parity
+from factory.evals.policy import EvalPolicy
+from factory.evals.reference_model import ReferenceModel
+from factory.evals.suite import TASK_VERSIONS, Suite, build_suite
+from factory.evals.tasks import (
+    DISTRACTORS,
+    Item,
+    Sample,
+    ScoredText,
+    bits_per_byte,
+    build_cloze,
+    chat_items,
+    chat_samples,
+    encode_suite,
+    noise_floor,
+    ratio_bits,
+    score_cloze,
+)
+from factory.evals.token_bytes import TokenBytes
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger import Ledger, candidates, data_plans, eval_items, evaluations, record, segments
+from factory.progress import Progress
+from factory.workspace import Workspace
+from trainer.token_shard import TokenShard, TokenShardError
+
+
+def current_suite(workspace: Workspace, ledger: Ledger) -> Suite:
+    """The suite that candidates are compared on now. Raises: InputError when there is no tokenizer yet."""
+    policy = EvalPolicy.load(workspace.policy("evals.yaml"))
+    return build_suite(ledger, policy, Tokenizer.load(workspace.tokenizer).sha256)
+
+
+def evaluate(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress) -> int:
+    """Measure a candidate; returns the evaluation's id. Idempotent per candidate and suite.
+
+    Raises: InputError for an unknown candidate, or when nothing is held out.
+    """
+    return evaluate_on(workspace, ledger, candidate_id, current_suite(workspace, ledger), progress)
+
+
+def evaluate_on(workspace: Workspace, ledger: Ledger, candidate_id: int, suite: Suite, progress: Progress) -> int:
+    """``evaluate`` on a suite that the caller holds, so that two candidates surely get the same."""
+    known = evaluation_of(ledger, candidate_id, suite)
+    if known:
+        return int(known["id"])
+    candidate = ledger.one(sa.select(candidates).where(candidates.c.id == candidate_id))
+    if candidate is None:
+        listed = [str(row["id"]) for row in ledger.rows(sa.select(candidates.c.id).order_by(candidates.c.id))]
+        raise InputError(f"no candidate {candidate_id}; there are: {', '.join(listed) or 'none'}")
+    if not suite.documents:
+        raise InputError("nothing is held out, so nothing can be measured: ingest more documents first")
+    plan = ledger.one(
+        sa.select(data_plans.c.plan).join(segments, segments.c.data_plan == data_plans.c.id).where(segments.c.id == candidate["segment"])
+    )
+    assert plan is not None, candidate
+    policy = EvalPolicy.load(workspace.policy("evals.yaml"))
+    shards = open_shards(workspace.root, plan["plan"])
+    summary, items = _measure(workspace, ledger, candidate, suite, shards, policy, progress)
+    return _write(ledger, candidate_id, suite, summary, items)
+
+
+def evaluation_of(ledger: Ledger, candidate_id: int, suite: Suite) -> dict[str, Any] | None:
+    """The recorded evaluation of a candidate on a suite."""
+    mine = (evaluations.c.candidate == candidate_id) & (evaluations.c.suite_sha256 == suite.sha256)
+    return ledger.one(sa.select(evaluations).where(mine))
+
+
+def items_of(ledger: Ledger, evaluation_id: int) -> list[Item]:
+    """The items of a recorded evaluation."""
+    columns = [eval_items.c[name] for name in ("task", "item", "domain", "cluster", "value", "weight")]
+    return [Item(**row) for row in ledger.rows(sa.select(*columns).where(eval_items.c.evaluation == evaluation_id))]
+
+
+def _measure(
+    workspace: Workspace, ledger: Ledger, candidate: dict[str, Any], suite: Suite, shards: Sequence[TokenShard], policy: EvalPolicy, progress: Progress
+) -> tuple[dict[str, Any], list[Item]]:
+    export = Path(candidate["export_path"])
+    tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
+    clock = _Clock()
+    summary: dict[str, Any] = {
+        "export_sha256": candidate["export_sha256"],
+        "tokenizer_sha256": tokenizer.sha256,
+        "task_versions": TASK_VERSIONS,
+        "documents": {domain: len(suite.of(domain)) for domain in suite.domains},
+    }
+    try:
+        if folder_sha256(export) != candidate["export_sha256"]:
+            raise ExportError(f"{export} has changed since it was exported: its hash is not the candidate's")
+        model = ReferenceModel.load(export)
+        if model.config.vocab_size < tokenizer.vocab_size:
+            raise ExportError(f"{export}: {model.config.vocab_size} tokens in the model, {tokenizer.vocab_size} in the tokenizer")
+    except (ExportError, OSError, MemoryError, RuntimeError) as error:  # torch says RuntimeError when it cannot allocate
+        return summary | _parity_summary([Check("export", False, str(error)[:500])]), []
+    texts = encode_suite(suite, tokenizer, token_bytes, policy.document_bytes)
+    cloze = build_cloze(suite, tokenizer, policy)
+    clock.lap("prepare")
+    total = len(texts) + len(cloze)
+    with progress.task(f"evaluating candidate {candidate['id']}", None) as task:
+        bpb_items = bits_per_byte(model, texts, policy, lambda n: task.advance(n, "bits per byte"))
+        clock.lap("bpb")
+        noise = noise_floor(model, texts, bpb_items, policy, lambda n: task.advance(n, "bits per byte, shifted windows"))
+        clock.lap("noise")
+        cloze_items = score_cloze(model, cloze, lambda n: task.advance(n, "cloze"))
+        clock.lap("cloze")
+        samples = chat_samples(model, suite, tokenizer, policy)
+        task.advance(len(samples), "chat samples")
+        clock.lap("chat")
+        summary |= _baselines(ledger, suite, shards, texts, token_bytes, policy, task)
+        clock.lap("baselines")
+        checks = [Check("export", True, f"{model.config.layers} layers, width {model.config.d_model}: every tensor there, finite and of its shape")]
+        broken = [item for item in bpb_items if not math.isfinite(item.value)]
+        if broken:
+            words = f"{len(broken)} of {len(bpb_items)} held-out documents have no finite loss, first {broken[0].item}"
+            return summary | _parity_summary([*checks, Check("finite_loss", False, words)]), []
+        checks.append(Check("finite_loss", True, f"{len(bpb_items)} held-out documents, {total} items, all finite"))
+        try:
+            checks += parity(Subject(export, tokenizer, workspace.tokenizer, token_bytes, model, suite, texts, shards, ledger, policy))
+        except (TokenShardError, OSError) as error:
+            checks.append(Check("trainer_tokens", False, f"a token shard cannot be read: {error}"))
+        task.advance(len(checks), "parity")
+        clock.lap("parity")
+    summary |= _results(bpb_items, noise, cloze_items, samples) | _parity_summary(checks) | {"seconds": clock.laps}
+    return summary, [*bpb_items, *cloze_items, *chat_items(samples)]
+
+
+def _results(bpb_items: list[Item], noise: dict[str, float], cloze_items: list[Item], samples: list[Sample]) -> dict[str, Any]:
+    right: dict[str, list[float]] = {}
+    for item in cloze_items:
+        right.setdefault(item.domain, []).append(item.value)
+    parsed = [sample.parses for sample in samples if sample.parses is not None]
+    every = [value for values in right.values() for value in values]
+    return {
+        "bpb": ratio_bits(bpb_items),
+        "noise_floor": noise,
+        "bytes": {domain: sum(i.weight for i in bpb_items if i.domain == domain) for domain in {i.domain for i in bpb_items}},
+        "cloze": {
+            "share_right": sum(every) / len(every) if every else None,
+            "items": len(every),
+            "chance": 1 / (1 + DISTRACTORS),
+            "by_domain": {domain: sum(values) / len(values) for domain, values in sorted(right.items())},
+        },
+        "chat": {"answers": len(samples), "with_code": len(parsed), "parse": sum(parsed), "ended": sum(sample.ended for sample in samples)},
+        "samples": [asdict(sample) for sample in samples],
+    }
+
+
+def _baselines(
+    ledger: Ledger, suite: Suite, shards: Sequence[TokenShard], texts: list[ScoredText], token_bytes: TokenBytes, policy: EvalPolicy, task: Any
+) -> dict[str, Any]:
+    """The byte n-gram models' bits per byte: once per suite and data, found again in any evaluation that has them."""
+    key = baselines_key(suite.sha256, shards)
+    for row in ledger.rows(sa.select(evaluations.c.summary).where(evaluations.c.suite_sha256 == suite.sha256)):
+        if row["summary"].get("baselines_key") == key:
+            return {"baselines_key": key, "baselines": row["summary"]["baselines"]}
+    try:
+        return {"baselines_key": key, "baselines": baselines(shards, texts, token_bytes, policy.baseline_bytes_per_domain, task)}
+    except (TokenShardError, OSError):
+        return {}  # the gate holds without baselines; parity's check names the shard
+
+
+def _parity_summary(checks: list[Check]) -> dict[str, Any]:
+    return {"parity": {check.name: {"ok": check.ok, "detail": check.detail} for check in checks}}
+
+
+def _write(ledger: Ledger, candidate_id: int, suite: Suite, summary: dict[str, Any], items: list[Item]) -> int:
+    with ledger.begin() as tx:
+        mine = (evaluations.c.candidate == candidate_id) & (evaluations.c.suite_sha256 == suite.sha256)
+        known = tx.execute(sa.select(evaluations.c.id).where(mine)).scalar()
+        if known is not None:  # another process was faster; its measurement stands
+            return int(known)
+        row = evaluations.insert().values(candidate=candidate_id, suite_sha256=suite.sha256, summary=finite(summary), created_at=time.time())
+        number = int(tx.execute(row).inserted_primary_key[0])
+        if items:
+            tx.execute(eval_items.insert(), [asdict(item) | {"evaluation": number} for item in items])
+        record(tx, "evaluated", f"candidate:{candidate_id}", {"evaluation": number, "suite": suite.sha256[:16], "bpb": summary.get("bpb")})
+    return number
+
+
+def finite(value: Any) -> Any:
+    """The value with every NaN and infinity as None: JSON has no word for them, and the gate reads None as missing."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return value
+
+
+class _Clock:
+    """Seconds a part, for the summary."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name], self._last = round(now - self._last, 3), now

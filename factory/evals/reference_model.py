@@ -1,0 +1,138 @@
+"""A Qwen3 decoder in plain fp32 torch: the judge's own eyes. Trusted, slow-ish, shares no code with the trainer or its kernels.
+
+Architecture: RMSNorm before each half of a block, RoPE (rotate-half layout) on normalised queries and keys, grouped-query attention,
+SwiGLU (Qwen3 technical report, arXiv:2505.09388, §2). The tests hold it to transformers' Qwen3ForCausalLM within 1e-4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from factory.evals.export_folder import ExportConfig, read_config, read_weights
+
+LOGITS_AT_ONCE = 1 << 25  # floats; 128 MiB
+
+
+@dataclass(frozen=True)
+class Generation:
+    tokens: list[int]  # without the stop token
+    ended: bool  # a stop token came before the limit
+
+
+class ReferenceModel:
+    """An export, loaded. Sequences are padded on the right where they are scored; padding changes no other position."""
+
+    def __init__(self, config: ExportConfig, weights: dict[str, torch.Tensor]) -> None:
+        self.config = config
+        self.weights = weights
+        self.head_VD = weights["model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"]
+        self.frequencies_K2 = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
+
+    @classmethod
+    def load(cls, folder: Path) -> ReferenceModel:
+        """Raises: ExportError for anything but a sound Qwen3ForCausalLM export."""
+        config = read_config(folder)
+        return cls(config, read_weights(folder, config))
+
+    @torch.inference_mode()
+    def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [B, T, V] of int64 tokens [B, T]."""
+        return self._hidden(tokens_BT) @ self.head_VD.T
+
+    @torch.inference_mode()
+    def nll(self, tokens_BT: torch.Tensor, scored_BT: torch.Tensor) -> torch.Tensor:
+        """Nats of each scored token given those before it, [B, T]; 0 where not scored. Column 0 has no context and is never scored."""
+        hidden_NTD = self._hidden(tokens_BT)[:, :-1][scored_BT[:, 1:]]
+        targets_N = tokens_BT[:, 1:][scored_BT[:, 1:]]
+        rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        parts = [
+            F.cross_entropy(h @ self.head_VD.T, t, reduction="none") for h, t in zip(hidden_NTD.split(rows), targets_N.split(rows), strict=True)
+        ]
+        nll_BT = torch.zeros(tokens_BT.shape)
+        nll_BT[:, 1:][scored_BT[:, 1:]] = torch.cat(parts)
+        return nll_BT
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Collection[int]) -> list[Generation]:
+        """Greedy continuations of all prompts at once, each ended by its first ``stop`` token or by the limit.
+
+        Prompts are padded on the left; prompt + limit may not exceed the model's context.
+        """
+        assert prompts and all(prompts)
+        config, rows, longest = self.config, len(prompts), max(map(len, prompts))
+        total = longest + max_new_tokens
+        tokens_BT = torch.zeros(rows, longest, dtype=torch.int64)
+        real_BS = torch.ones(rows, total, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            tokens_BT[row, longest - len(prompt) :] = torch.tensor(prompt)
+            real_BS[row, : longest - len(prompt)] = False
+        position_BS = (real_BS.long().cumsum(1) - 1).clamp(min=0)
+        cache = torch.zeros(config.layers, 2, rows, config.kv_heads, total, config.head_dim)
+        # A padded query must see something, or its softmax is 0/0: itself.
+        causal_TS = torch.arange(total)[None, :] <= torch.arange(longest)[:, None]
+        allowed_BTS = causal_TS[None] & (real_BS[:, None, :] | torch.eye(longest, total, dtype=torch.bool)[None])
+        hidden = self._hidden(tokens_BT, position_BS[:, :longest], allowed_BTS, cache, 0)
+        written: list[list[int]] = [[] for _ in prompts]
+        ended = [False] * rows
+        for at in range(longest, total):
+            next_B = (hidden[:, -1] @ self.head_VD.T).argmax(-1)
+            for row, token in enumerate(next_B.tolist()):
+                ended[row] = ended[row] or token in stop
+                if not ended[row]:
+                    written[row].append(token)
+            if all(ended) or at == total - 1:
+                break
+            seen_B1S = (real_BS & (torch.arange(total) <= at))[:, None, :]
+            hidden = self._hidden(next_B[:, None], position_BS[:, at : at + 1], seen_B1S, cache, at)
+        return [Generation(tokens, end) for tokens, end in zip(written, ended, strict=True)]
+
+    def _hidden(
+        self,
+        tokens_BT: torch.Tensor,
+        position_BT: torch.Tensor | None = None,
+        allowed_BTS: torch.Tensor | None = None,
+        cache: torch.Tensor | None = None,
+        at: int = 0,
+    ) -> torch.Tensor:
+        """Final-norm output [B, T, D]. With a cache [layers, 2, B, G, S, K], keys and values are written at columns ``at``…"""
+        config, w = self.config, self.weights
+        rows, length = tokens_BT.shape
+        if position_BT is None:
+            position_BT = torch.arange(length).expand(rows, length)
+        angle_BTK = (position_BT[..., None].float() * self.frequencies_K2).repeat(1, 1, 2)
+        cos, sin = angle_BTK.cos()[:, None], angle_BTK.sin()[:, None]
+        mask = None if allowed_BTS is None else allowed_BTS[:, None]
+
+        def heads(x_BTD: torch.Tensor, name: str, count: int) -> torch.Tensor:
+            return F.linear(x_BTD, w[f"{name}_proj.weight"]).view(rows, length, count, config.head_dim).transpose(1, 2)
+
+        x_BTD = F.embedding(tokens_BT, w["model.embed_tokens.weight"])
+        for layer in range(config.layers):
+            block = f"model.layers.{layer}."
+            attention = block + "self_attn."
+            y = self._norm(x_BTD, block + "input_layernorm")
+            q = _rotate(self._norm(heads(y, attention + "q", config.heads), attention + "q_norm"), cos, sin)
+            k = _rotate(self._norm(heads(y, attention + "k", config.kv_heads), attention + "k_norm"), cos, sin)
+            v = heads(y, attention + "v", config.kv_heads)
+            if cache is not None:
+                cache[layer, 0, :, :, at : at + length], cache[layer, 1, :, :, at : at + length] = k, v
+                k, v = cache[layer, 0], cache[layer, 1]
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+            x_BTD = x_BTD + F.linear(o.transpose(1, 2).flatten(2), w[attention + "o_proj.weight"])
+            y = self._norm(x_BTD, block + "post_attention_layernorm")
+            gated = F.silu(F.linear(y, w[block + "mlp.gate_proj.weight"])) * F.linear(y, w[block + "mlp.up_proj.weight"])
+            x_BTD = x_BTD + F.linear(gated, w[block + "mlp.down_proj.weight"])
+        return self._norm(x_BTD, "model.norm")
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps) * self.weights[name + ".weight"]
+
+
+def _rotate(x_BHTK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x_BHTK.chunk(2, -1)
+    return x_BHTK * cos + torch.cat((-second, first), -1) * sin

@@ -1,0 +1,60 @@
+"""Starts ``server_probe`` on an export: its own process group, a clean environment, limits on time and memory, nothing online."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PROBE = Path(__file__).with_name("server_probe.py")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server side said; ``problem`` instead when it did not come to an end."""
+
+    answer: dict[str, Any]
+    logits_TV: npt.NDArray[np.float32] | None
+    problem: str = ""
+
+
+def probe(request: dict[str, Any], seconds: int) -> Served:
+    """Run the probe to its end or to its limits. Never raises for what the export holds."""
+    with tempfile.TemporaryDirectory(prefix="factory-probe-") as name:
+        folder = Path(name)
+        asked, answered = folder / "request.json", folder / "answer.json"
+        asked.write_text(json.dumps(request | {"cpu_seconds": 4 * seconds}), encoding="utf-8")
+        environment = {
+            "PATH": os.defpath, "HOME": name, "HF_HOME": name, "TMPDIR": name, "LANG": "C.UTF-8",
+            "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false",
+            "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error",
+        }  # fmt: skip
+        command = [sys.executable, "-I", str(PROBE), str(asked), str(answered)]
+        with open(folder / "stderr", "wb") as stderr:
+            process = subprocess.Popen(
+                command, env=environment, cwd=name, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+            )
+            try:
+                process.wait(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                return Served({}, None, f"no end after {seconds} s")
+            finally:
+                try:
+                    os.killpg(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                process.wait()
+        if process.returncode or not answered.exists():
+            said = (folder / "stderr").read_text(errors="replace").strip().splitlines()
+            how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit {process.returncode}"
+            return Served({}, None, f"{how}: {said[-1][:300] if said else 'said nothing'}")
+        return Served(json.loads(answered.read_text()), np.load(f"{answered}.npy", allow_pickle=False))

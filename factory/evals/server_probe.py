@@ -1,0 +1,81 @@
+"""What a server would see: loads an export with transformers, as vLLM's users do, and says what came of it.
+
+Run as ``python -I server_probe.py REQUEST ANSWER`` in a process of its own, with a clean environment; knows nothing of the factory. Reads
+REQUEST (JSON: export, texts, chats, logits_of, generate, max_new_tokens, stop_ids, memory_mib, cpu_seconds), writes ANSWER (JSON) and
+ANSWER.npy (fp32 logits [T, V] of ``logits_of``). The limits are set before anything of the export is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+
+
+def main(request_path: str, answer_path: str) -> None:
+    with open(request_path, encoding="utf-8") as file:
+        request = json.load(file)
+    limit = request["memory_mib"] << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"], request["cpu_seconds"]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    import numpy as np
+    import torch
+    from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM
+
+    started = time.monotonic()
+    export = request["export"]
+    tokenizer = AutoTokenizer.from_pretrained(export, local_files_only=True, trust_remote_code=False)
+    model = Qwen3ForCausalLM.from_pretrained(export, local_files_only=True, use_safetensors=True, dtype=torch.float32).eval()
+    loaded = time.monotonic()
+
+    class Force(LogitsProcessor):
+        """Makes the model say one token, third; a server with working stop handling says nothing after it."""
+
+        def __init__(self, token: int, prompt: int) -> None:
+            self.token, self.at = token, prompt + 2
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            forced = torch.full_like(scores, -1e9)
+            filler = next(t for t in range(scores.shape[-1]) if t not in request["stop_ids"])
+            forced[:, self.token if input_ids.shape[1] >= self.at else filler] = 0.0
+            return forced
+
+    def generate(ids: list[int], force: int | None) -> list[int]:
+        prompt = torch.tensor([ids])
+        processors = LogitsProcessorList([] if force is None else [Force(force, len(ids))])
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=request["max_new_tokens"], logits_processor=processors
+        )
+        return [int(token) for token in out[0, len(ids) :]]
+
+    with torch.inference_mode():
+        logits = model(torch.tensor([request["logits_of"]])).logits[0].float().numpy()
+        generated = generate(request["generate"], None)
+        stopped = {str(token): generate(request["generate"], token) for token in request["stop_ids"]}
+    np.save(answer_path + ".npy", logits, allow_pickle=False)
+    eos = model.generation_config.eos_token_id
+    chats = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in request["chats"]]
+    prompts = [tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True) for messages in request["chats"]]
+    answer = {
+        "texts": [tokenizer(text, add_special_tokens=True)["input_ids"] for text in request["texts"]],
+        "chats": [tokenizer(chat, add_special_tokens=False)["input_ids"] for chat in chats],
+        "prompts": [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts],
+        "decoded": [tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) for text in request["texts"]],
+        "generated": generated,
+        "stopped": stopped,
+        "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else list(eos),
+        "load_seconds": loaded - started,
+        "seconds": time.monotonic() - started,
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    }
+    with open(answer_path + ".part", "w", encoding="utf-8") as out:
+        json.dump(answer, out)
+    os.replace(answer_path + ".part", answer_path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

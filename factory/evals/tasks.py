@@ -1,0 +1,274 @@
+"""The three tasks: bits per byte of held-out documents, cloze on them, greedy chat samples whose code must parse.
+
+Bits per byte: every token after a document's first is predicted once, in windows of the model's context that overlap; special tokens and
+(in chat) everything but the assistant's words are context only, so that nats and UTF-8 bytes are of the same text.
+Cloze: a context and four continuations of one length, the true one and three from other held-out documents of the domain; right when the
+true one has strictly the fewest nats a byte. For chat the context is the question and the continuations are beginnings of answers.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from factory.evals.policy import EvalPolicy
+from factory.evals.reference_model import ReferenceModel
+from factory.evals.suite import HeldOut, Suite, order
+from factory.evals.token_bytes import TokenBytes
+from factory.ingest.tokenizer import Tokenizer
+
+BATCH_TOKENS = 4096
+DISTRACTORS = 3
+Advance = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One row of eval_items."""
+
+    task: str
+    item: str
+    domain: str
+    cluster: str
+    value: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """A held-out document as tokens; ``scored`` says which of them are predicted and counted."""
+
+    document: HeldOut
+    tokens: npt.NDArray[np.int64]  # [L]
+    scored: npt.NDArray[np.bool_]  # [L], never the first
+    bytes: int  # of the scored tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One greedy answer. ``parses`` is None when the true answer holds no code."""
+
+    item: str
+    domain: str
+    cluster: str
+    question: str
+    answer: str
+    ended: bool
+    parses: bool | None
+
+
+# -- bits per byte -----------------------------------------------------------------------------------------------------
+def encode_suite(suite: Suite, tokenizer: Tokenizer, token_bytes: TokenBytes, limit: int) -> list[ScoredText]:
+    """Every document of the suite that has anything to score, cut to ``limit`` scored bytes."""
+    encoded = []
+    for document in suite.documents:
+        if document.messages is None:
+            ids, mask = tokenizer.encode_text(document.content["text"][: 2 * limit])
+        else:
+            ids, mask = tokenizer.encode_messages(document.messages)
+        tokens = ids.astype(np.int64)
+        lengths = token_bytes.lengths[tokens]
+        scored = mask & (lengths > 0)
+        scored[:1] = False
+        running = np.cumsum(np.where(scored, lengths, 0))
+        keep = running <= limit
+        tokens, scored = tokens[keep], scored[keep]
+        if scored.any():
+            encoded.append(ScoredText(document, tokens, scored, int(running[keep][-1])))
+    return encoded
+
+
+def windows(length: int, context: int, overlap: int, first: int | None = None) -> list[tuple[int, int, int]]:
+    """(start, stop, scored from) of each window over ``length`` tokens; the scored parts tile [1, length) exactly.
+
+    >>> windows(10, 4, 1)
+    [(0, 4, 1), (3, 7, 4), (6, 10, 7)]
+    """
+    assert 1 <= overlap < context
+    stop = min(first or context, length)
+    found = [(0, stop, 1)]
+    while stop < length:
+        start = stop - overlap
+        found.append((start, min(start + context, length), stop))
+        stop = found[-1][1]
+    return found
+
+
+def bits_per_byte(model: ReferenceModel, texts: Sequence[ScoredText], policy: EvalPolicy, advance: Advance, shifted: bool = False) -> list[Item]:
+    """An item a document: value = nats, weight = UTF-8 bytes. ``shifted`` halves the first window, which moves all others."""
+    context = model.config.context
+    overlap = min(max(1, int(policy.window_overlap * context)), context - 1)
+    first = max(2, context // 2) if shifted else None
+    sequences, owner = [], []
+    for index, text in enumerate(texts):
+        for start, stop, scored_from in windows(len(text.tokens), context, overlap, first):
+            scored = text.scored[start:stop].copy()
+            scored[: scored_from - start] = False
+            if scored.any():
+                sequences.append((text.tokens[start:stop], scored))
+                owner.append(index)
+    nats = np.zeros(len(texts))
+    np.add.at(nats, np.array(owner, np.int64), sequence_nats(model, sequences, advance))
+    return [
+        Item("bpb", text.document.key, text.document.domain, text.document.cluster, float(n), float(text.bytes))
+        for text, n in zip(texts, nats, strict=True)
+    ]
+
+
+def sequence_nats(model: ReferenceModel, sequences: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]], advance: Advance) -> npt.NDArray[np.float64]:
+    """Summed nats of the scored tokens of each (tokens [L], scored [L]); windows of like length share a batch."""
+    nats = np.zeros(len(sequences))
+    ranked = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]), reverse=True)
+    while ranked:
+        longest = len(sequences[ranked[0]][0])
+        batch, ranked = ranked[: max(1, BATCH_TOKENS // longest)], ranked[max(1, BATCH_TOKENS // longest) :]
+        tokens_BT = torch.zeros(len(batch), longest, dtype=torch.int64)
+        scored_BT = torch.zeros(len(batch), longest, dtype=torch.bool)
+        for row, index in enumerate(batch):
+            tokens, scored = sequences[index]
+            tokens_BT[row, : len(tokens)] = torch.from_numpy(tokens)
+            scored_BT[row, : len(tokens)] = torch.from_numpy(scored)
+        nats[batch] = model.nll(tokens_BT, scored_BT).double().sum(1).numpy()
+        advance(len(batch))
+    return nats
+
+
+def ratio_bits(items: Sequence[Item]) -> dict[str, float]:
+    """Bits per byte a domain: summed nats over summed bytes."""
+    nats: dict[str, float] = defaultdict(float)
+    weight: dict[str, float] = defaultdict(float)
+    for item in items:
+        nats[item.domain] += item.value
+        weight[item.domain] += item.weight
+    return {domain: nats[domain] / weight[domain] / float(np.log(2)) for domain in sorted(nats)}
+
+
+def noise_floor(model: ReferenceModel, texts: Sequence[ScoredText], measured: Sequence[Item], policy: EvalPolicy, advance: Advance) -> dict[str, float]:
+    """How far two measurements of the *same* weights on the same documents lie apart, a domain, in bits per byte.
+
+    An A/A test: the second measurement shifts every window by half a context, the only arbitrary choice of the measurement. It bounds
+    what the ruler adds, not what another training seed would; that part is in the paired interval only as far as documents differ.
+    """
+    by_domain: dict[str, list[int]] = defaultdict(list)
+    for index, text in enumerate(texts):
+        by_domain[text.document.domain].append(index)
+    chosen = [index for indices in by_domain.values() for index in indices[: policy.noise_documents_per_domain]]
+    again = ratio_bits(bits_per_byte(model, [texts[i] for i in chosen], policy, advance, shifted=True))
+    before = ratio_bits([measured[i] for i in chosen])
+    return {domain: abs(again[domain] - before[domain]) for domain in before}
+
+
+# -- cloze -------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Cloze:
+    document: HeldOut
+    context: npt.NDArray[np.int64]
+    choices: tuple[npt.NDArray[np.int64], ...]  # the true one first
+    bytes: tuple[int, ...]
+
+
+def build_cloze(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[Cloze]:
+    """Cloze items of the suite: a function of its documents and the policy alone."""
+    found = []
+    for domain in suite.domains:
+        pieces = [piece for document in suite.of(domain) if (piece := _piece(document, tokenizer, policy))]
+        for index, (document, context, true) in enumerate(pieces[: policy.cloze_items_per_domain]):
+            others: list[str] = []
+            for step in range(1, len(pieces)):
+                other, _, text = pieces[(index + step) % len(pieces)]
+                if other.cluster != document.cluster and text != true and text not in others:
+                    others.append(text)
+                if len(others) == DISTRACTORS:
+                    choices = [true, *others]
+                    ids = tuple(tokenizer.encode_text(choice)[0][:-1].astype(np.int64) for choice in choices)
+                    found.append(Cloze(document, context, ids, tuple(len(choice.encode()) for choice in choices)))
+                    break
+    return found
+
+
+def _piece(document: HeldOut, tokenizer: Tokenizer, policy: EvalPolicy) -> tuple[HeldOut, npt.NDArray[np.int64], str] | None:
+    long = policy.cloze_continuation_bytes
+    if document.messages is not None:
+        last = max((i for i, message in enumerate(document.messages) if message["role"] == "assistant"), default=0)
+        if last == 0 or len(document.messages[last]["content"]) < long:
+            return None
+        return document, tokenizer.prompt(document.messages[:last]).astype(np.int64), document.messages[last]["content"][:long]
+    text = document.content["text"]
+    room = len(text) - long - policy.cloze_context_bytes // 2
+    if room <= 0:
+        return None
+    at = policy.cloze_context_bytes // 2 + int(order("cloze", document.key)[:12], 16) % room
+    blank = re.compile(r"\s").search(text, at, at + 32)  # begin at the end of a word, with the blank, as tokens do
+    at = blank.start() if blank and blank.start() + long <= len(text) else at
+    context = tokenizer.encode_text(text[max(0, at - policy.cloze_context_bytes) : at])[0][:-1]
+    return (document, context.astype(np.int64), text[at : at + long]) if len(context) else None
+
+
+def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance) -> list[Item]:
+    """value 1 when the true continuation has strictly the fewest nats a byte, else 0."""
+    sequences = []
+    for item in items:
+        for choice in item.choices:
+            context = item.context[-max(1, model.config.context - len(choice)) :]
+            tokens = np.concatenate((context, choice))[: model.config.context]
+            sequences.append((tokens, np.arange(len(tokens)) >= len(context)))
+    nats = sequence_nats(model, sequences, advance).reshape(-1, DISTRACTORS + 1)
+    rows = []
+    for item, four in zip(items, nats, strict=True):
+        cost = four / np.array(item.bytes)
+        right = bool(np.isfinite(cost).all() and cost[0] < cost[1:].min())
+        rows.append(Item("cloze", item.document.key, item.document.domain, item.document.cluster, float(right), 1.0))
+    return rows
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[Sample]:
+    """Greedy answers to held-out questions, those whose true answer holds code first."""
+    asked: list[tuple[HeldOut, list[dict[str, Any]], list[int], bool]] = []
+    for document in suite.documents:
+        messages = document.messages or []
+        at = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+        prompt = tokenizer.prompt(messages[:at]).tolist() if at else []
+        if prompt and len(prompt) + 16 <= model.config.context:
+            asked.append((document, messages[:at], prompt, code_in(messages[at]["content"]) is not None))
+    asked = sorted(asked, key=lambda entry: not entry[3])[: policy.chat_samples]
+    if not asked:
+        return []
+    room = min(policy.chat_tokens, model.config.context - max(len(entry[2]) for entry in asked))
+    answers = model.generate([entry[2] for entry in asked], room, {tokenizer.end_token, tokenizer.stop_token})
+    samples = []
+    for (document, messages, _, has_code), answer in zip(asked, answers, strict=True):
+        text = tokenizer.decode(answer.tokens)
+        parses = parses_as_code(text) if has_code else None
+        samples.append(Sample(document.key, document.domain, document.cluster, messages[-1]["content"], text, answer.ended, parses))
+    return samples
+
+
+def chat_items(samples: Sequence[Sample]) -> list[Item]:
+    return [Item("chat", s.item, s.domain, s.cluster, float(s.parses), 1.0) for s in samples if s.parses is not None]
+
+
+def code_in(text: str) -> str | None:
+    """The code of an answer: its fenced blocks (an unclosed one too), or None."""
+    blocks = re.findall(r"```[a-zA-Z]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
+    return "\n".join(blocks) if blocks else None
+
+
+def parses_as_code(text: str) -> bool:
+    """Does the answer hold fenced code that Python parses? It is parsed, never run."""
+    code = code_in(text)
+    if code is None or not code.strip():
+        return False
+    try:
+        ast.parse(code[:20_000])
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True

@@ -1,0 +1,55 @@
+"""The UTF-8 bytes behind each token id, read from tokenizer.json itself.
+
+Bits per byte needs to know how many bytes each token stands for, and the byte baselines need the bytes; a byte-level BPE's vocabulary
+says both exactly, even where a token holds half a character.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from factory.errors import InputError
+
+Array = npt.NDArray[Any]
+
+
+def _byte_of_letter() -> dict[str, int]:
+    # GPT-2's printable alphabet of bytes (openai/gpt-2, src/encoder.py, bytes_to_unicode).
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+
+
+class TokenBytes:
+    """``lengths`` [V]: bytes of each token, 0 for special ones."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.lengths = np.array([len(piece) for piece in pieces], np.int64)
+        self._flat = np.frombuffer(b"".join(pieces), np.uint8)
+        self._starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
+
+    @classmethod
+    def load(cls, tokenizer_folder: Path) -> TokenBytes:
+        """Raises: InputError when tokenizer.json is not a byte-level BPE."""
+        path = tokenizer_folder / "tokenizer.json"
+        letters = _byte_of_letter()
+        try:
+            data = json.loads(path.read_bytes())
+            special = {token["id"] for token in data["added_tokens"]}
+            ids = {int(number): token for token, number in data["model"]["vocab"].items()} | dict.fromkeys(special, "")
+            pieces = [bytes(letters[letter] for letter in ids[number]) if number not in special else b"" for number in range(len(ids))]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path} is not a byte-level BPE: {error!r}") from error
+        return cls(pieces)
+
+    def expand(self, ids: Array) -> tuple[Array, Array]:
+        """The bytes [N] of a run of ids, and for each byte the index [N] of its token in the run."""
+        lengths = self.lengths[ids]
+        token_of_byte = np.repeat(np.arange(len(ids)), lengths)
+        within = np.arange(len(token_of_byte)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return self._flat[self._starts[ids][token_of_byte] + within], token_of_byte

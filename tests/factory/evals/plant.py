@@ -1,0 +1,153 @@
+"""A small real plant for tests: stdlib text, a real tokenizer, token shards, held-out rows, and tiny Qwen3 exports, some of them trained."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import inspect
+import json
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from factory.evals.export_folder import folder_sha256
+from factory.ingest.tokenizer import Tokenizer, train
+from factory.ledger import Ledger, candidates, checkpoints, data_plans, documents, held_out, segments, shards, tokenizers
+from factory.workspace import Workspace
+from trainer.token_shard import TokenizedDocument, TokenShard, write_token_shard
+
+VOCAB, CONTEXT = 512, 64
+SHARD = "ab" * 32
+
+
+@dataclass
+class Document:
+    key: str
+    domain: str
+    source: str
+    content: dict[str, Any]
+    held: bool
+
+
+def corpus() -> list[Document]:
+    """Chunks of two stdlib modules as code, their docstrings as docs, questions on their functions as chat; every fifth is held out."""
+    found: list[Document] = []
+
+    def add(domain: str, source: str, content: dict[str, Any]) -> None:
+        row = len(found)
+        found.append(Document(f"{SHARD[:16]}:{row}", domain, source, content, row % 5 == 0))
+
+    for module in (argparse, textwrap, ast, inspect):
+        text = inspect.getsource(module)[:36000]
+        for start in range(0, len(text), 600):
+            add("code", f"{module.__name__}:{start // 600}", {"text": text[start : start + 600]})
+        for name, member in inspect.getmembers(module):
+            if not (inspect.isfunction(member) or inspect.isclass(member)) or not member.__doc__ or getattr(member, "__module__", "") != module.__name__:
+                continue
+            add("docs", f"{module.__name__}.{name}", {"text": f"{name}\n\n{inspect.cleandoc(member.__doc__)[:500]}"})
+            answer = f"{inspect.cleandoc(member.__doc__)[:120]}\n```python\nimport {module.__name__}\n{module.__name__}.{name}\n```"
+            messages = [{"role": "user", "content": f"What is {module.__name__}.{name}?"}, {"role": "assistant", "content": answer}]
+            add("chat", f"{module.__name__}.{name}", {"messages": messages})
+    return found
+
+
+@dataclass
+class Plant:
+    workspace: Workspace
+    ledger: Ledger
+    tokenizer: Tokenizer
+    shard: TokenShard
+    documents: list[Document]
+
+    def add_candidate(self, export: Path) -> int:
+        """Record an export folder as a candidate of a finished anneal segment; returns its id."""
+        with self.ledger.begin() as tx:
+            number = len(self.ledger.rows(candidates.select())) + 1
+            values = {
+                "id": number, "kind": "anneal", "generation": 1, "recipe": "demo", "recipe_json": {}, "recipe_sha256": "0", "data_plan": "plan",
+                "code_commit": "0", "first_step": 0, "last_step": 1, "state": "done", "attempts": 1, "folder": "", "created_at": 0.0,
+            }  # fmt: skip
+            tx.execute(segments.insert().values({c.name: values[c.name] for c in segments.c if c.name in values}))
+            tx.execute(checkpoints.insert().values(id=f"c{number}", segment=number, step=1, path="", created_at=0.0))
+            tx.execute(
+                candidates.insert().values(
+                    id=number, segment=number, checkpoint=f"c{number}", export_path=str(export), export_sha256=folder_sha256(export), created_at=time.time()
+                )
+            )
+        return number
+
+
+def build_plant(workspace: Workspace, ledger: Ledger) -> Plant:
+    """Fill a fresh workspace and ledger."""
+    every = corpus()
+    texts = [d.content.get("text") or "\n".join(m["content"] for m in d.content["messages"]) for d in every]
+    tokenizer = train(iter(texts), VOCAB, workspace.tokenizer)
+    encoded = {d.key: tokenizer.encode_text(d.content["text"]) if "text" in d.content else tokenizer.encode_messages(d.content["messages"]) for d in every}
+    shard = write_token_shard(
+        workspace.shards,
+        (TokenizedDocument(d.key, d.key, d.domain, d.source, "psf", *encoded[d.key]) for d in every if not d.held),
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_sha256=tokenizer.sha256,
+    )
+    with ledger.begin() as tx:
+        tx.execute(shards.insert().values(sha256=SHARD, name="stdlib", path="", bytes=1, state="ingested", ingested_at=0.0))
+        tx.execute(tokenizers.insert().values(sha256=tokenizer.sha256, path=str(workspace.tokenizer), vocab_size=tokenizer.vocab_size, created_at=0.0))
+        tx.execute(
+            documents.insert(),
+            [
+                {
+                    "key": d.key, "id": d.key, "shard": SHARD, "row": i, "domain": d.domain, "fate": "held_out" if d.held else "train",
+                    "content_sha256": hashlib.sha256(json.dumps(d.content).encode()).hexdigest(), "releasable": True, "tokens": 1, "supervised_tokens": 1,
+                }
+                for i, d in enumerate(every)
+            ],
+        )  # fmt: skip
+        tx.execute(held_out.insert(), [{"key": d.key, "domain": d.domain, "source": d.source, "content": d.content} for d in every if d.held])
+        plan = {"token_shards": [{"id": shard.id, "path": str(shard.path), "generation": 1}], "weights": {}, "replay": 0.0, "max_epochs": 4, "seed": 0}
+        tx.execute(data_plans.insert().values(id="plan", plan=plan, created_at=0.0))
+    return Plant(workspace, ledger, tokenizer, shard, every)
+
+
+def tiny_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        **{
+            "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+            "intermediate_size": 96, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True, "initializer_range": 0.1, **changes,
+        }
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():  # norms off one, so that a model that ignores them is found out
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.mul_(1 + 0.3 * torch.randn_like(weight))
+    return model
+
+
+def trained(model: Qwen3ForCausalLM, shard: TokenShard, steps: int, seed: int = 0) -> Qwen3ForCausalLM:
+    """A short real training on the shard's tokens: enough to beat an untrained model clearly."""
+    tokens = torch.tensor(shard.tokens.astype("int64"))
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        starts = torch.randint(len(tokens) - CONTEXT, (16,), generator=generator)
+        batch = torch.stack([tokens[start : start + CONTEXT] for start in starts.tolist()])
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def save_export(model: Qwen3ForCausalLM, folder: Path, tokenizer: Tokenizer | None = None) -> Path:
+    model.generation_config = GenerationConfig(eos_token_id=[0, 2], pad_token_id=0)
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.copy_to(folder)
+    return folder
