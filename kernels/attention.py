@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.op import Cost, Inputs, Shape, normal, op
+from kernels.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
 
 
 def document_mask(document_BT: Tensor) -> Tensor:
@@ -41,4 +41,43 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return q, k, v, starts.cumsum(1).to(device)
 
 
-OP = op("attention", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1, 2))
+BLOCK = 128  # queries a block: later keys are left out of its products, which halves the work of a long row
+
+
+def plain(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+    """As ``reference``: the queries that share a key head become rows of one matrix product, and softmax is written out.
+
+    Blocks of queries see only the keys up to their own end. Meant for torch.compile, which makes scale, mask and softmax one pass.
+    """
+    B, T, H, K = q_BTHK.shape
+    G = k_BTGK.shape[2]
+    R = H // G
+    dtype = v_BTGK.dtype
+    k_bKT = k_BTGK.permute(0, 2, 3, 1).reshape(B * G, K, T)  # b: batch and key head
+    v_bTK = v_BTGK.transpose(1, 2).reshape(B * G, T, K)
+    mask_BTT = document_mask(document_BT)
+    blocks = []
+    for first in range(0, T, BLOCK):
+        last = min(first + BLOCK, T)
+        rows = last - first
+        q_bCK = q_BTHK[:, first:last].reshape(B, rows, G, R, K).permute(0, 2, 3, 1, 4).reshape(B * G, R * rows, K)
+        scores = torch.bmm(q_bCK, k_bKT[..., :last]).view(B, G, R, rows, last)
+        scores = scores.to(torch.promote_types(dtype, torch.float32)) * K**-0.5
+        hidden = ~mask_BTT[:, None, None, first:last, :last]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(dtype).view(B * G, R * rows, last)
+        o = torch.bmm(weights, v_bTK[:, :last]).view(B, G, R, rows, K)
+        blocks.append(o.permute(0, 3, 1, 2, 4).reshape(B, rows, H, K))
+    return torch.cat(blocks, dim=1)
+
+
+FOLDED = Implementation(
+    "folded", torch.compile(plain, dynamic=False), "query group folded into rows, plain softmax in causal blocks, compiled"
+)
+OP = op(
+    "attention",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1, 2),
+    implementations=(compiled(reference), FOLDED),
+)

@@ -1,17 +1,23 @@
 """The output head and its loss in one op: logits = x weightᵀ, loss = Σ weights · (nll + z_loss · logsumexp²).
 
+Eager keeps the logits [N, V] in fp32, and reads and writes them some ten times. ``chunked`` makes the gradients in the forward pass,
+a thousand tokens at a time, so that logits are never whole in memory, and never computed for tokens that carry no loss.
 The z-loss term keeps the logits' normaliser near one (PaLM, Chowdhery et al. 2022, arXiv:2204.02311 §5).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from kernels.op import Cost, Inputs, Shape, normal, op
+from kernels.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
 
 Z_LOSS = 1e-4
+ROWS = 1024  # tokens a chunk: fewer re-read the weight and its gradient more often than they save in cache
 
 
 def reference(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
@@ -44,4 +50,103 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, targets, (mask / mask.sum().clamp(min=1)).to(device), Z_LOSS
 
 
-OP = op("linear_cross_entropy", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1))
+def rows_eager(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Per token weights · (nll + z_loss · logsumexp²), nll, and (if asked) that term's gradient by its logits, in their dtype."""
+    logits = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    lse = torch.logsumexp(logits, dim=-1)
+    nll = lse - logits.gather(1, targets_C.unsqueeze(1)).squeeze(1)
+    term = weights_C * (nll + z_loss * lse.square())
+    if not gradients:
+        return term, nll, logits_CV.new_empty(0)
+    softmax = torch.exp(logits - lse.unsqueeze(1))
+    dlogits = softmax * (weights_C * (1 + 2 * z_loss * lse)).unsqueeze(1)
+    vocabulary = torch.arange(logits.shape[1], device=logits.device)
+    dlogits = dlogits - torch.where(vocabulary == targets_C.unsqueeze(1), weights_C.unsqueeze(1), 0.0)
+    return term, nll, dlogits.to(logits_CV.dtype)
+
+
+rows_compiled = torch.compile(rows_eager)
+
+
+@torch.library.custom_op("factory::linear_cross_entropy_chunked", mutates_args=())
+def chunked_op(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool, fuse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two are empty unless asked for."""
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    loss = torch.zeros((), dtype=wide, device=x_ND.device)
+    nll_N = torch.zeros(x_ND.shape[0], dtype=wide, device=x_ND.device)
+    dx_ND = torch.zeros_like(x_ND) if gradients else x_ND.new_empty(0)
+    # The weight's gradient is a sum over chunks: kept in fp32, or each addition would round it.
+    dweight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=x_ND.device) if gradients else x_ND.new_empty(0)
+    kept = weights_N.nonzero().squeeze(1)
+    for index in kept.split(ROWS):
+        x, targets, weights = x_ND[index], targets_N[index].long(), weights_N[index].to(wide)
+        logits = x @ weight_VD.t()
+        if fuse:
+            for tensor in (logits, targets, weights):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        term, nll, dlogits = (rows_compiled if fuse else rows_eager)(logits, targets, weights, z_loss, gradients)
+        loss += term.sum()
+        nll_N[index] = nll
+        if gradients:
+            dx_ND[index] = dlogits @ weight_VD
+            dweight_VD += dlogits.t() @ x
+    return loss, nll_N, dx_ND, dweight_VD.to(weight_VD.dtype)
+
+
+@chunked_op.register_fake
+def _(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dx, dweight = (torch.empty_like(x), torch.empty_like(weight)) if gradients else (x.new_empty(0), weight.new_empty(0))
+    return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide), dx, dweight
+
+
+def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[2], output[3])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    dx_ND, dweight_VD = ctx.saved_tensors
+    return dx_ND * upstream[0].to(dx_ND.dtype), dweight_VD * upstream[0].to(dweight_VD.dtype), None, None, None, None, None
+
+
+chunked_op.register_autograd(scale_gradients, setup_context=keep_gradients)
+
+
+@register_flop_formula(torch.ops.factory.linear_cross_entropy_chunked)
+def chunked_flops(x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, fuse: bool, **_: Any) -> int:
+    """Three products, as if every token carried loss (the shapes do not say how many do)."""
+    return 2 * x[0] * x[1] * weight[0] * (3 if gradients else 1)
+
+
+def _chunked(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, fuse: bool) -> tuple[Tensor, Tensor]:
+    device = x_ND.device.type
+    if torch.is_autocast_enabled(device):  # an op of our own has no autocast rule: round the operands as linear would
+        x_ND, weight_VD = x_ND.to(torch.get_autocast_dtype(device)), weight_VD.to(torch.get_autocast_dtype(device))
+    gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    loss, nll_N, _, _ = chunked_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, fuse)
+    return loss, nll_N.detach()
+
+
+def chunked(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """As ``reference``, a chunk of tokens at a time, gradients made in the forward pass."""
+    return _chunked(x_ND, weight_VD, targets_N, weights_N, z_loss, fuse=False)
+
+
+def chunked_compiled(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """As ``chunked``, with all that happens to a chunk's logits compiled into one region."""
+    return _chunked(x_ND, weight_VD, targets_N, weights_N, z_loss, fuse=True)
+
+
+CHUNKED = Implementation("chunked", chunked, "chunks of tokens, gradients made forward, tokens without loss left out")
+CHUNKED_COMPILED = Implementation("chunked_compiled", chunked_compiled, "chunked, with the pointwise work compiled into one region")
+OP = op(
+    "linear_cross_entropy",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1),
+    implementations=(compiled(reference), CHUNKED, CHUNKED_COMPILED),
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,13 +55,19 @@ class Cost:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op. ``devices`` names the device classes it runs on, ``needs_triton`` whether triton must be importable."""
+    """One way to compute an op, and the device classes it runs on (``needs_triton``: CUDA, or anywhere in triton's interpreter)."""
 
     name: str
     function: Callable[..., Any]
     about: str
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs_triton: bool = False
+
+    def runs_on(self, device_class: str) -> bool:
+        if self.needs_triton and importlib.util.find_spec("triton") is None:
+            return False
+        interpreted = self.needs_triton and os.environ.get("TRITON_INTERPRET") == "1"
+        return interpreted or device_class in self.devices
 
 
 Inputs = tuple[Any, ...]
@@ -109,6 +117,12 @@ def strided(x: Tensor) -> Tensor:
 def normal(generator: torch.Generator, size: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """Normal values drawn on the CPU, so that every device gets the same ones."""
     return (torch.randn(size, generator=generator) * scale).to(device=device, dtype=dtype)
+
+
+def compiled(reference: Callable[..., Any]) -> Implementation:
+    """The reference as one region of torch.compile; one inside a compiled block becomes part of it."""
+    # dynamic=False: fixed sizes give the fastest code, and a training run has few of them.
+    return Implementation("compiled", torch.compile(reference, dynamic=False), "the reference through torch.compile")
 
 
 def op(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.op import Cost, Inputs, Shape, normal, op
+from kernels.op import Cost, Inputs, Shape, compiled, normal, op
 from kernels.rms_norm import EPS
 from kernels.rms_norm import reference as rms_norm
 
@@ -39,4 +39,4 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, angle.cos().to(device, dtype).contiguous(), angle.sin().to(device, dtype).contiguous(), EPS
 
 
-OP = op("qk_norm_rope", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1))
+OP = op("qk_norm_rope", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1), implementations=(compiled(reference),))

@@ -66,8 +66,8 @@ def load_choice(path: Path | str, device: str = "cpu") -> Choice:
 def check(name: str, implementation: str, device_class: str) -> Implementation:
     """Raises: KernelError unless the op has the implementation and it runs on that device class."""
     found = get(name).implementation(implementation)
-    if device_class not in found.devices:
-        runs = sorted(i.name for i in OPS[name].implementations.values() if device_class in i.devices)
+    if not found.runs_on(device_class):
+        runs = sorted(i.name for i in OPS[name].implementations.values() if i.runs_on(device_class))
         raise KernelError(f"{name}: {implementation} does not run on {device_class}; those that do: {', '.join(runs)}")
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.op import Cost, Inputs, Shape, normal, op
+from kernels.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
 
 EPS = 1e-6
 
@@ -28,4 +28,11 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, EPS
 
 
-OP = op("rms_norm", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1))
+def fused(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    from kernels.rms_norm_triton import rms_norm  # triton is imported only where it is used
+
+    return rms_norm(x_XD, weight_D, eps)
+
+
+TRITON = Implementation("triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True)
+OP = op("rms_norm", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1), implementations=(compiled(reference), TRITON))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.op import Cost, Inputs, Shape, normal, op
+from kernels.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
 
 
 def reference(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
@@ -24,4 +24,11 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return normal(generator, size, device, dtype), normal(generator, size, device, dtype)
 
 
-OP = op("swiglu", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1))
+def fused(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
+    from kernels.swiglu_triton import swiglu  # triton is imported only where it is used
+
+    return swiglu(gate_XF, up_XF)
+
+
+TRITON = Implementation("triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True)
+OP = op("swiglu", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1), implementations=(compiled(reference), TRITON))

@@ -1,0 +1,57 @@
+"""silu(gate) · up in Triton. The backward pass recomputes the sigmoid instead of reading a stored one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def forward_kernel(gate, up, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    g = tl.load(gate + index, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + index, mask=inside, other=0.0)
+    silu = (g * tl.sigmoid(g)).to(u.dtype)  # rounded where eager rounds it
+    tl.store(out + index, silu.to(tl.float32) * u.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def backward_kernel(dout, gate, up, dgate, dup, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    upstream = tl.load(dout + index, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + index, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + index, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(g)
+    tl.store(dgate + index, upstream * u * sigmoid * (1.0 + g * (1.0 - sigmoid)), mask=inside)
+    tl.store(dup + index, upstream * g * sigmoid, mask=inside)
+
+
+class SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_XF: Tensor, up_XF: Tensor) -> Tensor:
+        gate, up = gate_XF.contiguous(), up_XF.contiguous()
+        out = torch.empty_like(gate)
+        forward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK)
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        upstream = gradients[0].contiguous()
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](upstream, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK)
+        return dgate, dup
+
+
+def swiglu(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
+    """As ``kernels.swiglu.reference``; fp32 and bf16."""
+    return SwiGLU.apply(gate_XF, up_XF)
