@@ -18,14 +18,15 @@ from factory.errors import WorkspaceError
 
 SCHEMA_VERSION = "1"
 metadata = sa.MetaData()
-T, I, F, J, C = sa.Text, sa.BigInteger, sa.Float, sa.JSON, sa.Column
+T, N, F, J, C = sa.Text, sa.BigInteger, sa.Float, sa.JSON, sa.Column
 # SQLite gives only INTEGER PRIMARY KEY its row counter.
 SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 meta = sa.Table("meta", metadata, C("key", T, primary_key=True), C("value", T))
 
 events = sa.Table(
-    "events", metadata,
+    "events",
+    metadata,
     C("id", SERIAL, primary_key=True),
     C("at", F, nullable=False),  # seconds since 1970
     C("kind", T, nullable=False),  # 'ingested', 'segment_done', 'promoted', …
@@ -35,26 +36,28 @@ events = sa.Table(
 
 # -- data --------------------------------------------------------------------------------------------------------------
 shards = sa.Table(
-    "shards", metadata,
+    "shards",
+    metadata,
     C("sha256", T, primary_key=True),
     C("name", T, nullable=False),  # file name it arrived under
     C("path", T, nullable=False),  # where the file lies now
-    C("bytes", I, nullable=False),
+    C("bytes", N, nullable=False),
     C("state", T, nullable=False),  # 'ingested' | 'quarantined'
     C("reason", T),  # why quarantined, for a person
-    C("rows", I, nullable=False, default=0),  # rows read, good and bad
+    C("rows", N, nullable=False, default=0),  # rows read, good and bad
     C("counts", J),  # {"train": n, "held_out": n, "dropped": {rule: n}, "pii": n, "trimmed": n}
     C("domains", J),  # {domain: {"documents": n, "tokens": n, "supervised_tokens": n}} of the train part
-    C("tokens", I, nullable=False, default=0),
+    C("tokens", N, nullable=False, default=0),
     C("ingested_at", F, nullable=False),
 )
 
 documents = sa.Table(
-    "documents", metadata,
+    "documents",
+    metadata,
     C("key", T, primary_key=True),  # '<first 16 hex of the shard's sha256>:<row number>'
     C("id", T, nullable=False, index=True),  # the id the user gave, else the key
     C("shard", T, sa.ForeignKey("shards.sha256"), nullable=False, index=True),
-    C("row", I, nullable=False),
+    C("row", N, nullable=False),
     C("domain", T, nullable=False),
     C("source", T),
     C("license", T),
@@ -64,28 +67,31 @@ documents = sa.Table(
     C("matched", T),  # key of the document it duplicates or contaminates
     C("detail", T),  # one line for a person
     C("releasable", sa.Boolean, nullable=False, default=True),  # the licence's second answer
-    C("tokens", I, nullable=False, default=0),
-    C("supervised_tokens", I, nullable=False, default=0),
+    C("tokens", N, nullable=False, default=0),
+    C("supervised_tokens", N, nullable=False, default=0),
     C("token_shard", T),
 )
 
 near_dup_bands = sa.Table(
-    "near_dup_bands", metadata,
+    "near_dup_bands",
+    metadata,
     C("band", sa.Integer, nullable=False),
-    C("hash", I, nullable=False),
+    C("hash", N, nullable=False),
     C("document", T, nullable=False),
     sa.Index("near_dup_by_hash", "hash", "band"),
 )
 
 ngrams = sa.Table(  # sampled n-gram hashes of train and held-out documents, for decontamination in both directions
-    "ngrams", metadata,
-    C("hash", I, nullable=False, index=True),
+    "ngrams",
+    metadata,
+    C("hash", N, nullable=False, index=True),
     C("document", T, nullable=False),
     C("held_out", sa.Boolean, nullable=False),
 )
 
 held_out = sa.Table(
-    "held_out", metadata,
+    "held_out",
+    metadata,
     C("key", T, sa.ForeignKey("documents.key"), primary_key=True),
     C("domain", T, nullable=False),
     C("source", T, nullable=False),  # cluster for the bootstrap
@@ -93,42 +99,48 @@ held_out = sa.Table(
 )
 
 tokenizers = sa.Table(
-    "tokenizers", metadata,
+    "tokenizers",
+    metadata,
     C("sha256", T, primary_key=True),  # of tokenizer.json
     C("path", T, nullable=False),
-    C("vocab_size", I, nullable=False),
+    C("vocab_size", N, nullable=False),
     C("created_at", F, nullable=False),
 )
 
 token_shards = sa.Table(
-    "token_shards", metadata,
+    "token_shards",
+    metadata,
     C("id", T, primary_key=True),  # content address
     C("shard", T, sa.ForeignKey("shards.sha256"), nullable=False),
     C("path", T, nullable=False),
     C("tokenizer", T, nullable=False),
-    C("documents", I, nullable=False),
-    C("tokens", I, nullable=False),
+    C("documents", N, nullable=False),
+    C("tokens", N, nullable=False),
     C("domains", J, nullable=False),  # as in shards.domains
     C("created_at", F, nullable=False),
 )
 
 # -- model loop --------------------------------------------------------------------------------------------------------
-data_plans = sa.Table("data_plans", metadata, C("id", T, primary_key=True), C("plan", J, nullable=False), C("created_at", F))
+data_plans = sa.Table(
+    "data_plans", metadata, C("id", T, primary_key=True), C("plan", J, nullable=False), C("created_at", F)
+)
 
 segments = sa.Table(
-    "segments", metadata,
+    "segments",
+    metadata,
     C("id", SERIAL, primary_key=True),
     C("kind", T, nullable=False),  # 'trunk' | 'anneal'
-    C("parent", I),  # segment whose last checkpoint it starts from
-    C("generation", I, nullable=False),  # number of distinct sets of shards the trunk has seen, from 1
+    C("parent", N),  # segment whose last checkpoint it starts from
+    C("generation", N, nullable=False),  # number of distinct sets of shards the trunk has seen, from 1
     C("recipe", T, nullable=False),
+    C("recipe_json", J, nullable=False),  # the whole recipe, as trained
     C("recipe_sha256", T, nullable=False),
     C("data_plan", T, sa.ForeignKey("data_plans.id"), nullable=False),
     C("code_commit", T, nullable=False),
-    C("first_step", I, nullable=False),
-    C("last_step", I, nullable=False),  # the step after which it ends
+    C("first_step", N, nullable=False),
+    C("last_step", N, nullable=False),  # the step after which it ends
     C("state", T, nullable=False),  # 'planned' | 'done' | 'failed'
-    C("attempts", I, nullable=False, default=0),
+    C("attempts", N, nullable=False, default=0),  # tries that failed; being stopped or killed is no failure
     C("folder", T, nullable=False),
     C("result", J),  # what result.json said, once done
     C("created_at", F, nullable=False),
@@ -136,18 +148,20 @@ segments = sa.Table(
 )
 
 checkpoints = sa.Table(
-    "checkpoints", metadata,
+    "checkpoints",
+    metadata,
     C("id", T, primary_key=True),  # SHA-256 of its manifest
-    C("segment", I, sa.ForeignKey("segments.id"), nullable=False),
-    C("step", I, nullable=False),
+    C("segment", N, sa.ForeignKey("segments.id"), nullable=False),
+    C("step", N, nullable=False),
     C("path", T, nullable=False),
     C("created_at", F, nullable=False),
 )
 
 candidates = sa.Table(
-    "candidates", metadata,
+    "candidates",
+    metadata,
     C("id", SERIAL, primary_key=True),
-    C("segment", I, sa.ForeignKey("segments.id"), nullable=False, unique=True),
+    C("segment", N, sa.ForeignKey("segments.id"), nullable=False, unique=True),
     C("checkpoint", T, nullable=False),
     C("export_path", T, nullable=False),
     C("export_sha256", T, nullable=False),
@@ -155,18 +169,22 @@ candidates = sa.Table(
 )
 
 evaluations = sa.Table(
-    "evaluations", metadata,
+    "evaluations",
+    metadata,
     C("id", SERIAL, primary_key=True),
-    C("candidate", I, sa.ForeignKey("candidates.id"), nullable=False),
+    C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False),
     C("suite_sha256", T, nullable=False),  # identity of the held-out items and task versions
-    C("summary", J, nullable=False),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
+    C(
+        "summary", J, nullable=False
+    ),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
     C("created_at", F, nullable=False),
     sa.UniqueConstraint("candidate", "suite_sha256"),
 )
 
 eval_items = sa.Table(
-    "eval_items", metadata,
-    C("evaluation", I, sa.ForeignKey("evaluations.id"), nullable=False, index=True),
+    "eval_items",
+    metadata,
+    C("evaluation", N, sa.ForeignKey("evaluations.id"), nullable=False, index=True),
     C("task", T, nullable=False),  # 'bpb' | 'cloze' | 'chat'
     C("item", T, nullable=False),
     C("domain", T, nullable=False),
@@ -176,7 +194,8 @@ eval_items = sa.Table(
 )
 
 verdicts = sa.Table(
-    "verdicts", metadata,
+    "verdicts",
+    metadata,
     C("id", SERIAL, primary_key=True),
     C("gate", T, nullable=False),  # 'release' | 'patch'
     C("subject", T, nullable=False),  # 'candidate:2' | 'proposal:1'
@@ -190,10 +209,11 @@ verdicts = sa.Table(
 )
 
 releases = sa.Table(
-    "releases", metadata,
-    C("number", I, primary_key=True),
-    C("candidate", I, sa.ForeignKey("candidates.id"), nullable=False, unique=True),
-    C("verdict", I, sa.ForeignKey("verdicts.id"), nullable=False),
+    "releases",
+    metadata,
+    C("number", N, primary_key=True),
+    C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False, unique=True),
+    C("verdict", N, sa.ForeignKey("verdicts.id"), nullable=False),
     C("state", T, nullable=False),  # 'decided' → 'registered' → 'aliased' → 'published'
     C("mlflow_version", T),
     C("report", T),
@@ -202,17 +222,19 @@ releases = sa.Table(
 )
 
 anomalies = sa.Table(
-    "anomalies", metadata,
+    "anomalies",
+    metadata,
     C("id", SERIAL, primary_key=True),
-    C("segment", I, sa.ForeignKey("segments.id"), nullable=False),
-    C("step", I, nullable=False),
+    C("segment", N, sa.ForeignKey("segments.id"), nullable=False),
+    C("step", N, nullable=False),
     C("kind", T, nullable=False),
     C("detail", J),
 )
 
 # -- code loop ---------------------------------------------------------------------------------------------------------
 profiles = sa.Table(
-    "profiles", metadata,
+    "profiles",
+    metadata,
     C("id", SERIAL, primary_key=True),
     C("code_commit", T, nullable=False),
     C("path", T, nullable=False),  # profile.json
@@ -221,8 +243,9 @@ profiles = sa.Table(
 )
 
 proposals = sa.Table(
-    "proposals", metadata,
-    C("number", I, primary_key=True),
+    "proposals",
+    metadata,
+    C("number", N, primary_key=True),
     C("agent", T, nullable=False),
     C("target", T, nullable=False),
     C("title", T, nullable=False),
@@ -233,7 +256,7 @@ proposals = sa.Table(
     C("commit", T),
     C("patch_sha256", T),
     C("state", T, nullable=False),  # 'drafted' → 'judged' → 'approved' | 'rejected'; 'failed'
-    C("verdict", I, sa.ForeignKey("verdicts.id")),
+    C("verdict", N, sa.ForeignKey("verdicts.id")),
     C("report", T),
     C("created_at", F, nullable=False),
 )

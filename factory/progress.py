@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 
@@ -16,15 +16,9 @@ class Task(Protocol):
 class Progress(Protocol):
     """Where long work reports to: a bar a task, and single lines."""
 
-    def task(self, title: str, total: float | None = None) -> _TaskContext: ...
+    def task(self, title: str, total: float | None = None) -> AbstractContextManager[Task]: ...
 
     def line(self, text: str) -> None: ...
-
-
-class _TaskContext(Protocol):
-    def __enter__(self) -> Task: ...
-
-    def __exit__(self, *exc: object) -> bool | None: ...
 
 
 class SilentTask:

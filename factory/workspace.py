@@ -17,7 +17,19 @@ import yaml
 from factory.errors import ConfigError, WorkspaceError, nearest
 
 VERSION = 1
-FOLDERS = ("inbox", "shards", "checkpoints", "exports", "segments", "worktrees", "reports", "logs", "tokenizer", "quarantine", "policies")
+FOLDERS = (
+    "inbox",
+    "shards",
+    "checkpoints",
+    "exports",
+    "segments",
+    "worktrees",
+    "reports",
+    "logs",
+    "tokenizer",
+    "quarantine",
+    "policies",
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +133,9 @@ class Workspace:
         except ConfigError:
             known = {p.stem for d in (self.root, code_root()) for p in (d / "policies" / "recipes").glob("*.yaml")}
             where = self.root / "factory.yaml"
-            raise ConfigError(f"{where}: recipe: no recipe {self.config.recipe!r}{nearest(self.config.recipe, known)}") from None
+            raise ConfigError(
+                f"{where}: recipe: no recipe {self.config.recipe!r}{nearest(self.config.recipe, known)}"
+            ) from None
 
     # -- making and finding -----------------------------------------------------------------------------------------
     @classmethod

@@ -1,13 +1,31 @@
-"""Real parts for every test: a real workspace with a real SQLite ledger in a temporary folder."""
+"""Real parts for every test: a real workspace with a real SQLite ledger, and a real git repository that holds this checkout's code."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from factory.ledger import Ledger
-from factory.workspace import Workspace
+from factory.workspace import Config, Workspace
+
+ROOT = Path(__file__).resolve().parent.parent
+GIT = [
+    "git",
+    "-c",
+    "user.name=t",
+    "-c",
+    "user.email=t@example.invalid",
+    "-c",
+    "core.hooksPath=/dev/null",
+    "-c",
+    "commit.gpgsign=false",
+]
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture
@@ -18,3 +36,23 @@ def workspace(tmp_path: Path) -> Workspace:
 @pytest.fixture
 def ledger(workspace: Workspace) -> Ledger:
     return Ledger.create(workspace.ledger_url)
+
+
+@pytest.fixture(scope="session")
+def code_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working tree's patchable code, committed to a repository of its own: tests see uncommitted changes, and touch no real branch."""
+    repository = tmp_path_factory.mktemp("code") / "repository"
+    for folder in ("kernels", "trainer", "agents", "policies"):
+        shutil.copytree(ROOT / folder, repository / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([*GIT, "init", "--quiet", "--initial-branch=main", str(repository)], check=True)
+    subprocess.run([*GIT, "-C", str(repository), "add", "--all"], check=True)
+    subprocess.run([*GIT, "-C", str(repository), "commit", "--quiet", "--message=the code as it stands"], check=True)
+    return repository
+
+
+@pytest.fixture
+def plant(tmp_path: Path, code_repository: Path) -> Workspace:
+    """A workspace with a ledger, the tiny recipe, and code of its own to train with."""
+    workspace = Workspace.create(tmp_path / "plant", Config(recipe="tiny", repository=str(code_repository)))
+    Ledger.create(workspace.ledger_url)
+    return workspace

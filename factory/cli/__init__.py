@@ -1,0 +1,12 @@
+"""The ``factory`` command. Each command imports what it needs when it runs: ``--help`` and ``status`` answer at once."""
+
+# Each registers its commands, in the order that --help shows.
+# isort: off
+from factory.cli import model_loop  # noqa: F401
+from factory.cli import code_loop  # noqa: F401
+from factory.cli import look  # noqa: F401
+
+# isort: on
+from factory.cli.app import main
+
+__all__ = ["main"]

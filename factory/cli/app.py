@@ -1,0 +1,80 @@
+"""The ``factory`` command: the app, what its commands share, and what becomes of an error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from factory.errors import FactoryError
+from factory.workspace import Workspace
+
+if TYPE_CHECKING:
+    from factory.console import Terminal
+    from factory.ledger import Ledger
+
+HELP = """A factory for language models: data shards come in, gated model releases come out, and its own code is
+measured and improved.
+
+Start with 'factory demo' (everything once, on this machine), or 'factory init' and drop shards into the inbox."""
+
+app = typer.Typer(
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Where = Annotated[Path, typer.Option("--workspace", "-w", envvar="FACTORY_HOME", help="The factory's folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+DEFAULT = Path("workspace")
+
+
+def open_workspace(where: Path) -> tuple[Workspace, Ledger, Terminal]:
+    from factory.console import Terminal
+    from factory.ledger import Ledger
+
+    workspace = Workspace.open(where)
+    return workspace, Ledger.open(workspace.ledger_url), Terminal()
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+
+
+def main() -> None:
+    """The entry point: a ``FactoryError`` is one clear message, a full disk too; anything else is a bug and keeps its traceback."""
+    try:
+        app()
+    except FactoryError as error:
+        print(f"factory: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("factory: stopped; run the same command again to go on", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)
+    except Exception as error:
+        if _disk_full(error):
+            print(
+                "factory: the disk is full; nothing recorded was lost: free some space and run the same command again",
+                file=sys.stderr,
+            )
+            sys.exit(74)
+        raise
+
+
+def _disk_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if "database or disk is full" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,112 @@
+"""The code loop from the command line: ``profile``, ``propose``, ``proposals``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.errors import InputError
+from factory.workspace import Workspace
+
+proposals_app = typer.Typer(
+    help="The patches that agents proposed, and what the gate said of each.",
+    rich_markup_mode=None,
+    invoke_without_command=True,
+)
+app.add_typer(proposals_app, name="proposals")
+
+
+@app.command()
+def profile(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """Time every line of the training step, forward and backward, and show the hottest."""
+    from factory.listing import rows
+    from factory.progress import SILENT
+    from factory.proposing import profile as profile_step
+
+    workspace, ledger, terminal = open_workspace(where)
+    with workspace.lock("code-loop"):
+        number = profile_step(workspace, ledger, SILENT if as_json else terminal)
+    path = Path(rows(workspace, "SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
+    if as_json:
+        print(path.read_text())
+        return
+    from agents.line_profiler.report import table
+
+    terminal.console.print(table(json.loads(path.read_text())))
+    terminal.line(f"  all of it: {path}")
+
+
+@app.command()
+def propose(
+    where: Where = DEFAULT, agent: Annotated[str, typer.Option(help="Who proposes: 'search' needs no LLM.")] = "search"
+) -> None:
+    """The code loop, once: profile the training step, propose a patch on a git branch, let the patch gate judge it."""
+    from factory.proposing import propose as propose_patch
+
+    workspace, ledger, terminal = open_workspace(where)
+    with workspace.lock("code-loop"):
+        number = propose_patch(workspace, ledger, terminal, agent=agent)
+    if number is not None:
+        _show_proposal(workspace, number, False)
+
+
+def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
+    from factory.listing import rows
+
+    sql = "SELECT p.*, v.outcome, v.reasons, v.evidence FROM proposals p LEFT JOIN verdicts v ON v.id = p.verdict WHERE p.number = :number"
+    found = rows(workspace, sql, number=number)
+    if not found:
+        known = [str(row["number"]) for row in rows(workspace, "SELECT number FROM proposals ORDER BY number")]
+        raise InputError(
+            f"no proposal {number}; there {'are: ' + ', '.join(known) if known else 'is none yet: run factory propose'}"
+        )
+    row = found[0]
+    if as_json:
+        print_json(row)
+        return
+    gain = f" (predicted {row['predicted_gain']:.2f}× on the whole step)" if row["predicted_gain"] else ""
+    print(
+        f"proposal {row['number']} by {row['agent']} on branch {row['branch']}\n  target      {row['target']}\n"
+        f"  change      {row['title']}\n  hypothesis  {row['hypothesis']}{gain}"
+    )
+    print(f"  verdict     {(row['outcome'] or row['state']).upper()}")
+    for reason in row["reasons"] or []:
+        print(f"    {reason}")
+    print(f"  see it      git -C {workspace.repository} show {row['branch']}\n  report      {row['report']}")
+
+
+@proposals_app.callback()
+def proposals_default(context: typer.Context, where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """The patches that agents proposed, and what the gate said of each."""
+    context.obj = where
+    if context.invoked_subcommand is None:
+        proposals_list(where, as_json)
+
+
+@proposals_app.command("list")
+def proposals_list(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """All proposals, a line each."""
+    from factory.listing import rows
+
+    found = rows(
+        Workspace.open(where),
+        "SELECT p.number, p.agent, p.title, p.branch, p.state, p.predicted_gain, v.outcome "
+        "FROM proposals p LEFT JOIN verdicts v ON v.id = p.verdict ORDER BY p.number",
+    )
+    if as_json:
+        print_json(found)
+        return
+    for row in found:
+        print(f"{row['number']:>4}  {row['outcome'] or row['state']:<8} {row['branch']}  {row['title']}")
+    if not found:
+        print("no proposals yet: run 'factory propose'")
+
+
+@proposals_app.command("show")
+def proposals_show(number: int, where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """One proposal: hypothesis, prediction, evidence, verdict."""
+    _show_proposal(Workspace.open(where), number, as_json)

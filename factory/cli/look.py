@@ -1,0 +1,137 @@
+"""Commands that look: ``status``, ``provenance``, ``ui``, ``doctor``; and ``demo``, which shows it all."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.errors import InputError, WorkspaceError
+from factory.workspace import Workspace
+
+
+@app.command()
+def status(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """What is in the factory right now: data, segments, candidates, champion, proposals."""
+    from factory.status import screen, snapshot
+
+    facts = snapshot(Workspace.open(where))
+    if as_json:
+        print_json(facts)
+    else:
+        print("\n".join(screen(facts)))
+
+
+@app.command()
+def provenance(
+    document: Annotated[str | None, typer.Option(help="What became of the document with this id or key?")] = None,
+    release: Annotated[int | None, typer.Option(help="What was this release made of?")] = None,
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Follow a document to the releases trained on it, or a release back to its shards."""
+    from factory.provenance import of_document, of_release
+
+    if (document is None) == (release is None):
+        raise InputError("name one: --document ID or --release N")
+    _, ledger, _ = open_workspace(where)
+    found: Any = of_document(ledger, document) if document is not None else of_release(ledger, int(release or 0))
+    if as_json:
+        print_json(found)
+        return
+    print("\n".join(_document_lines(found) if document is not None else _release_lines(found)))
+
+
+def _document_lines(found: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for row in found:
+        lines.append(
+            f"{row['id']} ({row['domain']}, {row['license'] or 'no licence given'}) row {row['row']} of {row['shard_name']}"
+        )
+        fate = (
+            row["fate"]
+            + (f" by rule {row['rule']}" if row["rule"] else "")
+            + (f": {row['detail']}" if row["detail"] else "")
+        )
+        lines.append(f"  fate      {fate}")
+        if row.get("matched_document"):
+            lines.append(f"  matched   {row['matched_document']['id']} ({row['matched']})")
+        if row["token_shard"]:
+            lines.append(
+                f"  tokens    {row['tokens']} ({row['supervised_tokens']} with loss) in token shard {row['token_shard']}"
+            )
+        lines.append(
+            f"  segments  {', '.join(map(str, row['segments'])) or 'none'}    releases {', '.join(map(str, row['releases'])) or 'none'}"
+        )
+    return lines
+
+
+def _release_lines(found: dict[str, Any]) -> list[str]:
+    lines = [
+        f"release {found['release']['number']}: candidate {found['release']['candidate']}, {found['verdict']['outcome']}"
+    ]
+    lines += [f"    {reason}" for reason in found["verdict"]["reasons"]]
+    for row in found["segments"]:
+        lines.append(
+            f"  segment {row['id']} {row['kind']} steps {row['first_step']}–{row['last_step']}, recipe {row['recipe']}, "
+            f"code {row['code_commit'][:12]}, data plan {row['data_plan'][:12]}"
+        )
+    for row in found["shards"]:
+        lines.append(
+            f"  shard {row['name']} (generation {row['generation']}): {row['documents']:,} documents, {row['tokens']:,} tokens"
+        )
+    return lines
+
+
+@app.command()
+def ui(
+    where: Where = DEFAULT,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 5000,
+    show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
+) -> None:
+    """Open the MLflow UI on this workspace: runs, the registered model, verdict tags, reports."""
+    from factory.tracking import ui_command
+
+    command, environment = ui_command(Workspace.open(where), port)
+    if show:
+        print(" ".join(command))
+        return
+    print(f"MLflow UI on http://127.0.0.1:{port} (Ctrl-C ends it)", flush=True)
+    os.execvpe(command[0], command, os.environ | environment)
+
+
+@app.command()
+def doctor(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """What this machine offers, what is in force, what is missing and what to do about it."""
+    from factory.doctor import examine
+
+    try:
+        workspace: Workspace | None = Workspace.open(where)
+    except WorkspaceError as error:
+        workspace = None
+        if not as_json:
+            print(f"  (no workspace: {error})")
+    found = examine(workspace)
+    if as_json:
+        print_json(found)
+    else:
+        for row in found:
+            print(f"  {'–' if row['ok'] is None else '✓' if row['ok'] else '✗'} {row['check']:<13} {row['detail']}")
+    if any(row["ok"] is False for row in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    where: Where = DEFAULT,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Throw an earlier demo's workspace away and begin again.")
+    ] = False,
+) -> None:
+    """Run the whole factory once, on this machine, on real text (the Python standard library). About six minutes on two cores."""
+    from factory.console import Terminal
+    from factory.demo import run_demo
+
+    run_demo(where, Terminal(), fresh=fresh)

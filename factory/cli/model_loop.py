@@ -1,0 +1,194 @@
+"""The model loop from the command line: ``init``, ``ingest``, ``run``, ``train``, ``anneal``, ``evaluate``, ``release``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.errors import InputError, nearest
+from factory.workspace import Config, Workspace, code_root
+
+
+@app.command()
+def init(
+    where: Where = DEFAULT,
+    recipe: Annotated[str, typer.Option(help="A recipe of policies/recipes/.")] = "demo",
+    repository: Annotated[
+        str, typer.Option(help="Git repository whose code is trained with and patched (default: this factory's own).")
+    ] = "",
+) -> None:
+    """Make a workspace: one folder that holds all state of one factory. Safe to run again."""
+    from factory.ledger import Ledger
+
+    known = {path.stem for path in code_root().glob("policies/recipes/*.yaml")}
+    if recipe not in known and not (where / "policies" / "recipes" / f"{recipe}.yaml").exists():
+        raise InputError(f"no recipe {recipe!r}{nearest(recipe, known)}")
+    workspace = Workspace.create(
+        where, Config(recipe=recipe, repository=str(Path(repository).resolve()) if repository else "")
+    )
+    Ledger.create(workspace.ledger_url)
+    print(
+        f"workspace ready at {workspace.root}\n"
+        f"next: drop shards into {workspace.inbox} and run 'factory run --once', or 'factory ingest PATH'"
+    )
+
+
+@app.command()
+def ingest(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(help="Shards: .jsonl (.gz, .zst), .parquet, plain text or code files, or folders of them."),
+    ],
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record."""
+    from factory.daemon import LOCK, describe_shard
+    from factory.ingest.chain import ingest_shard
+    from factory.progress import SILENT
+
+    workspace, ledger, terminal = open_workspace(where)
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"{path}: no such file")
+        files += (
+            sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            if path.is_dir()
+            else [path]
+        )
+    reports = []
+    with workspace.lock(LOCK):
+        for path in files:
+            report = ingest_shard(workspace, ledger, path, SILENT if as_json else terminal)
+            reports.append(vars(report))
+            if not as_json:
+                terminal.line(describe_shard(report.name, report.state, report.rows, report.counts, report.reason))
+    if as_json:
+        print_json(reports)
+
+
+@app.command()
+def run(
+    where: Where = DEFAULT,
+    once: Annotated[bool, typer.Option("--once", help="Stop when there is nothing left to do.")] = False,
+) -> None:
+    """The daemon: ingest what lands in the inbox, train, evaluate, gate, release; again and again. Stop it with Ctrl-C, kill it at will."""
+    from factory.daemon import run as run_daemon
+
+    workspace, ledger, terminal = open_workspace(where)
+    run_daemon(workspace, ledger, terminal, once=once)
+
+
+@app.command()
+def train(
+    where: Where = DEFAULT,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of this segment (default: what the recipe says).")
+    ] = None,
+) -> None:
+    """Train the trunk for one more segment over all ingested shards."""
+    from factory.daemon import LOCK, observe
+    from factory.daemon import train as train_segment
+    from factory.planning import plan_trunk
+
+    workspace, ledger, terminal = open_workspace(where)
+    with workspace.lock(LOCK):
+        number = observe(workspace, ledger).open_segment or plan_trunk(workspace, ledger, steps)
+        train_segment(workspace, ledger, number, terminal)
+
+
+@app.command()
+def anneal(where: Where = DEFAULT) -> None:
+    """Branch off the trunk with a decaying rate: yields a candidate."""
+    from factory.daemon import LOCK, observe
+    from factory.daemon import train as train_segment
+    from factory.planning import plan_anneal
+    from factory.training import export_candidate
+
+    workspace, ledger, terminal = open_workspace(where)
+    with workspace.lock(LOCK):
+        waiting = observe(workspace, ledger).open_segment
+        if waiting:
+            train_segment(workspace, ledger, waiting, terminal)
+        number = plan_anneal(workspace, ledger)
+        train_segment(workspace, ledger, number, terminal)
+        terminal.line(f"  candidate {export_candidate(workspace, ledger, number)}")
+
+
+@app.command()
+def evaluate(
+    candidate: Annotated[int | None, typer.Argument(help="Candidate number (default: the newest).")] = None,
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a candidate on held-out documents and judge it against the champion."""
+    from factory.daemon import LOCK, judge
+    from factory.ledger import evaluations, sa, verdicts
+    from factory.progress import SILENT
+
+    workspace, ledger, terminal = open_workspace(where)
+    number = _candidate(workspace, candidate)
+    with workspace.lock(LOCK):
+        verdict = judge(workspace, ledger, number, SILENT if as_json else terminal)
+    if as_json:
+        newest = (
+            sa.select(evaluations.c.summary)
+            .where(evaluations.c.candidate == number)
+            .order_by(evaluations.c.id.desc())
+            .limit(1)
+        )
+        print_json(
+            {
+                "candidate": number,
+                "evaluation": (ledger.one(newest) or {}).get("summary"),
+                "verdict": ledger.one(sa.select(verdicts).where(verdicts.c.id == verdict)),
+            }
+        )
+
+
+@app.command()
+def release(
+    candidate: Annotated[int | None, typer.Argument(help="Candidate number (default: the newest).")] = None,
+    where: Where = DEFAULT,
+    rollback: Annotated[int | None, typer.Option(help="Make this older release champion again.")] = None,
+) -> None:
+    """Release a candidate that the gate promoted (this is the approval, where the policy asks for one), or roll back."""
+    from factory.daemon import LOCK
+    from factory.ledger import sa, verdicts
+    from factory.releases import release as release_verdict
+    from factory.releases import rollback as roll_back
+
+    workspace, ledger, terminal = open_workspace(where)
+    with workspace.lock(LOCK):
+        if rollback is not None:
+            roll_back(workspace, ledger, rollback)
+            terminal.line(f"  release {rollback} is champion again")
+            return
+        number = _candidate(workspace, candidate)
+        last = (
+            sa.select(verdicts)
+            .where(verdicts.c.gate == "release", verdicts.c.subject == f"candidate:{number}")
+            .order_by(verdicts.c.id.desc())
+            .limit(1)
+        )
+        verdict = ledger.one(last)
+        if verdict is None:
+            raise InputError(f"candidate {number} has not been judged: run 'factory evaluate {number}'")
+        terminal.line(f"  release {release_verdict(workspace, ledger, verdict['id'], terminal)} published")
+
+
+def _candidate(workspace: Workspace, number: int | None) -> int:
+    from factory.listing import rows
+
+    known = [row["id"] for row in rows(workspace, "SELECT id FROM candidates ORDER BY id")]
+    if not known:
+        raise InputError("there is no candidate yet: run 'factory train' and 'factory anneal', or 'factory run --once'")
+    if number is None:
+        return int(known[-1])
+    if number not in known:
+        raise InputError(f"no candidate {number}; there are: {', '.join(map(str, known))}")
+    return number

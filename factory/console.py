@@ -1,0 +1,94 @@
+"""The terminal: progress bars where a person looks, plain lines where a log does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from factory.progress import Task
+
+
+class _Bar:
+    def __init__(self, bars: Progress, identifier: TaskID) -> None:
+        self.bars, self.identifier = bars, identifier
+
+    def advance(self, amount: float = 1, note: str = "") -> None:
+        self.bars.update(self.identifier, advance=amount, note=note) if note else self.bars.update(
+            self.identifier, advance=amount
+        )
+
+
+class _PlainTask:
+    """Without a terminal: a line at the start, one every ten seconds, one at the end."""
+
+    EVERY = 10.0
+
+    def __init__(self, terminal: Terminal, title: str, total: float | None) -> None:
+        self.terminal, self.title, self.total = terminal, title, total
+        self.done, self.note, self.started, self.said = 0.0, "", time.monotonic(), time.monotonic()
+
+    def advance(self, amount: float = 1, note: str = "") -> None:
+        self.done += amount
+        self.note = note or self.note
+        if time.monotonic() - self.said >= self.EVERY:
+            self.said = time.monotonic()
+            self.say()
+
+    def say(self) -> None:
+        part = f"{self.done:.0f}/{self.total:.0f}" if self.total else f"{self.done:.0f}"
+        self.terminal.line(f"  {self.title} {part} {self.note} ({time.monotonic() - self.started:.0f} s)")
+
+
+class Terminal:
+    """``factory.progress.Progress`` on standard error's terminal, or as lines where there is none."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, stderr=False)
+        self.bars: Progress | None = None
+
+    def line(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+        if not self.console.is_terminal:
+            sys.stdout.flush()
+
+    def heading(self, text: str) -> None:
+        self.console.print(f"\n[bold]{text}[/bold]")
+
+    @contextmanager
+    def task(self, title: str, total: float | None = None) -> Iterator[Task]:
+        if not self.console.is_terminal:
+            plain = _PlainTask(self, title, total)
+            yield plain
+            plain.say()
+            return
+        outermost = self.bars is None
+        if self.bars is None:
+            columns = (
+                TextColumn("  {task.description:<28}"),
+                BarColumn(30),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            self.bars = Progress(*columns, console=self.console)
+            self.bars.start()
+        try:
+            yield _Bar(self.bars, self.bars.add_task(title, total=total, note=""))
+        finally:
+            if outermost:
+                self.bars.stop()
+                self.bars = None

@@ -1,0 +1,306 @@
+"""The model loop as a level-triggered reconcile loop (DESIGN §5, Ledger).
+
+The daemon holds no state: each pass reads the ledger and the inbox (``observe``), picks the next action (``next_action``, pure), does it
+idempotently (``perform``) and lets the action's own transaction record it. Killed at any instruction, the next pass finishes or redoes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from factory.errors import FactoryError, InputError
+from factory.ledger import Ledger, candidates, record, releases, segments, shards, token_shards, verdicts
+from factory.progress import Progress
+from factory.workspace import Workspace
+
+LOCK = "model-loop"
+SETTLE_SECONDS = 2.0  # a file in the inbox that changed more recently may still be on its way
+PARTIAL = (".part", ".tmp", ".crdownload")
+
+
+@dataclass(frozen=True)
+class World:
+    """What a pass sees: everything ``next_action`` decides from."""
+
+    unfinished_release: int | None = None  # release number whose saga has not reached 'published'
+    open_segment: int | None = None  # planned, not done
+    failed_segment: int | None = None  # the newest segment, when it failed for good
+    arrived: tuple[Path, ...] = ()  # settled files in the inbox
+    unreleased_promotion: int | None = None  # newest verdict, when it says promote and nothing was released for it
+    unjudged_candidate: int | None = None
+    unexported_anneal: int | None = None
+    unannealed_trunk: int | None = None  # the newest finished trunk segment, when no anneal branches off it
+    trunk_steps: int = 0  # steps of the trunk segment that should come next; 0: no reason to, or too little data
+
+
+@dataclass(frozen=True)
+class Action:
+    kind: str  # finish_release | train | ingest | release | judge | export | plan_anneal | plan_trunk
+    subject: int | Path | None = None
+
+
+def next_action(world: World) -> Action | None:
+    """The one thing to do now, or None when the factory waits for data. Pure.
+
+    First what is half done, then what arrived, then what follows from the newest checkpoint, then new training.
+    """
+    if world.unfinished_release is not None:
+        return Action("finish_release", world.unfinished_release)
+    if world.open_segment is not None:
+        return Action("train", world.open_segment)
+    if world.unexported_anneal is not None:
+        return Action("export", world.unexported_anneal)
+    if world.unjudged_candidate is not None:
+        return Action("judge", world.unjudged_candidate)
+    if world.unreleased_promotion is not None:
+        return Action("release", world.unreleased_promotion)
+    if world.unannealed_trunk is not None and world.failed_segment is None:
+        return Action("plan_anneal", world.unannealed_trunk)
+    if world.arrived:
+        return Action("ingest", world.arrived[0])
+    if world.trunk_steps and world.failed_segment is None:
+        return Action("plan_trunk")
+    return None
+
+
+def observe(workspace: Workspace, ledger: Ledger, *, settle: float = SETTLE_SECONDS, endless: bool = False) -> World:
+    """Read the ledger and the inbox. ``endless``: the trunk also goes on without new shards, while epochs are left."""
+    world = replace(_recorded(workspace, ledger), arrived=tuple(arrived(workspace, settle)))
+    if next_action(world) is not None:
+        return world
+    return replace(world, trunk_steps=_trunk_steps(workspace, ledger, endless))
+
+
+def _trunk_steps(workspace: Workspace, ledger: Ledger, endless: bool) -> int:
+    from factory.planning import next_trunk
+
+    if ledger.one(sa.select(token_shards.c.id).where(token_shards.c.tokens > 0).limit(1)) is None:
+        return 0
+    trunk = next_trunk(workspace, ledger)
+    return trunk.steps if trunk.new_shards or (endless and trunk.steps == trunk.wanted) else 0
+
+
+def _recorded(workspace: Workspace, ledger: Ledger) -> World:
+    """The part of the world that is in the ledger."""
+    with ledger.engine.connect().execution_options(reads_only=True) as db:
+
+        def first(statement: sa.Select) -> int | None:  # type: ignore[type-arg]
+            row = db.execute(statement.limit(1)).first()
+            return None if row is None else int(row[0])
+
+        newest = db.execute(sa.select(segments.c.id, segments.c.state).order_by(segments.c.id.desc()).limit(1)).first()
+        trunk = first(
+            sa.select(segments.c.id)
+            .where(segments.c.kind == "trunk", segments.c.state == "done")
+            .order_by(segments.c.id.desc())
+        )
+        anneal = sa.select(segments.c.id).where(segments.c.kind == "anneal", segments.c.parent == trunk)
+        verdict = first(sa.select(verdicts.c.id).where(verdicts.c.gate == "release").order_by(verdicts.c.id.desc()))
+        waits = verdict and first(
+            sa.select(verdicts.c.id)
+            .outerjoin(releases, releases.c.verdict == verdicts.c.id)
+            .where(verdicts.c.id == verdict, verdicts.c.outcome == "promote", releases.c.number.is_(None))
+        )
+        subject = sa.literal("candidate:").concat(sa.cast(candidates.c.id, sa.Text))
+        judged = sa.select(verdicts.c.id).where(verdicts.c.gate == "release", verdicts.c.subject == subject)
+        unexported = (
+            sa.select(segments.c.id)
+            .outerjoin(candidates, candidates.c.segment == segments.c.id)
+            .where(segments.c.kind == "anneal", segments.c.state == "done", candidates.c.id.is_(None))
+        )
+        return World(
+            unfinished_release=first(sa.select(releases.c.number).where(releases.c.state != "published")),
+            open_segment=first(sa.select(segments.c.id).where(segments.c.state == "planned").order_by(segments.c.id)),
+            failed_segment=newest.id if newest and newest.state == "failed" else None,
+            unreleased_promotion=waits if waits and automatic(workspace) else None,
+            unjudged_candidate=first(
+                sa.select(candidates.c.id).where(~judged.exists()).order_by(candidates.c.id.desc())
+            ),
+            unexported_anneal=first(unexported),
+            unannealed_trunk=trunk if trunk and first(anneal) is None else None,
+        )
+
+
+def arrived(workspace: Workspace, settle: float = SETTLE_SECONDS) -> list[Path]:
+    """Regular files of the inbox that are whole: not hidden, not named as partial, not touched for ``settle`` seconds; by name."""
+    found = []
+    for entry in sorted(os.scandir(workspace.inbox), key=lambda e: e.name):
+        if entry.name.startswith(".") or entry.name.endswith(PARTIAL) or not entry.is_file(follow_symlinks=False):
+            continue
+        if time.time() - entry.stat().st_mtime >= settle:
+            found.append(Path(entry.path))
+    return found
+
+
+def automatic(workspace: Workspace) -> bool:
+    """Does the release policy let the verdict alone release?"""
+    from factory.gates.release_policy import ReleasePolicy
+
+    return ReleasePolicy.load(workspace.policy("gates/release.yaml")).approval == "automatic"
+
+
+def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Progress) -> None:
+    """Do one action. Safe to repeat."""
+    subject = action.subject
+    if action.kind == "ingest":
+        assert isinstance(subject, Path)
+        ingest_arrived(workspace, ledger, subject, progress)
+        return
+    if action.kind == "plan_trunk":
+        from factory.planning import plan_trunk
+
+        plan_trunk(workspace, ledger)
+        return
+    if action.kind == "plan_anneal":
+        from factory.planning import plan_anneal
+
+        plan_anneal(workspace, ledger)
+        return
+    assert isinstance(subject, int)
+    if action.kind == "train":
+        train(workspace, ledger, subject, progress)
+    elif action.kind == "export":
+        from factory.training import export_candidate
+
+        export_candidate(workspace, ledger, subject)
+    elif action.kind == "judge":
+        judge(workspace, ledger, subject, progress)
+    elif action.kind == "release":
+        from factory.releases import release
+
+        release(workspace, ledger, subject, progress)
+    elif action.kind == "finish_release":
+        from factory.releases import release
+
+        row = ledger.one(sa.select(releases.c.verdict).where(releases.c.number == subject))
+        assert row is not None
+        release(workspace, ledger, row["verdict"], progress)
+    else:
+        raise AssertionError(action)
+
+
+def ingest_arrived(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> None:
+    """Ingest a file of the inbox, then file it away: kept whole under ``shards/raw/`` (quarantined ones lie in ``quarantine/``)."""
+    from factory.ingest.chain import ingest_shard
+
+    report = ingest_shard(workspace, ledger, path, progress)
+    progress.line(describe_shard(report.name, report.state, report.rows, report.counts, report.reason))
+    if report.state == "quarantined":
+        place = workspace.quarantine / f"{report.sha256[:16]}-{path.name}"
+    else:
+        place = workspace.shards / "raw" / f"{report.sha256[:16]}-{path.name}"
+    place.parent.mkdir(exist_ok=True)
+    os.replace(path, place)
+    with ledger.begin() as tx:
+        tx.execute(shards.update().where(shards.c.sha256 == report.sha256).values(path=str(place)))
+
+
+def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] | None, reason: str | None) -> str:
+    """One line a person can read."""
+    counts = counts or {}
+    words = [f"{counts.get('train', 0)} to train on, {counts.get('held_out', 0)} held out"]
+    dropped = counts.get("dropped")
+    if isinstance(dropped, dict) and dropped:
+        words.append(
+            f"{sum(dropped.values())} dropped ("
+            + ", ".join(f"{rule} {n}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1]))
+            + ")"
+        )
+    if state == "quarantined":
+        words = [f"QUARANTINED: {reason}"] + words[1:]
+    return f"  {name}: {rows} documents; {'; '.join(words)}"
+
+
+def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress) -> None:
+    from factory.tracking import Tracking
+    from factory.training import run_segment
+
+    row = ledger.one(sa.select(segments).where(segments.c.id == segment))
+    assert row is not None
+    tracking = Tracking.open(workspace, ledger)
+    follower = tracking.follow_metrics(Path(row["folder"]) / "metrics.jsonl", tracking.segment_run(row))
+    result = run_segment(workspace, ledger, segment, progress, follower)
+    loss = result.get("loss")
+    progress.line(
+        f"  segment {segment} ({row['kind']}): steps {row['first_step']}–{row['last_step']}, loss {loss:.3f}"
+        if isinstance(loss, float)
+        else f"  segment {segment} done"
+    )
+
+
+def judge(workspace: Workspace, ledger: Ledger, candidate: int, progress: Progress) -> int:
+    """Evaluate a candidate, judge it, show both in MLflow; returns the verdict's id."""
+    from factory.evals.evaluator import evaluate
+    from factory.gates.release_gate import decide
+    from factory.releases import register_candidate
+
+    evaluate(workspace, ledger, candidate, progress)
+    verdict = decide(workspace, ledger, candidate, progress)
+    register_candidate(workspace, ledger, candidate)
+    row = ledger.one(sa.select(verdicts).where(verdicts.c.id == verdict))
+    assert row is not None
+    progress.line(f"  candidate {candidate}: {row['outcome'].upper()}")
+    for reason in row["reasons"]:
+        progress.line(f"    {reason}")
+    return verdict
+
+
+def reconcile(
+    workspace: Workspace,
+    ledger: Ledger,
+    progress: Progress,
+    *,
+    settle: float = SETTLE_SECONDS,
+    endless: bool = False,
+) -> int:
+    """Act until there is nothing to do; returns the number of actions. One bad shard or file never stops the rest.
+
+    Raises: FactoryError when a segment fails or the same action comes up again and again without effect.
+    """
+    from factory.releases import reconcile as reconcile_releases
+
+    done, previous, repeats = 0, None, 0
+    reconcile_releases(workspace, ledger)
+    while True:
+        world = observe(workspace, ledger, settle=settle, endless=endless)
+        action = next_action(world)
+        if action is None:
+            if world.failed_segment is not None and world.trunk_steps:
+                raise InputError(
+                    f"segment {world.failed_segment} failed for good and training waits: read its log in {workspace.logs}, "
+                    "mend the cause, then 'factory train'"
+                )
+            return done
+        repeats = repeats + 1 if action == previous else 0
+        assert repeats < 3, f"no progress on {action}"
+        previous = action
+        perform(workspace, ledger, action, progress)
+        done += 1
+
+
+def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool = False, every: float = 5.0) -> None:
+    """The daemon: reconcile, wait, again; the trunk goes on while epochs are left. ``once`` ends when nothing new is left.
+
+    A failed pass is recorded and tried again after a growing wait; only ``once`` raises it.
+    """
+    with workspace.lock(LOCK):
+        wait = every
+        while True:
+            try:
+                reconcile(workspace, ledger, progress, settle=0.0 if once else SETTLE_SECONDS, endless=not once)
+                wait = every
+            except FactoryError as error:
+                if once:
+                    raise
+                progress.line(f"  {error}")
+                with ledger.begin() as tx:
+                    record(tx, "pass_failed", "daemon", {"error": str(error)})
+                wait = min(wait * 2, 600.0)
+            if once:
+                return
+            time.sleep(wait)

@@ -1,0 +1,129 @@
+"""``factory doctor``: what this machine offers, what is in force, what is missing and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from factory.errors import FactoryError
+from factory.workspace import Workspace
+
+
+def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
+    """One row a check: ``{"check", "ok", "detail"}``; ``ok`` None means 'only told'. No check changes anything."""
+    checks: list[tuple[str, Callable[[], tuple[bool | None, str]]]] = [
+        ("python", lambda: (sys.version_info >= (3, 11), f"{platform.python_version()} at {sys.executable}")),
+        ("machine", _machine),
+        ("compiler", _compiler),
+        ("torch", _torch),
+        ("kernels", lambda: _kernels(workspace)),
+        ("sandbox", _sandbox),
+        ("llm endpoint", _endpoint),
+    ]
+    if workspace:
+        opened = workspace
+        checks += [
+            ("workspace", lambda: _workspace(opened)),
+            ("repository", lambda: _repository(opened)),
+            ("policies", lambda: _policies(opened)),
+            ("ledger", lambda: _ledger(opened)),
+        ]
+    rows = []
+    for name, check in checks:
+        try:
+            ok, detail = check()
+        except (FactoryError, OSError, ValueError, ImportError, RuntimeError) as error:
+            ok, detail = False, str(error)
+        rows.append({"check": name, "ok": ok, "detail": detail})
+    return rows
+
+
+def _machine() -> tuple[bool | None, str]:
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return memory >= 3.5, f"{cores} cores, {memory:.1f} GiB, {platform.system()} {platform.release()}"
+
+
+def _compiler() -> tuple[bool | None, str]:
+    found = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
+    return bool(found), found or "no C++ compiler: install g++ (torch.compile on CPU needs it)"
+
+
+def _torch() -> tuple[bool | None, str]:
+    import torch
+
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        return (
+            True,
+            f"{torch.__version__}, {torch.cuda.device_count()} × {device.name} ({device.total_memory / 2**30:.0f} GiB)",
+        )
+    return True, f"{torch.__version__}, no GPU: training on {torch.get_num_threads()} CPU threads"
+
+
+def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
+    from kernels.registry import OPS, load_choice
+
+    path = (
+        workspace.policy("kernels.yaml")
+        if workspace
+        else Path(__file__).resolve().parent.parent / "policies" / "kernels.yaml"
+    )
+    choice = load_choice(path)
+    return True, "; ".join(
+        f"{name}: {choice.get(name, 'reference')} of {', '.join(op.implementations)}" for name, op in OPS.items()
+    )
+
+
+def _sandbox() -> tuple[bool | None, str]:
+    from factory.sandbox import describe
+
+    facts = describe()
+    return bool(facts.get("available")), "; ".join(
+        f"{key} {value}" for key, value in facts.items() if key != "available"
+    )
+
+
+def _endpoint() -> tuple[bool | None, str]:
+    url = os.environ.get("OPENAI_BASE_URL") or ("the OpenAI API" if os.environ.get("OPENAI_API_KEY") else "")
+    return None, url or "none set (OPENAI_BASE_URL, OPENAI_API_KEY): the search proposer works without one"
+
+
+def _workspace(workspace: Workspace) -> tuple[bool | None, str]:
+    free = shutil.disk_usage(workspace.root).free / 2**30
+    return free > 1, f"{workspace.root}, {free:.1f} GiB free"
+
+
+def _repository(workspace: Workspace) -> tuple[bool | None, str]:
+    from factory.repository import live_commit
+
+    return True, f"{workspace.repository} at {live_commit(workspace.repository)[:12]}"
+
+
+def _policies(workspace: Workspace) -> tuple[bool | None, str]:
+    from factory.gates.release_policy import ReleasePolicy
+    from factory.ingest.policy import DataPolicy
+    from factory.planning import load_recipe
+
+    recipe = load_recipe(workspace)
+    DataPolicy.load(workspace.policy("data.yaml"))
+    release = ReleasePolicy.load(workspace.policy("gates/release.yaml"))
+    return True, f"recipe {recipe.name}, data.yaml, gates/release.yaml (approval: {release.approval})"
+
+
+def _ledger(workspace: Workspace) -> tuple[bool | None, str]:
+    from factory.ledger import Ledger, metadata, sa
+
+    ledger = Ledger.open(workspace.ledger_url)
+    counts = {
+        name: ledger.rows(sa.select(sa.func.count().label("n")).select_from(table))[0]["n"]
+        for name, table in metadata.tables.items()
+    }
+    return True, ", ".join(
+        f"{counts[name]} {name}" for name in ("shards", "documents", "segments", "candidates", "releases", "proposals")
+    )

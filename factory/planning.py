@@ -1,0 +1,188 @@
+"""Plans segments: over which token shards, from which checkpoint, how many steps the data can feed.
+
+A plan is a row of the ledger; nothing is started here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from factory.errors import ConfigError, InputError
+from factory.ledger import Ledger, checkpoints, data_plans, record, segments, token_shards
+from factory.workspace import Workspace
+
+if TYPE_CHECKING:
+    from trainer.data_plan import DataPlan
+    from trainer.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """The next trunk segment, as the data allows it."""
+
+    steps: int  # 0: the data cannot feed a trunk and the anneal off it
+    new_shards: int  # token shards that the trunk has not seen
+    wanted: int  # steps that the recipe asks for
+    missing_tokens: int  # how many more tokens make a first step possible; 0 when there are enough
+
+
+def next_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -> Trunk:
+    """What the trunk could do now. Shortened to what the shards hold under the recipe's epoch cap, an anneal's share kept back."""
+    recipe = load_recipe(workspace)
+    last = last_segment(ledger, "trunk")
+    wanted = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
+    shards = _every_shard(ledger, last)
+    seen = {shard["id"] for shard in plan_of(ledger, last)["token_shards"]} if last else set()
+    new = sum(1 for shard in shards if shard[0] not in seen)
+    if not shards:
+        return Trunk(0, 0, wanted, (recipe.schedule.anneal_steps + 1) * recipe.tokens_per_step)
+    feeds = (
+        _positions_left(ledger, recipe, _data_plan(recipe, "trunk", shards), last)
+        - recipe.schedule.anneal_steps * recipe.tokens_per_step
+    )
+    possible = feeds // recipe.tokens_per_step
+    if possible >= 1:
+        return Trunk(min(wanted, possible), new, wanted, 0)
+    return Trunk(0, new, wanted, recipe.tokens_per_step - feeds)
+
+
+def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -> int:
+    """Record the next trunk segment over every token shard there is; returns its id.
+
+    Shards that the trunk has not seen join as a new generation. Raises: InputError when there is too little to train on.
+    """
+    trunk = next_trunk(workspace, ledger, steps)
+    if not trunk.steps:
+        recipe = load_recipe(workspace)
+        raise InputError(
+            f"too little to train on: recipe {recipe.name} (max_epochs {recipe.mixture.max_epochs}) needs at least "
+            f"{trunk.missing_tokens:,} tokens more; drop shards into the inbox or run 'factory ingest PATH'"
+        )
+    last = last_segment(ledger, "trunk")
+    return _plan(workspace, ledger, "trunk", last, trunk.steps, _every_shard(ledger, last))
+
+
+def plan_anneal(workspace: Workspace, ledger: Ledger) -> int:
+    """Record an anneal branch off the trunk's last checkpoint, over the trunk's token shards; returns its id."""
+    trunk = last_segment(ledger, "trunk")
+    if trunk is None:
+        raise InputError("there is no trunk to anneal from: run 'factory train' first")
+    shards = [(s["id"], s["path"], s["generation"]) for s in plan_of(ledger, trunk)["token_shards"]]
+    return _plan(workspace, ledger, "anneal", trunk, load_recipe(workspace).schedule.anneal_steps, shards)
+
+
+def last_segment(ledger: Ledger, kind: str) -> dict[str, Any] | None:
+    """The newest finished segment of that kind."""
+    done = (segments.c.kind == kind) & (segments.c.state == "done")
+    return ledger.one(sa.select(segments).where(done).order_by(segments.c.id.desc()).limit(1))
+
+
+def last_checkpoint(ledger: Ledger, segment: int) -> dict[str, Any]:
+    """The checkpoint that a finished segment ended with."""
+    row = ledger.one(
+        sa.select(checkpoints).where(checkpoints.c.segment == segment).order_by(checkpoints.c.step.desc()).limit(1)
+    )
+    assert row is not None, segment
+    return row
+
+
+def plan_of(ledger: Ledger, segment: dict[str, Any]) -> dict[str, Any]:
+    """The data plan of a segment, as JSON values."""
+    row = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == segment["data_plan"]))
+    assert row is not None, segment["data_plan"]
+    return dict(row["plan"])
+
+
+def load_recipe(workspace: Workspace) -> Recipe:
+    """Raises: ConfigError naming the file and the key."""
+    from trainer.errors import TrainerError
+    from trainer.recipe import Recipe
+
+    try:
+        return Recipe.load(workspace.recipe_path())
+    except TrainerError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _every_shard(ledger: Ledger, last: dict[str, Any] | None) -> list[tuple[str, str, int]]:
+    """(id, path, generation) of every token shard; those that the trunk has not seen make the next generation."""
+    seen = {shard["id"]: shard["generation"] for shard in plan_of(ledger, last)["token_shards"]} if last else {}
+    newest = max(seen.values(), default=0)
+    listed = ledger.rows(
+        sa.select(token_shards.c.id, token_shards.c.path)
+        .where(token_shards.c.tokens > 0)
+        .order_by(token_shards.c.created_at, token_shards.c.id)
+    )
+    return [(row["id"], row["path"], seen.get(row["id"], newest + 1)) for row in listed]
+
+
+def _data_plan(recipe: Recipe, kind: str, shards: list[tuple[str, str, int]]) -> DataPlan:
+    from trainer.data_plan import DataPlan
+
+    return DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
+
+
+def _positions_left(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: dict[str, Any] | None) -> int:
+    from trainer.data_order import DataOrder
+    from trainer.errors import TrainerError
+
+    state = None
+    if last is not None:
+        state = json.loads((Path(last_checkpoint(ledger, last["id"])["path"]) / "state.json").read_text())["sampler"]
+    try:
+        order = DataOrder(
+            plan,
+            context=recipe.model.context,
+            rows=recipe.batch.sequences,
+            vocab_size=recipe.model.vocab_size,
+            state=state,
+        )
+    except TrainerError as error:
+        raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
+    return order.positions_left()
+
+
+def _plan(
+    workspace: Workspace,
+    ledger: Ledger,
+    kind: str,
+    parent: dict[str, Any] | None,
+    length: int,
+    shards: list[tuple[str, str, int]],
+) -> int:
+    from factory.repository import live_commit
+
+    recipe = load_recipe(workspace)
+    plan = _data_plan(recipe, kind, shards)
+    first = parent["last_step"] if parent else 0
+    commit = live_commit(workspace.repository)
+    with ledger.begin() as tx:
+        if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
+            tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
+        number = int(tx.execute(sa.select(sa.func.max(segments.c.id))).scalar() or 0) + 1
+        tx.execute(
+            segments.insert().values(
+                id=number,
+                kind=kind,
+                parent=parent and parent["id"],
+                generation=max(shard.generation for shard in plan.token_shards),
+                recipe=recipe.name,
+                recipe_json=recipe.model_dump(mode="json"),
+                recipe_sha256=recipe.sha256,
+                data_plan=plan.id,
+                code_commit=commit,
+                first_step=first,
+                last_step=first + length,
+                state="planned",
+                folder=str(workspace.segments / f"{number:05d}-{kind}"),
+                created_at=time.time(),
+            )
+        )
+        record(tx, "segment_planned", f"segment:{number}", {"kind": kind, "steps": [first, first + length]})
+    return number

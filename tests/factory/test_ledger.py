@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import pytest
+import sqlalchemy as sa
+
+from factory.errors import WorkspaceError
+from factory.ledger import Ledger, events, meta, record
+from factory.listing import rows
+from factory.workspace import Workspace
+
+
+def test_transaction_is_all_or_nothing(ledger: Ledger) -> None:
+    with pytest.raises(RuntimeError), ledger.begin() as tx:
+        record(tx, "ingested", "shard:1")
+        raise RuntimeError
+    assert ledger.rows(sa.select(events)) == []
+
+
+def _append(url: str, name: str, count: int) -> None:
+    ledger = Ledger.open(url)
+    for number in range(count):
+        with ledger.begin() as tx:
+            seen = tx.execute(sa.select(sa.func.count()).select_from(events)).scalar()
+            tx.execute(events.insert().values(at=time.time(), kind=name, subject=str(number), detail={"seen": seen}))
+
+
+def test_writers_in_several_processes_are_serial(ledger: Ledger) -> None:
+    """Each writer reads the count and appends it: with serial transactions the counts are 0, 1, 2, … without a gap or a repeat."""
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_append, args=(ledger.url, name, 25)) for name in "ab"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    found = ledger.rows(sa.select(events).order_by(events.c.id))
+    assert [row["detail"]["seen"] for row in found] == list(range(50))
+
+
+def test_another_version_is_refused(ledger: Ledger) -> None:
+    with ledger.begin() as tx:
+        tx.execute(meta.update().where(meta.c.key == "schema").values(value="999"))
+    with pytest.raises(WorkspaceError, match="version 999"):
+        Ledger.open(ledger.url)
+
+
+def test_no_ledger_is_a_clear_error(workspace: Workspace) -> None:
+    with pytest.raises(WorkspaceError, match="factory init"):
+        Ledger.open(workspace.ledger_url)
+    with pytest.raises(WorkspaceError, match="cannot be read"):
+        rows(workspace, "SELECT * FROM shards")
+
+
+def test_listing_decodes_json_and_cannot_write(workspace: Workspace, ledger: Ledger) -> None:
+    with ledger.begin() as tx:
+        record(tx, "ingested", "shard:1", {"kept": 3})
+    assert rows(workspace, "SELECT kind, detail FROM events WHERE subject = :s", s="shard:1") == [
+        {"kind": "ingested", "detail": {"kept": 3}}
+    ]
+    with pytest.raises(WorkspaceError, match="readonly"):
+        rows(workspace, "DELETE FROM events")
