@@ -1,0 +1,284 @@
+"""Ingest of one shard, from a file to a token shard and ledger rows (DESIGN §5). Start reading here.
+
+    read rows ─► analyse (workers) ─► decide (here) ─► finish (workers) ─► token shard ─► one transaction
+                 validate, normalise,  duplicates,      trim, tokenise,
+                 filter, PII, hashes   held-out,        round trip
+                                       contamination
+
+All work is done before the transaction, which is the only thing that changes the ledger: killed at any instruction, the
+next call starts afresh and ends with the same rows, because every step is a function of the shard, the policy and the
+ledger. What a killed run leaves is a spool (removed by the next run) or a token shard that no ledger row names (found and
+used by the next run, as it is named by its content).
+
+The caller holds the workspace's ``ingest`` lock: two shards are never ingested at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.errors import FactoryError, InputError
+from factory.ingest import store
+from factory.ingest.decide import Decided, decide
+from factory.ingest.document import Row
+from factory.ingest.index import Index
+from factory.ingest.policy import DataPolicy
+from factory.ingest.pool import Pool
+from factory.ingest.readers import RawRow, ShardProblem, read_rows
+from factory.ingest.tokenizer import Tokenizer
+from factory.ingest.vocabulary import frozen_tokenizer
+from factory.ingest.worker import Analysed, Finished, Job, analyse, finish
+from factory.ledger import Ledger, record, shards
+from factory.progress import Progress
+from factory.workspace import Workspace
+from trainer.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
+
+_CHUNK_BYTES = 1 << 19
+_CHUNK_ROWS = 1000
+_WORTH_WORKERS = 2 << 20  # bytes of a shard below which starting processes takes longer than the work
+# A row that breaks one of these could not be read at all; too many, and the shard is quarantined.
+UNREADABLE = frozenset({"bad_json", "bad_encoding", "bad_schema", "row_too_long", "empty"})
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """What became of a shard: its row of the ledger's ``shards``."""
+
+    sha256: str
+    name: str
+    state: str  # 'ingested' | 'quarantined'
+    reason: str | None
+    rows: int
+    counts: dict[str, Any]  # {"train", "held_out", "dropped": {rule: n}, "pii", "pii_kinds": {kind: n}, "trimmed"}
+    domains: dict[str, dict[str, int]]  # of the train part
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def ingest_shard(
+    workspace: Workspace, ledger: Ledger, path: Path, progress: Progress, *, workers: int | None = None
+) -> ShardReport:
+    """Ingest one file. A file with the same content is never ingested twice: the recorded report is returned.
+
+    ``workers``: processes for the per-document work; None is one a core, 0 is none (for small shards none are started).
+
+    Raises: InputError when the path is no readable file or changes meanwhile; ConfigError for a bad policy; WorkerDied;
+    FactoryError when the disk is full. Whatever is wrong *inside* the file ends in a report: rows are dropped, each by a
+    rule, and a file that is unusable as a whole is quarantined.
+    """
+    policy = DataPolicy.load(workspace.policy("data.yaml"))
+    before, sha256 = _identify(path)
+    if known := report(ledger, sha256):
+        return known
+    index = Index(ledger)
+    parameters = index.check(policy)
+    spool = workspace.shards / f".ingest-{sha256[:16]}"
+    try:
+        for left in workspace.shards.glob(".ingest-*"):  # of runs that were killed
+            shutil.rmtree(left)
+        spool.mkdir(parents=True)
+        if before.st_size < _WORTH_WORKERS and workers is None:
+            workers = 0
+        with Pool(workers) as pool:
+            found = _run(workspace, ledger, path, sha256, policy, index, spool, pool, progress)
+        if _identity(path.stat()) != _identity(before):
+            raise InputError(f"{path} changed while it was read: ingest it again when it is complete")
+        if isinstance(found, ShardProblem):
+            _copy_to_quarantine(workspace, path, sha256)
+        with ledger.begin() as tx:
+            _store(tx, path, before.st_size, sha256, found, parameters)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
+            raise
+        raise FactoryError(f"ingest of {path.name} stopped, nothing was stored: {error.strerror} ({error.filename})") from error
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+    stored = report(ledger, sha256)
+    assert stored
+    return stored
+
+
+def report(ledger: Ledger, sha256: str) -> ShardReport | None:
+    """The recorded report of a shard, None when it was never ingested."""
+    row = ledger.one(sa.select(shards).where(shards.c.sha256 == sha256))
+    if row is None:
+        return None
+    return ShardReport(**{name: row[name] for name in ShardReport.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """A shard that is ready to be stored."""
+
+    rows: list[Row]
+    decided: Decided | None  # None when no document lives
+    finished: dict[str, Finished]  # by key; token arrays left out
+    tokenizer: Tokenizer | None
+    token_shard: TokenShard | None
+
+
+def _run(
+    workspace: Workspace,
+    ledger: Ledger,
+    path: Path,
+    sha256: str,
+    policy: DataPolicy,
+    index: Index,
+    spool: Path,
+    pool: Pool,
+    progress: Progress,
+) -> Ingested | ShardProblem:
+    job = Job(policy, spool, sha256[:16])
+    analysed: list[Analysed] = []
+    try:
+        with progress.task(f"{path.name}: read, filter, hash") as task:
+            for one in pool.map(analyse, ((job, *chunk) for chunk in _chunks(read_rows(path, policy.limits), policy))):
+                analysed.append(one)
+                task.advance(len(one.rows))
+    except ShardProblem as problem:
+        return problem
+    rows = [row for one in analysed for row in one.rows]
+    if problem := _mostly_bad(rows, policy.limits.max_bad_rows):
+        return problem
+    if not any(one.alive for one in analysed):
+        return Ingested(rows, None, {}, None, None)
+
+    decided = decide(analysed, index, policy, spool)
+    if not any(decided.tasks):
+        return Ingested(rows, None, {}, None, None)
+    tokenizer = frozen_tokenizer(workspace, ledger, policy, decided.tasks, spool, path, progress)
+
+    by_key = {row.key: row for row in rows}
+    finished: dict[str, Finished] = {}
+    with progress.task(f"{path.name}: tokenise", total=sum(map(len, decided.tasks))) as task:
+
+        def train_documents() -> Iterator[TokenizedDocument]:
+            calls = ((job, chunk, tasks, tokenizer.folder) for chunk, tasks in enumerate(decided.tasks) if tasks)
+            planned = [tasks for tasks in decided.tasks if tasks]
+            for tasks, results in zip(planned, pool.map(finish, calls)):
+                for one, result in zip(tasks, results, strict=True):
+                    row = by_key[one.key]
+                    document = _settle(row, result)
+                    finished[row.key] = Finished(
+                        result.place, sampled=result.sampled, trimmed=result.trimmed, content=result.content
+                    )
+                    if document:
+                        yield document
+                task.advance(len(tasks))
+
+        token_shard = write_token_shard(
+            workspace.shards, train_documents(), vocab_size=policy.tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
+        )
+    if token_shard.manifest["documents"] == 0:
+        shutil.rmtree(token_shard.path)
+        return Ingested(rows, decided, finished, tokenizer, None)
+    return Ingested(rows, decided, finished, tokenizer, token_shard)
+
+
+def _settle(row: Row, result: Finished) -> TokenizedDocument | None:
+    """Give the row its fate, and the tokens of a training document on."""
+    if result.dropped:
+        row.fate = ""  # a held-out document whose text does not come back is no more
+        row.drop(*result.dropped, matched=row.matched)
+        return None
+    row.tokens, row.supervised_tokens = len(result.tokens), int(result.loss_mask.sum())
+    if row.fate == "held_out":
+        return None
+    row.fate, row.trimmed = "train", result.trimmed
+    if result.trimmed:
+        row.detail = f"{result.trimmed} characters cut out: words of a held-out document"
+    return TokenizedDocument(
+        row.key, row.id, row.domain, row.source or "", row.license or "", result.tokens, result.loss_mask
+    )
+
+
+def _chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int, int, list[RawRow]]]:
+    """(chunk number, number of its first row, rows). Raises: ShardProblem for too many rows."""
+    chunk, first, size = 0, 0, 0
+    rows: list[RawRow] = []
+    for raw in raw_rows:
+        if rows and (size > _CHUNK_BYTES or len(rows) >= _CHUNK_ROWS):
+            yield chunk, first, rows
+            chunk, first, size, rows = chunk + 1, first + len(rows), 0, []
+        rows.append(raw)
+        size += len(raw) if isinstance(raw, bytes) else len(str(raw.get("text", ""))) + 200 if isinstance(raw, dict) else 0
+        if first + len(rows) > policy.limits.max_rows:
+            raise ShardProblem(f"more than {policy.limits.max_rows} rows (limits.max_rows): split it")
+    if rows:
+        yield chunk, first, rows
+
+
+def _mostly_bad(rows: Sequence[Row], max_share: float) -> ShardProblem | None:
+    bad = Counter(row.rule for row in rows if row.rule in UNREADABLE)
+    share = bad.total() / max(len(rows), 1)
+    if share <= max_share and bad.total() < max(len(rows), 1):
+        return None
+    named = ", ".join(f"{rule} {count}" for rule, count in bad.most_common())
+    example = next((row for row in rows if row.rule in UNREADABLE), None)
+    first = f"; first: row {example.number}, {example.detail}" if example else ""
+    reason = f"{share:.0%} of {len(rows)} rows cannot be read ({named}){first}"
+    return ShardProblem(reason, len(rows), {str(rule): count for rule, count in bad.items()})
+
+
+# -- at the edge -------------------------------------------------------------------------------------------------------
+def _identify(path: Path) -> tuple[os.stat_result, str]:
+    try:
+        if not path.is_file():
+            raise InputError(f"{path}: {'is a folder; name the files in it' if path.is_dir() else 'no such file'}")
+        return path.stat(), file_sha256(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int, int]:
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _copy_to_quarantine(workspace: Workspace, path: Path, sha256: str) -> None:
+    target = workspace.quarantine / f"{sha256[:16]}-{path.name}"
+    if target.exists() or path.resolve().parent == workspace.quarantine.resolve():
+        return
+    workspace.quarantine.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.writing")
+    shutil.copyfile(path, aside)
+    os.replace(aside, target)
+
+
+def _store(
+    tx: sa.Connection, path: Path, size: int, sha256: str, found: Ingested | ShardProblem, parameters: str
+) -> None:
+    shard = {
+        "sha256": sha256, "name": path.name, "path": str(path.resolve()), "bytes": size, "ingested_at": time.time(),
+    }  # fmt: skip
+    if isinstance(found, ShardProblem):
+        counts = {"train": 0, "held_out": 0, "dropped": found.dropped, "pii": 0, "pii_kinds": {}, "trimmed": 0}
+        tx.execute(
+            shards.insert().values(
+                **shard, state="quarantined", reason=str(found), rows=found.rows, counts=counts, domains={}, tokens=0
+            )
+        )
+        record(tx, "quarantined", f"shard:{sha256[:16]}", {"name": path.name, "reason": str(found)})
+        return
+    totals = store.totals(found.rows)
+    tx.execute(shards.insert().values(**shard, state="ingested", rows=len(found.rows), **totals))
+    store.write_parameters(tx, parameters)
+    if found.tokenizer:
+        store.write_tokenizer(tx, found.tokenizer)
+    if found.token_shard:
+        store.write_token_shard_row(tx, found.token_shard, sha256, found.tokenizer, totals["domains"])
+    store.write_documents(tx, found.rows, sha256, found.token_shard.id if found.token_shard else None)
+    if found.decided:
+        store.write_index(tx, found.rows, found.decided, found.finished)
+    record(tx, "ingested", f"shard:{sha256[:16]}", {"name": path.name, **totals["counts"]})

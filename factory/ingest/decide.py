@@ -1,0 +1,169 @@
+"""What a shard's documents are decided by together: duplicates, the held-out split, contamination. In the order of rows.
+
+Input are the analysed chunks and the ledger's index; output are fates on the rows, and what is left to do for each document
+that lives. Nothing is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from factory.ingest import decontaminate
+from factory.ingest.document import Row
+from factory.ingest.index import Index
+from factory.ingest.near_dup import NearDuplicates, Signatures
+from factory.ingest.policy import DataPolicy
+from factory.ingest.worker import Analysed, Task, spool_ngrams
+from factory.ingest.words import Hashes
+
+
+@dataclass(frozen=True)
+class Decided:
+    """``tasks`` per chunk for the documents that live; ``held_out`` n-grams of the new held-out ones."""
+
+    tasks: list[list[Task]]
+    held_out: dict[str, Hashes]
+    near: NearDuplicates
+    signatures: Signatures  # [alive, permutations], numbered as ``numbers``
+    numbers: dict[str, int]  # key → number among the signatures
+
+
+@dataclass(frozen=True)
+class _Living:
+    """A document that has no fate yet, where its content lies, and its number in the shard."""
+
+    row: Row
+    number: int
+    chunk: int
+    place: int
+
+
+def decide(analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path) -> Decided:
+    signed = np.concatenate([one.signatures for one in analysed])
+    near = NearDuplicates(signed, policy.near_duplicates.threshold, index.near)
+    living = _drop_duplicates(list(_living(analysed)), index, near)
+    held_out = _hold_out(living, analysed, index, policy, spool)
+    tasks = _find_contamination(living, analysed, index, policy, spool, held_out)
+    return Decided(tasks, held_out, near, signed, {one.row.key: one.number for one in living})
+
+
+def _living(analysed: Sequence[Analysed]) -> Iterator[_Living]:
+    number = 0
+    for chunk in analysed:
+        for place, at in enumerate(chunk.alive):
+            yield _Living(chunk.rows[at], number, chunk.chunk, place)
+            number += 1
+
+
+def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) -> list[_Living]:
+    """The first of equal or near-equal documents lives. A copy of a held-out document is contamination, and called so."""
+    known = index.kept_by_content([one.row.content_sha256 or "" for one in living])
+    fates = index.fates(sorted({key for keys in near.stored.keys.values() for key in keys}))
+    first: dict[str, str] = {}
+    kept: list[_Living] = []
+    by_number: dict[int, str] = {}
+    for one in living:
+        row = one.row
+        assert row.content_sha256
+        if row.content_sha256 in known:
+            key, fate = known[row.content_sha256]
+            _drop_copy(row, "exact_duplicate", fate, "the same content", key)
+        elif row.content_sha256 in first:
+            row.drop("exact_duplicate", "the same content, in this shard", first[row.content_sha256])
+        elif found := near.match(one.number):
+            other, similarity = found
+            if isinstance(other, int):
+                row.drop("near_duplicate", f"{similarity:.0%} alike, in this shard", by_number[other])
+            else:
+                _drop_copy(row, "near_duplicate", fates[other], f"{similarity:.0%} alike", other)
+        else:
+            near.keep(one.number)
+            by_number[one.number] = row.key
+            first[row.content_sha256] = row.key
+            kept.append(one)
+    return kept
+
+
+def _drop_copy(row: Row, rule: str, fate: str, how: str, key: str) -> None:
+    if fate == "held_out":
+        row.drop("contaminated", f"a copy of a held-out document ({how})", key)
+    else:
+        row.drop(rule, how, key)
+
+
+def _grams(living: Sequence[_Living], analysed: Sequence[Analysed], spool: Path) -> Iterator[tuple[_Living, Hashes]]:
+    """n-grams of each living document, one chunk in memory at a time."""
+    chunk, loaded = -1, []
+    for one in living:
+        if one.chunk != chunk:
+            chunk, loaded = one.chunk, spool_ngrams(spool, analysed[one.chunk])
+        yield one, loaded[one.place]
+
+
+def _hold_out(
+    living: Sequence[_Living], analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path
+) -> dict[str, Hashes]:
+    """Choose the held-out documents: key → the n-grams by which later copies are known. Their rows get their fate."""
+    wanting = [one for one in living if one.row.wants_held_out]
+    if not wanting:
+        return {}
+    # np.unique sorts: ``all_grams`` is what places are looked up in.
+    candidates = {one.number: np.unique(grams) for one, grams in _grams(wanting, analysed, spool)}
+    all_grams = np.unique(np.concatenate(list(candidates.values())))
+    counts = np.zeros(len(all_grams), np.int64)
+    if len(all_grams):
+        for _, grams in _grams(living, analysed, spool):
+            counts[_places(all_grams, np.unique(grams))] += 1
+    trained: dict[int, set[str]] = {}
+    for gram, key in index.trained_with(all_grams):
+        trained.setdefault(gram, set()).add(key)
+    for gram, keys in trained.items():
+        counts[np.searchsorted(all_grams, np.uint64(gram))] += len(keys)
+    common = all_grams[counts > policy.decontamination.common]
+
+    room = index.held_out_count()
+    chosen: dict[str, Hashes] = {}
+    for one in wanting:
+        row = one.row
+        grams = candidates[one.number]
+        grams = grams[~np.isin(grams, common, assume_unique=True)]
+        overlap = next((min(trained[gram]) for gram in grams.tolist() if gram in trained), None)
+        if overlap is not None:
+            row.detail = f"not held out: shares words with {overlap}, which is trained on"
+        elif room.get(row.domain, 0) < policy.rules(row.domain).hold_out_at_most:
+            room[row.domain] = room.get(row.domain, 0) + 1
+            chosen[row.key] = grams
+            row.fate = "held_out"
+    return chosen
+
+
+def _places(ordered: Hashes, values: Hashes) -> np.ndarray:
+    """Where ``values`` stand in ``ordered``, those that do."""
+    places = np.searchsorted(ordered, values)
+    places[places == len(ordered)] = 0
+    return places[ordered[places] == values]
+
+
+def _find_contamination(
+    living: Sequence[_Living],
+    analysed: Sequence[Analysed],
+    index: Index,
+    policy: DataPolicy,
+    spool: Path,
+    held_out: dict[str, Hashes],
+) -> list[list[Task]]:
+    known = decontaminate.HeldOutNgrams.of([*index.held_out_ngrams(), *held_out.items()])
+    tasks: list[list[Task]] = [[] for _ in analysed]
+    for one, grams in _grams(living, analysed, spool):
+        cuts: list[tuple[int, int]] = []
+        if one.row.fate != "held_out":
+            collisions = known.find(grams)
+            cuts = decontaminate.spans(collisions, policy.decontamination.ngram)
+            if cuts:
+                one.row.matched = known.owner(grams[collisions[0]])
+        tasks[one.chunk].append(Task(one.place, one.row.key, one.row.fate == "held_out", cuts))
+    return tasks

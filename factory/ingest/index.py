@@ -1,0 +1,97 @@
+"""What ingest asks the ledger: documents known by content, near-duplicate bands, n-grams. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sqlalchemy as sa
+
+from factory.errors import ConfigError
+from factory.ingest import near_dup
+from factory.ingest.policy import DataPolicy
+from factory.ingest.words import Hashes
+from factory.ledger import Ledger, documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams
+
+_AT_ONCE = 5000  # values in one IN (…)
+PARAMETERS = "ingest_index"  # key in ``meta``
+
+
+class Index:
+    """Everything ever kept, as one ingest sees it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def check(self, policy: DataPolicy) -> str:
+        """The parameters of the stored hashes; hashes made with others cannot be compared with them.
+
+        Raises: ConfigError when the policy (or an installed library) has changed them.
+        """
+        wanted = f"{near_dup.INDEX}; n-gram {policy.decontamination.ngram}, window {policy.decontamination.sample_window}"
+        found = self._ledger.one(sa.select(meta.c.value).where(meta.c.key == PARAMETERS))
+        if found and found["value"] != wanted:
+            raise ConfigError(
+                f"data.yaml: this workspace's index was made with '{found['value']}', the policy now says '{wanted}': "
+                "go back to the old values, or start a new workspace and ingest the same shards"
+            )
+        return wanted
+
+    def kept_by_content(self, hashes: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """content_sha256 → (key, fate) of documents that were kept."""
+        c = documents.c
+        found = self._select([c.content_sha256, c.key, c.fate], c.content_sha256, hashes, c.fate != "dropped")
+        return {row[0]: (row[1], row[2]) for row in found}
+
+    def near(self, hashes: near_dup.Bands) -> near_dup.Stored:
+        c = near_dup_bands.c
+        keys: dict[int, list[str]] = {}
+        for value, key in self._select([c.hash, c.document], c.hash, hashes.astype(np.int64).tolist()):
+            stored = keys.setdefault(value % 2**64, [])
+            if len(stored) < near_dup.CANDIDATES:
+                stored.append(key)
+        names = sorted({key for found in keys.values() for key in found})
+        s = near_dup_signatures.c
+        signed = {
+            key: np.frombuffer(blob, "<u4").astype(np.uint32)
+            for key, blob in self._select([s.document, s.signature], s.document, names)
+        }
+        return near_dup.Stored(keys, signed)
+
+    def fates(self, keys: Sequence[str]) -> dict[str, str]:
+        c = documents.c
+        return {row[0]: row[1] for row in self._select([c.key, c.fate], c.key, keys)}
+
+    def trained_with(self, grams: Hashes) -> list[tuple[int, str]]:
+        """(n-gram, key) of documents that are training data and whose sample holds the n-gram."""
+        c = ngrams.c
+        found = self._select([c.hash, c.document], c.hash, grams.astype(np.int64).tolist(), sa.not_(c.held_out))
+        return [(value % 2**64, key) for value, key in found]
+
+    def held_out_ngrams(self) -> list[tuple[str, Hashes]]:
+        """Every n-gram of every held-out document."""
+        statement = sa.select(ngrams.c.document, ngrams.c.hash).where(ngrams.c.held_out)
+        grams: dict[str, list[int]] = {}
+        for row in self._ledger.rows(statement):
+            grams.setdefault(row["document"], []).append(row["hash"])
+        return [(key, np.array(grams[key], np.int64).astype(np.uint64)) for key in sorted(grams)]
+
+    def held_out_count(self) -> dict[str, int]:
+        """How many documents each domain holds out already."""
+        statement = sa.select(held_out.c.domain, sa.func.count().label("n")).group_by(held_out.c.domain)
+        return {row["domain"]: row["n"] for row in self._ledger.rows(statement)}
+
+    def _select(
+        self, columns: Sequence[Any], by: Any, values: Sequence[Any], *where: Any
+    ) -> Iterator[tuple[Any, ...]]:
+        statement = sa.select(*columns).where(by.in_(sa.bindparam("values", expanding=True)), *where)
+        with self._ledger.engine.connect().execution_options(reads_only=True) as connection:
+            for start in range(0, len(values), _AT_ONCE):
+                found = connection.execute(statement, {"values": list(values[start : start + _AT_ONCE])})
+                yield from (tuple(row) for row in found)
+
+
+def signature_bytes(signature: npt.NDArray[np.uint32]) -> bytes:
+    return signature.astype("<u4").tobytes()

@@ -1,0 +1,109 @@
+"""Personal data and secrets, replaced by placeholders that keep the text's shape and point nowhere.
+
+| kind   | what                                                             | becomes                                |
+|--------|------------------------------------------------------------------|----------------------------------------|
+| email  | an address at a domain that can exist (not example.com and such) | email@example.com (RFC 2606)           |
+| ip     | a public IPv4 address in dotted form                             | 192.0.2.1 (RFC 5737)                   |
+| phone  | an international (+…) or North American number                   | +1 555 0100 100                        |
+| card   | 13–19 digits in groups that pass the Luhn check                  | 0000 0000 0000 0000                    |
+| secret | AWS, GitHub, Slack, Google, OpenAI keys; private key blocks      | <SECRET>                               |
+
+Names are left alone: authors in licence headers are meant to be read.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterable
+
+_EMAIL = re.compile(r"(?<![\w.+-])[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.){1,5}[A-Za-z]{2,24}(?![\w-])")
+_NO_MAIL = re.compile(r"(?:^|\.)(?:example(?:\.(?:com|org|net))?|invalid|test|localhost|local)$", re.IGNORECASE)
+_IP = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\.?\w)")
+_PHONE = re.compile(
+    r"(?<![\w.+-])(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?(?:\d{2,4}[ .-]?){2,4}\d{2,4}|(?:\(\d{3}\) ?|\d{3}[.-])\d{3}[.-]\d{4})(?![\w.-]?\d)"
+)
+_CARD = re.compile(r"(?<![\w.-])\d{4}(?:([ -])\d{4}\1\d{4}\1\d{1,7}|([ -])\d{6}\2\d{5}|\d{9,15})(?![\w-])(?!\.\d)")
+_SECRET = re.compile(
+    r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----|\Z)"
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bxox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|\bAIza[0-9A-Za-z_-]{35}\b|\bsk-(?:proj-)?[A-Za-z0-9_-]{32,}",
+    re.DOTALL,
+)
+_SECRET_SIGNS = ("PRIVATE KEY", "AKIA", "ASIA", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "xox", "AIza", "sk-")
+_DIGITS = re.compile(r"\D")
+
+
+def replace(text: str, kinds: Iterable[str]) -> tuple[str, dict[str, int]]:
+    """The text with every kind of ``kinds`` replaced, and how many of each there were."""
+    counts: dict[str, int] = {}
+    for kind in kinds:
+        found = _REPLACERS[kind]
+        text, count = found(text)
+        if count:
+            counts[kind] = count
+    return text, counts
+
+
+def luhn(digits: str) -> bool:
+    """The check digit of card numbers (ISO/IEC 7812-1, annex B)."""
+    total = 0
+    for place, digit in enumerate(reversed(digits)):
+        value = int(digit) * (1 + place % 2)
+        total += value - 9 * (value > 9)
+    return total % 10 == 0
+
+
+def _email(text: str) -> tuple[str, int]:
+    if "@" not in text:
+        return text, 0
+    return _substitute(_EMAIL, text, "email@example.com", lambda m: not _NO_MAIL.search(m.group(0).split("@", 1)[1]))
+
+
+def _ip(text: str) -> tuple[str, int]:
+    if text.count(".") < 3:
+        return text, 0
+    return _substitute(_IP, text, "192.0.2.1", lambda m: _public(m.group(0)))
+
+
+def _public(dotted: str) -> bool:
+    try:
+        return ipaddress.IPv4Address(dotted).is_global
+    except ValueError:  # a part above 255, or with a leading zero: no address
+        return False
+
+
+def _phone(text: str) -> tuple[str, int]:
+    return _substitute(_PHONE, text, "+1 555 0100 100", lambda m: 9 <= len(_DIGITS.sub("", m.group(0))) <= 15)
+
+
+def _card(text: str) -> tuple[str, int]:
+    return _substitute(_CARD, text, "0000 0000 0000 0000", lambda m: _is_card(_DIGITS.sub("", m.group(0))))
+
+
+def _is_card(digits: str) -> bool:
+    return 13 <= len(digits) <= 19 and len(set(digits)) > 1 and digits[0] in "3456" and luhn(digits)
+
+
+def _secret(text: str) -> tuple[str, int]:
+    if not any(sign in text for sign in _SECRET_SIGNS):
+        return text, 0
+    return _substitute(_SECRET, text, "<SECRET>", lambda m: True)
+
+
+def _substitute(
+    pattern: re.Pattern[str], text: str, placeholder: str, counts: Callable[[re.Match[str]], bool]
+) -> tuple[str, int]:
+    replaced = 0
+
+    def one(match: re.Match[str]) -> str:
+        nonlocal replaced
+        if match.group(0) == placeholder or not counts(match):
+            return match.group(0)
+        replaced += 1
+        return placeholder
+
+    return pattern.sub(one, text), replaced
+
+
+_REPLACERS = {"email": _email, "ip": _ip, "phone": _phone, "card": _card, "secret": _secret}

@@ -1,0 +1,202 @@
+"""Shard files as a stream of rows, in bounded memory: JSONL (plain, .gz, .zst), Parquet, plain text and code.
+
+A row that cannot be read is still a row: it is handed on as a ``BadRow`` and gets its fate like any other. What is wrong
+with the file as a whole (not of a known kind, cut off inside its compression, a bomb …) raises ``ShardProblem``, and the
+shard is quarantined.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from factory.ingest.document import BadRow
+from factory.ingest.policy import Limits
+
+CODE = {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cu", ".rs", ".go", ".js", ".ts", ".java", ".sh", ".sql", ".toml", ".yaml"}
+TEXT = {".txt", ".md", ".rst"}
+JSONL = {".jsonl", ".ndjson", ".json"}
+SUPPORTED = "JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet (.parquet), text (.txt, .md, .rst) and code (.py, .c, .rs …)"
+
+_BLOCK = 1 << 20
+_FREE_EXPANSION = 64 << 20  # bytes before the expansion of a compressed shard is judged
+
+# What a reader hands on: a line of JSON, a decoded object, or a row that cannot be read.
+RawRow = bytes | dict[str, Any] | BadRow
+
+
+class ShardProblem(Exception):
+    """The whole file is unusable; the message says why, for a person. ``rows`` and ``dropped`` by rule, where known."""
+
+    def __init__(self, reason: str, rows: int = 0, dropped: dict[str, int] | None = None) -> None:
+        super().__init__(reason)
+        self.rows = rows
+        self.dropped = dropped or {}
+
+
+def read_rows(path: Path, limits: Limits) -> Iterator[RawRow]:
+    """The rows of a shard, in order. Raises: ShardProblem."""
+    kind, compression = _kind(path)
+    if kind == "parquet":
+        yield from _parquet(path, limits)
+    elif kind == "jsonl":
+        with _opened(path, compression, limits) as stream:
+            yield from _lines(stream, limits.max_row_bytes)
+    else:
+        with _opened(path, compression, limits) as stream:
+            yield _whole(path, stream, kind, limits)
+
+
+def _kind(path: Path) -> tuple[str, str]:
+    suffixes = [s.lower() for s in path.suffixes]
+    compression = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}.get(suffixes[-1] if suffixes else "", "")
+    suffix = (suffixes[:-1] if compression else suffixes)[-1:] or [""]
+    with open(path, "rb") as handle:
+        head = handle.read(4)
+    if not head:
+        raise ShardProblem("the file is empty")
+    if suffix[0] in JSONL:
+        return "jsonl", compression
+    if suffix[0] == ".parquet" and not compression:
+        return "parquet", ""
+    if suffix[0] in CODE:
+        return "code", compression
+    if suffix[0] in TEXT:
+        return "text", compression
+    raise ShardProblem(f"not a kind of file that can be ingested: {path.name}; supported: {SUPPORTED}")
+
+
+class _Bounded(io.RawIOBase):
+    """A decompressing stream that stops at a bomb and says what is wrong with a broken file."""
+
+    def __init__(self, inner: Any, path: Path, limits: Limits) -> None:
+        self._inner, self._name, self._limits = inner, path.name, limits
+        self._size = path.stat().st_size
+        self._given = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            block: bytes = self._inner.read(_BLOCK if size is None or size < 0 else size)
+        except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+            raise ShardProblem(f"cannot be decompressed after {self._given} bytes: {error}") from error
+        self._given += len(block)
+        if self._given > self._limits.max_shard_bytes:
+            raise ShardProblem(f"more than {self._limits.max_shard_bytes} bytes (limits.max_shard_bytes): split it")
+        if self._given > _FREE_EXPANSION and self._given > self._limits.max_expansion * self._size:
+            raise ShardProblem(f"expands more than {self._limits.max_expansion:g} times (limits.max_expansion): a bomb?")
+        return block
+
+    def close(self) -> None:
+        self._inner.close()
+        super().close()
+
+
+def _opened(path: Path, compression: str, limits: Limits) -> _Bounded:
+    inner: Any
+    try:
+        if compression == "gzip":
+            inner = gzip.open(path, "rb")
+        elif compression == "zstd":
+            inner = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+        else:
+            inner = open(path, "rb")
+    except (OSError, pa.ArrowException) as error:
+        raise ShardProblem(f"cannot be opened: {error}") from error
+    return _Bounded(inner, path, limits)
+
+
+def _lines(stream: _Bounded, max_bytes: int) -> Iterator[RawRow]:
+    """Lines without their ends; a line over ``max_bytes`` is passed over without being held in memory."""
+    rest = b""
+    skipped = 0  # bytes of an over-long line passed over so far
+    first = True
+    while block := stream.read(_BLOCK):
+        if first:
+            _refuse_other_encodings(block)
+            first = False
+        lines = (rest + block).split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            if skipped or len(line) > max_bytes:
+                yield _too_long(skipped + len(line), max_bytes)
+                skipped = 0
+            else:
+                yield line
+        if skipped or len(rest) > max_bytes:
+            skipped += len(rest)
+            rest = b""
+    if skipped:
+        yield _too_long(skipped, max_bytes)
+    elif rest:
+        yield rest
+    elif first:
+        raise ShardProblem("the file is empty once decompressed")
+
+
+def _too_long(size: int, limit: int) -> BadRow:
+    return BadRow("row_too_long", f"a row of {size} bytes; limits.max_row_bytes is {limit}")
+
+
+def _whole(path: Path, stream: _Bounded, kind: str, limits: Limits) -> RawRow:
+    """A text or code file is one document whose source is the file's name."""
+    blocks: list[bytes] = []
+    size = 0
+    while block := stream.read(_BLOCK):
+        blocks.append(block)
+        size += len(block)
+        if size > limits.max_row_bytes:
+            raise ShardProblem(f"a document of more than {limits.max_row_bytes} bytes (limits.max_row_bytes)")
+    data = b"".join(blocks)
+    _refuse_other_encodings(data)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ShardProblem(f"not UTF-8 at byte {error.start}: convert it, for example with iconv") from error
+    return {"text": text, "source": path.name} | ({"domain": "code"} if kind == "code" else {})
+
+
+def _refuse_other_encodings(head: bytes) -> None:
+    for mark, name in ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"), (b"\x00\x00\xfe\xff", "UTF-32")):
+        if head.startswith(mark):
+            raise ShardProblem(f"encoded as {name}, not UTF-8: convert it, for example with iconv")
+
+
+def _parquet(path: Path, limits: Limits) -> Iterator[RawRow]:
+    try:
+        with pq.ParquetFile(path) as file:
+            columns = set(file.schema_arrow.names) & {"id", "text", "messages", "domain", "source", "license", "created"}
+            if not columns & {"text", "messages"}:
+                raise ShardProblem(f"Parquet with neither 'text' nor 'messages'; columns: {file.schema_arrow.names[:10]}")
+            total = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+            if total > limits.max_shard_bytes:
+                raise ShardProblem(f"more than {limits.max_shard_bytes} bytes (limits.max_shard_bytes): split it")
+            if total > _FREE_EXPANSION and total > limits.max_expansion * path.stat().st_size:
+                raise ShardProblem(f"expands more than {limits.max_expansion:g} times (limits.max_expansion): a bomb?")
+            for batch in file.iter_batches(batch_size=64, columns=sorted(columns)):
+                for row in range(batch.num_rows):
+                    yield _parquet_row(batch, row, limits.max_row_bytes)
+    except (OSError, pa.ArrowException) as error:
+        raise ShardProblem(f"not readable as Parquet: {str(error)[:200]}") from error
+
+
+def _parquet_row(batch: pa.RecordBatch, row: int, max_bytes: int) -> RawRow:
+    try:
+        values = {name: batch.column(i)[row].as_py() for i, name in enumerate(batch.schema.names)}
+    except UnicodeDecodeError as error:
+        return BadRow("bad_encoding", f"not UTF-8: {error.reason}")
+    text = values.get("text")
+    if isinstance(text, str) and len(text) > max_bytes:
+        return _too_long(len(text), max_bytes)
+    return {name: value for name, value in values.items() if value is not None}
+
+

@@ -1,0 +1,144 @@
+"""The ledger rows of an ingested shard, all written in the caller's one transaction."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+
+from factory.ingest.decide import Decided
+from factory.ingest.document import Row
+from factory.ingest.index import PARAMETERS, signature_bytes
+from factory.ingest.tokenizer import Tokenizer
+from factory.ingest.worker import Finished
+from factory.ledger import (
+    documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams, token_shards, tokenizers,
+)  # fmt: skip
+from trainer.token_shard import TokenShard
+
+_AT_ONCE = 20_000  # rows in one statement
+
+
+def totals(rows: Sequence[Row]) -> dict[str, Any]:
+    """``counts``, ``domains`` and ``tokens`` of the ledger's ``shards`` row."""
+    assert all(row.fate for row in rows)
+    fates = Counter(row.fate for row in rows)
+    kinds: Counter[str] = Counter()
+    domains: dict[str, dict[str, int]] = {}
+    for row in rows:
+        if row.fate == "dropped":
+            continue
+        kinds.update(row.pii)
+        if row.fate == "train":
+            domain = domains.setdefault(row.domain, {"documents": 0, "tokens": 0, "supervised_tokens": 0})
+            domain["documents"] += 1
+            domain["tokens"] += row.tokens
+            domain["supervised_tokens"] += row.supervised_tokens
+    counts = {
+        "train": fates["train"],
+        "held_out": fates["held_out"],
+        "dropped": dict(sorted(Counter(row.rule for row in rows if row.fate == "dropped").items())),
+        "pii": kinds.total(),
+        "pii_kinds": dict(sorted(kinds.items())),
+        "trimmed": sum(row.trimmed > 0 for row in rows),
+    }
+    return {"counts": counts, "domains": domains, "tokens": sum(domain["tokens"] for domain in domains.values())}
+
+
+def write_parameters(tx: sa.Connection, parameters: str) -> None:
+    if tx.execute(sa.select(meta.c.value).where(meta.c.key == PARAMETERS)).scalar() is None:
+        tx.execute(meta.insert().values(key=PARAMETERS, value=parameters))
+
+
+def write_tokenizer(tx: sa.Connection, tokenizer: Tokenizer) -> None:
+    if tx.execute(sa.select(tokenizers.c.sha256)).scalar() is None:
+        tx.execute(
+            tokenizers.insert().values(
+                sha256=tokenizer.sha256,
+                path=str(tokenizer.folder),
+                vocab_size=tokenizer.vocab_size,
+                created_at=time.time(),
+            )
+        )
+
+
+def write_token_shard_row(
+    tx: sa.Connection, shard: TokenShard, sha256: str, tokenizer: Tokenizer | None, domains: dict[str, Any]
+) -> None:
+    assert tokenizer
+    tx.execute(
+        token_shards.insert().values(
+            id=shard.id,
+            shard=sha256,
+            path=str(shard.path),
+            tokenizer=tokenizer.sha256,
+            documents=shard.manifest["documents"],
+            tokens=shard.manifest["tokens"],
+            domains=domains,
+            created_at=time.time(),
+        )
+    )
+
+
+def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_shard: str | None) -> None:
+    _insert(
+        tx,
+        documents,
+        (
+            {
+                "key": row.key, "id": row.id, "shard": sha256, "row": row.number, "domain": row.domain,
+                "source": row.source, "license": row.license, "content_sha256": row.content_sha256, "fate": row.fate,
+                "rule": row.rule, "matched": row.matched, "detail": _detail(row), "releasable": row.releasable,
+                "tokens": row.tokens, "supervised_tokens": row.supervised_tokens,
+                "token_shard": token_shard if row.fate == "train" else None,
+            }
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def write_index(tx: sa.Connection, rows: Iterable[Row], decided: Decided, finished: dict[str, Finished]) -> None:
+    """Held-out contents, near-duplicate bands and signatures, n-grams: what later shards are compared with."""
+    kept = [row for row in rows if row.fate != "dropped"]
+    held = [row for row in kept if row.fate == "held_out"]
+    contents = ((row, finished[row.key].content) for row in held)
+    _insert(
+        tx,
+        held_out,
+        (
+            {"key": row.key, "domain": row.domain, "source": row.source or row.key, "content": content}
+            for row, content in contents
+        ),
+    )
+    _insert(
+        tx,
+        near_dup_bands,
+        (
+            {"band": band, "hash": value, "document": row.key}
+            for row in kept
+            for band, value in enumerate(decided.near.bands_of(decided.numbers[row.key]))
+        ),
+    )
+    signed = ((row.key, decided.signatures[decided.numbers[row.key]]) for row in kept)
+    _insert(tx, near_dup_signatures, ({"document": key, "signature": signature_bytes(one)} for key, one in signed))
+    for row in kept:
+        is_held = row.fate == "held_out"
+        grams = decided.held_out[row.key] if is_held else finished[row.key].sampled
+        values = grams.astype(np.int64).tolist()
+        _insert(tx, ngrams, ({"hash": value, "document": row.key, "held_out": is_held} for value in values))
+
+
+def _detail(row: Row) -> str | None:
+    replaced = ", ".join(f"{count} {kind}" for kind, count in sorted(row.pii.items()))
+    words = [row.detail, f"replaced: {replaced}" if replaced and row.fate != "dropped" else None]
+    return "; ".join(word for word in words if word) or None
+
+
+def _insert(tx: sa.Connection, table: sa.Table, values: Iterator[dict[str, Any]]) -> None:
+    while batch := list(islice(values, _AT_ONCE)):
+        tx.execute(table.insert(), batch)

@@ -1,0 +1,102 @@
+"""The workspace's one tokenizer: loaded when it is there, else trained on a bounded sample of what waits to be ingested.
+
+The sample is drawn from the documents of the first shard that are to be trained on and, in equal shares, from the other
+shards waiting in the inbox, so that a first shard of chats does not leave code without words of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from factory.errors import WorkspaceError
+from factory.ingest.document import BadRow, Row, flat
+from factory.ingest.policy import DataPolicy
+from factory.ingest.readers import ShardProblem, read_rows
+from factory.ingest.tokenizer import Tokenizer, train
+from factory.ingest.worker import Task, read_row, spool_contents
+from factory.ledger import Ledger, tokenizers
+from factory.progress import Progress
+from factory.workspace import Workspace
+
+_OF_ONE_DOCUMENT = 50_000  # characters: one large file must not be the sample
+_OTHER_SHARDS = 16
+_SMALL = 100_000  # characters below which a vocabulary is too small to be good
+
+
+def frozen_tokenizer(
+    workspace: Workspace,
+    ledger: Ledger,
+    policy: DataPolicy,
+    tasks: Sequence[Sequence[Task]],
+    spool: Path,
+    path: Path,
+    progress: Progress,
+) -> Tokenizer:
+    """Raises: WorkspaceError when the tokenizer's files are not those the ledger recorded."""
+    recorded = ledger.one(sa.select(tokenizers))
+    if recorded:
+        tokenizer = Tokenizer.load(workspace.tokenizer)
+        if tokenizer.sha256 != recorded["sha256"]:
+            raise WorkspaceError(
+                f"{workspace.tokenizer}/tokenizer.json is not the tokenizer this workspace was trained with "
+                f"(SHA-256 {recorded['sha256'][:16]}…): put the recorded file back"
+            )
+        return tokenizer
+    others = _other_shards(workspace, path)
+    share = policy.tokenizer.sample_bytes // (len(others) + 1)
+    with progress.task("train the tokenizer") as bar:
+        sample = list(_sample_spool(tasks, spool, share))
+        for other in others:
+            sample += _sample_file(other, policy, share)
+        if sum(map(len, sample)) < _SMALL:
+            progress.line("the tokenizer is trained once, on what is there: this is very little text for it")
+        bar.advance(note=f"{sum(map(len, sample)) / 1e6:.1f} MB of {len(others) + 1} shards")
+        # It may be called from worker-free code, where the library would start threads of its own.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        return train(iter(sample), policy.tokenizer.vocab_size, workspace.tokenizer)
+
+
+def _sample_spool(tasks: Sequence[Sequence[Task]], spool: Path, budget: int) -> Iterator[str]:
+    """Every k-th training document, so that about ``budget`` characters come from all over the shard."""
+    total = sum(file.stat().st_size for file in spool.glob("*.jsonl"))
+    every = max(1, -(-total // budget))
+    number = 0
+    for chunk, of_chunk in enumerate(tasks):
+        wanted = [task for task in of_chunk if not task.held_out]
+        contents = spool_contents(spool, chunk) if wanted else []
+        for task in wanted:
+            if number % every == 0:
+                yield flat(contents[task.place])[:_OF_ONE_DOCUMENT]
+            number += 1
+
+
+def _other_shards(workspace: Workspace, path: Path) -> list[Path]:
+    if not workspace.inbox.is_dir():
+        return []
+    waiting = (file for file in workspace.inbox.iterdir() if file.is_file() and not file.name.startswith("."))
+    return sorted(file for file in waiting if file.resolve() != path.resolve())[:_OTHER_SHARDS]
+
+
+def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
+    """The first documents of a shard that is still to be ingested; what is wrong with it will be said when it is."""
+    drawn = 0
+    try:
+        for number, raw in enumerate(islice(read_rows(path, policy.limits), policy.limits.max_rows)):
+            row = Row(number, "", "", "unknown")
+            try:
+                content = read_row(policy, row, raw)
+            except BadRow:
+                continue
+            if not row.wants_held_out:
+                text = flat(content)[:_OF_ONE_DOCUMENT]
+                drawn += len(text)
+                yield text
+            if drawn >= budget:
+                return
+    except (ShardProblem, OSError):
+        return

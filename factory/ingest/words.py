@@ -1,0 +1,71 @@
+"""Words of a text as hashes, and hashes of runs of words: what near-duplicate search and decontamination compare.
+
+A word is a run of letters, digits and underscores in lower case, hashed with BLAKE2b to 64 bits, so that hashes are the
+same in every process and for ever. A run of n words is hashed as a polynomial of its words' hashes, mixed (splitmix64).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = npt.NDArray[np.uint64]
+
+_WORD = re.compile(r"\w+")
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xBF58476D1CE4E5B9)
+_WORDS_AT_MOST = 1_000_000  # hashes remembered; then the table starts anew
+
+
+class _WordHashes(dict[str, int]):
+    def __missing__(self, word: str) -> int:
+        digest = hashlib.blake2b(word.lower().encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        if len(self) > _WORDS_AT_MOST:
+            self.clear()
+        value = self[word] = int.from_bytes(digest, "little")
+        return value
+
+
+_hashes = _WordHashes()
+
+
+def word_hashes(text: str) -> Hashes:
+    """One hash a word, shape [words]."""
+    return np.fromiter(map(_hashes.__getitem__, _WORD.findall(text)), np.uint64)
+
+
+def word_spans(text: str) -> list[tuple[int, int]]:
+    """Where each word of ``word_hashes`` stands in the text, as [start, stop) characters."""
+    return [match.span() for match in _WORD.finditer(text)]
+
+
+def runs(words: Hashes, n: int) -> Hashes:
+    """A hash for every run of ``n`` consecutive words, shape [max(words - n + 1, 0)]."""
+    count = len(words) - n + 1
+    if count <= 0:
+        return words[:0]
+    mixed = np.zeros(count, np.uint64)
+    for place in range(n):
+        mixed = mixed * _FACTOR + words[place : place + count]
+    return mix(mixed)
+
+
+def mix(values: Hashes) -> Hashes:
+    """Spread the bits (the finaliser of splitmix64), so that the smallest hash is a fair sample."""
+    values = values ^ (values >> np.uint64(31))
+    values = values * _MIX
+    return values ^ (values >> np.uint64(29))
+
+
+def winnow(hashes: Hashes, window: int) -> Hashes:
+    """The smallest hash of every window, each once: about 2 in ``window + 1`` of them.
+
+    Two texts that share ``window`` consecutive hashes share a chosen one (Schleimer, Wilkerson, Aiken 2003).
+    """
+    if len(hashes) <= window:
+        return hashes[[hashes.argmin()]] if len(hashes) else hashes
+    windows = np.lib.stride_tricks.sliding_window_view(hashes, window)
+    return np.unique(hashes[np.unique(windows.argmin(axis=1) + np.arange(len(windows)))])

@@ -1,0 +1,212 @@
+"""The per-document work, chunk by chunk, in worker processes. Plain functions of picklable arguments; no ledger here.
+
+``analyse``  raw rows → fates of the bad ones; content, n-grams and near-duplicate signatures of the others
+``finish``   the chunk's decided documents → trimmed, tokenised, checked to come back exactly
+
+Between the two the normalised content lies in a spool of two files a chunk (JSON lines and n-gram hashes), so that memory
+does not grow with the shard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import parent_process
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from factory.ingest import decontaminate, filters, near_dup, pii, split
+from factory.ingest.document import BadRow, Content, Row, content_sha256, flat, normalise, parse_document, parse_json
+from factory.ingest.policy import DataPolicy
+from factory.ingest.readers import RawRow
+from factory.ingest.tokenizer import Tokenizer, holds_special
+from factory.ingest.words import Hashes, winnow, word_hashes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for every chunk of a shard."""
+
+    policy: DataPolicy
+    spool: Path
+    prefix: str  # of the keys: the first 16 hex digits of the shard's SHA-256
+
+
+@dataclass(frozen=True)
+class Analysed:
+    """One chunk. ``rows`` holds every row; ``alive`` the places in ``rows`` of those without a fate, in spool order."""
+
+    chunk: int
+    rows: list[Row]
+    alive: list[int]
+    signatures: near_dup.Signatures  # [alive, permutations]
+    lengths: npt.NDArray[np.int64]  # [alive], n-grams of each
+
+
+@dataclass(frozen=True)
+class Task:
+    """What ``finish`` does with one document of the spool: its place there, and the word spans to cut."""
+
+    place: int
+    key: str
+    held_out: bool
+    cuts: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Finished:
+    place: int
+    tokens: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    loss_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    sampled: Hashes = field(default_factory=lambda: np.zeros(0, np.uint64))  # winnowed n-grams of the final text
+    trimmed: int = 0  # characters removed
+    content: Content | None = None  # of a held-out document
+    dropped: tuple[str, str] | None = None  # rule, detail
+
+
+def start_worker() -> None:
+    """Initialiser of a worker process: end when the parent does, however it ends."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def analyse(job: Job, chunk: int, first_row: int, raw_rows: Sequence[RawRow]) -> Analysed:
+    rows: list[Row] = []
+    alive: list[int] = []
+    contents: list[Content] = []
+    shingles: list[Hashes] = []
+    grams: list[Hashes] = []
+    for offset, raw in enumerate(raw_rows):
+        number = first_row + offset
+        key = f"{job.prefix}:{number}"
+        row = Row(number, key, key, "unknown")
+        rows.append(row)
+        try:
+            content = read_row(job.policy, row, raw)
+        except BadRow as bad:
+            row.drop(bad.rule, bad.detail)
+            continue
+        words = word_hashes(flat(content))
+        assert row.content_sha256
+        shingles.append(near_dup.shingles(words, bytes.fromhex(row.content_sha256)))
+        grams.append(decontaminate.ngrams(words, job.policy.decontamination.ngram))
+        contents.append(content)
+        alive.append(offset)
+    _spool_write(job.spool, chunk, contents, grams)
+    lengths = np.array([len(one) for one in grams], np.int64)
+    return Analysed(chunk, rows, alive, near_dup.signatures(shingles), lengths)
+
+
+def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
+    """Validate, normalise, filter and redact one row, filling in ``row``. Raises: BadRow."""
+    if isinstance(raw, BadRow):
+        raise raw
+    parsed = parse_document(parse_json(raw) if isinstance(raw, bytes) else raw, policy.default_domain)
+    row.id = parsed.id or row.key
+    row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license
+    rules = policy.rules(row.domain)
+    licence = policy.licences.of(row.license)
+    row.releasable = licence.release
+    if not licence.train:
+        raise BadRow("licence", f"licence {row.license!r} does not allow training")
+    content = normalise(parsed.content, code=row.domain == "code")
+    text = flat(content)
+    failure = filters.first_failure(text, rules)
+    if failure is None and rules.must_parse and "text" in content and (row.source or "").endswith(".py"):
+        reason = filters.does_not_parse(text)
+        failure = ("does_not_parse", reason) if reason else None
+    if failure:
+        raise BadRow(*failure)
+    content = _redact(content, rules.pii, row)
+    row.content_sha256 = content_sha256(content)
+    # Other programs give a text that spells a special token other ids than we do: no such item to compare models on.
+    row.wants_held_out = split.chosen(
+        row.content_sha256, row.source, rules, policy.held_out.share
+    ) and not holds_special(text)
+    return content
+
+
+def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
+    def one(text: str) -> str:
+        text, counts = pii.replace(text, kinds)
+        for kind, count in counts.items():
+            row.pii[kind] = row.pii.get(kind, 0) + count
+        return text
+
+    if "text" in content:
+        return {"text": one(content["text"])}
+    return {"messages": [{"role": m["role"], "content": one(m["content"])} for m in content["messages"]]}
+
+
+def finish(job: Job, chunk: int, tasks: Sequence[Task], tokenizer_folder: Path) -> list[Finished]:
+    tokenizer = _tokenizer(tokenizer_folder)
+    contents = spool_contents(job.spool, chunk)
+    return [_finish_one(job.policy, task, contents[task.place], tokenizer) for task in tasks]
+
+
+def _finish_one(policy: DataPolicy, task: Task, content: Content, tokenizer: Tokenizer) -> Finished:
+    rules = policy.decontamination
+    trimmed = 0
+    if task.cuts:
+        if "messages" in content:
+            return Finished(task.place, dropped=("contaminated", "a chat that shares words with a held-out document"))
+        shorter = decontaminate.trim(content["text"], task.cuts, rules.margin, rules.max_trimmed)
+        if shorter is None:
+            reason = f"shares {len(task.cuts)} passages with held-out documents, too much of it to cut out"
+            return Finished(task.place, dropped=("contaminated", reason))
+        trimmed = len(content["text"]) - len(shorter)
+        content = {"text": shorter}
+    if "text" in content:
+        tokens, mask = tokenizer.encode_text(content["text"])
+        back = tokenizer.decode(tokens) == content["text"]
+    else:
+        tokens, mask = tokenizer.encode_messages(content["messages"])
+        rendered = "".join(f"{m['role']}\n{m['content']}\n" for m in content["messages"])
+        back = tokenizer.decode(tokens) == rendered
+    if not back:
+        return Finished(task.place, dropped=("no_round_trip", "the tokenizer does not give the same text back"))
+    if task.held_out:
+        return Finished(task.place, tokens, mask, content=content)
+    sampled = winnow(decontaminate.ngrams(word_hashes(flat(content)), rules.ngram), rules.sample_window)
+    return Finished(task.place, tokens, mask, sampled, trimmed)
+
+
+_loaded: dict[Path, Tokenizer] = {}
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    if folder not in _loaded:
+        _loaded.clear()
+        _loaded[folder] = Tokenizer.load(folder)
+    return _loaded[folder]
+
+
+# -- the spool ------------------------------------------------------------------------------------------------------------
+def _spool_write(spool: Path, chunk: int, contents: Sequence[Content], grams: Sequence[Hashes]) -> None:
+    with open(spool / f"{chunk:06d}.jsonl", "w", encoding="utf-8") as out:
+        for content in contents:
+            out.write(json.dumps(content, ensure_ascii=False) + "\n")
+    np.save(spool / f"{chunk:06d}.npy", np.concatenate(grams) if grams else np.zeros(0, np.uint64))
+
+
+def spool_contents(spool: Path, chunk: int) -> list[Content]:
+    with open(spool / f"{chunk:06d}.jsonl", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def spool_ngrams(spool: Path, analysed: Analysed) -> list[Hashes]:
+    """n-grams of each document of a chunk, in spool order."""
+    joined = np.load(spool / f"{analysed.chunk:06d}.npy")
+    return np.split(joined, np.cumsum(analysed.lengths)[:-1]) if len(analysed.lengths) else []
