@@ -23,14 +23,14 @@ ROWS = 1024  # tokens a chunk: fewer re-read the weight and its gradient more of
 def reference(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """x [N, D], weight [V, D], targets [N] integers, weights [N] fp32 that already hold mask and normaliser.
 
-    Returns (loss: scalar, nll [N] detached), both fp32 (fp64 for fp64 inputs).
+    Returns (loss: scalar, nll [N] detached, zero where the weight is zero), both fp32 (fp64 for fp64 inputs).
     """
     logits_NV = F.linear(x_ND, weight_VD)
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     logsumexp_N = torch.logsumexp(logits_NV, dim=-1)
     nll_N = logsumexp_N - logits_NV.gather(1, targets_N.long().unsqueeze(1)).squeeze(1)
     loss = (weights_N * (nll_N + z_loss * logsumexp_N.square())).sum()
-    return loss, nll_N.detach()
+    return loss, torch.where(weights_N != 0, nll_N.detach(), 0.0)
 
 
 def cost(shape: Shape, itemsize: int) -> Cost:
@@ -92,24 +92,27 @@ def chunked_op(
         if gradients:
             dx_ND[index] = dlogits @ weight_VD
             dweight_VD += dlogits.t() @ x
-    return loss, nll_N, dx_ND, dweight_VD.to(weight_VD.dtype)
+    return loss, nll_N, dx_ND, dweight_VD
 
 
 @chunked_op.register_fake
 def _(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
-    dx, dweight = (torch.empty_like(x), torch.empty_like(weight)) if gradients else (x.new_empty(0), weight.new_empty(0))
+    dx, dweight = (torch.empty_like(x), torch.empty_like(weight, dtype=wide)) if gradients else (x.new_empty(0), weight.new_empty(0))
     return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide), dx, dweight
 
 
 def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[2], output[3])
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
     ctx.mark_non_differentiable(*output[1:])
 
 
 def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
     dx_ND, dweight_VD = ctx.saved_tensors
-    return dx_ND * upstream[0].to(dx_ND.dtype), dweight_VD * upstream[0].to(dweight_VD.dtype), None, None, None, None, None
+    scale = upstream[0].to(dweight_VD.dtype)  # fp32: rounding it would shift every gradient
+    x_dtype, weight_dtype = ctx.dtypes
+    return (dx_ND.to(scale.dtype) * scale).to(x_dtype), (dweight_VD * scale).to(weight_dtype), None, None, None, None, None
 
 
 chunked_op.register_autograd(scale_gradients, setup_context=keep_gradients)

@@ -142,7 +142,7 @@ def op(
 _SMALL = Shape(batch=2, context=32, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab_size=128)
 CASES = (
     Case("small", _SMALL),
-    Case("one", Shape(batch=1, context=1, d_model=1, heads=1, kv_heads=1, head_dim=2, d_ff=1, vocab_size=2)),
+    Case("one", Shape(batch=1, context=1, d_model=2, heads=1, kv_heads=1, head_dim=2, d_ff=1, vocab_size=2)),
     Case("prime", Shape(batch=3, context=37, d_model=53, heads=6, kv_heads=2, head_dim=22, d_ff=97, vocab_size=131)),
     Case("strided", replace(_SMALL, batch=3, context=17), contiguous=False),
     Case("recipe", Shape(batch=2, context=128)),

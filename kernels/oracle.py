@@ -2,7 +2,8 @@
 
 An implementation passes when, for every output and gradient, its error is at most twice that of the eager reference at the same
 dtype, and it is finite wherever eager is. Two norms are held: the root mean square of the error, and its largest element, both
-relative to the size of the exact result. An error below the dtype's own rounding always passes: eager's may be zero by luck.
+relative to the size of the exact result. An error below the dtype's own rounding always passes (eager's may be zero by luck), and so
+does one below sixteen roundings of fp32, by which sums of a thousand terms differ when taken in another order.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def judge(op: Op, implementation: str, case: Case, *, dtype: torch.dtype = torch.float32, device: str = "cpu", values: str = "normal", seed: int = 0) -> OracleResult:
+def judge(op: Op, implementation: str, case: Case, *, dtype: torch.dtype = torch.float32, device: str = "cpu", values: str = "normal", seed: int = 0, factor: float = FACTOR) -> OracleResult:
     """Run implementation and eager at ``dtype`` and the reference in fp64 on the same inputs and upstream gradients."""
     function = op.implementation(implementation).function
     inputs = list(op.inputs(case, device=device, dtype=dtype, seed=seed))
@@ -76,8 +77,8 @@ def judge(op: Op, implementation: str, case: Case, *, dtype: torch.dtype = torch
     exact = _run(op, op.reference, tuple(_double(x) for x in inputs), seed)
     eager = _run(op, op.reference, tuple(inputs), seed)
     found = _run(op, function, tuple(inputs), seed)
-    eps = torch.finfo(dtype).eps
-    tensors = tuple(_compare(name, found[name], eager[name], exact[name], eps) for name in exact)
+    eps = max(torch.finfo(dtype).eps, 16 * torch.finfo(torch.float32).eps)
+    tensors = tuple(_compare(name, found[name], eager[name], exact[name], eps, factor) for name in exact)
     return OracleResult(op.name, implementation, case.name, str(dtype).removeprefix("torch."), device, values, tensors)
 
 
@@ -105,7 +106,7 @@ def _run(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dic
     return named | {f"gradient of argument {p}": g for p, g in zip(op.gradients, gradients, strict=True)}
 
 
-def _compare(name: str, found: Tensor, eager: Tensor, exact: Tensor, eps: float) -> TensorError:
+def _compare(name: str, found: Tensor, eager: Tensor, exact: Tensor, eps: float, factor: float) -> TensorError:
     assert found.shape == exact.shape and found.dtype == eager.dtype, (name, found.shape, exact.shape, found.dtype, eager.dtype)
     where = eager.isfinite() & exact.isfinite()
     finite = bool(found[where].isfinite().all())
@@ -116,7 +117,7 @@ def _compare(name: str, found: Tensor, eager: Tensor, exact: Tensor, eps: float)
     size, peak = _rms(truth) or 1.0, float(truth.abs().max()) or 1.0
     rms, eager_rms = _rms(mine) / size, _rms(theirs) / size
     largest, eager_largest = float(mine.abs().max()) / peak, float(theirs.abs().max()) / peak
-    ok = finite and rms <= max(FACTOR * eager_rms, eps) and largest <= max(FACTOR * eager_largest, eps)
+    ok = finite and rms <= max(factor * eager_rms, eps) and largest <= max(factor * eager_largest, eps)
     return TensorError(name, rms, eager_rms, largest, eager_largest, finite, ok)
 
 

@@ -1,0 +1,49 @@
+"""A run to profile: the recipe's own model, optimiser and data order, on a token shard of random documents.
+
+What a token is does not change how long a step takes; how long documents are, and how many carry loss, does: lengths are log-normal with a
+median of 250 tokens, and a third of the documents are chats whose first 60 % carry no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data_plan import DataPlan
+from trainer.parallel import Ranks
+from trainer.recipe import Recipe
+from trainer.segment import Run
+from trainer.spec import SegmentSpec
+from trainer.token_shard import TokenizedDocument, write_token_shard
+
+MEDIAN_TOKENS = 250
+
+
+def make_run(recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile: bool) -> Run:
+    """A fresh run of ``steps`` steps whose shard lies in ``folder``; compiled or eager whatever the recipe says.
+
+    Raises: TrainerError, KernelError.
+    """
+    recipe = recipe.model_copy(update={"compile": compile})
+    wanted = steps * recipe.tokens_per_step * 2
+    shard = write_token_shard(folder, documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64)
+    mixture = recipe.mixture.model_copy(update={"weights": {"*": 1.0}, "phases": [], "max_epochs": 4})
+    plan = DataPlan.make(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
+    spec = SegmentSpec(kind="trunk", recipe=recipe, data_plan=plan, first_step=0, last_step=steps, kernels=str(kernels))
+    return Run(spec, Ranks.join(), None)
+
+
+def documents(recipe: Recipe, tokens: int) -> Iterator[TokenizedDocument]:
+    """Random documents, ``tokens`` tokens of them or a little more."""
+    generator = np.random.default_rng(recipe.seed)
+    made = number = 0
+    while made < tokens:
+        length = int(np.clip(generator.lognormal(np.log(MEDIAN_TOKENS), 0.8), 8, 4096))
+        mask = np.ones(length, np.bool_)
+        if number % 3 == 0:
+            mask[: int(length * 0.6)] = False
+        ids = generator.integers(0, recipe.model.vocab_size, length, dtype=np.uint32)
+        yield TokenizedDocument(f"{number:08d}", f"profile-{number}", "chat" if number % 3 == 0 else "text", "profile", "none", ids, mask)
+        made, number = made + length, number + 1
