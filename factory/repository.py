@@ -112,9 +112,9 @@ def changed_files(repository: Path, folders: Sequence[str] = ("kernels", "traine
     return sorted(path for path, blob in entries.items() if now.get(path) != blob)
 
 
-def checkout_live(workspace: Workspace) -> Path:
-    """The folder that holds the live commit, made when missing and mended when it was touched; safe to call again."""
-    commit = live_commit(workspace.repository)
+def checkout_live(workspace: Workspace, commit: str = "") -> Path:
+    """The folder that holds the live commit (or the one named), made when missing and mended when it was touched."""
+    commit = commit or live_commit(workspace.repository)
     return checkout(workspace.repository, commit, workspace.worktrees / f"live-{commit[:12]}")
 
 
@@ -253,6 +253,11 @@ def changes(repository: Path, base: str, commit: str) -> list[Change]:
             Change(path, content, new[0] if new else (old or new or ("100644", ""))[0], old[0] if old else None)
         )
     return found
+
+
+def file_text(repository: Path, commit: str, path: str) -> str:
+    """A stored file as text; bytes that are not UTF-8 are replaced."""
+    return _git(repository, "cat-file", "blob", f"{commit}:{path}").stdout.decode("utf-8", "replace")
 
 
 def modes(repository: Path, commit: str) -> dict[str, str]:

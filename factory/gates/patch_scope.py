@@ -11,12 +11,10 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from factory.errors import ConfigError, nearest
+from factory.evals.policy import Strict, load_policy
 
 # Plain ASCII names: no control characters, look-alikes, back slashes, drive letters or alternate streams to argue about.
 COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -35,13 +33,10 @@ LOADED_BY_NAME = {
 INVISIBLE = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
 DEVICE_NAMES = {"con", "prn", "aux", "nul", *(f"{kind}{n}" for kind in ("com", "lpt") for n in range(10))}
 
-P = TypeVar("P", bound=BaseModel)
 
-
-class ScopeRule(BaseModel):
+class ScopeRule(Strict):
     """One place that patches may write to: an exact path, or ``folder/**``."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     paths: str = Field(pattern=r"^[A-Za-z0-9_./-]+(/\*\*)?$")
     suffixes: list[str]
 
@@ -50,11 +45,11 @@ class ScopeRule(BaseModel):
         return (path.startswith(folder) if star else path == self.paths) and path.endswith(tuple(self.suffixes))
 
 
-class AgentsPolicy(BaseModel):
+class AgentsPolicy(Strict):
     """``policies/agents.yaml``: each field is documented there."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     scope: list[ScopeRule]
+    out_of_scope: list[str] = []
     max_files: int = Field(gt=0)
     max_file_bytes: int = Field(gt=0)
     max_patch_bytes: int = Field(gt=0)
@@ -63,19 +58,6 @@ class AgentsPolicy(BaseModel):
     @classmethod
     def load(cls, path: Path) -> AgentsPolicy:
         return load_policy(cls, path)
-
-
-def load_policy(schema: type[P], path: Path) -> P:
-    """Read a YAML policy strictly. Raises: ConfigError that names the file and the key, and the nearest known key."""
-    try:
-        return schema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "the file"
-        hint = nearest(str(first["loc"][-1]), schema.model_fields) if first["type"] == "extra_forbidden" else ""
-        raise ConfigError(f"{path}: {key}: {first['msg']}{hint}") from error
 
 
 @dataclass(frozen=True)
@@ -121,6 +103,8 @@ def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[
 
 def _one(policy: AgentsPolicy, change: Change) -> Iterable[str]:
     yield from _name_problems(change.path)
+    if change.path in policy.out_of_scope:
+        yield "is a tool that patches are judged with; people change it, agents don't"
     if not any(rule.covers(change.path) for rule in policy.scope):
         yield "out of scope: patches may change " + ", ".join(rule.paths for rule in policy.scope)
     if change.mode not in ("100644", "100755") or (change.old_mode or "100644") not in ("100644", "100755"):
