@@ -1,0 +1,238 @@
+"""The patch gate: cheap to dear, the first failing stage ends it, every stage leaves its evidence (DESIGN §5).
+
+    scope → static → op oracle → isolated A/B → N-step training A/B, judged by weights and by the whole step's time
+
+``gather`` measures, ``judge_patch`` decides, ``decide`` does both and records the verdict, bound to the patch's hash. All
+code that a patch could have changed runs in the sandbox; what is believed of it is what approved code sees from outside.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+import torch
+
+from factory import repository
+from factory.evals.policy import policy_sha256
+from factory.gates import patch_ops, patch_scope, patch_static
+from factory.gates.judge import Verdict
+from factory.gates.patch_judge import STAGES, gain, judge_patch
+from factory.gates.patch_policy import PatchPolicy
+from factory.gates.patch_scope import AgentsPolicy, Change
+from factory.gates.patch_training import Side, Start, compare_training, find_start
+from factory.ledger import Ledger, record, verdicts
+from factory.progress import Progress
+from factory.repository import Applied
+from factory.workspace import Workspace
+from kernels.op import KernelError
+from kernels.registry import load_choice
+from trainer.errors import TrainerError
+from trainer.recipe import Recipe
+
+KERNELS = "policies/kernels.yaml"
+RECIPES = "policies/recipes/"
+# What a recipe patch may change here: how a step is computed, never what it computes.
+RECIPE_KNOBS = ("compile", "batch.micro_sequences")
+Stage = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything the stages look at."""
+
+    workspace: Workspace
+    ledger: Ledger
+    policy: PatchPolicy
+    agents: AgentsPolicy
+    applied: Applied
+    changes: list[Change]
+    baseline: Path  # worktree of the base commit
+    work: Path  # scratch, removed afterwards
+    start: Start | None
+    progress: Progress
+
+    @property
+    def paths(self) -> list[str]:
+        return [change.path for change in self.changes]
+
+    def base_bytes(self, path: str) -> bytes | None:
+        file = self.baseline / path
+        return file.read_bytes() if file.is_file() else None
+
+
+def decide(
+    workspace: Workspace, ledger: Ledger, number: int, applied: Applied, tries: int, progress: Progress
+) -> tuple[int, Verdict, dict[str, Any]]:
+    """Judge a proposal: (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; nothing is recorded then."""
+    policy = PatchPolicy.load(workspace.policy("gates/patch.yaml"))
+    evidence = gather(workspace, ledger, policy, applied, tries, progress)
+    verdict = judge_patch(policy, evidence)
+    with ledger.begin() as tx:
+        row = tx.execute(
+            verdicts.insert().values(
+                gate="patch",
+                subject=f"proposal:{number}",
+                against=applied.base,
+                policy_sha256=policy_sha256(policy),
+                subject_sha256=applied.patch_sha256,
+                outcome=verdict.outcome,
+                reasons=list(verdict.reasons),
+                evidence=evidence,
+                created_at=time.time(),
+            )
+        )
+        assert row.inserted_primary_key is not None
+        record(tx, "judged", f"proposal:{number}", {"outcome": verdict.outcome})
+        return int(row.inserted_primary_key[0]), verdict, evidence
+
+
+def gather(
+    workspace: Workspace, ledger: Ledger, policy: PatchPolicy, applied: Applied, tries: int, progress: Progress
+) -> dict[str, Any]:
+    """What each stage found, up to the first that failed."""
+    repo = workspace.repository
+    baseline = repository.checkout_live(workspace, applied.base)
+    work = applied.worktree.with_name(applied.worktree.name + "-gate")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    agents = AgentsPolicy.load(workspace.policy("agents.yaml"))
+    changes = repository.changes(repo, applied.base, applied.commit)
+    start = find_start(ledger)
+    case = Case(workspace, ledger, policy, agents, applied, changes, baseline, work, start, progress)
+    evidence: dict[str, Any] = {
+        "base": applied.base,
+        "patch_sha256": applied.patch_sha256,
+        "tries": tries,
+        "stages": {},
+    }
+    evidence["files"] = case.paths
+    try:
+        for name in STAGES:
+            began = time.monotonic()
+            found = RUN[name](case)
+            evidence["stages"][name] = found | {"stage_seconds": round(time.monotonic() - began, 2)}
+            progress.line(f"  {name:<9} {found['state']:<10} {'; '.join(found['reasons'])[:160]}")
+            if found["state"] not in ("passed", "not needed"):
+                break
+        if repository.patch_sha256(repo, applied.base, applied.commit) != applied.patch_sha256:
+            evidence["stages"]["scope"] = {"state": "failed", "reasons": ["the patch is not the one that was proposed"]}
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    training = evidence["stages"].get("training", {})
+    shown = gain(policy.training, training.get("baseline_seconds"), training.get("candidate_seconds"), tries)
+    evidence["gain"] = shown.to_json() if shown else None
+    return evidence
+
+
+def _scope(case: Case) -> Stage:
+    found = patch_scope.problems(
+        case.agents, case.changes, repository.modes(case.workspace.repository, case.applied.base)
+    )
+    reasons = [f"out of scope: {problem}" for problem in found]
+    return {
+        "state": "failed" if found else "passed",
+        "reasons": reasons or [f"{len(case.changes)} files, all in scope"],
+    }
+
+
+def _static(case: Case) -> Stage:
+    found = [
+        problem for change in case.changes for problem in patch_static.problems(change, case.base_bytes(change.path))
+    ]
+    if not found:
+        found = [problem for change in case.changes for problem in _settings(case, change)]
+    return {"state": "failed" if found else "passed", "reasons": found[:8] or ["reads clean"]}
+
+
+def _settings(case: Case, change: Change) -> list[str]:
+    """Does a changed recipe say what recipes may say, and change only how a step is computed?"""
+    if not change.path.startswith(RECIPES) or change.content is None:
+        return []
+    try:
+        new = Recipe.load(case.applied.worktree / change.path).model_dump()
+        base = case.baseline / change.path
+        old = Recipe.load(base).model_dump() if base.is_file() else {}
+    except TrainerError as error:
+        return [str(error)]
+    differing = sorted(key for key in _flat(new) if _flat(old).get(key, None) != _flat(new)[key])
+    return [f"{change.path}: {key} changes what is computed" for key in differing if key not in RECIPE_KNOBS]
+
+
+def _oracle(case: Case) -> Stage:
+    try:
+        ops = _changed_ops(case)
+    except KernelError as error:
+        return {"state": "failed", "reasons": [str(error)]}
+    precision = case.start.recipe["precision"] if case.start else "fp32"
+    return patch_ops.oracle(
+        case.policy.oracle, ops, precision, case.baseline, case.applied.worktree, case.work / "oracle"
+    )
+
+
+def _isolated(case: Case) -> Stage:
+    approved = not any(path.endswith(".py") for path in case.paths)
+    if case.start is None:
+        return {"state": "missing", "reasons": [NO_START]}
+    recipe = _recipe(case, case.start, candidate=False)
+    return patch_ops.isolated(
+        case.policy.isolated, _changed_ops(case), recipe, case.baseline, approved, case.work / "isolated"
+    )
+
+
+def _training(case: Case) -> Stage:
+    if case.start is None:
+        return {"state": "missing", "reasons": [NO_START]}
+    sides = [
+        Side(code, _recipe(case, case.start, candidate=name == "candidate"), case.work / name)
+        for name, code in (("baseline", case.baseline), ("candidate", case.applied.worktree))
+    ]
+    return compare_training(
+        case.policy.training, case.start, sides[0], sides[1], case.workspace, case.ledger, case.progress
+    )
+
+
+NO_START = "there is no trunk checkpoint to train from yet: run 'factory train' first"
+RUN: dict[str, Callable[[Case], Stage]] = {
+    "scope": _scope,
+    "static": _static,
+    "oracle": _oracle,
+    "isolated": _isolated,
+    "training": _training,
+}
+
+
+def _changed_ops(case: Case) -> list[patch_ops.ChangedOp]:
+    """Raises: KernelError when the candidate's choice cannot be read, or names what approved code lacks and the patch does not add."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    after = case.applied.worktree / KERNELS
+    if not any(path.endswith(".py") for path in case.paths):
+        load_choice(after, device)
+    return patch_ops.changed_ops(case.base_bytes(KERNELS), after.read_bytes(), case.paths, device)
+
+
+def _recipe(case: Case, start: Start, *, candidate: bool) -> dict[str, Any]:
+    """The trunk's recipe, with the gate's batch; the candidate's own knobs where its patch changes them."""
+    recipe = dict(start.recipe)
+    batch = dict(recipe["batch"])
+    if case.policy.training.sequences:
+        batch |= {"sequences": case.policy.training.sequences, "micro_sequences": None}
+    changed = f"{RECIPES}{case.workspace.config.recipe}.yaml"
+    if candidate and changed in case.paths:
+        new = Recipe.load(case.applied.worktree / changed).model_dump()
+        recipe["compile"] = new["compile"]
+        micro = new["batch"]["micro_sequences"]
+        batch["micro_sequences"] = micro if micro and batch["sequences"] % micro == 0 else None
+    return recipe | {"batch": batch}
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

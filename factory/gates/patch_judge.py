@@ -1,0 +1,138 @@
+"""``judge_patch(policy, evidence) -> Verdict``: the decision on a patch as a pure function.
+
+Evidence is what the stages left: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. A stage's state is 'passed', 'failed',
+'missing' (it could not be measured) or 'not needed'. The first failed stage rejects. A missing one holds. Only a gain whose
+lower bound is above the policy's and whose size is above the noise floor promotes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from factory.gates.judge import HOLD, PROMOTE, REJECT, Verdict
+from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
+
+STAGES = ("scope", "static", "oracle", "isolated", "training")
+OPTIONAL = {"oracle", "isolated"}  # may be 'not needed': a patch that changes no op has nothing to check or time alone
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Ratio of step times, baseline over candidate, with one-sided bounds, and the largest ratio of two baseline runs."""
+
+    ratio: float
+    lower: float
+    upper: float
+    noise: float
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def judge_patch(policy: PatchPolicy, evidence: Mapping[str, Any]) -> Verdict:
+    stages: Mapping[str, Any] = evidence.get("stages") or {}
+    for name in STAGES:
+        stage = stages.get(name) or {}
+        state = stage.get("state")
+        said = [str(reason) for reason in stage.get("reasons") or []]
+        if state == "failed":
+            return Verdict(REJECT, tuple(said or [f"the {name} stage failed"]))
+        if state != "passed" and not (state == "not needed" and name in OPTIONAL):
+            return Verdict(HOLD, tuple(said or [f"there is no evidence from the {name} stage"]))
+    tries = evidence.get("tries")
+    if not isinstance(tries, int) or tries < 1:
+        return Verdict(HOLD, ("how often this target was tried before is not known",))
+    return _judge_training(policy.training, stages["training"], tries)
+
+
+def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Verdict:
+    drift, loss_change = _number(found.get("drift")), _number(found.get("held_out_change"))
+    if drift is None or loss_change is None:
+        return Verdict(HOLD, ("the weights after the same steps were not compared",))
+    if drift > policy.max_drift:
+        away = f"its weights end {drift:.2f} of the way away from the baseline's ({policy.max_drift:g} may be)"
+        return Verdict(REJECT, (f"the candidate does not learn the same: {away}",))
+    if loss_change > policy.loss_margin:
+        worse = f"{loss_change:+.4f} bits per byte on held-out documents ({policy.loss_margin:+g} may be)"
+        return Verdict(REJECT, (f"the candidate's weights are worse: {worse}",))
+    result = gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), tries)
+    if result is None:
+        return Verdict(HOLD, ("the whole step was not timed, or not often enough",))
+    weights = f"weights {drift:.3f} away, held-out {loss_change:+.4f} bits per byte"
+    times = (
+        f"{result.ratio:.3f}× whole-step gain (at least {result.lower:.3f}, noise floor {result.noise:.3f}; {weights})"
+    )
+    needed = max(policy.min_gain, result.noise)
+    if result.noise > policy.max_noise:
+        return Verdict(
+            HOLD,
+            (f"the machine is too noisy to judge: two runs of the same code differ {result.noise:.2f}×", times),
+        )
+    if result.lower > policy.min_gain and result.ratio > needed:
+        return Verdict(PROMOTE, (times,))
+    if result.ratio > needed:
+        return Verdict(
+            HOLD, (f"a gain is likely but not shown: its lower bound is not above {policy.min_gain:g}", times)
+        )
+    return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.3f}× is needed)", times))
+
+
+def gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> Gain | None:
+    """From seconds of each side's runs. Log-normal, pooled variance, t bounds shared among ``tries`` (Bonferroni).
+
+    None when a time is missing, not finite or not above zero, or a side has fewer runs than the policy's pairs.
+    """
+    a, b = _logs(baseline), _logs(candidate)
+    if a is None or b is None or min(len(a), len(b)) < policy.pairs:
+        return None
+    mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
+    degrees = len(a) + len(b) - 2
+    variance = (sum((x - mean_a) ** 2 for x in a) + sum((x - mean_b) ** 2 for x in b)) / degrees
+    reach = t_quantile(1 - (1 - policy.confidence) / tries, degrees) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
+    found = mean_a - mean_b
+    bounds = [min(max(x, -700.0), 700.0) for x in (found, found - reach, found + reach, max(a) - min(a))]
+    return Gain(*map(math.exp, bounds))
+
+
+def t_quantile(share: float, degrees: int) -> float:
+    """The value below which ``share`` (0.5 to 1) of Student's t distribution lies, by bisection of its closed form.
+
+    Abramowitz and Stegun 26.7.3 and 26.7.4, for whole degrees of freedom.
+    """
+
+    def below(t: float) -> float:
+        angle = math.atan(t / math.sqrt(degrees))
+        cosine, sine = math.cos(angle), math.sin(angle)
+        term, total = (cosine, cosine) if degrees % 2 else (1.0, 1.0)
+        for k in range(3 if degrees % 2 else 2, degrees - 1, 2):
+            term *= cosine**2 * (k - 1) / k
+            total += term
+        if degrees % 2 == 0:
+            return 0.5 + sine * total / 2
+        return 0.5 + (angle + (sine * total if degrees > 1 else 0.0)) / math.pi
+
+    low, high = 0.0, 1.0
+    while below(high) < share and high < 1e12:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < share else (low, middle)
+    return high
+
+
+def _logs(seconds: object) -> list[float] | None:
+    if not isinstance(seconds, Sequence) or isinstance(seconds, str):
+        return None
+    numbers = [_number(value) for value in seconds]
+    if any(number is None or number <= 0 for number in numbers):
+        return None
+    return [math.log(number) for number in numbers if number is not None]
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)

@@ -1,0 +1,195 @@
+"""Third and fourth stage of the patch gate: is every changed op right, and is it faster alone?
+
+Right: approved code makes inputs (three kinds of shape, hostile values) and the fp64 truth in one sandboxed process; the
+candidate answers in another, which sees inputs only; the comparison is made here. Rule, as in ``kernels.oracle``: the error
+of every output and gradient is at most twice that of the eager reference at the same dtype.
+Faster alone is asked only where both implementations are approved code, as a process cannot be trusted to time itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from factory import sandbox
+from factory.gates.patch_policy import IsolatedPolicy, OraclePolicy
+from factory.sandbox import Limits
+
+DRIVER = Path(__file__).with_name("patch_driver.py")
+HOSTILE = ("normal", "large", "tiny", "zero", "constant", "outlier")
+FACTOR = 2.0  # kernels.oracle.FACTOR; written down again because no patch may reach it
+
+
+@dataclass(frozen=True)
+class ChangedOp:
+    """An op whose computation the patch changes: what the baseline runs and what the candidate runs."""
+
+    op: str
+    before: str
+    after: str
+
+
+def changed_ops(before: bytes | None, after: bytes | None, paths: Sequence[str], device: str) -> list[ChangedOp]:
+    """From kernels.yaml before and after. A patch to ``kernels/*.py`` may change any op: all that are chosen count."""
+    old, new = (yaml.safe_load(text or b"{}") for text in (before, after))
+    old, new = (choices.get(device) or {} if isinstance(choices, dict) else {} for choices in (old, new))
+    everything = any(path.startswith("kernels/") for path in paths)
+    names = sorted(set(old) | set(new))
+    pairs = [ChangedOp(str(n), str(old.get(n, "reference")), str(new.get(n, "reference"))) for n in names]
+    return [pair for pair in pairs if everything or pair.before != pair.after]
+
+
+def oracle(
+    policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str, baseline: Path, candidate: Path, work: Path
+) -> dict[str, Any]:
+    """The stage's evidence. Raises: IsolationError."""
+    if not ops:
+        return {"state": "not needed", "reasons": ["no op is changed"]}
+    jobs = _jobs(policy, ops, precision)
+    work.mkdir(parents=True, exist_ok=True)
+    request = work / "request.json"
+    request.write_text(json.dumps(jobs))
+    limits = Limits(wall_seconds=policy.wall_seconds)
+    given, answers = work / "given", work / "answers"
+    command = [sys.executable, str(DRIVER)]
+    made = sandbox.run(
+        [*command, "make", str(request), str(given)],
+        output=given,
+        readonly=[baseline, DRIVER, request],
+        cwd=baseline,
+        limits=limits,
+    )
+    if not made.ok:
+        return {"state": "missing", "reasons": [f"the test inputs could not be made: {made.why()}"]}
+    run = sandbox.run(
+        [*command, "answer", str(request), str(given), str(answers)],
+        output=answers,
+        readonly=[candidate, DRIVER, request, given],
+        cwd=candidate,
+        limits=limits,
+    )
+    if not run.ok:
+        reason = f"the changed ops {', '.join(op.op for op in ops)} could not be run: {run.why()}"
+        return {"state": "failed", "reasons": [reason], "log": run.stderr[-2000:]}
+    reasons, worst = [], 0.0
+    for number, job in enumerate(jobs):
+        wrong, share = _compare(given, answers, number)
+        worst = max(worst, share)
+        what = f"{job['op']} ({job['implementation']}; {job['case']}, {job['dtype']}, {job['values']} values)"
+        reasons += [f"{what}: {problem}" for problem in wrong]
+    found = {"checks": len(jobs), "worst_share_of_allowed_error": worst, "seconds": made.seconds + run.seconds}
+    if reasons:
+        return {"state": "failed", "reasons": reasons[:5], "failures": len(reasons), **found}
+    return {"state": "passed", "reasons": [f"{len(jobs)} checks against fp64, forward and gradients"], **found}
+
+
+def isolated(
+    policy: IsolatedPolicy,
+    ops: Sequence[ChangedOp],
+    recipe: dict[str, Any],
+    baseline: Path,
+    candidate_code_is_approved: bool,
+    work: Path,
+) -> dict[str, Any]:
+    """The stage's evidence, by ``kernels.bench`` of the baseline's code. Raises: IsolationError."""
+    switched = [op for op in ops if op.before != op.after]
+    if not switched:
+        return {"state": "not needed", "reasons": ["no op's choice is changed"]}
+    if not candidate_code_is_approved:
+        return {"state": "not needed", "reasons": ["new code is not asked for its own speed: the whole step decides"]}
+    work.mkdir(parents=True, exist_ok=True)
+    recipe_path = work / "recipe.yaml"
+    recipe_path.write_text(yaml.safe_dump(recipe))
+    found: dict[str, Any] = {}
+    for op in switched:
+        sides = [op.after, op.before]  # A/B, then A/A
+        answers = []
+        for implementation in sides:
+            command = [sys.executable, "-m", "kernels.bench", "--op", op.op, "--implementation", implementation]
+            command += ["--against", op.before, "--recipe", str(recipe_path), "--pairs", str(policy.pairs)]
+            limits = Limits(wall_seconds=policy.wall_seconds)
+            run = sandbox.run(command, output=work, readonly=[baseline], cwd=baseline, limits=limits)
+            try:
+                answers.append(json.loads(run.stdout))
+            except ValueError:
+                return {"state": "missing", "reasons": [f"{op.op} could not be timed alone: {run.why()}"]}
+        changed, control = answers
+        found[op.op] = {
+            "ratio": changed["ratio"],
+            "low": changed["ratio_low"],
+            "high": changed["ratio_high"],
+            "a_a": control["ratio"],
+        }
+        if control["ratio_low"] > 1.02:
+            reason = f"this gate is broken here: it finds a gain of {control['ratio']:.2f}× in {op.op} against itself"
+            return {"state": "missing", "reasons": [reason], "ops": found}
+        if changed["ratio"] < policy.min_ratio:
+            reason = f"{op.op}: {op.after} is {changed['ratio']:.2f}× as fast as {op.before} alone"
+            return {"state": "failed", "reasons": [reason], "ops": found}
+    reasons = [f"{name}: {n['ratio']:.2f}× alone (A/A {n['a_a']:.2f})" for name, n in found.items()]
+    return {"state": "passed", "reasons": reasons, "ops": found}
+
+
+def _jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:
+    """Seeds are drawn anew every time, so that no answer can be prepared."""
+    jobs = []
+    for op in ops:
+        for case in policy.cases:
+            for values in HOSTILE if case == policy.cases[0] else HOSTILE[:1]:
+                for dtype in sorted({"fp32", precision}):
+                    job = {"op": op.op, "implementation": op.after, "case": case, "dtype": dtype, "values": values}
+                    jobs.append(job | {"seed": secrets.randbelow(1 << 31)})
+    return jobs
+
+
+def _compare(given: Path, answers: Path, number: int) -> tuple[list[str], float]:
+    """What is wrong with one answer, and its largest error as a share of the error it may have."""
+    exact, eager = (load_file(given / f"{kind}-{number}.safetensors") for kind in ("exact", "eager"))
+    try:
+        found = load_file(answers / f"answer-{number}.safetensors")
+    except (SafetensorError, OSError) as error:
+        return [f"no answer: {error}"], math.inf
+    problems, worst = [], 0.0
+    changed = found.pop("inputs changed", torch.zeros(1))
+    if changed.numel():
+        problems.append("it changes its inputs")
+    for name, truth in exact.items():
+        mine, theirs = found.get(name), eager[name]
+        if mine is None or mine.shape != truth.shape or mine.dtype != theirs.dtype:
+            problems.append(f"{name} has another shape or dtype")
+            continue
+        where = theirs.isfinite() & truth.isfinite()
+        if not bool(mine[where].isfinite().all()):
+            problems.append(f"{name} is not finite where the reference is")
+            continue
+        if not bool(where.any()):
+            continue
+        eps = torch.finfo(theirs.dtype).eps
+        wanted = truth[where]
+        errors, eager_errors = (x[where].double() - wanted for x in (mine, theirs))
+        for measure, size in ((_rms, _rms(wanted) or 1.0), (_largest, _largest(wanted) or 1.0)):
+            error, allowed = measure(errors) / size, max(FACTOR * measure(eager_errors) / size, eps)
+            worst = max(worst, error / allowed)
+            if not error <= allowed:
+                problems.append(f"{name} is off by {error:.2g} ({measure.__name__.strip('_')}), {allowed:.2g} may be")
+                break
+    return problems, worst
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+def _largest(x: torch.Tensor) -> float:
+    return float(x.abs().max())

@@ -1,0 +1,67 @@
+"""``policies/gates/patch.yaml``: how a patch is measured and what it must show. Out of every patch's reach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from factory.evals.policy import Count, Strict, load_policy
+
+Seconds = Annotated[float, Field(gt=0)]
+Ratio = Annotated[float, Field(ge=1)]
+
+
+class OraclePolicy(Strict):
+    """Every op that the patch changes, against the reference in fp64."""
+
+    cases: list[str] = Field(default=["small", "strided", "recipe"], min_length=1)
+    """Names of kernels.op.CASES; hostile values are tried on the first of them."""
+    wall_seconds: Seconds = 120.0
+    """Time limit of one process of the stage."""
+
+
+class IsolatedPolicy(Strict):
+    """An op's new implementation against its old one, alone, on the recipe's shapes; both are approved code."""
+
+    pairs: Count = 9
+    min_ratio: Annotated[float, Field(gt=0)] = 1.0
+    """Old time over new time that must be shown (median of the pairs)."""
+    wall_seconds: Seconds = 120.0
+
+
+class TrainingPolicy(Strict):
+    """N steps from the trunk's last checkpoint, baseline and candidate in turn (A B B A …), in the sandbox, timed from outside."""
+
+    sequences: Annotated[int, Field(ge=0)] = 8
+    """Rows of a step, for both sides; 0: the recipe's own. Smaller than the recipe's where a verdict may not take long."""
+    steps: Annotated[int, Field(ge=3)] = 12
+    pairs: Annotated[int, Field(ge=2)] = 2
+    """Timed runs of each side."""
+    wall_seconds: Seconds = 120.0
+    """Time limit of one run."""
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    """One-sided, of the gain's lower bound; divided among the tries on the same target."""
+    min_gain: Ratio = 1.02
+    """Ratio of step times, baseline over candidate, that the lower bound must exceed."""
+    max_noise: Ratio = 1.25
+    """Largest ratio between two runs of the baseline itself; above it the machine is too busy to judge."""
+    max_drift: Annotated[float, Field(gt=0)] = 0.5
+    """‖candidate − baseline‖ / ‖baseline − start‖ of the weights after the same steps on the same data. Two right
+    implementations round differently and Adam amplifies it; a wrong gradient gives about 1 or more."""
+    loss_margin: Annotated[float, Field(ge=0)] = 0.02
+    """Bits per byte on held-out documents by which the candidate's weights may be worse than the baseline's."""
+    held_out_documents: Count = 4
+    """Documents a domain that weights are scored on, by the judge's own model."""
+    held_out_bytes: Count = 1024
+
+
+class PatchPolicy(Strict):
+    oracle: OraclePolicy = OraclePolicy()
+    isolated: IsolatedPolicy = IsolatedPolicy()
+    training: TrainingPolicy = TrainingPolicy()
+
+    @classmethod
+    def load(cls, path: Path) -> PatchPolicy:
+        return load_policy(cls, path)

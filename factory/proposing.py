@@ -1,0 +1,327 @@
+"""The code loop, once: live code → line profile → an agent's proposal → branch → patch gate → verdict.
+
+The agent sees the world only through the workbench it is handed: it reads files in scope, has implementations measured in the sandbox, and
+asks what was tried before. It returns edits as data. Killed at any instruction, the next call clears away what was left and
+goes on: a proposal is 'drafted' before its branch exists and 'judged' in the transaction that knows its verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+import yaml
+
+from factory import proposal_report, repository, sandbox
+from factory.errors import FactoryError, InputError, nearest
+from factory.gates import patch_scope
+from factory.gates.judge import Verdict
+from factory.gates.patch_gate import decide
+from factory.gates.patch_scope import AgentsPolicy
+from factory.gates.patch_training import Start, find_start
+from factory.ledger import Ledger, profiles, proposals, record, verdicts
+from factory.progress import Progress
+from factory.repository import Applied, ScopeError
+from factory.sandbox import Limits
+from factory.workspace import Workspace
+
+MEASURE_SECONDS = 120.0
+
+
+class ProfileError(FactoryError):
+    """The line profiler failed; what it said last is in the message."""
+
+
+def profile(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
+    """Time every line of the live code's training step, in a process of its own; returns the profile's id.
+
+    Raises: RepositoryError, ConfigError; ProfileError when the profiler fails.
+    """
+    commit = repository.live_commit(workspace.repository)
+    code = repository.checkout_live(workspace, commit)
+    changed = repository.changed_files(workspace.repository)
+    if changed:
+        progress.line(f"  not committed, so not part of the live code: {', '.join(changed[:5])}")
+    folder = workspace.reports / "profiles" / f"{commit[:12]}-{time.time_ns()}"
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "agents.line_profiler", "--recipe", str(workspace.recipe_path()), "--json"]
+    command += ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(folder)]
+    environment = os.environ | {
+        "PYTHONPATH": str(code),
+        "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
+    }
+    with progress.task("profiling the training step") as task:
+        # Live code is approved code: it runs as training does, outside the sandbox.
+        done = subprocess.run(
+            command, cwd=code, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        task.advance(1)
+    path = folder / "profile.json"
+    if done.returncode or not path.is_file():
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ProfileError(f"the line profiler ended with code {done.returncode}: {' '.join(said)[:500]}")
+    found = json.loads(path.read_text())
+    summary = {key: value for key, value in found.items() if isinstance(value, (str, int, float, bool))}
+    with ledger.begin() as tx:
+        row = tx.execute(
+            profiles.insert().values(code_commit=commit, path=str(path), summary=summary, created_at=time.time())
+        )
+        assert row.inserted_primary_key is not None
+        number = int(row.inserted_primary_key[0])
+        record(tx, "profiled", f"profile:{number}", {"commit": commit})
+    return number
+
+
+def propose(workspace: Workspace, ledger: Ledger, progress: Progress, *, agent: str = "search") -> int | None:
+    """Profile, let ``agent`` propose, judge; returns the proposal's number, or None (and says why) when there is nothing to propose.
+
+    The caller holds the workspace's ``code-loop`` lock. Raises: InputError for an unknown agent; IsolationError without a
+    sandbox; RepositoryError; whatever it raises, no branch and no worktree is left behind.
+    """
+    if agent not in AGENTS:
+        raise InputError(f"no agent {agent!r}{nearest(agent, AGENTS)}")
+    base = repository.live_commit(workspace.repository)
+    clear_stale(workspace, ledger, progress)
+    start = find_start(ledger)
+    if start is None:
+        progress.line("  nothing proposed: there is no trunk checkpoint to measure on yet; run 'factory train' first")
+        return None
+    _refuse_without_isolation(workspace)
+    found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress)))
+    assert found is not None
+    bench = Bench(workspace, ledger, base, start, progress)
+    try:
+        drafted = AGENTS[agent](json.loads(Path(found["path"]).read_text()), bench)
+    finally:
+        shutil.rmtree(bench.scratch, ignore_errors=True)
+    if drafted is None:
+        progress.line("  nothing proposed: no change was found that measures faster than what runs now")
+        return None
+    return submit(workspace, ledger, progress, drafted, base)
+
+
+def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Any, base: str) -> int:
+    """Turn an agent's proposal (``agents.proposal.Proposal``) into a branch, judge it, record it; returns its number."""
+    agents = AgentsPolicy.load(workspace.policy("agents.yaml"))
+    tries = 1 + sum(1 for row in history(ledger) if row["target"] == drafted.target)
+    number, branch = _draft(workspace, ledger, drafted, base)
+    worktree = workspace.worktrees / f"proposal-{number}"
+    progress.line(f"  proposal {number}: {drafted.title}")
+    edits = [(edit.path, edit.new_text) for edit in drafted.edits]
+    try:
+        message = _message(drafted, None, None)
+        applied = repository.apply_proposal(
+            workspace.repository, base, edits, policy=agents, branch=branch, message=message, worktree=worktree
+        )
+        verdict_id, verdict, evidence = decide(workspace, ledger, number, applied, tries, progress)
+        commit = repository.reword(workspace.repository, applied, _message(drafted, verdict, evidence))
+        patch = repository.patch(workspace.repository, base, commit)
+        report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, patch)
+        _judged(ledger, number, commit, applied.patch_sha256, verdict_id, report)
+        progress.line(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
+    except ScopeError as error:
+        _out_of_scope(workspace, ledger, number, drafted, base, edits, error, progress)
+    except BaseException as error:
+        repository.remove_branch(workspace.repository, branch)
+        _failed(ledger, number, f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        repository.remove_worktree(workspace.repository, worktree)
+        shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
+    return number
+
+
+def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+    """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
+    for row in ledger.rows(sa.select(proposals).where(proposals.c.state == "drafted")):
+        worktree = workspace.worktrees / f"proposal-{row['number']}"
+        repository.remove_worktree(workspace.repository, worktree)
+        shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
+        repository.remove_branch(workspace.repository, row["branch"])
+        _failed(ledger, row["number"], "the factory was killed while it was judged")
+        progress.line(f"  proposal {row['number']} was left unjudged by a killed process: cleared away")
+
+
+def history(ledger: Ledger) -> list[dict[str, Any]]:
+    """Judged proposals, oldest first: what was tried, on what, and what came of it."""
+    columns = [
+        proposals.c[name]
+        for name in ("number", "agent", "target", "title", "hypothesis", "predicted_gain", "base_commit")
+    ]
+    rows = ledger.rows(
+        sa.select(*columns, proposals.c.patch_sha256, verdicts.c.outcome, verdicts.c.reasons, verdicts.c.evidence)
+        .join(verdicts, verdicts.c.id == proposals.c.verdict)
+        .order_by(proposals.c.number)
+    )
+    return [{**row, "gain": ((row.pop("evidence") or {}).get("gain") or {}).get("ratio")} for row in rows]
+
+
+@dataclass
+class Bench:
+    """The workbench (``agents.workbench.Workbench``): all that an agent may see and do."""
+
+    workspace: Workspace
+    ledger: Ledger
+    base: str
+    start: Start
+    progress: Progress
+
+    @property
+    def scratch(self) -> Path:
+        return self.workspace.worktrees / "workbench"
+
+    def read(self, path: str) -> str:
+        """A file of the live code that lies in scope. Raises: InputError for any other."""
+        agents = AgentsPolicy.load(self.workspace.policy("agents.yaml"))
+        if not any(rule.covers(path) for rule in agents.scope) or path not in repository.modes(
+            self.workspace.repository, self.base
+        ):
+            raise InputError(f"{path!r} is not a file that agents may read")
+        return repository.file_text(self.workspace.repository, self.base, path)
+
+    def check(self, edits: Any) -> list[str]:
+        """What the gate's scope rules would object to; empty when nothing."""
+        agents = AgentsPolicy.load(self.workspace.policy("agents.yaml"))
+        changes = [patch_scope.Change(edit.path, edit.new_text.encode("utf-8", "surrogatepass")) for edit in edits]
+        return patch_scope.problems(agents, changes, repository.modes(self.workspace.repository, self.base))
+
+    def measure(
+        self, op: str, implementation: str, against: str = "reference", pairs: int = 5
+    ) -> dict[str, Any] | None:
+        """``kernels.bench`` of approved code, in the sandbox, on the recipe's shapes; None when it could not be measured."""
+        recipe = self.scratch / "recipe.yaml"
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        recipe.write_text(yaml.safe_dump(self.start.recipe))
+        code = repository.checkout_live(self.workspace, self.base)
+        command = [sys.executable, "-m", "kernels.bench", "--op", op, "--implementation", implementation]
+        command += ["--against", against, "--pairs", str(pairs), "--recipe", str(recipe)]
+        limits = Limits(wall_seconds=MEASURE_SECONDS)
+        done = sandbox.run(command, output=self.scratch, readonly=[code], cwd=code, limits=limits)
+        try:
+            found = json.loads(done.stdout)
+        except ValueError:
+            self.progress.line(f"  {op}: {implementation} could not be measured: {done.why()}")
+            return None
+        self.progress.line(f"  {op}: {implementation} is {found['ratio']:.2f}× as fast as {against}, alone")
+        return dict(found)
+
+    def history(self) -> list[dict[str, Any]]:
+        return history(self.ledger)
+
+
+def _search(found: dict[str, Any], bench: Bench) -> Any:
+    from agents.search_proposer import propose as search
+
+    return search(found, bench, bench.history())
+
+
+AGENTS: dict[str, Callable[[dict[str, Any], Bench], Any]] = {"search": _search}
+
+
+def _refuse_without_isolation(workspace: Workspace) -> None:
+    """Raises: IsolationError, before minutes are spent on a proposal that could not be judged."""
+    with tempfile.TemporaryDirectory(dir=workspace.worktrees) as folder:
+        sandbox.run([sys.executable, "-c", ""], output=Path(folder), limits=Limits(wall_seconds=30))
+
+
+def _draft(workspace: Workspace, ledger: Ledger, drafted: Any, base: str) -> tuple[int, str]:
+    """Take the next number, free in the ledger and among the branches, and record the draft."""
+    with ledger.begin() as tx:
+        taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.branch_numbers(
+            workspace.repository
+        )
+        number = max(taken, default=0) + 1
+        branch = repository.branch_name(drafted.agent, number, drafted.title)
+        tx.execute(
+            proposals.insert().values(
+                number=number,
+                agent=drafted.agent,
+                target=drafted.target,
+                title=drafted.title,
+                hypothesis=drafted.hypothesis,
+                predicted_gain=drafted.predicted_gain,
+                base_commit=base,
+                branch=branch,
+                state="drafted",
+                created_at=time.time(),
+            )
+        )
+        record(tx, "drafted", f"proposal:{number}", {"branch": branch})
+    return number, branch
+
+
+def _judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int, report: Path) -> None:
+    with ledger.begin() as tx:
+        values = {
+            "state": "judged",
+            "commit": commit,
+            "patch_sha256": patch_sha256,
+            "verdict": verdict,
+            "report": str(report),
+        }
+        tx.execute(proposals.update().where(proposals.c.number == number).values(**values))
+
+
+def _failed(ledger: Ledger, number: int, why: str) -> None:
+    with ledger.begin() as tx:
+        tx.execute(proposals.update().where(proposals.c.number == number).values(state="failed"))
+        record(tx, "proposal_failed", f"proposal:{number}", {"why": why[:2000]})
+
+
+def _out_of_scope(
+    workspace: Workspace,
+    ledger: Ledger,
+    number: int,
+    drafted: Any,
+    base: str,
+    edits: list[tuple[str, str]],
+    error: ScopeError,
+    progress: Progress,
+) -> None:
+    """A patch that may not even be written is judged all the same: rejected, without a branch."""
+    reasons = [f"out of scope: {problem}" for problem in error.problems]
+    evidence = {"base": base, "tries": 1, "stages": {"scope": {"state": "failed", "reasons": reasons}}}
+    verdict = Verdict("reject", tuple(reasons))
+    sha256 = proposal_report.edits_sha256(edits)
+    with ledger.begin() as tx:
+        row = tx.execute(
+            verdicts.insert().values(
+                gate="patch",
+                subject=f"proposal:{number}",
+                against=base,
+                policy_sha256="",
+                subject_sha256=sha256,
+                outcome=verdict.outcome,
+                reasons=reasons,
+                evidence=evidence,
+                created_at=time.time(),
+            )  # fmt: skip
+        )
+        assert row.inserted_primary_key is not None
+        verdict_id = int(row.inserted_primary_key[0])
+    report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, "")
+    _judged(ledger, number, None, sha256, verdict_id, report)
+    progress.line(f"  REJECT: {reasons[0]}")
+
+
+def _message(drafted: Any, verdict: Verdict | None, evidence: dict[str, Any] | None) -> str:
+    """The commit's message: hypothesis, prediction; once judged, evidence and verdict."""
+    lines = [drafted.title.splitlines()[0][:100] if drafted.title else "A proposal", "", drafted.hypothesis.strip(), ""]
+    if drafted.predicted_gain:
+        lines.append(f"Predicted: {drafted.predicted_gain:.3f} times as fast, the whole step.")
+    for name, stage in ((evidence or {}).get("stages") or {}).items():
+        lines.append(f"{name.capitalize()}: {stage['state']}; {'; '.join(stage['reasons'])[:300]}")
+    if verdict:
+        lines += [f"Verdict: {verdict.outcome}; {'; '.join(verdict.reasons)[:600]}"]
+    return "\n".join([*lines, "", f"Agent: {drafted.agent}", f"Target: {drafted.target}", ""])

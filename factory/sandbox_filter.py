@@ -1,0 +1,66 @@
+"""The sandbox's seccomp filter: system calls that training never needs and escapes often do.
+
+A classic BPF program over ``struct seccomp_data`` (seccomp(2)), assembled here so that no library is needed.
+Denied calls return EPERM, except clone3, which returns ENOSYS so that the C library falls back to clone, whose flags
+can be read.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import platform
+import struct
+
+# Numbers from the kernel's asm/unistd.h: (x86_64, aarch64). Calls numbered 424 and above are the same everywhere.
+CALLS = {
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "syslog": (103, 116), "acct": (163, 89), "quotactl": (179, 60), "swapon": (167, 224), "swapoff": (168, 225),
+    "reboot": (169, 142), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "init_module": (175, 105), "delete_module": (176, 106), "finit_module": (313, 273),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
+    "unshare": (272, 97), "setns": (308, 268),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "perf_event_open": (298, 241), "bpf": (321, 280), "userfaultfd": (323, 282),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "pidfd_getfd": (438, 438), "mount_setattr": (442, 442),
+}  # fmt: skip
+CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
+NEW_NAMESPACES = 0x7E020000 | 0x00000080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} and NEWTIME
+# AF_UNIX, AF_INET, AF_INET6, AF_NETLINK live in the sandbox's own network namespace. AF_VSOCK does not: it would reach
+# the hypervisor.
+FAMILIES = (1, 2, 10, 16)
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+
+LOAD, JUMP_EQ, JUMP_GE, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, KILL, DENY = 0x7FFF0000, 0x80000000, 0x00050000
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
+
+
+@functools.cache
+def program(machine: str = platform.machine()) -> bytes:
+    """The assembled filter; empty for a processor without a table here."""
+    if machine not in ARCHITECTURES:
+        return b""
+    column, audit = ARCHITECTURES[machine]
+    code: list[tuple[int, int, int, int]] = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (JUMP_EQ, 1, 0, audit),
+        (RETURN, 0, 0, KILL),  # 32-bit calls have other numbers
+        (LOAD, 0, 0, NUMBER),
+    ]
+    if machine == "x86_64":
+        code += [(JUMP_GE, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # the x32 table
+    for numbers in CALLS.values():
+        code += [(JUMP_EQ, 0, 1, numbers[column]), (RETURN, 0, 0, DENY | errno.EPERM)]
+    code += [(JUMP_EQ, 0, 1, CLONE3[column]), (RETURN, 0, 0, DENY | errno.ENOSYS)]
+    code += [(JUMP_EQ, 0, 4, CLONE[column]), (LOAD, 0, 0, FIRST_ARGUMENT), (JUMP_SET, 0, 1, NEW_NAMESPACES)]
+    code += [(RETURN, 0, 0, DENY | errno.EPERM), (RETURN, 0, 0, ALLOW)]
+    code += [(JUMP_EQ, 0, 2 + len(FAMILIES), SOCKET[column]), (LOAD, 0, 0, FIRST_ARGUMENT)]
+    code += [(JUMP_EQ, len(FAMILIES) - i, 0, family) for i, family in enumerate(FAMILIES)]
+    code += [(RETURN, 0, 0, DENY | errno.EPERM), (RETURN, 0, 0, ALLOW)]
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)

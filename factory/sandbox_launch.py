@@ -1,0 +1,76 @@
+"""The first thing that runs inside a sandbox: puts limits and Landlock in force on itself, then becomes the command.
+
+Run by file name with ``python -I -S``; it may import nothing but the standard library. ``--describe`` prints what is in
+force instead.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import struct
+import sys
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
+PR_SET_NO_NEW_PRIVS, PATH_BENEATH = 38, 1
+# linux/landlock.h, file system rights: everything but execute, read file and read directory changes something.
+READ = (1 << 0) | (1 << 2) | (1 << 3)
+WRITE_BY_ABI = {1: ((1 << 13) - 1) & ~READ, 2: ((1 << 14) - 1) & ~READ, 3: ((1 << 15) - 1) & ~READ}
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def landlock_abi() -> int:
+    return max(0, libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+
+
+def forbid_writing_outside(folders: "list[str]") -> None:
+    """A second wall behind the read-only mounts, where the kernel has Landlock."""
+    abi = landlock_abi()
+    if not abi:
+        return
+    write = WRITE_BY_ABI[min(abi, 3)]
+    attributes = ctypes.create_string_buffer(struct.pack("<Q", write), 8)
+    ruleset = libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(8), ctypes.c_uint32(0))
+    for folder in folders:
+        opened = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        rule = ctypes.create_string_buffer(struct.pack("<Qi", write, opened), 12)
+        if libc.syscall(ADD_RULE, ruleset, PATH_BENEATH, rule, ctypes.c_uint32(0)):
+            raise OSError(ctypes.get_errno(), "landlock_add_rule")
+        os.close(opened)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if libc.syscall(RESTRICT_SELF, ruleset, ctypes.c_uint32(0)):
+        raise OSError(ctypes.get_errno(), "landlock_restrict_self")
+    os.close(ruleset)
+
+
+def describe() -> "dict[str, object]":
+    with open("/proc/self/status", encoding="ascii") as status:
+        fields = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
+    return {
+        "capabilities": "none" if int(fields["CapEff"], 16) == 0 else fields["CapEff"],
+        "no_new_privileges": fields["NoNewPrivs"].strip() == "1",
+        "seccomp": fields["Seccomp"].strip() == "2",
+        "landlock": landlock_abi(),
+    }
+
+
+def main() -> None:
+    if sys.argv[1] == "--describe":
+        print(json.dumps(describe()))
+        return
+    rules = json.loads(sys.argv[1])
+    for name, value in rules["rlimits"].items():
+        number = getattr(resource, name)
+        hard = resource.getrlimit(number)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (value, value))
+    forbid_writing_outside(rules["writable"])
+    os.closerange(3, 4096)  # bubblewrap's own: its status pipe is not for the command to write to
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        print(f"{sys.argv[2]}: {error.strerror}", file=sys.stderr)
+        os._exit(127)
+
+
+main()

@@ -1,0 +1,216 @@
+"""A real git repository for every test: what is committed, what is refused, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from factory import repository
+from factory.gates.patch_scope import AgentsPolicy, Change, problems
+from factory.repository import Applied, RepositoryError, ScopeError
+from factory.workspace import Config, Workspace, code_root
+
+POLICY = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
+FILES = {
+    "kernels/op.py": "def op(x):\n    return x\n",
+    "trainer/__init__.py": "",
+    "policies/kernels.yaml": "cpu:\n  rms_norm: reference\n",
+    "factory/judge.py": "THRESHOLD = 1\n",
+    "README.md": "# target\n",
+}
+
+
+def git(folder: Path, *arguments: str) -> str:
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null"}
+    identity = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgSign=false")
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    folder = tmp_path / "target"
+    for path, text in FILES.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    git(tmp_path, "init", "-q", "-b", "main", str(folder))
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "base")
+    return folder
+
+
+@pytest.fixture
+def live(tmp_path: Path, target: Path) -> Workspace:
+    return Workspace.create(tmp_path / "workspace", Config(repository=str(target)))
+
+
+def apply(target: Path, edits: list[tuple[str, str]], worktree: Path, branch: str = "factory/search/1-try") -> Applied:
+    base = repository.live_commit(target)
+    return repository.apply_proposal(
+        target, base, edits, policy=POLICY, branch=branch, message="Try it\n\nWhy not.", worktree=worktree
+    )
+
+
+def left_behind(target: Path) -> tuple[str, int]:
+    return git(target, "branch", "--list", "factory/*"), len(git(target, "worktree", "list").splitlines())
+
+
+# -- the live code ---------------------------------------------------------------------------------------------------
+def test_live_code_is_checked_out_once_and_mended(live: Workspace, target: Path) -> None:
+    folder = repository.checkout_live(live)
+    assert folder.name == f"live-{git(target, 'rev-parse', 'HEAD')[:12]}"
+    assert {p: (folder / p).read_text() for p in FILES} == FILES
+    assert git(folder, "status", "--porcelain") == ""
+    before = (folder / "kernels/op.py").stat().st_mtime_ns
+    assert repository.checkout_live(live) == folder and (folder / "kernels/op.py").stat().st_mtime_ns == before
+
+    (folder / "kernels/op.py").write_text("tampered")
+    repository.checkout_live(live)
+    assert (folder / "kernels/op.py").read_text() == FILES["kernels/op.py"]
+
+
+@pytest.mark.parametrize(
+    "damage", ["folder deleted", "pruned", "registration deleted", "half written", "a file in its place"]
+)
+def test_live_code_survives_damage(live: Workspace, target: Path, damage: str) -> None:
+    import shutil
+
+    folder = repository.checkout_live(live)
+    if damage == "half written":
+        (folder / "kernels/op.py").unlink()
+    else:
+        if damage == "registration deleted":
+            shutil.rmtree(target / ".git" / "worktrees")
+        else:
+            shutil.rmtree(folder)
+        if damage == "pruned":
+            git(target, "worktree", "prune")
+        if damage == "a file in its place":
+            folder.write_text("what")
+    assert repository.checkout_live(live) == folder
+    assert (folder / "kernels/op.py").read_text() == FILES["kernels/op.py"]
+    assert git(folder, "rev-parse", "HEAD") == git(target, "rev-parse", "HEAD")
+    assert left_behind(target)[1] == 2
+
+
+def test_a_detached_head_is_fine_and_a_dirty_tree_is_named(live: Workspace, target: Path) -> None:
+    git(target, "checkout", "-q", "--detach")
+    (target / "kernels/op.py").write_text("not committed\n")
+    (target / "README.md").write_text("not code\n")
+    assert repository.changed_files(target) == ["kernels/op.py"]
+    folder = repository.checkout_live(live)
+    assert (folder / "kernels/op.py").read_text() == FILES["kernels/op.py"]
+
+
+@pytest.mark.parametrize("what", ["no folder", "no repository", "inside another", "no commit"])
+def test_what_is_no_repository_gets_one_clear_error(tmp_path: Path, target: Path, what: str) -> None:
+    folder = {"no folder": tmp_path / "none", "inside another": target / "kernels"}.get(what, tmp_path / "plain")
+    if what in ("no repository", "no commit"):
+        folder.mkdir()
+    if what == "no commit":
+        git(folder, "init", "-q")
+    expected = {"no folder": "not a folder", "no commit": "no commit yet"}.get(what, "not a git checkout")
+    with pytest.raises(RepositoryError, match=expected):
+        repository.live_commit(folder)
+
+
+# -- proposals -------------------------------------------------------------------------------------------------------
+def test_a_patch_becomes_one_commit_on_a_branch(target: Path, tmp_path: Path) -> None:
+    base = git(target, "rev-parse", "HEAD")
+    edits = [("policies/kernels.yaml", "cpu:\n  rms_norm: fast\n"), ("kernels/new.py", "x = 1\n")]
+    applied = apply(target, edits, tmp_path / "try")
+    assert git(target, "rev-parse", "HEAD") == base and git(target, "status", "--porcelain") == ""
+    assert git(target, "rev-parse", "factory/search/1-try") == applied.commit
+    assert git(target, "log", "-1", "--format=%an <%ae> %P %B", applied.commit).startswith(
+        f"factory <factory@localhost> {base} Try"
+    )
+    assert (applied.worktree / "kernels/new.py").read_text() == "x = 1\n"
+    assert [c.path for c in repository.changes(target, base, applied.commit)] == [
+        "kernels/new.py",
+        "policies/kernels.yaml",
+    ]
+    assert "+  rms_norm: fast" in repository.patch(target, base, applied.commit)
+
+    new = repository.reword(target, applied, "Judged\n")
+    assert git(target, "log", "-1", "--format=%s", "factory/search/1-try") == "Judged"
+    assert repository.patch_sha256(target, base, new) == applied.patch_sha256
+    assert repository.branch_numbers(target) == {1}
+
+    repository.remove_worktree(target, applied.worktree)
+    repository.remove_branch(target, applied.branch)
+    assert left_behind(target) == ("", 1) and not applied.worktree.exists()
+
+
+def test_the_hash_is_of_the_patch(target: Path, tmp_path: Path) -> None:
+    one = apply(target, [("kernels/op.py", "a = 1\n")], tmp_path / "1", "factory/search/1-a")
+    two = apply(target, [("kernels/op.py", "a = 1\n")], tmp_path / "2", "factory/search/2-a")
+    three = apply(target, [("kernels/op.py", "a = 2\n")], tmp_path / "3", "factory/search/3-a")
+    assert one.patch_sha256 == two.patch_sha256 != three.patch_sha256
+
+
+def test_a_branch_that_is_there_is_never_moved(target: Path, tmp_path: Path) -> None:
+    first = apply(target, [("kernels/op.py", "a = 1\n")], tmp_path / "1")
+    with pytest.raises(RepositoryError):
+        apply(target, [("kernels/op.py", "a = 2\n")], tmp_path / "2")
+    assert git(target, "rev-parse", "factory/search/1-try") == first.commit and not (tmp_path / "2").exists()
+
+
+def test_a_failing_checkout_leaves_nothing(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "occupied").write_text("a file where a folder is needed")
+    with pytest.raises((RepositoryError, OSError)):
+        apply(target, [("kernels/op.py", "a = 1\n")], tmp_path / "occupied" / "try")
+    assert left_behind(target) == ("", 1)
+
+
+def test_executable_files_keep_their_mode(target: Path, tmp_path: Path) -> None:
+    (target / "kernels/op.py").chmod(0o755)
+    git(target, "commit", "-q", "-am", "executable")
+    applied = apply(target, [("kernels/op.py", "a = 1\n")], tmp_path / "try")
+    assert repository.modes(target, applied.commit)["kernels/op.py"] == "100755"
+
+
+def test_branch_names() -> None:
+    assert repository.branch_name("search", 3, "Attention: grouped rows!") == "factory/search/3-attention-grouped-rows"
+    assert repository.branch_name("../x", 3, "$(rm -rf /)\n") == "factory/x/3-rm-rf"
+    assert repository.branch_name("", 3, "…") == "factory/agent/3-patch"
+
+
+# -- the rules of scope ------------------------------------------------------------------------------------------------
+PARTS = [
+    "kernels",
+    "trainer",
+    "policies",
+    "recipes",
+    "factory",
+    "KERNELS",
+    "..",
+    ".",
+    "",
+    "a.py",
+    "b.yaml",
+    "kernels.yaml",
+]
+PARTS += [".gitattributes", "conftest.py", "é.py", "a\n.py", "a\0.py", "con.py", "a .py", "-a.py", "C:"]
+paths = st.lists(st.sampled_from(PARTS) | st.text(max_size=4), min_size=1, max_size=4).map("/".join)
+
+
+@given(paths)
+def test_only_plain_names_in_scope_pass(path: str) -> None:
+    if not problems(POLICY, [Change(path, b"x = 1\n")], {}):
+        assert path.isascii() and ".." not in path.split("/") and not path.startswith("/")
+        assert path.startswith(("kernels/", "trainer/", "policies/recipes/")) or path == "policies/kernels.yaml"
+        assert path.endswith((".py", ".yaml")) and path.isprintable() and "conftest" not in path
+
+
+def test_scope_error_lists_every_reason(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ScopeError) as error:
+        apply(target, [("factory/judge.py", "THRESHOLD = 0\n"), ("kernels/a.py", "\x1b[2K")], tmp_path / "try")
+    assert len(error.value.problems) == 2 and left_behind(target) == ("", 1)
