@@ -110,7 +110,7 @@ def check_writable(workspace: Workspace, patience: float = 1.0) -> None:
 
 def ui_command(workspace: Workspace, port: int = 5000) -> tuple[list[str], dict[str, str]]:
     """The command that opens the MLflow UI on this workspace, and the environment to add to one's own."""
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", workspace.mlflow_uri]
     command += ["--default-artifact-root", workspace.mlflow_artifacts.as_uri()]
     return command, dict(ENVIRONMENT)

@@ -158,6 +158,8 @@ def reconcile(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT)
     Returns what was done, one line each; nothing to do → empty. What cannot be repaired (an export that was tampered with)
     is among the lines as well. Raises: TrackingError.
     """
+    if ledger.one(sa.select(verdicts.c.id).where(verdicts.c.gate == "release").limit(1)) is None:
+        return []  # nothing was ever judged, so nothing is shown: MLflow need not be loaded to know that
     with waiting_lock(workspace, "release"):
         saga = _Saga(workspace, ledger, progress)
         done = saga.finish_others(None) + saga.show_judged()
