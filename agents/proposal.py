@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 
@@ -27,13 +26,3 @@ class Proposal:
     hypothesis: str
     predicted_gain: float
     edits: tuple[Edit, ...]
-
-    @property
-    def patch_id(self) -> str:
-        """The same edits give the same id, whoever proposes them and whatever is said about them."""
-        digest = hashlib.sha256()
-        for edit in sorted(self.edits, key=lambda e: e.path):
-            for part in (edit.path, edit.new_text):
-                encoded = part.encode()
-                digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        return digest.hexdigest()

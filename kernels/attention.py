@@ -71,7 +71,9 @@ def plain(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -
 
 
 FOLDED = Implementation(
-    "folded", torch.compile(plain, dynamic=False), "query group folded into rows, plain softmax in causal blocks, compiled"
+    "folded",
+    torch.compile(plain, dynamic=False),
+    "query group folded into rows, plain softmax in causal blocks, compiled",
 )
 OP = op(
     "attention",

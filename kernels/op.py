@@ -91,10 +91,14 @@ class Op:
     def implementation(self, name: str) -> Implementation:
         """Raises: KernelError that lists what there is."""
         if name not in self.implementations:
-            raise KernelError(f"op {self.name!r} has no implementation {name!r}; there are: {', '.join(sorted(self.implementations))}")
+            raise KernelError(
+                f"op {self.name!r} has no implementation {name!r}; there are: {', '.join(sorted(self.implementations))}"
+            )
         return self.implementations[name]
 
-    def inputs(self, case: Case, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    def inputs(
+        self, case: Case, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> Inputs:
         """Fresh arguments for a case; those that get a gradient are leaves that require one."""
         device = torch.device(device)
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -114,7 +118,9 @@ def strided(x: Tensor) -> Tensor:
     return wide[..., 0]
 
 
-def normal(generator: torch.Generator, size: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+def normal(
+    generator: torch.Generator, size: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0
+) -> Tensor:
     """Normal values drawn on the CPU, so that every device gets the same ones."""
     return (torch.randn(size, generator=generator) * scale).to(device=device, dtype=dtype)
 

@@ -49,7 +49,11 @@ class OracleResult:
 
     def failures(self) -> str:
         """The tensors that are off, one line."""
-        return "; ".join(f"{t.name}: rms {t.rms:.3g} (eager {t.eager_rms:.3g}), largest {t.largest:.3g} (eager {t.eager_largest:.3g}), finite {t.finite}" for t in self.tensors if not t.ok)
+        return "; ".join(
+            f"{t.name}: rms {t.rms:.3g} (eager {t.eager_rms:.3g}), largest {t.largest:.3g} (eager {t.eager_largest:.3g}), finite {t.finite}"
+            for t in self.tensors
+            if not t.ok
+        )
 
 
 def _constant_rows(x: Tensor) -> Tensor:
@@ -66,7 +70,17 @@ HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def judge(op: Op, implementation: str, case: Case, *, dtype: torch.dtype = torch.float32, device: str = "cpu", values: str = "normal", seed: int = 0, factor: float = FACTOR) -> OracleResult:
+def judge(
+    op: Op,
+    implementation: str,
+    case: Case,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    values: str = "normal",
+    seed: int = 0,
+    factor: float = FACTOR,
+) -> OracleResult:
     """Run implementation and eager at ``dtype`` and the reference in fp64 on the same inputs and upstream gradients."""
     function = op.implementation(implementation).function
     inputs = list(op.inputs(case, device=device, dtype=dtype, seed=seed))
@@ -107,7 +121,13 @@ def _run(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dic
 
 
 def _compare(name: str, found: Tensor, eager: Tensor, exact: Tensor, eps: float, factor: float) -> TensorError:
-    assert found.shape == exact.shape and found.dtype == eager.dtype, (name, found.shape, exact.shape, found.dtype, eager.dtype)
+    assert found.shape == exact.shape and found.dtype == eager.dtype, (
+        name,
+        found.shape,
+        exact.shape,
+        found.dtype,
+        eager.dtype,
+    )
     where = eager.isfinite() & exact.isfinite()
     finite = bool(found[where].isfinite().all())
     truth = exact[where]

@@ -39,4 +39,11 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, angle.cos().to(device, dtype).contiguous(), angle.sin().to(device, dtype).contiguous(), EPS
 
 
-OP = op("qk_norm_rope", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1), implementations=(compiled(reference),))
+OP = op(
+    "qk_norm_rope",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1),
+    implementations=(compiled(reference),),
+)

@@ -14,9 +14,25 @@ from torch import Tensor
 from kernels import attention, linear_cross_entropy, qk_norm_rope, rms_norm, swiglu
 from kernels.op import Case, Cost, Implementation, KernelError, Op, Shape
 
-__all__ = ["DEVICE_CLASSES", "OPS", "Case", "Choice", "Cost", "Implementation", "KernelError", "Op", "Ops", "Shape", "bind", "get", "load_choice"]
+__all__ = [
+    "DEVICE_CLASSES",
+    "OPS",
+    "Case",
+    "Choice",
+    "Cost",
+    "Implementation",
+    "KernelError",
+    "Op",
+    "Ops",
+    "Shape",
+    "bind",
+    "get",
+    "load_choice",
+]
 
-OPS: Mapping[str, Op] = MappingProxyType({o.name: o for o in (rms_norm.OP, qk_norm_rope.OP, swiglu.OP, attention.OP, linear_cross_entropy.OP)})
+OPS: Mapping[str, Op] = MappingProxyType(
+    {o.name: o for o in (rms_norm.OP, qk_norm_rope.OP, swiglu.OP, attention.OP, linear_cross_entropy.OP)}
+)
 DEVICE_CLASSES = ("cpu", "cuda")
 Choice = dict[str, str]  # op → implementation; an op that is not named runs its reference
 

@@ -34,5 +34,14 @@ def fused(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return rms_norm(x_XD, weight_D, eps)
 
 
-TRITON = Implementation("triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True)
-OP = op("rms_norm", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1), implementations=(compiled(reference), TRITON))
+TRITON = Implementation(
+    "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
+)
+OP = op(
+    "rms_norm",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1),
+    implementations=(compiled(reference), TRITON),
+)

@@ -46,7 +46,9 @@ class LineTime:
 class Recorder(TorchDispatchMode):
     """Times every operation between ``__enter__`` and ``__exit__``, on the thread that entered."""
 
-    def __init__(self, folders: tuple[str, ...] = ("trainer", "kernels"), synchronize: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, folders: tuple[str, ...] = ("trainer", "kernels"), synchronize: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self.roots = tuple(f"{ROOT / folder}/" for folder in folders)
         self.synchronize = synchronize
@@ -192,7 +194,9 @@ def traced_lines(folders: tuple[str, ...] = ("trainer",)) -> Iterator[dict[Line,
         elif event == "return":
             back = frame.f_back
             ours = back is not None and back.f_code.co_filename.startswith(roots)
-            last[0] = (str(Path(back.f_code.co_filename).relative_to(ROOT)), back.f_lineno, "") if ours and back else None
+            last[0] = (
+                (str(Path(back.f_code.co_filename).relative_to(ROOT)), back.f_lineno, "") if ours and back else None
+            )
         last[1] = time.perf_counter()
         return local
 

@@ -98,7 +98,14 @@ class Profile:
         return cls(**{**raw, "lines": lines, "ops": tuple(ProfiledOp(**o) for o in raw["ops"])})
 
 
-def profile(recipe: Recipe, kernels: Path, *, steps: int = 2, measure_recipe_step: bool = True, report: Callable[[str], None] = lambda text: None) -> Profile:
+def profile(
+    recipe: Recipe,
+    kernels: Path,
+    *,
+    steps: int = 2,
+    measure_recipe_step: bool = True,
+    report: Callable[[str], None] = lambda text: None,
+) -> Profile:
     """Profile ``steps`` eager steps. Raises: TrainerError, KernelError."""
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         report("eager step")
@@ -189,7 +196,12 @@ def _data_lines(run: Run) -> dict[Line, tuple[float, float]]:
 
 
 def _lines(
-    recorded: Mapping[Line, LineTime], data: Mapping[Line, tuple[float, float]], steps: int, eager: float, rate: float, bandwidth: float
+    recorded: Mapping[Line, LineTime],
+    data: Mapping[Line, tuple[float, float]],
+    steps: int,
+    eager: float,
+    rate: float,
+    bandwidth: float,
 ) -> Iterable[ProfiledLine]:
     for (file, line, op), spent in recorded.items():
         seconds = (spent.forward_s + spent.backward_s) / steps
@@ -215,7 +227,9 @@ def _lines(
             operations=tuple(name for name, _ in spent.operations.most_common(4)),
         )
     for (file, line, _), (seconds, times) in data.items():
-        yield ProfiledLine(file, line, _source(file, line), "", "data", seconds, 0.0, times, 0.0, 0.0, seconds / eager, 0.0, "host", ())
+        yield ProfiledLine(
+            file, line, _source(file, line), "", "data", seconds, 0.0, times, 0.0, 0.0, seconds / eager, 0.0, "host", ()
+        )
 
 
 def _ops(recorder: Recorder, choice: Mapping[str, str], steps: int, eager: float) -> Iterable[ProfiledOp]:
