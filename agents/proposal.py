@@ -15,7 +15,8 @@ class Edit:
 
 @dataclass(frozen=True)
 class Proposal:
-    """``predicted_gain``: the whole training step's time before over after (1.12: the step gets 12 % more done in the same time).
+    """``predicted_gain``: the whole training step's time before over after (1.12: the step gets 12 % more done in
+    the same time).
 
     The hypothesis says what was measured, what follows for the whole step, and what would refute it.
     """

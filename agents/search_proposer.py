@@ -1,7 +1,9 @@
 """The proposer that needs no language model: for the hottest kernel ops, choose a faster registered implementation.
 
-Every implementation of an op that runs on the device is measured, alone, against the one in use, on the recipe's shapes and as the recipe
-runs it. The step's predicted time follows by Amdahl's law: each call saves (1 − 1/ratio) of the time that the chosen one takes.
+Every implementation of an op that runs on the device is measured, alone, against the one in use, on the recipe's
+shapes and as the recipe
+runs it. The step's predicted time follows by Amdahl's law: each call saves (1 − 1/ratio) of the time that the chosen
+one takes.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Candidate:
 def propose(
     profile: Mapping[str, Any], workbench: Workbench, history: Sequence[Mapping[str, Any]] = ()
 ) -> Proposal | None:
-    """The candidate of the largest predicted gain as a proposal, or None when none is worth one. ``profile`` is a parsed profile.json.
+    """The candidate of the largest predicted gain as a proposal, or None when none is worth one. ``profile`` is a
+    parsed profile.json.
 
     A change that history says failed is never proposed again: one of the same target and title.
     """
@@ -74,7 +77,8 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench, device: str) ->
             measured = workbench.measure(op["op"], name, op["implementation"])
             if measured is None:
                 continue
-            # Where the recipe compiles, the eager shares do not hold: the op's time in the step is its measured time alone, times its calls.
+            # Where the recipe compiles, the eager shares do not hold: the op's time in the step is its measured time
+            # alone, times its calls.
             share = op["calls"] * measured["against_seconds"] / step if profile["recipe"]["compile"] else op["share"]
             share = min(share, 0.9)
             ratio = float(measured["ratio"])
@@ -106,9 +110,11 @@ def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device:
     where = ", ".join(f"{line['file']}:{line['line']}" for line in hot)
     about = OPS[c.op].implementations[c.after].about
     hypothesis = (
-        f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({about}) runs its forward and backward on the "
-        f"recipe's shapes in {c.seconds * 1e3:.1f} ms, `{c.before}` in {c.against_seconds * 1e3:.1f} ms: {c.ratio:.2f} times as fast in interleaved "
-        f"pairs. If the whole step does not get at least {1 + (c.predicted_gain - 1) / 2:.3f} times as fast (predicted: {c.predicted_gain:.3f}), "
+        f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({about}) "
+        f"runs its forward and backward on the recipe's shapes in {c.seconds * 1e3:.1f} ms, "
+        f"`{c.before}` in {c.against_seconds * 1e3:.1f} ms: "
+        f"{c.ratio:.2f} times as fast in interleaved pairs. If the whole step does not get at least {1 + (c.predicted_gain - 1) / 2:.3f} "
+        f"times as fast (predicted: {c.predicted_gain:.3f}), "
         f"or held-out evaluations get worse, this is refuted."
     )
     return Proposal(

@@ -18,9 +18,11 @@ class Workbench(Protocol):
         ...
 
     def measure(self, op: str, implementation: str, against: str = "reference") -> Mapping[str, Any] | None:
-        """``kernels.bench.Comparison`` as a mapping: seconds, against_seconds, ratio, ratio_low, …; None when it could not be measured."""
+        """``kernels.bench.Comparison`` as a mapping: seconds, against_seconds, ratio, ratio_low, …; None when it
+        could not be measured."""
         ...
 
     def history(self) -> Sequence[Mapping[str, Any]]:
-        """Earlier proposals: number, agent, target, title, base_commit, outcome (None while it is not judged), oldest first."""
+        """Earlier proposals: number, agent, target, title, base_commit, outcome (None while it is not judged),
+        oldest first."""
         ...

@@ -1,7 +1,9 @@
 """Every op × implementation on this device against eager, interleaved in one process: ``make bench``.
 
-Asserted only as a ratio: no registered implementation is much slower than the reference it stands in for, unless it says so.
-pytest-benchmark times the implementation; the ratio to eager, from pairs run in turn, is printed and kept in ``extra_info``.
+Asserted only as a ratio: no registered implementation is much slower than the reference it stands in for, unless it
+says so.
+pytest-benchmark times the implementation; the ratio to eager, from pairs run in turn, is printed and kept in
+``extra_info``.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ def test_against_eager(benchmark: Any, op: str, implementation: str, shape: str)
     inputs = OPS[op].inputs(Case(shape, SHAPES[shape]), device=DEVICE, dtype=torch.bfloat16)
     benchmark.pedantic(function, args=inputs, rounds=3, warmup_rounds=1)
     print(
-        f"\n{op}: {implementation} is {found.ratio:.2f} times as fast as eager ({found.ratio_low:.2f}–{found.ratio_high:.2f}), {shape}"
+        f"\n{op}: {implementation} is {found.ratio:.2f} times as fast as eager "
+        f"({found.ratio_low:.2f}–{found.ratio_high:.2f}), {shape}"
     )
     assert found.ratio > FLOOR

@@ -1,6 +1,8 @@
-"""One implementation of an op against another, alone, interleaved in one process: ``python -m kernels.bench --op attention --implementation folded``.
+"""One implementation of an op against another, alone, interleaved in one process: ``python -m kernels.bench --op
+attention --implementation folded``.
 
-Prints one JSON object: seconds of a forward and backward on the recipe's shapes. The median of paired ratios is the answer; machines are noisy.
+Prints one JSON object: seconds of a forward and backward on the recipe's shapes. The median of paired ratios is the
+answer; machines are noisy.
 Where the recipe compiles its blocks, both sides are compiled, as they would be there.
 """
 
@@ -56,7 +58,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``ratio``: time of ``against`` over time of ``implementation``; above one is faster. Seconds are of one forward and backward."""
+    """``ratio``: time of ``against`` over time of ``implementation``; above one is faster. Seconds are of one
+    forward and backward."""
 
     op: str
     implementation: str
@@ -123,7 +126,8 @@ def compare(
 def _step(
     function: Callable[..., Any], inputs: tuple[Any, ...], gradients: tuple[int, ...], device: str
 ) -> Callable[[], None]:
-    """One forward and backward that ends when the device has finished. Upstream gradients are dense and made beforehand."""
+    """One forward and backward that ends when the device has finished. Upstream gradients are dense and made
+    beforehand."""
     leaves = [inputs[p] for p in gradients]
     out = function(*inputs)
     first = out[0] if isinstance(out, tuple) else out

@@ -1,6 +1,7 @@
 """The output head and its loss in one op: logits = x weightᵀ, loss = Σ weights · (nll + z_loss · logsumexp²).
 
-Eager keeps the logits [N, V] in fp32, and reads and writes them some ten times. ``chunked`` makes the gradients in the forward pass,
+Eager keeps the logits [N, V] in fp32, and reads and writes them some ten times. ``chunked`` makes the gradients in
+the forward pass,
 a thousand tokens at a time, so that logits are never whole in memory, and never computed for tokens that carry no loss.
 The z-loss term keeps the logits' normaliser near one (PaLM, Chowdhery et al. 2022, arXiv:2204.02311 §5).
 """
@@ -55,7 +56,8 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
 def rows_eager(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Per token weights · (nll + z_loss · logsumexp²), nll, and (if asked) that term's gradient by its logits, in their dtype."""
+    """Per token weights · (nll + z_loss · logsumexp²), nll, and (if asked) that term's gradient by its logits, in
+    their dtype."""
     logits = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     lse = torch.logsumexp(logits, dim=-1)
     nll = lse - logits.gather(1, targets_C.unsqueeze(1)).squeeze(1)
@@ -76,7 +78,8 @@ rows_compiled = torch.compile(rows_eager)
 def chunked_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool, fuse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two are empty unless asked for."""
+    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two are empty unless asked
+    for."""
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=x_ND.device)
     nll_N = torch.zeros(x_ND.shape[0], dtype=wide, device=x_ND.device)

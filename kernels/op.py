@@ -45,7 +45,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an op must at least move and compute, one call: bytes of inputs read once and outputs written once, and FLOPs."""
+    """What an op must at least move and compute, one call: bytes of inputs read once and outputs written once, and
+    FLOPs."""
 
     forward_bytes: float
     forward_flops: float
@@ -55,7 +56,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op, and the device classes it runs on (``needs_triton``: CUDA, or anywhere in triton's interpreter)."""
+    """One way to compute an op, and the device classes it runs on (``needs_triton``: CUDA, or anywhere in triton's
+    interpreter)."""
 
     name: str
     function: Callable[..., Any]
@@ -75,7 +77,8 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Op:
-    """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments; ``gradients`` are the positions that get one."""
+    """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments; ``gradients`` are the
+    positions that get one."""
 
     name: str
     reference: Callable[..., Any]

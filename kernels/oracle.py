@@ -1,8 +1,12 @@
-"""Is an implementation right? Its error against the reference in fp64, forward and every gradient, next to the eager op's own error.
+"""Is an implementation right? Its error against the reference in fp64, forward and every gradient, next to the eager
+op's own error.
 
-An implementation passes when, for every output and gradient, its error is at most twice that of the eager reference at the same
-dtype, and it is finite wherever eager is. Two norms are held: the root mean square of the error, and its largest element, both
-relative to the size of the exact result. An error below the dtype's own rounding always passes (eager's may be zero by luck), and so
+An implementation passes when, for every output and gradient, its error is at most twice that of the eager reference
+at the same
+dtype, and it is finite wherever eager is. Two norms are held: the root mean square of the error, and its largest
+element, both
+relative to the size of the exact result. An error below the dtype's own rounding always passes (eager's may be zero
+by luck), and so
 does one below sixteen roundings of fp32, by which sums of a thousand terms differ when taken in another order.
 """
 
@@ -50,7 +54,8 @@ class OracleResult:
     def failures(self) -> str:
         """The tensors that are off, one line."""
         return "; ".join(
-            f"{t.name}: rms {t.rms:.3g} (eager {t.eager_rms:.3g}), largest {t.largest:.3g} (eager {t.eager_largest:.3g}), finite {t.finite}"
+            f"{t.name}: rms {t.rms:.3g} (eager {t.eager_rms:.3g}), "
+            f"largest {t.largest:.3g} (eager {t.eager_largest:.3g}), finite {t.finite}"
             for t in self.tensors
             if not t.ok
         )

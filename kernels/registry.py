@@ -1,4 +1,5 @@
-"""Which ops there are, and which implementation of each the model runs: the choice in ``policies/kernels.yaml``, per device class."""
+"""Which ops there are, and which implementation of each the model runs: the choice in ``policies/kernels.yaml``, per
+device class."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def get(name: str) -> Op:
 
 
 def load_choice(path: Path | str, device: str = "cpu") -> Choice:
-    """Read ``kernels.yaml``: for each device class a map op → implementation. Returns the one for ``device``, every op named.
+    """Read ``kernels.yaml``: for each device class a map op → implementation. Returns the one for ``device``, every
+    op named.
 
     Raises: KernelError that names the file and the key, and lists what there is.
     """

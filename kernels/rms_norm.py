@@ -1,4 +1,5 @@
-"""RMSNorm: y = x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467). Statistics in fp32 whatever the dtype."""
+"""RMSNorm: y = x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467). Statistics in fp32
+whatever the dtype."""
 
 from __future__ import annotations
 

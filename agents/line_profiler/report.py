@@ -57,7 +57,8 @@ def summary(profile: Profile) -> str:
     """Step times and coverage, in words."""
     difference = profile.eager_step_s - profile.covered_s
     text = (
-        f"eager step {profile.eager_step_s * 1e3:.0f} ms without a profiler; the lines cover {profile.covered_s * 1e3:.0f} ms "
+        f"eager step {profile.eager_step_s * 1e3:.0f} ms without a profiler; "
+        f"the lines cover {profile.covered_s * 1e3:.0f} ms "
         f"({profile.coverage:.0%}), {difference * 1e3:+.0f} ms is Python and dispatch between operations, and noise; "
         f"profiling added {profile.overhead_s * 1e3:.0f} ms to a step, none of it in the table."
     )

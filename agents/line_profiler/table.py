@@ -1,4 +1,5 @@
-"""The profile of a recipe: run it, count what each line cost, hold it against the roofline and against the step without a profiler."""
+"""The profile of a recipe: run it, count what each line cost, hold it against the roofline and against the step
+without a profiler."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class ProfiledOp:
 
 @dataclass(frozen=True)
 class Profile:
-    """What ``profile.json`` holds (``format`` 1). Times are seconds a step, the batch of it made in the step, not ahead of it."""
+    """What ``profile.json`` holds (``format`` 1). Times are seconds a step, the batch of it made in the step, not
+    ahead of it."""
 
     format: int
     recipe: dict[str, Any]
@@ -185,7 +187,8 @@ def _ops_of(run: Run, ops: Ops) -> Iterator[None]:
 
 
 def _data_lines(run: Run) -> dict[Line, tuple[float, float]]:
-    """Line → (seconds, times) of making one batch; the tracer's own time is taken out by scaling to an untraced batch."""
+    """Line → (seconds, times) of making one batch; the tracer's own time is taken out by scaling to an untraced
+    batch."""
     began = time.perf_counter()
     make_batch(run.order)
     untraced = time.perf_counter() - began

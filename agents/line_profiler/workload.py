@@ -1,6 +1,7 @@
 """A run to profile: the recipe's own model, optimiser and data order, on a token shard of random documents.
 
-What a token is does not change how long a step takes; how long documents are, and how many carry loss, does: lengths are log-normal with a
+What a token is does not change how long a step takes; how long documents are, and how many carry loss, does: lengths
+are log-normal with a
 median of 250 tokens, and a third of the documents are chats whose first 60 % carry no loss.
 """
 

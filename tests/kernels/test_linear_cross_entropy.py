@@ -1,4 +1,5 @@
-"""What the chunked head promises beside the right numbers: no logits in memory, no work for tokens without loss, compile sees it."""
+"""What the chunked head promises beside the right numbers: no logits in memory, no work for tokens without loss,
+compile sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The Triton kernels, forward and backward, in triton's interpreter; it needs its switch set before triton is imported: a process of its own."""
+"""The Triton kernels, forward and backward, in triton's interpreter; it needs its switch set before triton is
+imported: a process of its own."""
 
 from __future__ import annotations
 
