@@ -45,9 +45,11 @@ BLOCK = 128  # queries a block: later keys are left out of its products, which h
 
 
 def plain(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """As ``reference``: the queries that share a key head become rows of one matrix product, and softmax is written out.
+    """As ``reference``: the queries that share a key head become rows of one matrix product, and softmax is written
+    out.
 
-    Blocks of queries see only the keys up to their own end. Meant for torch.compile, which makes scale, mask and softmax one pass.
+    Blocks of queries see only the keys up to their own end. Meant for torch.compile, which makes scale, mask and
+    softmax one pass.
     """
     B, T, H, K = q_BTHK.shape
     G = k_BTGK.shape[2]
@@ -71,7 +73,9 @@ def plain(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -
 
 
 FOLDED = Implementation(
-    "folded", torch.compile(plain, dynamic=False), "query group folded into rows, plain softmax in causal blocks, compiled"
+    "folded",
+    torch.compile(plain, dynamic=False),
+    "query group folded into rows, plain softmax in causal blocks, compiled",
 )
 OP = op(
     "attention",

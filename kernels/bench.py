@@ -1,6 +1,8 @@
-"""One implementation of an op against another, alone, interleaved in one process: ``python -m kernels.bench --op attention --implementation folded``.
+"""One implementation of an op against another, alone, interleaved in one process: ``python -m kernels.bench --op
+attention --implementation folded``.
 
-Prints one JSON object: seconds of a forward and backward on the recipe's shapes. The median of paired ratios is the answer; machines are noisy.
+Prints one JSON object: seconds of a forward and backward on the recipe's shapes. The median of paired ratios is the
+answer; machines are noisy.
 Where the recipe compiles its blocks, both sides are compiled, as they would be there.
 """
 
@@ -46,7 +48,9 @@ class Setting:
 
     @classmethod
     def of_mapping(cls, recipe: dict[str, Any]) -> Setting:
-        sizes = {k: recipe["model"][k] for k in ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")}
+        sizes = {
+            k: recipe["model"][k] for k in ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
+        }
         batch = recipe["batch"]
         shape = Shape(batch=batch.get("micro_sequences") or batch["sequences"], **sizes)
         return cls(shape, recipe.get("precision", "bf16"), recipe.get("compile", True))
@@ -54,7 +58,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``ratio``: time of ``against`` over time of ``implementation``; above one is faster. Seconds are of one forward and backward."""
+    """``ratio``: time of ``against`` over time of ``implementation``; above one is faster. Seconds are of one
+    forward and backward."""
 
     op: str
     implementation: str
@@ -71,7 +76,14 @@ class Comparison:
 
 
 def compare(
-    name: str, implementation: str, against: str = "reference", setting: Setting = Setting(), *, device: str = "cpu", pairs: int = 9, warmup: int = 3
+    name: str,
+    implementation: str,
+    against: str = "reference",
+    setting: Setting = Setting(),
+    *,
+    device: str = "cpu",
+    pairs: int = 9,
+    warmup: int = 3,
 ) -> Comparison:
     """Raises: KernelError for an op or implementation that is not there or does not run on the device."""
     op = get(name)
@@ -79,7 +91,10 @@ def compare(
     functions = [check(name, n, torch.device(device).type).function for n in (against, implementation)]
     if setting.compile:
         functions = [torch.compile(f, dynamic=False) for f in functions]
-    steps = [_step(f, op.inputs(case, device=device, dtype=DTYPES[setting.precision]), op.gradients, device) for f in functions]
+    steps = [
+        _step(f, op.inputs(case, device=device, dtype=DTYPES[setting.precision]), op.gradients, device)
+        for f in functions
+    ]
     for step in steps:
         for _ in range(warmup):
             step()
@@ -92,11 +107,27 @@ def compare(
     ratios = sorted(a / b for a, b in zip(*times))
     quartiles = statistics.quantiles(ratios, n=4) if pairs > 1 else [ratios[0]] * 3
     base, mine = (statistics.median(t) for t in times)
-    return Comparison(name, implementation, against, device, setting.precision, setting.compile, mine, base, quartiles[1], quartiles[0], quartiles[2], pairs)
+    return Comparison(
+        name,
+        implementation,
+        against,
+        device,
+        setting.precision,
+        setting.compile,
+        mine,
+        base,
+        quartiles[1],
+        quartiles[0],
+        quartiles[2],
+        pairs,
+    )
 
 
-def _step(function: Callable[..., Any], inputs: tuple[Any, ...], gradients: tuple[int, ...], device: str) -> Callable[[], None]:
-    """One forward and backward that ends when the device has finished. Upstream gradients are dense and made beforehand."""
+def _step(
+    function: Callable[..., Any], inputs: tuple[Any, ...], gradients: tuple[int, ...], device: str
+) -> Callable[[], None]:
+    """One forward and backward that ends when the device has finished. Upstream gradients are dense and made
+    beforehand."""
     leaves = [inputs[p] for p in gradients]
     out = function(*inputs)
     first = out[0] if isinstance(out, tuple) else out
@@ -112,7 +143,9 @@ def _step(function: Callable[..., Any], inputs: tuple[Any, ...], gradients: tupl
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.bench", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--list", action="store_true", help="print every op and implementation")
     parser.add_argument("--op")
     parser.add_argument("--implementation")
@@ -123,11 +156,30 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         if chosen.list or not (chosen.op and chosen.implementation):
-            table = {o.name: {i.name: {"about": i.about, "runs_here": i.runs_on(chosen.device)} for i in o.implementations.values()} for o in OPS.values()}
+            table = {
+                o.name: {
+                    i.name: {"about": i.about, "runs_here": i.runs_on(chosen.device)}
+                    for i in o.implementations.values()
+                }
+                for o in OPS.values()
+            }
             print(json.dumps(table, indent=1))
             return 0
         setting = Setting.of_recipe(chosen.recipe) if chosen.recipe else Setting()
-        print(json.dumps(asdict(compare(chosen.op, chosen.implementation, chosen.against, setting, device=chosen.device, pairs=chosen.pairs))))
+        print(
+            json.dumps(
+                asdict(
+                    compare(
+                        chosen.op,
+                        chosen.implementation,
+                        chosen.against,
+                        setting,
+                        device=chosen.device,
+                        pairs=chosen.pairs,
+                    )
+                )
+            )
+        )
     except KernelError as error:
         print(error, file=sys.stderr)
         return 2

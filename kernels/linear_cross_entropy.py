@@ -1,6 +1,7 @@
 """The output head and its loss in one op: logits = x weightᵀ, loss = Σ weights · (nll + z_loss · logsumexp²).
 
-Eager keeps the logits [N, V] in fp32, and reads and writes them some ten times. ``chunked`` makes the gradients in the forward pass,
+Eager keeps the logits [N, V] in fp32, and reads and writes them some ten times. ``chunked`` makes the gradients in
+the forward pass,
 a thousand tokens at a time, so that logits are never whole in memory, and never computed for tokens that carry no loss.
 The z-loss term keeps the logits' normaliser near one (PaLM, Chowdhery et al. 2022, arXiv:2204.02311 §5).
 """
@@ -20,7 +21,9 @@ Z_LOSS = 1e-4
 ROWS = 1024  # tokens a chunk: fewer re-read the weight and its gradient more often than they save in cache
 
 
-def reference(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+def reference(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
     """x [N, D], weight [V, D], targets [N] integers, weights [N] fp32 that already hold mask and normaliser.
 
     Returns (loss: scalar, nll [N] detached, zero where the weight is zero), both fp32 (fp64 for fp64 inputs).
@@ -50,8 +53,11 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, targets, (mask / mask.sum().clamp(min=1)).to(device), Z_LOSS
 
 
-def rows_eager(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Per token weights · (nll + z_loss · logsumexp²), nll, and (if asked) that term's gradient by its logits, in their dtype."""
+def rows_eager(
+    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per token weights · (nll + z_loss · logsumexp²), nll, and (if asked) that term's gradient by its logits, in
+    their dtype."""
     logits = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     lse = torch.logsumexp(logits, dim=-1)
     nll = lse - logits.gather(1, targets_C.unsqueeze(1)).squeeze(1)
@@ -72,7 +78,8 @@ rows_compiled = torch.compile(rows_eager)
 def chunked_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool, fuse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two are empty unless asked for."""
+    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two are empty unless asked
+    for."""
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=x_ND.device)
     nll_N = torch.zeros(x_ND.shape[0], dtype=wide, device=x_ND.device)
@@ -96,9 +103,15 @@ def chunked_op(
 
 
 @chunked_op.register_fake
-def _(x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
-    dx, dweight = (torch.empty_like(x), torch.empty_like(weight, dtype=wide)) if gradients else (x.new_empty(0), weight.new_empty(0))
+    dx, dweight = (
+        (torch.empty_like(x), torch.empty_like(weight, dtype=wide))
+        if gradients
+        else (x.new_empty(0), weight.new_empty(0))
+    )
     return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide), dx, dweight
 
 
@@ -112,19 +125,31 @@ def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
     dx_ND, dweight_VD = ctx.saved_tensors
     scale = upstream[0].to(dweight_VD.dtype)  # fp32: rounding it would shift every gradient
     x_dtype, weight_dtype = ctx.dtypes
-    return (dx_ND.to(scale.dtype) * scale).to(x_dtype), (dweight_VD * scale).to(weight_dtype), None, None, None, None, None
+    return (
+        (dx_ND.to(scale.dtype) * scale).to(x_dtype),
+        (dweight_VD * scale).to(weight_dtype),
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 chunked_op.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 
 @register_flop_formula(torch.ops.factory.linear_cross_entropy_chunked)
-def chunked_flops(x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, fuse: bool, **_: Any) -> int:
+def chunked_flops(
+    x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, fuse: bool, **_: Any
+) -> int:
     """Three products, as if every token carried loss (the shapes do not say how many do)."""
     return 2 * x[0] * x[1] * weight[0] * (3 if gradients else 1)
 
 
-def _chunked(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, fuse: bool) -> tuple[Tensor, Tensor]:
+def _chunked(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, fuse: bool
+) -> tuple[Tensor, Tensor]:
     device = x_ND.device.type
     if torch.is_autocast_enabled(device):  # an op of our own has no autocast rule: round the operands as linear would
         x_ND, weight_VD = x_ND.to(torch.get_autocast_dtype(device)), weight_VD.to(torch.get_autocast_dtype(device))
@@ -133,18 +158,24 @@ def _chunked(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tens
     return loss, nll_N.detach()
 
 
-def chunked(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+def chunked(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
     """As ``reference``, a chunk of tokens at a time, gradients made in the forward pass."""
     return _chunked(x_ND, weight_VD, targets_N, weights_N, z_loss, fuse=False)
 
 
-def chunked_compiled(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+def chunked_compiled(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
     """As ``chunked``, with all that happens to a chunk's logits compiled into one region."""
     return _chunked(x_ND, weight_VD, targets_N, weights_N, z_loss, fuse=True)
 
 
 CHUNKED = Implementation("chunked", chunked, "chunks of tokens, gradients made forward, tokens without loss left out")
-CHUNKED_COMPILED = Implementation("chunked_compiled", chunked_compiled, "chunked, with the pointwise work compiled into one region")
+CHUNKED_COMPILED = Implementation(
+    "chunked_compiled", chunked_compiled, "chunked, with the pointwise work compiled into one region"
+)
 OP = op(
     "linear_cross_entropy",
     reference,

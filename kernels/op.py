@@ -45,7 +45,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an op must at least move and compute, one call: bytes of inputs read once and outputs written once, and FLOPs."""
+    """What an op must at least move and compute, one call: bytes of inputs read once and outputs written once, and
+    FLOPs."""
 
     forward_bytes: float
     forward_flops: float
@@ -55,7 +56,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op, and the device classes it runs on (``needs_triton``: CUDA, or anywhere in triton's interpreter)."""
+    """One way to compute an op, and the device classes it runs on (``needs_triton``: CUDA, or anywhere in triton's
+    interpreter)."""
 
     name: str
     function: Callable[..., Any]
@@ -75,7 +77,8 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Op:
-    """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments; ``gradients`` are the positions that get one."""
+    """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments; ``gradients`` are the
+    positions that get one."""
 
     name: str
     reference: Callable[..., Any]
@@ -91,10 +94,14 @@ class Op:
     def implementation(self, name: str) -> Implementation:
         """Raises: KernelError that lists what there is."""
         if name not in self.implementations:
-            raise KernelError(f"op {self.name!r} has no implementation {name!r}; there are: {', '.join(sorted(self.implementations))}")
+            raise KernelError(
+                f"op {self.name!r} has no implementation {name!r}; there are: {', '.join(sorted(self.implementations))}"
+            )
         return self.implementations[name]
 
-    def inputs(self, case: Case, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    def inputs(
+        self, case: Case, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> Inputs:
         """Fresh arguments for a case; those that get a gradient are leaves that require one."""
         device = torch.device(device)
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -114,7 +121,9 @@ def strided(x: Tensor) -> Tensor:
     return wide[..., 0]
 
 
-def normal(generator: torch.Generator, size: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+def normal(
+    generator: torch.Generator, size: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0
+) -> Tensor:
     """Normal values drawn on the CPU, so that every device gets the same ones."""
     return (torch.randn(size, generator=generator) * scale).to(device=device, dtype=dtype)
 

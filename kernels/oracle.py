@@ -1,8 +1,12 @@
-"""Is an implementation right? Its error against the reference in fp64, forward and every gradient, next to the eager op's own error.
+"""Is an implementation right? Its error against the reference in fp64, forward and every gradient, next to the eager
+op's own error.
 
-An implementation passes when, for every output and gradient, its error is at most twice that of the eager reference at the same
-dtype, and it is finite wherever eager is. Two norms are held: the root mean square of the error, and its largest element, both
-relative to the size of the exact result. An error below the dtype's own rounding always passes (eager's may be zero by luck), and so
+An implementation passes when, for every output and gradient, its error is at most twice that of the eager reference
+at the same
+dtype, and it is finite wherever eager is. Two norms are held: the root mean square of the error, and its largest
+element, both
+relative to the size of the exact result. An error below the dtype's own rounding always passes (eager's may be zero
+by luck), and so
 does one below sixteen roundings of fp32, by which sums of a thousand terms differ when taken in another order.
 """
 
@@ -49,7 +53,12 @@ class OracleResult:
 
     def failures(self) -> str:
         """The tensors that are off, one line."""
-        return "; ".join(f"{t.name}: rms {t.rms:.3g} (eager {t.eager_rms:.3g}), largest {t.largest:.3g} (eager {t.eager_largest:.3g}), finite {t.finite}" for t in self.tensors if not t.ok)
+        return "; ".join(
+            f"{t.name}: rms {t.rms:.3g} (eager {t.eager_rms:.3g}), "
+            f"largest {t.largest:.3g} (eager {t.eager_largest:.3g}), finite {t.finite}"
+            for t in self.tensors
+            if not t.ok
+        )
 
 
 def _constant_rows(x: Tensor) -> Tensor:
@@ -66,7 +75,17 @@ HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def judge(op: Op, implementation: str, case: Case, *, dtype: torch.dtype = torch.float32, device: str = "cpu", values: str = "normal", seed: int = 0, factor: float = FACTOR) -> OracleResult:
+def judge(
+    op: Op,
+    implementation: str,
+    case: Case,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    values: str = "normal",
+    seed: int = 0,
+    factor: float = FACTOR,
+) -> OracleResult:
     """Run implementation and eager at ``dtype`` and the reference in fp64 on the same inputs and upstream gradients."""
     function = op.implementation(implementation).function
     inputs = list(op.inputs(case, device=device, dtype=dtype, seed=seed))
@@ -107,7 +126,13 @@ def _run(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dic
 
 
 def _compare(name: str, found: Tensor, eager: Tensor, exact: Tensor, eps: float, factor: float) -> TensorError:
-    assert found.shape == exact.shape and found.dtype == eager.dtype, (name, found.shape, exact.shape, found.dtype, eager.dtype)
+    assert found.shape == exact.shape and found.dtype == eager.dtype, (
+        name,
+        found.shape,
+        exact.shape,
+        found.dtype,
+        eager.dtype,
+    )
     where = eager.isfinite() & exact.isfinite()
     finite = bool(found[where].isfinite().all())
     truth = exact[where]

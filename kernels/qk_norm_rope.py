@@ -1,6 +1,7 @@
 """QK-norm then rotary position embedding, for queries or keys: RMSNorm over each head, then rotate the halves.
 
-QK-norm: Henry et al. 2020, arXiv:2010.04245; RoPE: Su et al. 2021, arXiv:2104.09864, in the rotate-half layout of Hugging Face
+QK-norm: Henry et al. 2020, arXiv:2010.04245; RoPE: Su et al. 2021, arXiv:2104.09864, in the rotate-half layout of
+Hugging Face
 models: pairs are (k, k + K/2), and cos, sin [B, T, K] repeat their first half.
 """
 
@@ -39,4 +40,11 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, angle.cos().to(device, dtype).contiguous(), angle.sin().to(device, dtype).contiguous(), EPS
 
 
-OP = op("qk_norm_rope", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1), implementations=(compiled(reference),))
+OP = op(
+    "qk_norm_rope",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1),
+    implementations=(compiled(reference),),
+)

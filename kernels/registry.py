@@ -1,4 +1,5 @@
-"""Which ops there are, and which implementation of each the model runs: the choice in ``policies/kernels.yaml``, per device class."""
+"""Which ops there are, and which implementation of each the model runs: the choice in ``policies/kernels.yaml``, per
+device class."""
 
 from __future__ import annotations
 
@@ -14,9 +15,25 @@ from torch import Tensor
 from kernels import attention, linear_cross_entropy, qk_norm_rope, rms_norm, swiglu
 from kernels.op import Case, Cost, Implementation, KernelError, Op, Shape
 
-__all__ = ["DEVICE_CLASSES", "OPS", "Case", "Choice", "Cost", "Implementation", "KernelError", "Op", "Ops", "Shape", "bind", "get", "load_choice"]
+__all__ = [
+    "DEVICE_CLASSES",
+    "OPS",
+    "Case",
+    "Choice",
+    "Cost",
+    "Implementation",
+    "KernelError",
+    "Op",
+    "Ops",
+    "Shape",
+    "bind",
+    "get",
+    "load_choice",
+]
 
-OPS: Mapping[str, Op] = MappingProxyType({o.name: o for o in (rms_norm.OP, qk_norm_rope.OP, swiglu.OP, attention.OP, linear_cross_entropy.OP)})
+OPS: Mapping[str, Op] = MappingProxyType(
+    {o.name: o for o in (rms_norm.OP, qk_norm_rope.OP, swiglu.OP, attention.OP, linear_cross_entropy.OP)}
+)
 DEVICE_CLASSES = ("cpu", "cuda")
 Choice = dict[str, str]  # op → implementation; an op that is not named runs its reference
 
@@ -40,7 +57,8 @@ def get(name: str) -> Op:
 
 
 def load_choice(path: Path | str, device: str = "cpu") -> Choice:
-    """Read ``kernels.yaml``: for each device class a map op → implementation. Returns the one for ``device``, every op named.
+    """Read ``kernels.yaml``: for each device class a map op → implementation. Returns the one for ``device``, every
+    op named.
 
     Raises: KernelError that names the file and the key, and lists what there is.
     """

@@ -1,4 +1,5 @@
-"""RMSNorm: y = x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467). Statistics in fp32 whatever the dtype."""
+"""RMSNorm: y = x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467). Statistics in fp32
+whatever the dtype."""
 
 from __future__ import annotations
 
@@ -34,5 +35,14 @@ def fused(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return rms_norm(x_XD, weight_D, eps)
 
 
-TRITON = Implementation("triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True)
-OP = op("rms_norm", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1), implementations=(compiled(reference), TRITON))
+TRITON = Implementation(
+    "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
+)
+OP = op(
+    "rms_norm",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1),
+    implementations=(compiled(reference), TRITON),
+)

@@ -1,4 +1,5 @@
-"""RMSNorm in Triton: a row a program forward; backward a few programs, each over many rows, so that the weight's gradient is summed in registers."""
+"""RMSNorm in Triton: a row a program forward; backward a few programs, each over many rows, so that the weight's
+gradient is summed in registers."""
 
 from __future__ import annotations
 

@@ -30,5 +30,14 @@ def fused(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
     return swiglu(gate_XF, up_XF)
 
 
-TRITON = Implementation("triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True)
-OP = op("swiglu", reference, cost=cost, make_inputs=make_inputs, gradients=(0, 1), implementations=(compiled(reference), TRITON))
+TRITON = Implementation(
+    "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
+)
+OP = op(
+    "swiglu",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1),
+    implementations=(compiled(reference), TRITON),
+)

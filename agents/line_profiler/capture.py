@@ -1,9 +1,13 @@
 """Which source line causes which time: a dispatch mode that times every tensor operation of an eager step.
 
-*Forward*: an operation belongs to the innermost frame in ``trainer/`` or ``kernels/``. *Backward*: the node that autograd runs carries the
-sequence number it got in the forward pass, at the moment its operation was dispatched; that operation's line caused it. A hand-written
-backward has frames of its own and keeps them. Regions through torch.compile cannot be seen into: their call, and their backward node, are
-timed whole and belong to the line that calls them. *Data* lines are timed by a line tracer and scaled to the untraced time.
+*Forward*: an operation belongs to the innermost frame in ``trainer/`` or ``kernels/``. *Backward*: the node that
+autograd runs carries the
+sequence number it got in the forward pass, at the moment its operation was dispatched; that operation's line caused
+it. A hand-written
+backward has frames of its own and keeps them. Regions through torch.compile cannot be seen into: their call, and
+their backward node, are
+timed whole and belong to the line that calls them. *Data* lines are timed by a line tracer and scaled to the
+untraced time.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ class LineTime:
 class Recorder(TorchDispatchMode):
     """Times every operation between ``__enter__`` and ``__exit__``, on the thread that entered."""
 
-    def __init__(self, folders: tuple[str, ...] = ("trainer", "kernels"), synchronize: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, folders: tuple[str, ...] = ("trainer", "kernels"), synchronize: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self.roots = tuple(f"{ROOT / folder}/" for folder in folders)
         self.synchronize = synchronize
@@ -94,7 +100,8 @@ class Recorder(TorchDispatchMode):
             if where is not None:
                 line = (where, frame.f_lineno, self.current_op)
                 if not backward:
-                    # Autograd makes an operation's node just before dispatching it: the newest number is this one's, if it is new.
+                    # Autograd makes an operation's node just before dispatching it: the newest number is this one's,
+                    # if it is new.
                     self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, line)
                 return line, backward
             frame = frame.f_back
@@ -105,7 +112,8 @@ class Recorder(TorchDispatchMode):
         return ("(gradient accumulation)" if backward else "(outside)", 0, ""), backward
 
     def watch(self, ops: Ops) -> Ops:
-        """The same ops, told apart: what runs inside of one is marked with its name, and what is hidden from the mode is timed whole."""
+        """The same ops, told apart: what runs inside of one is marked with its name, and what is hidden from the
+        mode is timed whole."""
         return replace(ops, **{f.name: self._watched(f.name, getattr(ops, f.name)) for f in fields(ops)})
 
     def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +164,8 @@ def _bytes(args: Any, kwargs: Any, out: Any, func: Any) -> float:
 
 
 def mode_overhead(calls: int = 2000) -> float:
-    """Seconds that the mode adds to one operation, outside of the time it records: it slows the profiled step, not the table."""
+    """Seconds that the mode adds to one operation, outside of the time it records: it slows the profiled step, not
+    the table."""
     x = torch.zeros(1)
     for _ in range(200):
         x.add_(0)
@@ -174,7 +183,8 @@ def mode_overhead(calls: int = 2000) -> float:
 
 @contextmanager
 def traced_lines(folders: tuple[str, ...] = ("trainer",)) -> Iterator[dict[Line, list[float]]]:
-    """Time every line of ours that this thread executes in the block: line → [seconds, times]. A line's callees of ours are their own lines'."""
+    """Time every line of ours that this thread executes in the block: line → [seconds, times]. A line's callees of
+    ours are their own lines'."""
     roots = tuple(f"{ROOT / folder}/" for folder in folders)
     found: dict[Line, list[float]] = {}
     last: list[Any] = [None, 0.0]
@@ -192,7 +202,9 @@ def traced_lines(folders: tuple[str, ...] = ("trainer",)) -> Iterator[dict[Line,
         elif event == "return":
             back = frame.f_back
             ours = back is not None and back.f_code.co_filename.startswith(roots)
-            last[0] = (str(Path(back.f_code.co_filename).relative_to(ROOT)), back.f_lineno, "") if ours and back else None
+            last[0] = (
+                (str(Path(back.f_code.co_filename).relative_to(ROOT)), back.f_lineno, "") if ours and back else None
+            )
         last[1] = time.perf_counter()
         return local
 

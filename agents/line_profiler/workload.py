@@ -1,6 +1,7 @@
 """A run to profile: the recipe's own model, optimiser and data order, on a token shard of random documents.
 
-What a token is does not change how long a step takes; how long documents are, and how many carry loss, does: lengths are log-normal with a
+What a token is does not change how long a step takes; how long documents are, and how many carry loss, does: lengths
+are log-normal with a
 median of 250 tokens, and a third of the documents are chats whose first 60 % carry no loss.
 """
 
@@ -28,7 +29,9 @@ def make_run(recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile
     """
     recipe = recipe.model_copy(update={"compile": compile})
     wanted = steps * recipe.tokens_per_step * 2
-    shard = write_token_shard(folder, documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64)
+    shard = write_token_shard(
+        folder, documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64
+    )
     mixture = recipe.mixture.model_copy(update={"weights": {"*": 1.0}, "phases": [], "max_epochs": 4})
     plan = DataPlan.make(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
     spec = SegmentSpec(kind="trunk", recipe=recipe, data_plan=plan, first_step=0, last_step=steps, kernels=str(kernels))
@@ -45,5 +48,7 @@ def documents(recipe: Recipe, tokens: int) -> Iterator[TokenizedDocument]:
         if number % 3 == 0:
             mask[: int(length * 0.6)] = False
         ids = generator.integers(0, recipe.model.vocab_size, length, dtype=np.uint32)
-        yield TokenizedDocument(f"{number:08d}", f"profile-{number}", "chat" if number % 3 == 0 else "text", "profile", "none", ids, mask)
+        yield TokenizedDocument(
+            f"{number:08d}", f"profile-{number}", "chat" if number % 3 == 0 else "text", "profile", "none", ids, mask
+        )
         made, number = made + length, number + 1

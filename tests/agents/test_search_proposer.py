@@ -1,0 +1,104 @@
+"""Which change the search proposer picks, what it predicts, and what it never proposes twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agents.proposal import Edit
+from agents.search_proposer import POLICY, amdahl, choose, propose
+
+SHIPPED = (Path(__file__).parents[2] / POLICY).read_text()
+
+
+class Bench:
+    """A workbench over given ratios; it remembers what it was asked to measure."""
+
+    def __init__(self, ratios: dict[tuple[str, str], float], objections: list[str] | None = None) -> None:
+        self.ratios, self.objections, self.asked = ratios, objections or [], []  # type: ignore[var-annotated]
+
+    def read(self, path: str) -> str:
+        assert path == POLICY
+        return SHIPPED
+
+    def check(self, edits: Sequence[Edit]) -> list[str]:
+        return self.objections
+
+    def measure(self, op: str, implementation: str, against: str = "reference") -> Mapping[str, Any] | None:
+        self.asked.append((op, implementation))
+        ratio = self.ratios.get((op, implementation))
+        return (
+            None
+            if ratio is None
+            else {"seconds": 0.1 / ratio, "against_seconds": 0.1, "ratio": ratio, "ratio_low": ratio}
+        )
+
+    def history(self) -> Sequence[Mapping[str, Any]]:
+        return []
+
+
+def _profile(compile: bool = False) -> dict[str, Any]:
+    op = lambda name, share, calls: {"op": name, "implementation": "reference", "share": share, "calls": calls}
+    lines = [{"op": "attention", "file": "kernels/attention.py", "line": 25}]
+    ops = [op("attention", 0.4, 4), op("linear_cross_entropy", 0.3, 1), op("swiglu", 0.01, 4)]
+    return {
+        "device": "x86_64 CPU",
+        "recipe": {"compile": compile},
+        "recipe_step_s": 1.0,
+        "eager_step_s": 2.0,
+        "lines": lines,
+        "ops": ops,
+    }
+
+
+def test_the_largest_gain_of_the_whole_step_wins() -> None:
+    bench = Bench({("attention", "folded"): 1.5, ("linear_cross_entropy", "chunked_compiled"): 3.0})
+    proposal = propose(_profile(), bench)
+    assert proposal is not None and proposal.target == "kernel:linear_cross_entropy"
+    assert proposal.predicted_gain == pytest.approx(1 / (0.7 + 0.1))
+    assert "refuted" in proposal.hypothesis
+    changed = yaml.safe_load(proposal.edits[0].new_text)
+    assert changed["cpu"]["linear_cross_entropy"] == "chunked_compiled"
+    assert not any(op == "swiglu" for op, _ in bench.asked), "an op of 1 % of the step is not worth a measurement"
+
+
+def test_a_compiled_step_is_predicted_from_measured_times_and_not_compiled_again() -> None:
+    bench = Bench({("attention", "folded"): 2.0, ("attention", "compiled"): 9.0})
+    proposal = propose(_profile(compile=True), bench)
+    assert proposal is not None and proposal.predicted_gain == pytest.approx(
+        1 / (0.6 + 0.2)
+    )  # 4 calls of 0.1 s in a step of 1 s
+    assert ("attention", "compiled") not in bench.asked
+
+
+def test_what_failed_is_not_proposed_again() -> None:
+    bench = Bench({("attention", "folded"): 2.0, ("linear_cross_entropy", "chunked"): 1.5})
+    first = propose(_profile(), bench)
+    assert first is not None and first.target == "kernel:attention"
+    past = {"target": first.target, "title": first.title}
+    second = propose(_profile(), bench, [past | {"outcome": "reject"}])
+    assert second is not None and second.target == "kernel:linear_cross_entropy"
+    again = propose(_profile(), bench, [past | {"outcome": "promote"}])
+    assert again == first
+
+
+def test_nothing_worth_a_branch() -> None:
+    assert propose(_profile(), Bench({("attention", "folded"): 1.01})) is None
+    assert propose(_profile(), Bench({})) is None
+    assert propose(_profile(), Bench({("attention", "folded"): 3.0}, ["out of scope"])) is None
+
+
+def test_only_the_chosen_line_changes() -> None:
+    text = choose(SHIPPED, "cpu", "attention", "folded")
+    differing = [(a, b) for a, b in zip(SHIPPED.splitlines(), text.splitlines(), strict=True) if a != b]
+    assert differing == [("  attention: reference", "  attention: folded")]
+    assert yaml.safe_load(choose("cuda: {}\n", "cpu", "swiglu", "compiled"))["cpu"] == {"swiglu": "compiled"}
+
+
+def test_amdahl() -> None:
+    assert amdahl(0.5, 2.0) == pytest.approx(4 / 3)
+    assert amdahl(0.5, 1.0) == 1.0

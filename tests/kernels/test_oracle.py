@@ -1,0 +1,47 @@
+"""Every op × implementation × case against the fp64 oracle; and the oracle against implementations that are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.oracle import HOSTILE, judge
+from kernels.registry import OPS, Implementation
+
+CASES = {case.name: case for op in OPS.values() for case in op.cases}
+UNCOMPILED = [(op, "chunked") for op in OPS if "chunked" in OPS[op].implementations]
+COMPILED = [(op, i) for op in OPS for i in OPS[op].implementations if i not in ("reference", "chunked", "triton")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("values", HOSTILE)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("op", "implementation"), UNCOMPILED)
+def test_implementation_is_right(op: str, implementation: str, case: str, values: str, dtype: torch.dtype) -> None:
+    result = judge(OPS[op], implementation, CASES[case], dtype=dtype, values=values, seed=3)
+    assert result.ok, result.failures()
+
+
+@pytest.mark.parametrize(("op", "implementation"), COMPILED)
+def test_compiled_implementation_is_right(op: str, implementation: str) -> None:
+    # One compilation an implementation, in the dtype that trains: the benchmark suite goes over all the cases.
+    for values in HOSTILE:
+        result = judge(OPS[op], implementation, CASES["small"], dtype=torch.bfloat16, values=values)
+        assert result.ok, (values, result.failures())
+
+
+def _wrong_scale(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return OPS["swiglu"].reference(gate, up) * 1.001
+
+
+def _wrong_gradient(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate) * up.detach() + (up - up.detach()) * 0.0
+
+
+@pytest.mark.parametrize("function", [_wrong_scale, _wrong_gradient])
+def test_the_oracle_refuses_what_is_wrong(function: object) -> None:
+    wrong = Implementation("wrong", function, "wrong on purpose")  # type: ignore[arg-type]
+    op = replace(OPS["swiglu"], implementations={"wrong": wrong})
+    assert not judge(op, "wrong", CASES["small"]).ok
