@@ -17,6 +17,9 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 2
+    from trainer.host_memory import keep_freed_memory
+
+    keep_freed_memory()
     from kernels.registry import KernelError
     from trainer.errors import TrainerError
     from trainer.segment import Stopped, run_segment

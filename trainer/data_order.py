@@ -25,7 +25,8 @@ from trainer.packing import choose_rows, cut
 from trainer.permutation import Permutation
 from trainer.token_shard import TokenShard, TokenShardError
 
-SPARE_ROWS = 4  # rows' worth of pieces that packing may choose from beyond those it fills
+SPARE_ROWS = 16  # rows' worth of pieces that packing may choose from beyond those it fills
+OLDEST_EVERY = 8  # steps; then the piece that has waited longest goes, whatever its row's fill
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Stream:
         self.ends = np.cumsum(np.maximum(0, -(-(self.length - 1) // context)))
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
         self.positions = int(np.maximum(0, self.length - 1).sum())
-        self.fingerprint = hashlib.sha256("".join(shard.id for shard in shards).encode()).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256(":".join([str(seed), *(s.id for s in shards)]).encode()).hexdigest()[:16]
         self._epoch = -1
         self._order: Permutation | None = None
 
@@ -96,7 +97,7 @@ class Stream:
 class Cursor:
     """Where a stream stands."""
 
-    fingerprint: str  # of the shards the cursor counts in
+    fingerprint: str  # of the seed and the shards that the cursor counts in
     joined: int  # epoch of the domain when the stream joined
     epoch: int
     next: int  # place in the epoch's order of the next piece
@@ -139,7 +140,8 @@ class DataOrder:
         while waiting < wanted and (piece := self._draw()) is not None:
             self.pending.append(piece)
             waiting += piece.positions
-        packed, left = choose_rows([piece.positions for piece in self.pending], self.context, self.rows)
+        lengths = [piece.positions for piece in self.pending]
+        packed, left = choose_rows(lengths, self.context, self.rows, take_oldest=self.step % OLDEST_EVERY == 0)
         if len(packed) < self.rows:
             raise DataPlanError(
                 f"max_epochs: the data ends at step {self.step}: every document was seen {self.plan.max_epochs} times; "
@@ -186,7 +188,7 @@ class DataOrder:
             if name not in self.streams or self.streams[name].fingerprint != cursor.fingerprint:
                 raise DataPlanError(
                     f"token_shards: {name.rpartition('/')[0]!r} of generation {name.rpartition('/')[2]} is not what the "
-                    "checkpoint was trained on; shards may only be added, as a new generation"
+                    "checkpoint was trained on; shards may only be added, as a new generation, and the seed stays"
                 )
             self.cursors[name] = cursor
         self.pending = [self.streams[n].piece(document, index) for n, document, index in state["pending"]]

@@ -14,29 +14,38 @@ FLUSH_SECONDS = 1.0
 
 
 class Lines:
-    """Appends JSON lines to a file. Opened again for a resumed run, it first drops what is from ``step`` on or torn."""
+    """Appends JSON lines to a file. Opened again for a resumed run, it first drops what is from ``step`` on or torn.
 
-    def __init__(self, path: Path, step: int) -> None:
-        self.path = path
+    Without a path it writes nothing: the ranks that don't lead.
+    """
+
+    def __init__(self, path: Path | None, step: int) -> None:
+        self._flushed = time.monotonic()
+        self._file = None
+        if path is None:
+            return
         if path.exists():
             kept = [record for record in read_lines(path) if record["step"] < step]
             aside = path.with_name(f".{path.name}.writing")
             aside.write_text("".join(map(encode, kept)))
             aside.replace(path)
         self._file = open(path, "a", buffering=1 << 16)  # noqa: SIM115 - closed by close()
-        self._flushed = time.monotonic()
 
     def write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            return
         self._file.write(encode(record))
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        self._file.flush()
-        self._flushed = time.monotonic()
+        if self._file is not None:
+            self._file.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def encode(record: dict[str, Any]) -> str:

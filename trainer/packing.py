@@ -59,15 +59,17 @@ def best_fit(lengths: Sequence[int], context: int) -> list[list[int]]:
     return rows
 
 
-def choose_rows(lengths: Sequence[int], context: int, rows: int) -> tuple[list[list[int]], list[int]]:
+def choose_rows(
+    lengths: Sequence[int], context: int, rows: int, take_oldest: bool
+) -> tuple[list[list[int]], list[int]]:
     """Pack ``lengths`` (oldest first), take the fullest ``rows`` rows, give back the indices left over, in order.
 
-    The row of the oldest piece is always taken, so that no piece waits for ever for a partner that never comes.
-    Fewer rows are returned when the pieces do not fill so many.
+    With ``take_oldest`` the row of the oldest piece is among them, however empty: asked for now and then, it keeps a
+    piece from waiting for ever for a partner that never comes. Fewer rows are returned when there are no more.
     """
     packed = best_fit(lengths, context)
     fill = [sum(lengths[i] for i in row) for row in packed]
-    order = sorted(range(len(packed)), key=lambda r: (0 not in packed[r], -fill[r], min(packed[r])))
+    order = sorted(range(len(packed)), key=lambda r: (not (take_oldest and 0 in packed[r]), -fill[r], min(packed[r])))
     taken = [packed[r] for r in order[:rows]]
     left = sorted(i for r in order[rows:] for i in packed[r])
     return taken, left

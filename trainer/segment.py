@@ -55,6 +55,7 @@ class Run:
         self.detector = Detector(recipe.stability)
         self.counters = {"tokens": 0, "supervised_tokens": 0, "documents": 0, "seconds": 0.0}
         self.at_start = dict(self.counters)
+        self.skipped: list[Skipped] = []  # checkpoints of this segment that were not fit to go on from
         torch.manual_seed(recipe.seed)
         if start is None:
             self.model.initialise(recipe.seed)
@@ -133,6 +134,7 @@ class Run:
             "detector": self.detector.state_dict(),
             "counters": dict(self.counters),
             "at_start": self.at_start,
+            "skipped": [asdict(bad) for bad in self.skipped],
         }
         return Checkpoint(checkpoints.snapshot(dict(self.model.named_parameters())), optimizer, state)
 
@@ -155,8 +157,11 @@ class Run:
         self.detector.load_state_dict(start.state["detector"])
         self.counters = dict(start.state["counters"])
         same_segment = (start.state["kind"], start.state["first_step"]) == (self.spec.kind, self.spec.first_step)
-        resumed = same_segment and start.step > self.spec.first_step
-        self.at_start = start.state["at_start"] if resumed else dict(self.counters)
+        if same_segment and start.step > self.spec.first_step:
+            self.at_start = start.state["at_start"]
+            self.skipped = [Skipped(**bad) for bad in start.state["skipped"]]
+        else:
+            self.at_start = dict(self.counters)
 
 
 def run_segment(folder: Path) -> None:
@@ -170,8 +175,9 @@ def run_segment(folder: Path) -> None:
         spec.recipe.batch.rows_per_rank(ranks.size)
         start, skipped = find_start(folder, spec, ranks)
         run = Run(spec, ranks, start)
+        run.skipped += skipped
         refuse_impossible(spec, run)
-        train(folder, run, stop, skipped)
+        train(folder, run, stop)
     finally:
         ranks.leave()
 
@@ -207,12 +213,13 @@ def refuse_impossible(spec: SegmentSpec, run: Run) -> None:
         )
 
 
-def train(folder: Path, run: Run, stop: list[int], skipped: list[Skipped]) -> None:
+def train(folder: Path, run: Run, stop: list[int]) -> None:
     """The loop, and the files it leaves."""
     recipe, spec, ranks = run.recipe, run.spec, run.ranks
     writer = checkpoints.Writer(folder / "checkpoints", recipe.keep_checkpoints)
-    metrics = Lines(folder / "metrics.jsonl" if ranks.leads else Path(os.devnull), run.step)
-    anomalies = Lines(folder / "anomalies.jsonl" if ranks.leads else Path(os.devnull), run.step)
+    metrics, anomalies = (
+        Lines(folder / name if ranks.leads else None, run.step) for name in ("metrics.jsonl", "anomalies.jsonl")
+    )
     flops_per_token = recipe.model.flops_per_token()
     peak = matmul_rate(ranks.device, DTYPES[recipe.precision]) * ranks.size
     began, last = time.perf_counter() - run.counters["seconds"], time.perf_counter()
@@ -244,14 +251,14 @@ def train(folder: Path, run: Run, stop: list[int], skipped: list[Skipped]) -> No
         metrics.flush()
         if ranks.leads:
             assert path is not None or checkpoints.steps_in(folder / "checkpoints")
-            write_result(folder, run, skipped)
+            write_result(folder, run)
     finally:
         writer.close()
         metrics.close()
         anomalies.close()
 
 
-def write_result(folder: Path, run: Run, skipped: list[Skipped]) -> None:
+def write_result(folder: Path, run: Run) -> None:
     """result.json, atomically: its presence says that the segment is done."""
     path = folder / "checkpoints" / checkpoints.name_of(run.spec.last_step)
     lines = read_lines(folder / "metrics.jsonl")[-LAST_STEPS:]
@@ -269,7 +276,7 @@ def write_result(folder: Path, run: Run, skipped: list[Skipped]) -> None:
         "loss_by_domain": {n: mean(f"loss/{n}") for n in run.order.domains if any(f"loss/{n}" in r for r in lines)},
         "documents_seen": spent["documents"],
         "seconds": spent["seconds"],
-        "skipped_checkpoints": [asdict(bad) for bad in skipped],
+        "skipped_checkpoints": [asdict(bad) for bad in run.skipped],
         "domains_without_weight": [d for d in run.order.domains if not any(n.rpartition("/")[0] == d for n in shares)],
     }
     aside = folder / ".result.json.writing"

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, start_trainer, write_spec
+
+from trainer import checkpoint as checkpoints
+from trainer.metrics import read_lines
+
+TIMED = {"tokens_per_s", "mfu", "data_wait_s", "time"}
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if k not in TIMED} for r in read_lines(folder / "metrics.jsonl")]
+
+
+def result(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "result.json").read_text()))
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """To the bit: weights, optimiser, sampler, detector, metrics."""
+    a, b = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
+    for mine, other in ((a.model, b.model), (a.optimizer, b.optimizer)):
+        assert mine.keys() == other.keys()
+        for name in mine:
+            assert torch.equal(mine[name], other[name]), name
+    for key in ("step", "sampler", "detector", "recipe", "data_plan"):
+        assert a.state[key] == b.state[key], key
+    assert records(ours) == records(theirs)
+    for key in ("tokens", "supervised_tokens", "loss", "loss_by_domain", "documents_seen"):
+        assert result(ours)[key] == result(theirs)[key], key
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        if any(found >= step for found, _ in checkpoints.steps_in(folder / "checkpoints")):
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"no checkpoint of step {step} came")
+
+
+def test_trunk_then_anneal_learns_and_leaves_its_files(tmp_path: Path, make_shard: MakeShard) -> None:
+    plan = plan_of(make_shard(counts={"code": 300, "docs": 150, "chat": 150}))
+    trunk = write_spec(tmp_path / "trunk", plan, last_step=30)
+    assert run_trainer(trunk) == (0, "")
+    done = result(trunk)
+    lines = read_lines(trunk / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(30))
+    assert lines[-1]["tokens"] == done["tokens"] > 0.99 * 30 * 8 * 32
+    assert done["loss"] == pytest.approx(sum(line["loss"] for line in lines[-20:]) / 20)
+    assert set(done["loss_by_domain"]) == {"code", "docs", "chat"}
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
+    assert done["manifest_sha256"] == checkpoints.manifest_sha256(Path(done["checkpoint"]))
+    # the branch goes on from the trunk's weights, optimiser and data order, and the rate falls
+    anneal = write_spec(
+        tmp_path / "anneal", plan, kind="anneal", first_step=30, last_step=36, initial_checkpoint=done["checkpoint"]
+    )
+    assert run_trainer(anneal) == (0, "")
+    lines = read_lines(anneal / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(30, 36))
+    assert all(a["lr"] > b["lr"] for a, b in zip(lines, lines[1:], strict=False))
+    assert result(anneal)["tokens"] == lines[-1]["tokens"] - done["tokens"]
+    # finished: nothing is done again
+    before = (anneal / "result.json").stat().st_mtime_ns
+    assert run_trainer(anneal) == (0, "")
+    assert (anneal / "result.json").stat().st_mtime_ns == before
+
+
+def test_resume_after_kills_is_exact_to_the_bit(tmp_path: Path, make_shard: MakeShard) -> None:
+    """kill -9 at random moments, and a SIGTERM, against a run that nothing disturbed."""
+    plan = plan_of(
+        make_shard(counts={"code": 500, "docs": 200, "chat": 200}),
+        phases=[{"from_step": 13, "weights": {"docs": 0.5, "chat": 0.5}}],
+    )
+    recipe = recipe_with(checkpoint_every=3)
+    straight = write_spec(tmp_path / "straight", plan, recipe, last_step=40)
+    assert run_trainer(straight) == (0, "")
+    killed = write_spec(tmp_path / "killed", plan, recipe, last_step=40)
+    chance, step, ends = random.Random(11), 0, []
+    for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        step += chance.randrange(3, 12)
+        process = start_trainer(killed)
+        wait_for_step(killed, step)
+        time.sleep(chance.random() * 0.02)
+        process.send_signal(how)
+        process.communicate(timeout=60)
+        ends.append(process.returncode)
+        step = checkpoints.steps_in(killed / "checkpoints")[-1][0]
+    assert ends[0] in (-9, 0) and ends[1] in (75, 0)
+    assert run_trainer(killed)[0] == 0
+    assert_same_run(straight, killed)
+
+
+def test_a_bad_checkpoint_is_skipped_and_said_and_the_end_is_the_same(tmp_path: Path, make_shard: MakeShard) -> None:
+    plan = plan_of(make_shard())
+    straight = write_spec(tmp_path / "straight", plan)
+    assert run_trainer(straight)[0] == 0
+    damaged = write_spec(tmp_path / "damaged", plan)
+    process = start_trainer(damaged)
+    wait_for_step(damaged, 10)
+    process.kill()
+    process.communicate()
+    (damaged / "result.json").unlink(missing_ok=True)
+    newest = checkpoints.steps_in(damaged / "checkpoints")[-1][1]
+    with open(newest / "model.safetensors", "r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"\x00\x01\x02")
+    code, errors = run_trainer(damaged)
+    assert code == 0 and f"{newest}/model.safetensors: its bytes are not" in errors
+    assert [bad["path"] for bad in result(damaged)["skipped_checkpoints"]] == [str(newest.with_name(f"bad-{newest.name}"))]
+    assert_same_run(straight, damaged)
+
+
+def test_a_full_disk_is_one_line_and_74_and_the_run_goes_on_later(tmp_path: Path, make_shard: MakeShard) -> None:
+    plan = plan_of(make_shard())
+    folder = write_spec(tmp_path / "full", plan)
+    process = start_trainer(folder)
+    wait_for_step(folder, 5)
+    process.kill()
+    process.communicate()
+    (folder / "result.json").unlink(missing_ok=True)
+    kept = checkpoints.steps_in(folder / "checkpoints")
+    while len(kept) > 1:
+        kept.pop()[1].rename(tmp_path / f"away-{len(kept)}")
+    size = (kept[0][1] / "optimizer.safetensors").stat().st_size
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+    code, errors = run_trainer(folder, preexec_fn=limit)
+    assert code == 74
+    assert len(errors.strip().splitlines()) == 1 and "File too large" in errors
+    assert checkpoints.steps_in(folder / "checkpoints") == kept
+    assert checkpoints.load(kept[0][1]).step == kept[0][0]
+    assert run_trainer(folder)[0] == 0
+    straight = write_spec(tmp_path / "straight", plan)
+    assert run_trainer(straight)[0] == 0
+    assert_same_run(straight, folder)
+
+
+def test_two_ranks_train_as_one(tmp_path: Path, make_shard: MakeShard) -> None:
+    """Two real gloo ranks: the same data, the same initial weights, the same losses up to summation order."""
+    plan = plan_of(make_shard())
+    one, two = (write_spec(tmp_path / name, plan, last_step=8) for name in ("one", "two"))
+    assert run_trainer(one)[0] == 0
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
+    code, errors = run_trainer(two, *launcher, "--rdzv-endpoint=localhost:0")
+    assert code == 0, errors
+    for ours, theirs in zip(records(one), records(two), strict=True):
+        assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), abs=2e-5)
+        assert ours["tokens"] == theirs["tokens"] and ours["supervised_tokens"] == theirs["supervised_tokens"]
+    a, b = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (one, two))
+    assert a.state["sampler"] == b.state["sampler"]
+    for name in a.model:
+        torch.testing.assert_close(a.model[name], b.model[name], atol=5e-4, rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "branch"}, "key 'kind'"),
+        ({"last_stp": 3}, "unknown key 'last_stp'; did you mean 'last_step'"),
+        ({"last_step": 0}, "'last_step'"),
+        ({"first_step": 5}, "initial_checkpoint is missing"),
+        ({"kind": "anneal"}, "initial_checkpoint is missing"),
+        ({"initial_checkpoint": "/nowhere"}, "/nowhere is no checkpoint"),
+        ({"last_step": 10**7}, "max_epochs"),
+        ({"kernels": "/nowhere.yaml"}, "/nowhere.yaml"),
+    ],
+)
+def test_a_bad_spec_is_one_line_and_2(
+    tmp_path: Path, make_shard: MakeShard, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainer.__main__ import main
+
+    folder = write_spec(tmp_path / "bad", plan_of(make_shard()), **change)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main([str(folder)]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    errors = capsys.readouterr().err
+    assert message in errors and len(errors.strip().splitlines()) == 1
+    assert not (folder / "checkpoints").exists()
+
+
+def test_no_spec_and_a_spec_that_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from trainer.__main__ import main
+
+    assert main([str(tmp_path)]) == 2
+    (tmp_path / "segment.json").write_text("{")
+    assert main([str(tmp_path)]) == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert "No such file" in errors[0] and "no JSON" in errors[1]
+
+
+def test_a_poisoned_step_is_skipped_and_its_documents_named(tmp_path: Path, make_shard: MakeShard) -> None:
+    """Weights that overflow: the update is not made, the anomaly names what was in the batch."""
+    plan = plan_of(make_shard())
+    trunk = write_spec(tmp_path / "trunk", plan, last_step=4)
+    assert run_trainer(trunk)[0] == 0
+    good = checkpoints.load(Path(result(trunk)["checkpoint"]))
+    good.model["final_norm"][0] = float("nan")
+    poisoned = checkpoints.save(tmp_path / "poisoned", good)
+    folder = write_spec(tmp_path / "on", plan, first_step=4, last_step=6, initial_checkpoint=str(poisoned))
+    assert run_trainer(folder)[0] == 0
+    found = read_lines(folder / "anomalies.jsonl")
+    assert {(a["step"], a["kind"], a["skipped"]) for a in found} == {(4, "non_finite", True), (5, "non_finite", True)}
+    assert all(key.split("-")[0] in ("code", "docs", "chat") for a in found for key in a["documents"])
+    after = checkpoints.load(Path(result(folder)["checkpoint"]))
+    assert all(torch.equal(after.model[n], good.model[n]) for n in good.model if n != "final_norm")
