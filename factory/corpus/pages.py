@@ -26,10 +26,9 @@ def describe(module: Module) -> Iterator[Described]:
             path = f"{module.name}.{node.name}"
             yield Described("class", module.name, path, head, ast.get_docstring(node) or "", _members(node))
             for inner in node.body:
-                public = isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and (
-                    not inner.name.startswith("_") or inner.name == "__init__"
-                )
-                if public:
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                    inner.name == "__init__" or not inner.name.startswith("_")
+                ):
                     yield _function("method", module.name, f"{path}.{inner.name}", inner)
 
 

@@ -45,7 +45,7 @@ from trainer.token_shard import TokenizedDocument, TokenShard, file_sha256, writ
 
 _CHUNK_BYTES = 1 << 19
 _CHUNK_ROWS = 1000
-_WORTH_WORKERS = 2 << 20  # bytes of a shard below which starting processes takes longer than the work
+_WORTH_WORKERS = 4 << 20  # bytes of a shard below which starting processes takes longer than the work
 # A row that breaks one of these could not be read at all; too many, and the shard is quarantined.
 UNREADABLE = frozenset({"bad_json", "bad_encoding", "bad_schema", "row_too_long", "empty"})
 

@@ -53,6 +53,8 @@ _ASCII_PATTERN = re.compile(
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     re.ASCII,
 )
+# No piece spans a line end and the visible character after it, so text may be cut there.
+_SEGMENT = re.compile(r"(?<=\n)(?=\S)")
 _PIECES_AT_MOST = 300_000  # pieces remembered; then the table starts anew
 _LONGEST_PIECE = 64  # characters of a piece worth remembering
 
@@ -125,8 +127,17 @@ class Tokenizer:
             shutil.copyfile(self.folder / name, folder / name)
 
     def _ids(self, text: str) -> list[int]:
-        if not text.isascii():
-            return self._inner.encode(text, add_special_tokens=False).ids
+        if text.isascii():
+            return self._ascii_ids(text)
+        ids: list[int] = []
+        for segment in _SEGMENT.split(text):
+            if segment.isascii():
+                ids += self._ascii_ids(segment)
+            else:
+                ids += self._inner.encode(segment, add_special_tokens=False).ids
+        return ids
+
+    def _ascii_ids(self, text: str) -> list[int]:
         known = self._pieces
         if len(known) > _PIECES_AT_MOST:
             known = self._pieces = {}

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +23,12 @@ import numpy.typing as npt
 from factory.ingest import decontaminate, filters, near_dup, pii, split
 from factory.ingest.document import BadRow, Content, Row, content_sha256, flat, normalise, parse_document, parse_json
 from factory.ingest.policy import DataPolicy
-from factory.ingest.readers import RawRow
 from factory.ingest.tokenizer import Tokenizer, holds_special
 from factory.ingest.words import Hashes, winnow, word_hashes
+
+
+if TYPE_CHECKING:  # pyarrow, which workers have no use for
+    from factory.ingest.readers import RawRow
 
 
 @dataclass(frozen=True)
