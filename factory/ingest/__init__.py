@@ -1,0 +1,17 @@
+"""Shards in, token shards out. A shard walks down this list (start at ``chain.ingest_shard``):
+
+``policy``         what ``policies/data.yaml`` may say
+``readers``        a file as a stream of rows
+``document``       a row as a normalised document, or the rule that dropped it
+``filters`` ``pii``  rules per domain; personal data and secrets replaced
+``words``          hashes of words and of runs of words, for the next three
+``near_dup``       MinHash signatures and bands
+``split``          which documents may be held out
+``decontaminate``  overlap of training and held-out documents, in both directions
+``worker`` ``pool``  the per-document work of the above, in processes
+``index``          what the ledger knows of earlier shards
+``decide``         what documents are decided by together
+``tokenizer`` ``vocabulary``  the tokenizer; its one training
+``store``          the ledger rows, in one transaction
+``provenance``     a document's fate, afterwards
+"""

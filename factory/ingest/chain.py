@@ -7,8 +7,8 @@
 
 All work is done before the transaction, which is the only thing that changes the ledger: killed at any instruction, the
 next call starts afresh and ends with the same rows, because every step is a function of the shard, the policy and the
-ledger. What a killed run leaves is a spool (removed by the next run) or a token shard that no ledger row names (found and
-used by the next run, as it is named by its content).
+ledger. What a killed run leaves is a spool (removed by the next run) or a token shard that no ledger row names (found
+and used by the next run, as it is named by its content).
 
 The caller holds the workspace's ``ingest`` lock: two shards are never ingested at once.
 """
@@ -45,7 +45,7 @@ from trainer.token_shard import TokenizedDocument, TokenShard, file_sha256, writ
 
 _CHUNK_BYTES = 1 << 19
 _CHUNK_ROWS = 1000
-_WORTH_WORKERS = 2 << 20  # bytes of a shard below which starting processes takes longer than the work
+_WORTH_WORKERS = 4 << 20  # bytes of a shard below which starting processes takes longer than the work
 # A row that breaks one of these could not be read at all; too many, and the shard is quarantined.
 UNREADABLE = frozenset({"bad_json", "bad_encoding", "bad_schema", "row_too_long", "empty"})
 
@@ -75,9 +75,8 @@ def ingest_shard(
     ``workers``: processes for the per-document work; None is one a core, 0 is none (for small shards none are started).
 
     Raises: InputError when the path is no readable file or changes meanwhile; ConfigError for a bad policy; WorkerDied;
-    FactoryError when the disk is full. Whatever is wrong *inside* the file ends in a report: rows are dropped, each by a
-    rule, and a file that is unusable as a whole is quarantined.
-    """
+    FactoryError when the disk is full. Whatever is wrong *inside* the file ends in a report: rows are dropped, each
+    by a rule, and a file that is unusable as a whole is quarantined."""
     policy = DataPolicy.load(workspace.policy("data.yaml"))
     before, sha256 = _identify(path)
     if known := report(ledger, sha256):
@@ -102,7 +101,9 @@ def ingest_shard(
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
             raise
-        raise FactoryError(f"ingest of {path.name} stopped, nothing was stored: {error.strerror} ({error.filename})") from error
+        raise FactoryError(
+            f"ingest of {path.name} stopped, nothing was stored: {error.strerror} ({error.filename})"
+        ) from error
     finally:
         shutil.rmtree(spool, ignore_errors=True)
     stored = report(ledger, sha256)
@@ -150,8 +151,8 @@ def _run(
     except ShardProblem as problem:
         return problem
     rows = [row for one in analysed for row in one.rows]
-    if problem := _mostly_bad(rows, policy.limits.max_bad_rows):
-        return problem
+    if bad := _mostly_bad(rows, policy.limits.max_bad_rows):
+        return bad
     if not any(one.alive for one in analysed):
         return Ingested(rows, None, {}, None, None)
 
@@ -179,7 +180,10 @@ def _run(
                 task.advance(len(tasks))
 
         token_shard = write_token_shard(
-            workspace.shards, train_documents(), vocab_size=policy.tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
+            workspace.shards,
+            train_documents(),
+            vocab_size=policy.tokenizer.vocab_size,
+            tokenizer_sha256=tokenizer.sha256,
         )
     if token_shard.manifest["documents"] == 0:
         shutil.rmtree(token_shard.path)
@@ -213,7 +217,9 @@ def _chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[in
             yield chunk, first, rows
             chunk, first, size, rows = chunk + 1, first + len(rows), 0, []
         rows.append(raw)
-        size += len(raw) if isinstance(raw, bytes) else len(str(raw.get("text", ""))) + 200 if isinstance(raw, dict) else 0
+        size += (
+            len(raw) if isinstance(raw, bytes) else len(str(raw.get("text", ""))) + 200 if isinstance(raw, dict) else 0
+        )
         if first + len(rows) > policy.limits.max_rows:
             raise ShardProblem(f"more than {policy.limits.max_rows} rows (limits.max_rows): split it")
     if rows:

@@ -1,8 +1,8 @@
-"""What a shard's documents are decided by together: duplicates, the held-out split, contamination. In the order of rows.
+"""What a shard's documents are decided by together: duplicates, the held-out split, contamination. In the order of
+rows.
 
-Input are the analysed chunks and the ledger's index; output are fates on the rows, and what is left to do for each document
-that lives. Nothing is written here.
-"""
+Input are the analysed chunks and the ledger's index; output are fates on the rows, and what is left to do for each
+document that lives. Nothing is written here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from factory.ingest.document import Row
 from factory.ingest.index import Index
 from factory.ingest.near_dup import NearDuplicates, Signatures
 from factory.ingest.policy import DataPolicy
-from factory.ingest.worker import Analysed, Task, spool_ngrams
 from factory.ingest.words import Hashes
+from factory.ingest.worker import Analysed, Task, spool_ngrams
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ def _living(analysed: Sequence[Analysed]) -> Iterator[_Living]:
 
 
 def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) -> list[_Living]:
-    """The first of equal or near-equal documents lives. A copy of a held-out document is contamination, and called so."""
+    """The first of equal or near-equal documents lives. A copy of a held-out document is contamination, and called
+    so.
+    """
     known = index.kept_by_content([one.row.content_sha256 or "" for one in living])
     fates = index.fates(sorted({key for keys in near.stored.keys.values() for key in keys}))
     first: dict[str, str] = {}

@@ -1,19 +1,19 @@
 """No overlap of 13 words between what is trained on and what is held out, whichever of the two arrived first.
 
-- A new training document that shares an n-gram with a held-out document loses the shared span and a margin on either side,
+- A new training document that shares an n-gram with a held-out document loses the shared span and a margin on either
+  side,
   as for GPT-3 (Brown et al. 2020, appendix C), or is dropped when too much of it would go. A chat is dropped.
 - A new held-out document that shares an n-gram with a training document of an earlier shard is not held out; it becomes
   training data itself. (Within one shard the held-out document stays and the training document is trimmed.)
 
-Held-out documents are indexed by every n-gram they have, so the first direction finds every overlap. Training documents are
-indexed by a winnowed sample (``words.winnow``), so the second finds every overlap of n + window - 1 = 44 words, and shorter
-ones by chance (one 13-gram with probability 0.06). Documents of 8–12 words are one n-gram; still shorter ones are left to the
-exact and near-duplicate rules.
+Held-out documents are indexed by every n-gram they have, so the first direction finds every overlap. Training
+documents are indexed by a winnowed sample (``words.winnow``), so the second finds every overlap of n + window - 1 =
+44 words, and shorter ones by chance (one 13-gram with probability 0.06). Documents of 8–12 words are one n-gram;
+still shorter ones are left to the exact and near-duplicate rules.
 
-Phrases that many documents share (licence headers, boilerplate) are no leak: an n-gram that more than ``common`` documents
-have when the held-out document is chosen is left out of its index. That is decided once, at the choice; later copies of what
-*is* in the index are always found, however many they are.
-"""
+Phrases that many documents share (licence headers, boilerplate) are no leak: an n-gram that more than ``common``
+documents have when the held-out document is chosen is left out of its index. That is decided once, at the choice;
+later copies of what *is* in the index are always found, however many they are."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""The rules a document must pass, by domain. Each is a function ``(text, rules) -> reason | None``; its name is the rule's.
+"""The rules a document must pass, by domain. Each is a function ``(text, rules) -> reason | None``; its name is the
+rule's.
 
-The thresholds are in the data policy under the names given here. The rules for code follow StarCoder's and The Stack v2's
-(line lengths, alphabetic share, encoded data, generated files); those for prose follow Gopher's repetition rules at
-the line level (Rae et al. 2021, table A1). datatrove's own filters are not used: they split every document into words
-with a slow splitter of their own, and its repetition and quality thresholds (50 words at least, stop words) drop most of
-what a docstring or a chat is.
-"""
+The thresholds are in the data policy under the names given here. The rules for code follow StarCoder's and The Stack
+v2's (line lengths, alphabetic share, encoded data, generated files); those for prose follow Gopher's repetition rules
+at the line level (Rae et al. 2021, table A1). datatrove's own filters are not used: they split every document into
+words with a slow splitter of their own, and its repetition and quality thresholds (50 words at least, stop words)
+drop most of what a docstring or a chat is."""
 
 from __future__ import annotations
 
-import ast
 import re
+import symtable
 import warnings
 from collections.abc import Callable
 
@@ -76,7 +76,11 @@ def encoded_data(text: str, rules: DomainRules) -> str | None:
     if rules.max_encoded == 1:
         return None
     share = sum(m.end() - m.start() for m in _ENCODED.finditer(text)) / max(len(text), 1)
-    return f"{share:.0%} looks like encoded data, {rules.max_encoded:.0%} is allowed" if share > rules.max_encoded else None
+    return (
+        f"{share:.0%} looks like encoded data, {rules.max_encoded:.0%} is allowed"
+        if share > rules.max_encoded
+        else None
+    )
 
 
 def generated(text: str, rules: DomainRules) -> str | None:
@@ -102,11 +106,11 @@ def first_failure(text: str, rules: DomainRules) -> tuple[str, str] | None:
 
 
 def does_not_parse(text: str) -> str | None:
-    """For Python sources. Dear (2 MB/s), hence apart from the rest."""
+    """For Python sources. Dear (5 MB/s, by symbol table; building the tree would be 3.5), hence apart from the rest."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ast.parse(text)
+            symtable.symtable(text, "<document>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         return f"not Python: {str(error)[:120]}"
     return None

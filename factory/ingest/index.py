@@ -30,7 +30,9 @@ class Index:
 
         Raises: ConfigError when the policy (or an installed library) has changed them.
         """
-        wanted = f"{near_dup.INDEX}; n-gram {policy.decontamination.ngram}, window {policy.decontamination.sample_window}"
+        wanted = (
+            f"{near_dup.INDEX}; n-gram {policy.decontamination.ngram}, window {policy.decontamination.sample_window}"
+        )
         found = self._ledger.one(sa.select(meta.c.value).where(meta.c.key == PARAMETERS))
         if found and found["value"] != wanted:
             raise ConfigError(
@@ -83,9 +85,7 @@ class Index:
         statement = sa.select(held_out.c.domain, sa.func.count().label("n")).group_by(held_out.c.domain)
         return {row["domain"]: row["n"] for row in self._ledger.rows(statement)}
 
-    def _select(
-        self, columns: Sequence[Any], by: Any, values: Sequence[Any], *where: Any
-    ) -> Iterator[tuple[Any, ...]]:
+    def _select(self, columns: Sequence[Any], by: Any, values: Sequence[Any], *where: Any) -> Iterator[tuple[Any, ...]]:
         statement = sa.select(*columns).where(by.in_(sa.bindparam("values", expanding=True)), *where)
         with self._ledger.engine.connect().execution_options(reads_only=True) as connection:
             for start in range(0, len(values), _AT_ONCE):

@@ -20,35 +20,38 @@ class _Strict(BaseModel):
 class DomainRules(_Strict):
     """What a document of one domain must be like; the rules are in ``filters.py`` under the same names."""
 
-    min_chars: int = Field(40, ge=0)  # rule 'too_short'
-    max_chars: int = Field(2_000_000, ge=1)  # rule 'too_long'
-    min_alphabetic: float = Field(0.25, ge=0, le=1)  # share of letters among non-blank characters; rule 'low_alphabetic'
-    max_line: int = Field(100_000, ge=1)  # characters of the longest line; rule 'long_lines'
-    max_repeated_lines: float = Field(1.0, ge=0, le=1)  # share of lines that repeat an earlier one; rule 'repetition'
-    max_encoded: float = Field(1.0, ge=0, le=1)  # share of characters in base64- or hex-like runs; rule 'encoded_data'
+    min_chars: int = Field(default=40, ge=0)  # rule 'too_short'
+    max_chars: int = Field(default=2_000_000, ge=1)  # rule 'too_long'
+    min_alphabetic: float = Field(
+        0.25, ge=0, le=1
+    )  # share of letters among non-blank characters; rule 'low_alphabetic'
+    max_line: int = Field(default=100_000, ge=1)  # characters of the longest line; rule 'long_lines'
+    max_repeated_lines: float = Field(default=1.0, ge=0, le=1)  # share of lines that repeat an earlier one; rule 'repetition'
+    max_encoded: float = Field(default=1.0, ge=0, le=1)  # share of characters in base64- or hex-like runs; rule 'encoded_data'
     generated: bool = True  # may a file say that a program wrote it? rule 'generated'
     must_parse: bool = False  # Python sources must parse; rule 'does_not_parse'
     pii: tuple[PiiKind, ...] = ("email", "ip", "phone", "card", "secret")  # what is replaced, see pii.py
-    # Held out are whole sources (all domains of one source together) or single documents. By source is the stronger split
+    # Held out are whole sources (all domains of one source together) or single documents. By source is the stronger
+    # split
     # where documents of one source quote each other; it needs many sources.
     hold_out_by: Literal["source", "content"] = "content"
-    hold_out_at_most: int = Field(400, ge=0)  # documents of this domain, for ever
+    hold_out_at_most: int = Field(default=400, ge=0)  # documents of this domain, for ever
 
 
 class NearDuplicates(_Strict):
-    threshold: float = Field(0.8, gt=0, le=1)
+    threshold: float = Field(default=0.8, gt=0, le=1)
 
 
 class Decontamination(_Strict):
-    ngram: int = Field(13, ge=8, le=50)
-    sample_window: int = Field(32, ge=1, le=256)
-    common: int = Field(10, ge=1)
-    margin: int = Field(100, ge=0)
-    max_trimmed: float = Field(0.3, ge=0, le=1)
+    ngram: int = Field(default=13, ge=8, le=50)
+    sample_window: int = Field(default=32, ge=1, le=256)
+    common: int = Field(default=10, ge=1)
+    margin: int = Field(default=100, ge=0)
+    max_trimmed: float = Field(default=0.3, ge=0, le=1)
 
 
 class HeldOut(_Strict):
-    share: float = Field(0.02, ge=0, le=0.5)
+    share: float = Field(default=0.02, ge=0, le=0.5)
 
 
 class Licence(_Strict):
@@ -66,16 +69,16 @@ class Licences(_Strict):
 
 
 class TokenizerRules(_Strict):
-    vocab_size: int = Field(4096, ge=300, le=1 << 20)
-    sample_bytes: int = Field(6_000_000, ge=1000)
+    vocab_size: int = Field(default=4096, ge=300, le=1 << 20)
+    sample_bytes: int = Field(default=6_000_000, ge=1000)
 
 
 class Limits(_Strict):
-    max_row_bytes: int = Field(8_000_000, ge=1000)
-    max_rows: int = Field(500_000, ge=1)
-    max_shard_bytes: int = Field(8_000_000_000, ge=1000)
-    max_expansion: float = Field(200, gt=1)
-    max_bad_rows: float = Field(0.5, ge=0, le=1)
+    max_row_bytes: int = Field(default=8_000_000, ge=1000)
+    max_rows: int = Field(default=500_000, ge=1)
+    max_shard_bytes: int = Field(default=8_000_000_000, ge=1000)
+    max_expansion: float = Field(default=200, gt=1)
+    max_bad_rows: float = Field(default=0.5, ge=0, le=1)
 
 
 class DataPolicy(_Strict):
@@ -89,7 +92,7 @@ class DataPolicy(_Strict):
     limits: Limits = Limits()
 
     def rules(self, domain: str) -> DomainRules:
-        return self.domains.get(domain) or self.domains.get("default") or DomainRules()
+        return self.domains.get(domain) or self.domains.get("default") or DomainRules.model_validate({})
 
     @classmethod
     def load(cls, path: Path) -> DataPolicy:

@@ -19,7 +19,9 @@ def document(ledger: Ledger, id_or_key: str) -> dict[str, Any]:
     """
     row = ledger.one(sa.select(documents).where(documents.c.key == id_or_key))
     if row is None:
-        rows = ledger.rows(sa.select(documents).where(documents.c.id == id_or_key).order_by(documents.c.key).limit(_MANY))
+        rows = ledger.rows(
+            sa.select(documents).where(documents.c.id == id_or_key).order_by(documents.c.key).limit(_MANY)
+        )
         if not rows:
             raise InputError(f"no document {id_or_key!r} was ever ingested: give its id, or its key '<shard>:<row>'")
         if len(rows) > 1:

@@ -1,9 +1,8 @@
 """Shard files as a stream of rows, in bounded memory: JSONL (plain, .gz, .zst), Parquet, plain text and code.
 
-A row that cannot be read is still a row: it is handed on as a ``BadRow`` and gets its fate like any other. What is wrong
-with the file as a whole (not of a known kind, cut off inside its compression, a bomb …) raises ``ShardProblem``, and the
-shard is quarantined.
-"""
+A row that cannot be read is still a row: it is handed on as a ``BadRow`` and gets its fate like any other. What is
+wrong with the file as a whole (not of a known kind, cut off inside its compression, a bomb …) raises
+``ShardProblem``, and the shard is quarantined."""
 
 from __future__ import annotations
 
@@ -20,10 +19,29 @@ import pyarrow.parquet as pq
 from factory.ingest.document import BadRow
 from factory.ingest.policy import Limits
 
-CODE = {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cu", ".rs", ".go", ".js", ".ts", ".java", ".sh", ".sql", ".toml", ".yaml"}
+CODE = {
+    ".py",
+    ".pyi",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".cu",
+    ".rs",
+    ".go",
+    ".js",
+    ".ts",
+    ".java",
+    ".sh",
+    ".sql",
+    ".toml",
+    ".yaml",
+}
 TEXT = {".txt", ".md", ".rst"}
 JSONL = {".jsonl", ".ndjson", ".json"}
-SUPPORTED = "JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet (.parquet), text (.txt, .md, .rst) and code (.py, .c, .rs …)"
+SUPPORTED = (
+    "JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet (.parquet), text (.txt, .md, .rst) and code (.py, .c, .rs …)"
+)
 
 _BLOCK = 1 << 20
 _FREE_EXPANSION = 64 << 20  # bytes before the expansion of a compressed shard is judged
@@ -93,7 +111,9 @@ class _Bounded(io.RawIOBase):
         if self._given > self._limits.max_shard_bytes:
             raise ShardProblem(f"more than {self._limits.max_shard_bytes} bytes (limits.max_shard_bytes): split it")
         if self._given > _FREE_EXPANSION and self._given > self._limits.max_expansion * self._size:
-            raise ShardProblem(f"expands more than {self._limits.max_expansion:g} times (limits.max_expansion): a bomb?")
+            raise ShardProblem(
+                f"expands more than {self._limits.max_expansion:g} times (limits.max_expansion): a bomb?"
+            )
         return block
 
     def close(self) -> None:
@@ -105,11 +125,11 @@ def _opened(path: Path, compression: str, limits: Limits) -> _Bounded:
     inner: Any
     try:
         if compression == "gzip":
-            inner = gzip.open(path, "rb")
+            inner = gzip.open(path, "rb")  # noqa: SIM115 (closed by _Bounded)
         elif compression == "zstd":
             inner = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
         else:
-            inner = open(path, "rb")
+            inner = open(path, "rb")  # noqa: SIM115 (closed by _Bounded)
     except (OSError, pa.ArrowException) as error:
         raise ShardProblem(f"cannot be opened: {error}") from error
     return _Bounded(inner, path, limits)
@@ -174,9 +194,19 @@ def _refuse_other_encodings(head: bytes) -> None:
 def _parquet(path: Path, limits: Limits) -> Iterator[RawRow]:
     try:
         with pq.ParquetFile(path) as file:
-            columns = set(file.schema_arrow.names) & {"id", "text", "messages", "domain", "source", "license", "created"}
+            columns = set(file.schema_arrow.names) & {
+                "id",
+                "text",
+                "messages",
+                "domain",
+                "source",
+                "license",
+                "created",
+            }
             if not columns & {"text", "messages"}:
-                raise ShardProblem(f"Parquet with neither 'text' nor 'messages'; columns: {file.schema_arrow.names[:10]}")
+                raise ShardProblem(
+                    f"Parquet with neither 'text' nor 'messages'; columns: {file.schema_arrow.names[:10]}"
+                )
             total = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
             if total > limits.max_shard_bytes:
                 raise ShardProblem(f"more than {limits.max_shard_bytes} bytes (limits.max_shard_bytes): split it")
@@ -198,5 +228,3 @@ def _parquet_row(batch: pa.RecordBatch, row: int, max_bytes: int) -> RawRow:
     if isinstance(text, str) and len(text) > max_bytes:
         return _too_long(len(text), max_bytes)
     return {name: value for name, value in values.items() if value is not None}
-
-

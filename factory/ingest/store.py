@@ -17,7 +17,14 @@ from factory.ingest.index import PARAMETERS, signature_bytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.worker import Finished
 from factory.ledger import (
-    documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams, token_shards, tokenizers,
+    documents,
+    held_out,
+    meta,
+    near_dup_bands,
+    near_dup_signatures,
+    ngrams,
+    token_shards,
+    tokenizers,
 )  # fmt: skip
 from trainer.token_shard import TokenShard
 
@@ -115,28 +122,38 @@ def write_index(tx: sa.Connection, rows: Iterable[Row], decided: Decided, finish
             for row, content in contents
         ),
     )
-    _insert(
+    numbers = [(row.key, decided.numbers[row.key]) for row in kept]
+    _insert_plain(
         tx,
         near_dup_bands,
-        (
-            {"band": band, "hash": value, "document": row.key}
-            for row in kept
-            for band, value in enumerate(decided.near.bands_of(decided.numbers[row.key]))
-        ),
+        ((band, value, key) for key, number in numbers for band, value in enumerate(decided.near.bands_of(number))),
     )
-    signed = ((row.key, decided.signatures[decided.numbers[row.key]]) for row in kept)
-    _insert(tx, near_dup_signatures, ({"document": key, "signature": signature_bytes(one)} for key, one in signed))
-    for row in kept:
-        is_held = row.fate == "held_out"
-        grams = decided.held_out[row.key] if is_held else finished[row.key].sampled
-        values = grams.astype(np.int64).tolist()
-        _insert(tx, ngrams, ({"hash": value, "document": row.key, "held_out": is_held} for value in values))
+    _insert_plain(
+        tx, near_dup_signatures, ((key, signature_bytes(decided.signatures[number])) for key, number in numbers)
+    )
+    grams = [(row.key, decided.held_out[row.key], True) for row in held]
+    grams += [(row.key, finished[row.key].sampled, False) for row in kept if row.fate == "train"]
+    _insert_plain(
+        tx,
+        ngrams,
+        ((value, key, is_held) for key, found, is_held in grams for value in found.astype(np.int64).tolist()),
+    )
 
 
 def _detail(row: Row) -> str | None:
     replaced = ", ".join(f"{count} {kind}" for kind, count in sorted(row.pii.items()))
     words = [row.detail, f"replaced: {replaced}" if replaced and row.fate != "dropped" else None]
     return "; ".join(word for word in words if word) or None
+
+
+def _insert_plain(tx: sa.Connection, table: sa.Table, values: Iterator[tuple[Any, ...]]) -> None:
+    """Like ``_insert`` for tables of plain columns, in their order: these are by far the most rows, and SQLAlchemy's work a
+    row takes longer than SQLite's."""
+    names = [column.name for column in table.columns]
+    compiled = table.insert().compile(dialect=tx.dialect, column_keys=names)
+    while batch := list(islice(values, _AT_ONCE)):
+        rows: Any = batch if compiled.positional else [dict(zip(names, row)) for row in batch]
+        tx.exec_driver_sql(str(compiled), rows)
 
 
 def _insert(tx: sa.Connection, table: sa.Table, values: Iterator[dict[str, Any]]) -> None:

@@ -5,9 +5,8 @@ Text is split with the Qwen2 pattern (numbers digit by digit, runs of line ends 
 encoded as bytes, so every string has ids and comes back exactly. Chat is ChatML.
 
 The special tokens cannot be written by a document: the string ``<|im_end|>`` inside text or a message is encoded as
-ordinary characters here, and the exported chat template defuses it with a blank (``<| im_end|>``), because other programs
-match special tokens in the rendered string.
-"""
+ordinary characters here, and the exported chat template defuses it with a blank (``<| im_end|>``), because other
+programs match special tokens in the rendered string."""
 
 from __future__ import annotations
 
@@ -54,6 +53,8 @@ _ASCII_PATTERN = re.compile(
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     re.ASCII,
 )
+# No piece spans a line end and the visible character after it, so text may be cut there.
+_SEGMENT = re.compile(r"(?<=\n)(?=\S)")
 _PIECES_AT_MOST = 300_000  # pieces remembered; then the table starts anew
 _LONGEST_PIECE = 64  # characters of a piece worth remembering
 
@@ -73,7 +74,7 @@ class Tokenizer:
         self._inner = inner
         self._inner.encode_special_tokens = True  # special tokens in text are ordinary characters
         self.vocab_size = inner.get_vocab_size()
-        self.end_token, self.start_token, self.stop_token = (inner.token_to_id(token) for token in SPECIAL)
+        self.end_token, self.start_token, self.stop_token = range(len(SPECIAL))
         self._pieces: dict[str, list[int]] = {}
         self._line_end = inner.encode("\n", add_special_tokens=False).ids
 
@@ -126,8 +127,17 @@ class Tokenizer:
             shutil.copyfile(self.folder / name, folder / name)
 
     def _ids(self, text: str) -> list[int]:
-        if not text.isascii():
-            return self._inner.encode(text, add_special_tokens=False).ids
+        if text.isascii():
+            return self._ascii_ids(text)
+        ids: list[int] = []
+        for segment in _SEGMENT.split(text):
+            if segment.isascii():
+                ids += self._ascii_ids(segment)
+            else:
+                ids += self._inner.encode(segment, add_special_tokens=False).ids
+        return ids
+
+    def _ascii_ids(self, text: str) -> list[int]:
         known = self._pieces
         if len(known) > _PIECES_AT_MOST:
             known = self._pieces = {}

@@ -1,4 +1,5 @@
-"""The workspace's one tokenizer: loaded when it is there, else trained on a bounded sample of what waits to be ingested.
+"""The workspace's one tokenizer: loaded when it is there, else trained on a bounded sample of what waits to be
+ingested.
 
 The sample is drawn from the documents of the first shard that are to be trained on and, in equal shares, from the other
 shards waiting in the inbox, so that a first shard of chats does not leave code without words of its own.

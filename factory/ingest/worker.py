@@ -3,9 +3,8 @@
 ``analyse``  raw rows → fates of the bad ones; content, n-grams and near-duplicate signatures of the others
 ``finish``   the chunk's decided documents → trimmed, tokenised, checked to come back exactly
 
-Between the two the normalised content lies in a spool of two files a chunk (JSON lines and n-gram hashes), so that memory
-does not grow with the shard.
-"""
+Between the two the normalised content lies in a spool of two files a chunk (JSON lines and n-gram hashes), so that
+memory does not grow with the shard."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,12 @@ import numpy.typing as npt
 from factory.ingest import decontaminate, filters, near_dup, pii, split
 from factory.ingest.document import BadRow, Content, Row, content_sha256, flat, normalise, parse_document, parse_json
 from factory.ingest.policy import DataPolicy
-from factory.ingest.readers import RawRow
 from factory.ingest.tokenizer import Tokenizer, holds_special
 from factory.ingest.words import Hashes, winnow, word_hashes
+
+
+if TYPE_CHECKING:  # pyarrow, which workers have no use for
+    from factory.ingest.readers import RawRow
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
     return _loaded[folder]
 
 
-# -- the spool ------------------------------------------------------------------------------------------------------------
+# -- the spool -------------------------------------------------------------------------------------------------------
 def _spool_write(spool: Path, chunk: int, contents: Sequence[Content], grams: Sequence[Hashes]) -> None:
     with open(spool / f"{chunk:06d}.jsonl", "w", encoding="utf-8") as out:
         for content in contents:

@@ -1,7 +1,8 @@
-"""Questions and answers about a module, grounded in its docstrings and signatures. Deterministic: a hash picks the wording.
+"""Questions and answers about a module, grounded in its docstrings and signatures. Deterministic: a hash picks the
+wording.
 
-The wordings hold no run of 13 words that is free of names: that much in common would count as contamination between them.
-"""
+The wordings hold no run of 13 words that is free of names: that much in common would count as contamination between
+them."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ _LISTED = 12
 
 @dataclass(frozen=True)
 class Described:
-    """What the source says of one name. ``head`` is its ``def`` or ``class`` line, empty for a module; ``members`` are the
-    parameters of a function, the public names of a class or module."""
+    """What the source says of one name. ``head`` is its ``def`` or ``class`` line, empty for a module; ``members``
+    are the parameters of a function, the public names of a class or module.
+    """
 
     kind: str  # 'module' | 'class' | 'function' | 'method'
     module: str
@@ -64,7 +66,8 @@ def chats(described: Sequence[Described]) -> Iterator[Messages]:
     for one in described:
         answer = summary_of(one.doc, _LONGEST_ANSWER)
         signature = f"{one.head} ..." if one.kind in ("function", "method") else ""
-        usable = 0 < len(signature) <= _LONGEST_SIGNATURE
+        parameters = tuple(name for name in one.members if name not in ("self", "cls"))
+        usable = 0 < len(signature) <= _LONGEST_SIGNATURE and bool(one.doc or parameters)
         if answer and usable and _pick(one.path, "turns", 4) == 0:
             yield [*_turn(_PURPOSE, one, answer), *_turn(_SIGNATURE, one, signature)]
         else:
@@ -77,7 +80,6 @@ def chats(described: Sequence[Described]) -> Iterator[Messages]:
             yield _turn(_WHICH, one, f"`{one.path}`", short)
         if one.kind in ("module", "class") and len(one.members) >= 2:
             yield _turn(_MEMBERS, one, _listed(one.members))
-        parameters = tuple(name for name in one.members if name not in ("self", "cls"))
         if usable and len(parameters) >= 2 and _pick(one.path, "parameters", 3) == 0:
             yield _turn(_PARAMETERS, one, _listed(parameters))
 
@@ -100,7 +102,9 @@ def _turn(wordings: Sequence[str], one: Described, answer: str, summary: str = "
     wording = wordings[_pick(one.path, wordings[0], len(wordings))]
     if one.kind == "module" and "{owner}" in wording:
         wording = wordings[0]
-    question = wording.format(path=one.path, kind=one.kind, name=one.name, owner=owner, summary=" ".join(summary.split()))
+    question = wording.format(
+        path=one.path, kind=one.kind, name=one.name, owner=owner, summary=" ".join(summary.split())
+    )
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 

@@ -1,0 +1,160 @@
+"""A deliberately bad shard, for showing and testing what ingest does with one: every kind of badness is made from
+what the workspace really holds, and good rows stand between them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.corpus.library import Module, read_module, source_files
+from factory.corpus.shards import LICENSE
+from factory.errors import InputError
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger import Ledger, documents, held_out, token_shards
+from factory.workspace import Workspace
+from trainer.token_shard import TokenShard
+
+_OF_EACH = 8
+_SEED = 7
+_WORDS_PER_EDIT = 90  # one word in so many is changed in a near copy: about nine shingles in ten stay
+
+
+def write_bad_shard(path: Path, workspace: Workspace, ledger: Ledger) -> Path:
+    """Write JSONL with, in mixed order: new good documents (some with e-mail addresses and a key in them), copies of
+    ingested documents (exact and lightly edited), copies of held-out documents (whole, and quoted inside new ones),
+    rows that are too short, of the wrong shape, cut off, and shuffled bytes.
+
+    Raises: InputError when nothing was ingested into the workspace yet.
+    """
+    rng = random.Random(_SEED)
+    known = list(_ingested_texts(workspace, ledger))
+    secret = _held_out_texts(ledger)
+    if not known or not secret:
+        raise InputError(f"{workspace.root} has no ingested and held-out text yet: ingest the corpus first")
+    good = list(_inventories(6 * _OF_EACH))
+    plain, personal, carriers = (
+        good[: 2 * _OF_EACH],
+        good[2 * _OF_EACH : 3 * _OF_EACH],
+        good[3 * _OF_EACH : 4 * _OF_EACH],
+    )
+    rows = [_row(f"good/{i}", text) for i, text in enumerate(plain)]
+    rows += [_row(f"personal/{i}", _with_personal_data(text, i)) for i, text in enumerate(personal)]
+    rows += [_row(f"copy/{i}", text) for i, text in enumerate(known[:_OF_EACH])]
+    rows += [_row(f"near-copy/{i}", _edited(text, rng)) for i, text in enumerate(known[_OF_EACH : 2 * _OF_EACH])]
+    rows += [_row(f"held-out-copy/{i}", text) for i, text in enumerate(secret[:_OF_EACH])]
+    rows += [
+        _row(f"held-out-quote/{i}", f"{carrier}\n\n{_passage(text)}\n\n{more}")
+        for i, (carrier, text, more) in enumerate(zip(carriers, secret[_OF_EACH:] or secret, good[4 * _OF_EACH :]))
+    ]
+    rows += [{"id": f"short/{i}", "text": "See above.", "domain": "docs", "license": LICENSE} for i in range(3)]
+    rows += [
+        {"id": "shape/0", "body": "no text key"},
+        {"id": "shape/1", "messages": [{"role": "user", "content": "Hello?"}]},
+    ]
+    lines = [json.dumps(row).encode() for row in rows]
+    lines += [line[: len(line) // 2] for line in lines[: _OF_EACH // 2]]
+    lines += [_shuffled(line, rng) for line in lines[_OF_EACH // 2 : _OF_EACH]]
+    rng.shuffle(lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_bytes(b"\n".join(lines) + b"\n")
+    aside.replace(path)
+    return path
+
+
+def _row(name: str, text: str) -> dict[str, Any]:
+    return {"id": f"bad/{name}", "text": text, "domain": "docs", "license": LICENSE, "source": f"bad/{name}"}
+
+
+def _ingested_texts(workspace: Workspace, ledger: Ledger) -> Iterator[str]:
+    """Texts of training documents that went in unchanged, as the token shards hold them."""
+    d, t = documents.c, token_shards.c
+    statement = (
+        sa.select(d.key, t.path)
+        .join(token_shards, t.id == d.token_shard)
+        .where(d.fate == "train", d.domain == "docs", d.detail.is_(None), d.tokens > 250)
+        .order_by(d.key)
+        .limit(2 * _OF_EACH)
+    )
+    for found in ledger.rows(statement):
+        shard = TokenShard(found["path"])
+        place = shard.documents["key"].to_pylist().index(found["key"])
+        start, length = (shard.documents[name][place].as_py() for name in ("start", "length"))
+        yield Tokenizer.load(workspace.tokenizer).decode(shard.tokens[start : start + length])
+
+
+def _held_out_texts(ledger: Ledger) -> list[str]:
+    h = held_out.c
+    rows = ledger.rows(sa.select(h.content).where(h.domain == "docs").order_by(h.key).limit(2 * _OF_EACH))
+    return [row["content"]["text"] for row in rows if "text" in row["content"]]
+
+
+def _edited(text: str, rng: random.Random) -> str:
+    words = text.split(" ")
+    for place in range(_WORDS_PER_EDIT // 2, len(words), _WORDS_PER_EDIT):
+        words[place] = rng.choice(("altogether", "perhaps", "evidently", "roughly"))
+    return " ".join(words) + "\n"
+
+
+def _passage(text: str) -> str:
+    """Some forty words from the middle of a text."""
+    words = text.split()
+    middle = len(words) // 2
+    return " ".join(words[max(middle - 20, 0) : middle + 20])
+
+
+def _with_personal_data(text: str, number: int) -> str:
+    key = "AKIA" + "".join(random.Random(number).choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", k=16))
+    mail, mirror = f"maintainer{number}@python-docs.net", f"8.8.{number}.8"
+    return f"{text}\nQuestions go to {mail}; the mirror at {mirror} wants the key {key}.\n"
+
+
+def _shuffled(line: bytes, rng: random.Random) -> bytes:
+    """The bytes in another order, some of them high, none a line end."""
+    data = bytearray(line.replace(b"\n", b" "))
+    rng.shuffle(data)
+    for place in range(0, len(data), 10):
+        data[place] = rng.randrange(0x80, 0x100)
+    return bytes(data)
+
+
+def _inventories(count: int) -> Iterator[str]:
+    """New text that is in no other shard: what some modules are made of, counted from their syntax trees."""
+    written = 0
+    for path, source in source_files():
+        module = read_module(path, source)
+        if written < count and module and module.tree and len(module.text) > 4000:
+            yield _inventory(module, module.tree)
+            written += 1
+        if written == count:
+            return
+
+
+def _inventory(module: Module, tree: ast.Module) -> str:
+    nodes = list(ast.walk(tree))
+    kinds = Counter(type(node).__name__ for node in nodes)
+    called = Counter(
+        ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    )
+    names = Counter(node.attr for node in nodes if isinstance(node, ast.Attribute))
+    lines = [f"An inventory of {module.name}", "", f"{module.source} counts {len(module.text.splitlines())} lines."]
+    lines += [f"- {kind} occurs {count} times in {module.name}" for kind, count in kinds.most_common(12)]
+    lines += [
+        "",
+        f"Most called in {module.name}:",
+        *(f"- {name}, {count} times" for name, count in called.most_common(10)),
+    ]
+    lines += [
+        "",
+        f"Most used attributes of {module.name}:",
+        *(f"- {name} {count}" for name, count in names.most_common(10)),
+    ]
+    return "\n".join(lines)

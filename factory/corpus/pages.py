@@ -1,0 +1,95 @@
+"""Docstrings as reference pages: what a module's syntax tree says of its public names, gathered into documents."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from factory.corpus.chat import Described
+from factory.corpus.library import Module
+
+_PAGE = 4000  # characters at which a page is full
+_LONGEST_PAGE = 6000
+_SHORTEST_PAGE = 200
+
+
+def describe(module: Module) -> Iterator[Described]:
+    """The module, its public functions, classes and their methods, in the order of the source."""
+    assert module.tree
+    yield Described("module", module.name, module.name, "", ast.get_docstring(module.tree) or "", _members(module.tree))
+    for node in module.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield _function("function", module.name, f"{module.name}.{node.name}", node)
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            bases = ", ".join(ast.unparse(base) for base in node.bases)
+            head = f"class {node.name}({bases}):" if bases else f"class {node.name}:"
+            path = f"{module.name}.{node.name}"
+            yield Described("class", module.name, path, head, ast.get_docstring(node) or "", _members(node))
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                    inner.name == "__init__" or not inner.name.startswith("_")
+                ):
+                    yield _function("method", module.name, f"{path}.{inner.name}", inner)
+
+
+def _function(kind: str, module: str, path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Described:
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    head = f"{word} {node.name}({ast.unparse(node.args)}){returns}:"
+    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return Described(kind, module, path, head, ast.get_docstring(node) or "", tuple(one.arg for one in every))
+
+
+def _members(node: ast.Module | ast.ClassDef) -> tuple[str, ...]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return tuple(one.name for one in node.body if isinstance(one, kinds) and not one.name.startswith("_"))
+
+
+def render(one: Described) -> str:
+    """A part of a reference page; empty for what has no docstring."""
+    if not one.doc:
+        return ""
+    indented = "\n".join(f"    {line}".rstrip() for line in one.doc.strip().split("\n"))
+    if one.kind == "module":
+        return f"{one.path}\n{'=' * len(one.path)}\n\n{one.doc.strip()}"
+    return f"{one.path}\n\n{one.head.removesuffix(':')}\n{indented}"
+
+
+def topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The help topics of ``pydoc_data.topics``, which is one literal: {name: text}."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for name, text in ast.literal_eval(node.value).items():
+                yield name, text.strip()
+
+
+def split_long(text: str) -> list[str]:
+    """Parts of at most ``_LONGEST_PAGE`` characters, cut between paragraphs, or lines where one paragraph is too
+    long.
+    """
+    if len(text) <= _LONGEST_PAGE:
+        return [text] if text else []
+    parts, current = [], ""
+    for paragraph in text.split("\n\n"):
+        pieces = [paragraph] if len(paragraph) <= _PAGE else paragraph.split("\n")
+        for place, piece in enumerate(pieces):
+            joint = "\n\n" if place == 0 else "\n"
+            if current and len(current) + len(piece) > _PAGE:
+                parts.append(current)
+                current = piece
+            else:
+                current = current + joint + piece if current else piece
+    return [*parts, current] if current else parts
+
+
+def paginate(parts: list[str]) -> list[str]:
+    """Parts in order, gathered into pages."""
+    pages, current = [], ""
+    for part in filter(None, parts):
+        if current and len(current) + len(part) > _PAGE:
+            pages.append(current)
+            current = part
+        else:
+            current = f"{current}\n\n\n{part}" if current else part
+    pages.append(current)
+    return [page for page in pages if len(page) >= _SHORTEST_PAGE]

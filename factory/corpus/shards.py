@@ -1,0 +1,83 @@
+"""The library's modules as JSONL shards of three domains, some to start with and some that arrive later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from factory.corpus.chat import chats
+from factory.corpus.library import Module, read_module, source_files
+from factory.corpus.pages import describe, paginate, render, split_long, topics
+from factory.progress import Progress
+
+LICENSE = "PSF-2.0"
+_LATER = 0.3  # share of the modules that arrive later
+
+Documents = dict[str, list[dict[str, Any]]]  # by domain
+
+
+def write_corpus(folder: Path, progress: Progress) -> list[Path]:
+    """Write ``code-00``, ``docs-00``, ``chat-00`` and then ``…-01``, all ``.jsonl``; returns their paths in this
+    order.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[Documents] = [{"code": [], "docs": [], "chat": []} for _ in range(2)]
+    files = list(source_files())
+    with progress.task("the standard library as a corpus", total=len(files)) as task:
+        for path, source in files:
+            module = read_module(path, source)
+            if module:
+                shard = shards[_draw(source) < _LATER]
+                for domain, documents in _documents(module).items():
+                    shard[domain] += documents
+            task.advance()
+    paths = []
+    for number, shard in enumerate(shards):
+        for domain, documents in shard.items():
+            path = folder / f"{domain}-{number:02d}.jsonl"
+            _write_shard(path, documents)
+            paths.append(path)
+    return paths
+
+
+def _documents(module: Module) -> Documents:
+    documents: Documents = {"code": [_document(module.source, "code", 0, text=module.text)], "docs": [], "chat": []}
+    if module.tree is None:
+        return documents
+    if module.name == "pydoc_data.topics":
+        pages = [
+            (f"{module.source}:{name}", page)
+            for name, text in topics(module.tree)
+            for page in paginate(split_long(text))
+        ]
+        by_source: dict[str, int] = {}
+        for source, page in pages:
+            by_source[source] = by_source.get(source, -1) + 1
+            documents["docs"].append(_document(source, "docs", by_source[source], text=page))
+        return documents
+    described = list(describe(module))
+    for number, page in enumerate(paginate([part for one in described for part in split_long(render(one))])):
+        documents["docs"].append(_document(module.source, "docs", number, text=page))
+    for number, messages in enumerate(chats(described)):
+        documents["chat"].append(_document(module.source, "chat", number, messages=messages))
+    return documents
+
+
+def _document(source: str, domain: str, number: int, **content: Any) -> dict[str, Any]:
+    return {"id": f"{domain}/{source}/{number}", **content, "domain": domain, "source": source, "license": LICENSE}
+
+
+def _draw(text: str) -> float:
+    """A number in [0, 1) for a text."""
+    return int.from_bytes(hashlib.sha256(f"corpus:{text}".encode()).digest()[:8], "big") / 2**64
+
+
+def _write_shard(path: Path, documents: list[dict[str, Any]]) -> None:
+    documents.sort(key=lambda document: (_draw(document["id"]), document["id"]))
+    aside = path.with_name(f".{path.name}.writing")
+    with open(aside, "w", encoding="utf-8", newline="\n") as out:
+        for document in documents:
+            out.write(json.dumps(document) + "\n")
+    aside.replace(path)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from factory.errors import ConfigError
+from factory.ingest.policy import DataPolicy
+from factory.workspace import code_root
+
+
+def load(tmp_path: Path, text: str) -> DataPolicy:
+    path = tmp_path / "data.yaml"
+    path.write_text(text)
+    return DataPolicy.load(path)
+
+
+def test_the_shipped_policy_loads_and_knows_its_domains() -> None:
+    policy = DataPolicy.load(code_root() / "policies" / "data.yaml")
+    assert policy.tokenizer.vocab_size == 4096
+    assert policy.rules("code").must_parse and not policy.rules("poems").must_parse
+    assert policy.rules("poems") == policy.domains["default"]
+    assert policy.licences.of("PSF-2.0").release and not policy.licences.of("unheard of").release
+    assert not policy.licences.of("proprietary").train
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("decontaminaton: {}", "unknown key 'decontaminaton'; did you mean 'decontamination'?"),
+        ("limits: {max_row: 3}", "unknown key 'limits.max_row'; did you mean 'max_rows'?"),
+        ("domains: {code: {min_char: 3}}", "unknown key 'domains.code.min_char'; did you mean 'min_chars'?"),
+        ("held_out: {share: 2}", "held_out.share"),
+        ("domains: {code: {pii: [faces]}}", "domains.code.pii.0"),
+        ("- a list", "expected 'key: value' lines"),
+        ("a: [", "cannot be read as YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match="data.yaml") as caught:
+        load(tmp_path, text)
+    assert message in str(caught.value)
+
+
+def test_an_empty_policy_is_the_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, "") == DataPolicy()

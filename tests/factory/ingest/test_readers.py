@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from factory.ingest.document import BadRow, parse_document, parse_json
+from factory.ingest.policy import Limits
+from factory.ingest.readers import RawRow, ShardProblem, read_rows
+
+LIMITS = Limits(max_row_bytes=1000)
+ROWS = [{"text": "one"}, {"text": "zwei ☃", "domain": "docs"}, {"messages": [{"role": "assistant", "content": "x"}]}]
+
+
+def shard(tmp_path: Path, name: str, data: bytes) -> Path:
+    path = tmp_path / name
+    path.write_bytes(data)
+    return path
+
+
+def read(path: Path, limits: Limits = LIMITS) -> list[RawRow]:
+    return list(read_rows(path, limits))
+
+
+def compress(data: bytes, kind: str) -> bytes:
+    if kind == "gz":
+        return gzip.compress(data)
+    out = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(out, "zstd") as stream:
+        stream.write(data)
+    return out.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("kind", ["", "gz", "zst"])
+def test_json_lines_read_the_same_however_compressed(tmp_path: Path, kind: str) -> None:
+    data = "\n".join(json.dumps(row) for row in ROWS).encode()
+    path = shard(tmp_path, f"a.jsonl.{kind}" if kind else "a.jsonl", compress(data, kind) if kind else data)
+    assert [parse_json(row) for row in read(path) if isinstance(row, bytes)] == ROWS
+
+
+def test_parquet_rows_are_those_of_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    names = sorted({name for row in ROWS for name in row})
+    pq.write_table(pa.table({name: [row.get(name) for row in ROWS] for name in names}), path)
+    assert read(path) == ROWS
+
+
+def test_bad_utf8_in_parquet_is_one_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    broken = pa.array([b"fine", b"\xff\xfe\xfd"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": broken}), path)
+    first, second = read(path)
+    assert first == {"text": "fine"} and isinstance(second, BadRow) and second.rule == "bad_encoding"
+
+
+def test_text_and_code_files_are_one_document(tmp_path: Path) -> None:
+    assert read(shard(tmp_path, "a.md", b"hello")) == [{"text": "hello", "source": "a.md"}]
+    assert read(shard(tmp_path, "a.py", b"x = 1")) == [{"text": "x = 1", "source": "a.py", "domain": "code"}]
+
+
+def test_a_line_over_the_limit_is_a_row_and_is_not_held(tmp_path: Path) -> None:
+    path = shard(tmp_path, "a.jsonl", b'{"text":"a"}\n' + b"x" * 5_000_000 + b'\n{"text":"b"}\n' + b"y" * 2000)
+    first, second, third, fourth = read(path)
+    assert first == b'{"text":"a"}' and third == b'{"text":"b"}'
+    assert isinstance(second, BadRow) and second.rule == "row_too_long" and "5000000 bytes" in second.detail
+    assert isinstance(fourth, BadRow)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("a.jsonl", b"", "empty"),
+        ("a.jsonl.gz", gzip.compress(b""), "empty once decompressed"),
+        ("a.jsonl.gz", b"not gzip at all", "cannot be decompressed"),
+        ("a.jsonl.gz", gzip.compress(b'{"text":"a"}\n' * 1000)[:-20], "cannot be decompressed"),
+        ("a.jsonl.zst", b"not zstd at all", "cannot be decompressed"),
+        ("a.jsonl", '{"text":"a"}'.encode("utf-16"), "UTF-16"),
+        ("a.txt", "café".encode("latin-1"), "not UTF-8 at byte 3"),
+        ("a.txt", b"x" * 1001, "max_row_bytes"),
+        ("a.exe", b"MZ", "not a kind of file"),
+        ("noname", b"x", "not a kind of file"),
+        ("a.parquet", b"PAR1 but not really", "not readable as Parquet"),
+        ("a.jsonl.gz", gzip.compress(b"\0" * 100_000_000), "expands more than"),
+    ],
+)
+def test_what_is_wrong_with_a_whole_file_is_said(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
+    with pytest.raises(ShardProblem, match=reason):
+        read(shard(tmp_path, name, data))
+
+
+def test_parquet_without_text_names_its_columns(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(ShardProblem, match="columns: .*body"):
+        read(tmp_path / "a.parquet")
+
+
+@given(lines=st.lists(st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"")), min_size=1, max_size=30))
+@settings(deadline=None)
+def test_every_line_is_one_row(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
+    data = b"\n".join([b"{}", *lines]) + b"\n"  # the first line keeps chance UTF-16 marks off the head
+    assert read(shard(tmp_path_factory.mktemp("r"), "a.jsonl", data)) == [b"{}", *lines]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["text", "messages", "id", "role", "content"]), inner),
+    max_leaves=12,
+)
+
+
+@given(st.one_of(st.binary(max_size=60), json_values.map(lambda value: json.dumps(value).encode())))
+def test_any_bytes_are_a_document_or_a_bad_row(line: bytes) -> None:
+    try:
+        parsed = parse_document(parse_json(line), "text")
+    except BadRow as bad:
+        assert bad.rule in {"bad_json", "bad_encoding", "bad_schema", "empty", "no_supervised"} and bad.detail
+    else:
+        assert parsed.domain
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        (b'{"text": "cut o', "bad_json"),
+        (b"[" * 100_000, "bad_json"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "bad_json"),
+        (b'{"text": "x", "n": ' + b"9" * 10_000 + b"}", "bad_json"),
+        (b'{"text": NaN}', "bad_json"),
+        (b"\xff\xfe\x00", "bad_encoding"),
+        (b'{"text": "half \\ud800 pair"}', "bad_encoding"),
+        (b"  \x00\x00 ", "empty"),
+        (b"", "empty"),
+        (b'"just a string"', "bad_schema"),
+        (b'{"body": "x"}', "bad_schema"),
+        (b'{"text": 3}', "bad_schema"),
+        (b'{"text": "x", "messages": []}', "bad_schema"),
+        (b'{"messages": [{"role": "wizard", "content": "x"}]}', "bad_schema"),
+        (b'{"messages": [{"role": "user", "content": null}]}', "bad_schema"),
+        (b'{"text": "x", "domain": "../etc"}', "bad_schema"),
+        (b'{"text": "x", "id": [1]}', "bad_schema"),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', "no_supervised"),
+    ],
+)
+def test_each_bad_row_has_its_rule(line: bytes, rule: str) -> None:
+    with pytest.raises(BadRow) as caught:
+        parse_document(parse_json(line), "text")
+    assert caught.value.rule == rule
+
+
+@pytest.mark.parametrize("row", [{"text": "x", "id": 7, "extra": [1]}, {"text": "x", "domain": "", "source": None}])
+def test_odd_but_good_rows_are_read(row: dict[str, Any]) -> None:
+    assert parse_document(row, "text").domain == "text"
+
+
+def test_a_byte_order_mark_is_no_part_of_the_row() -> None:
+    assert parse_json(b"\xef\xbb\xbf" + b'{"text": "x"}') == {"text": "x"}
