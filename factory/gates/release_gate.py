@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import sqlalchemy as sa
 
@@ -38,10 +38,10 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     if released:
         return int(released["verdict"])
     suite = current_suite(workspace, ledger)
-    progress = progress or SILENT
-    ours = evaluate_on(workspace, ledger, candidate_id, suite, progress)
+    shown = cast(Progress, progress or SILENT)
+    ours = evaluate_on(workspace, ledger, candidate_id, suite, shown)
     champion_id = champion(ledger)
-    theirs = None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, progress)
+    theirs = None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, shown)
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
     return _record(ledger, policy, candidate_id, champion_id, suite, evidence, {"candidate": ours, "champion": theirs})
 
