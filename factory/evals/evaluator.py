@@ -189,7 +189,7 @@ def _write(ledger: Ledger, candidate_id: int, suite: Suite, summary: dict[str, A
         if known is not None:  # another process was faster; its measurement stands
             return int(known)
         row = evaluations.insert().values(candidate=candidate_id, suite_sha256=suite.sha256, summary=finite(summary), created_at=time.time())
-        number = int(tx.execute(row).inserted_primary_key[0])
+        number = int(tx.execute(row.returning(evaluations.c.id)).scalar_one())
         if items:
             tx.execute(eval_items.insert(), [asdict(item) | {"evaluation": number} for item in items])
         record(tx, "evaluated", f"candidate:{candidate_id}", {"evaluation": number, "suite": suite.sha256[:16], "bpb": summary.get("bpb")})

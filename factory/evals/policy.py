@@ -42,8 +42,9 @@ class EvalPolicy(Strict):
     """Documents measured a second time under shifted windows (see evals/tasks.py, noise_floor)."""
     parity_documents: Count = 24
     """Texts and conversations whose token ids are compared between trainer, evaluator and server."""
-    contamination_ngram: Count = 32
-    """Tokens of an n-gram in the contamination check."""
+    contamination_ngram: Count = 192
+    """Tokens of a run in the contamination check: longer than what ingest's decontamination (runs of 44 words) may let through, so
+    that a hit means that it failed. Shorter documents are checked by content hash alone."""
     contamination_overlap: Share = 0.6
     """A held-out document is contaminated when more of its n-grams than this stand in the training data."""
     probe_seconds: Count = 120

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -48,10 +49,8 @@ def probe(request: dict[str, Any], seconds: int) -> Served:
             except subprocess.TimeoutExpired:
                 return Served({}, None, f"no end after {seconds} s")
             finally:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
                 process.wait()
         if process.returncode or not answered.exists():
             said = (folder / "stderr").read_text(errors="replace").strip().splitlines()

@@ -9,7 +9,6 @@ champion for scores: positive is better. Bounds are percentile bounds at levels 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist

@@ -96,7 +96,7 @@ def windows(length: int, context: int, overlap: int, first: int | None = None) -
     stop = min(first or context, length)
     found = [(0, stop, 1)]
     while stop < length:
-        start = stop - overlap
+        start = max(0, stop - overlap)
         found.append((start, min(start + context, length), stop))
         stop = found[-1][1]
     return found

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import sqlalchemy as sa
 
@@ -28,7 +28,7 @@ from factory.workspace import Workspace
 GATE = "release"
 
 
-def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress = SILENT) -> int:
+def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress | None = None) -> int:
     """Judge a candidate on the held-out items as they are now; returns the verdict's id. Idempotent.
 
     A candidate that has been released keeps the verdict that released it. Raises: InputError for an unknown candidate; ConfigError.
@@ -38,9 +38,10 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     if released:
         return int(released["verdict"])
     suite = current_suite(workspace, ledger)
-    ours = evaluate_on(workspace, ledger, candidate_id, suite, progress)
+    shown = cast(Progress, progress or SILENT)
+    ours = evaluate_on(workspace, ledger, candidate_id, suite, shown)
     champion_id = champion(ledger)
-    theirs = None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, progress)
+    theirs = None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, shown)
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
     return _record(ledger, policy, candidate_id, champion_id, suite, evidence, {"candidate": ours, "champion": theirs})
 
@@ -115,6 +116,6 @@ def _record(
         insert = verdicts.insert().values(
             **values, outcome=verdict.outcome, reasons=list(verdict.reasons), evidence=stored, created_at=time.time()
         )
-        number = int(tx.execute(insert).inserted_primary_key[0])
+        number = int(tx.execute(insert.returning(verdicts.c.id)).scalar_one())
         record(tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome})
     return number

@@ -18,7 +18,17 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from factory.evals.export_folder import folder_sha256
 from factory.ingest.tokenizer import Tokenizer, train
-from factory.ledger import Ledger, candidates, checkpoints, data_plans, documents, held_out, segments, shards, tokenizers
+from factory.ledger import (
+    Ledger,
+    candidates,
+    checkpoints,
+    data_plans,
+    documents,
+    held_out,
+    segments,
+    shards,
+    tokenizers,
+)
 from factory.workspace import Workspace
 from trainer.token_shard import TokenizedDocument, TokenShard, write_token_shard
 
@@ -38,10 +48,11 @@ class Document:
 def corpus() -> list[Document]:
     """Chunks of two stdlib modules as code, their docstrings as docs, questions on their functions as chat; every fifth is held out."""
     found: list[Document] = []
+    said: set[str] = set()
 
     def add(domain: str, source: str, content: dict[str, Any]) -> None:
-        row = len(found)
-        found.append(Document(f"{SHARD[:16]}:{row}", domain, source, content, row % 5 == 0))
+        key = f"{SHARD[:16]}:{len(found)}"
+        found.append(Document(key, domain, source, content, hashlib.sha256(source.encode()).digest()[0] % 5 == 0))
 
     for module in (argparse, textwrap, ast, inspect):
         text = inspect.getsource(module)[:36000]
@@ -50,6 +61,9 @@ def corpus() -> list[Document]:
         for name, member in inspect.getmembers(module):
             if not (inspect.isfunction(member) or inspect.isclass(member)) or not member.__doc__ or getattr(member, "__module__", "") != module.__name__:
                 continue
+            if inspect.cleandoc(member.__doc__)[:60] in said:  # inherited
+                continue
+            said.add(inspect.cleandoc(member.__doc__)[:60])
             add("docs", f"{module.__name__}.{name}", {"text": f"{name}\n\n{inspect.cleandoc(member.__doc__)[:500]}"})
             answer = f"{inspect.cleandoc(member.__doc__)[:120]}\n```python\nimport {module.__name__}\n{module.__name__}.{name}\n```"
             messages = [{"role": "user", "content": f"What is {module.__name__}.{name}?"}, {"role": "assistant", "content": answer}]

@@ -1,0 +1,201 @@
+"""The judge: a table of cases, and the two promises (nothing gained by hiding or worsening) as properties."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from factory.evals.parity import CHECKS
+from factory.gates.judge import FIRST_RELEASE, Evidence, Gain, judge
+from factory.gates.release_policy import Guards, ReleasePolicy, Target
+
+POLICY = ReleasePolicy()
+DOMAINS = ("chat", "code", "docs")
+MEASURES = (*DOMAINS, "cloze")
+
+
+def gain(middle: float, spread: float = 0.01, clusters: int = 40, shared: int = 4) -> Gain:
+    levels = {k: spread * (1 + k / 10) for k in range(1, shared + 1)}
+    lower, upper = {k: middle - s for k, s in levels.items()}, {k: middle + s for k, s in levels.items()}
+    return Gain(middle, middle - 1.1 * spread, middle + 1.1 * spread, clusters, lower, upper)
+
+
+def evidence(against: str = "candidate:1", target: float = 0.08, **guards: float) -> Evidence:
+    each = {name: gain(guards.get(name, 0.05)) for name in MEASURES}
+    return Evidence(
+        against=against,
+        domains=DOMAINS,
+        documents=dict.fromkeys(DOMAINS, 50),
+        bits_per_byte=dict.fromkeys(DOMAINS, 1.84),
+        champion_bits_per_byte=dict.fromkeys(DOMAINS, 1.92),
+        trigram_bits_per_byte=dict.fromkeys(DOMAINS, 2.6),
+        noise_floor=dict.fromkeys(DOMAINS, 0.001),
+        cloze_items=90,
+        cloze=0.6,
+        champion_cloze=0.55,
+        checks=dict.fromkeys(CHECKS, (True, "fine")),
+        target=gain(target, shared=1),
+        guards=each,
+    )
+
+
+FIRST = replace(evidence(FIRST_RELEASE), target=None, guards={}, champion_bits_per_byte={}, champion_cloze=None, noise_floor={})
+
+
+def changed(base: Evidence, field: str, key: str, value: Any) -> Evidence:
+    return replace(base, **{field: {**getattr(base, field), key: value}})
+
+
+CASES = [
+    ("promote", FIRST, "first release"),
+    ("reject", changed(FIRST, "bits_per_byte", "code", 2.7), "code: 2.700 bits per byte, byte trigram 2.600 (+0.100): it must lie below."),
+    ("reject", changed(FIRST, "bits_per_byte", "code", 4.5), "above the ceiling"),
+    ("hold", changed(FIRST, "trigram_bits_per_byte", "docs", None), "docs: the byte-trigram baseline was not measured"),
+    ("hold", changed(FIRST, "documents", "docs", 3), "docs: 3 held-out documents, 8 are needed"),
+    ("reject", changed(FIRST, "checks", "stop", (False, "ran on")), "Check stop failed: ran on."),
+    ("hold", Evidence(), "not known whom to compare with"),
+    ("promote", evidence(), "Better than candidate 1"),
+    ("hold", evidence(target=0.005), "Not shown to be better"),
+    ("reject", evidence(target=-0.05), "Worse than candidate 1"),
+    ("hold", evidence(code=-0.015), "Guard not shown to hold: code"),
+    ("promote", evidence(code=-0.005), "code: 1.920 → 1.840 bits per byte (+0.005"),
+    ("reject", evidence(code=-0.05), "Guard violated: code"),
+    ("reject", evidence(cloze=-0.2), "Guard violated: cloze"),
+    ("hold", changed(evidence(), "noise_floor", "code", 0.5), "code: the noise floor is 0.5000"),
+    ("promote", changed(evidence(code=-0.015), "noise_floor", "code", 0.0199), "code"),  # delta is twice the noise floor
+    ("hold", changed(evidence(), "guards", "code", gain(0.05, clusters=3)), "3 source documents, 8 are needed"),
+    ("hold", replace(evidence(), target=gain(math.nan)), "could not be measured: a number is missing or not finite"),
+    ("hold", replace(evidence(), target=None), "could not be measured"),
+    ("reject", changed(evidence(), "checks", "logits", (False, "0.3 apart")), "Check logits failed"),
+]
+
+
+@pytest.mark.parametrize(("outcome", "given_", "words"), CASES)
+def test_table(outcome: str, given_: Evidence, words: str) -> None:
+    verdict = judge(POLICY, given_)
+    assert verdict.outcome == outcome, verdict.reasons
+    assert any(words in reason for reason in verdict.reasons), verdict.reasons
+    assert judge(POLICY, copy.deepcopy(given_)) == verdict
+
+
+def test_a_person_reads_the_change_not_the_gain() -> None:
+    reasons = judge(POLICY, changed(evidence(), "guards", "code", gain(0.08, 0.02))).reasons
+    assert "code: 1.920 → 1.840 bits per byte (−0.080, 95 % between −0.102 and −0.058)." in reasons
+
+
+def test_a_target_domain_of_which_nothing_is_held_out_holds() -> None:
+    verdict = judge(ReleasePolicy(target=Target(weights={"law": 1.0})), evidence())
+    assert verdict.outcome == "hold" and "law" in verdict.reasons[0]
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+close = st.floats(-0.06, 0.06)
+gains = st.builds(gain, close, st.floats(0.0005, 0.03), st.integers(6, 60))
+later = st.builds(
+    lambda base, target, guards, checks, noise, count: replace(
+        base, target=target, guards=dict(zip(MEASURES, guards)), noise_floor=dict(zip(DOMAINS, noise)),
+        checks={name: (ok, "") for name, ok in zip(CHECKS, checks)}, documents=dict.fromkeys(DOMAINS, count),
+    ),
+    st.just(evidence()), gains, st.tuples(*[gains] * 4), st.lists(st.integers(0, 30).map(bool), min_size=len(CHECKS), max_size=len(CHECKS)),
+    st.tuples(*[st.floats(0, 0.025)] * 3), st.integers(6, 40),
+)  # fmt: skip
+first = st.builds(
+    lambda bits, trigram: replace(FIRST, bits_per_byte=dict(zip(DOMAINS, bits)), trigram_bits_per_byte=dict(zip(DOMAINS, trigram))),
+    st.tuples(*[st.floats(1, 5)] * 3), st.tuples(*[st.floats(2, 5)] * 3),
+)  # fmt: skip
+some_evidence = st.one_of(later, first)
+some_policy = st.builds(lambda margin: ReleasePolicy(guards=Guards(bits_per_byte_margin=margin)), st.floats(0, 0.05))
+
+
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every path in nested dicts, inner ones too."""
+    found = [path] if path else []
+    if isinstance(tree, dict):
+        found += [inner for key, part in tree.items() for inner in leaves(part, (*path, key))]
+    return found
+
+
+def tree_of(given_: Evidence) -> dict[str, Any]:
+    tree = dict(vars(given_))
+    for name in ("target",):
+        tree[name] = dict(vars(tree[name])) if tree[name] else None
+    tree["guards"] = {name: dict(vars(guard)) for name, guard in tree["guards"].items()}
+    return copy.deepcopy(tree)
+
+
+def evidence_of(tree: dict[str, Any]) -> Evidence:
+    empty = {"gain": None, "low95": None, "high95": None, "clusters": None, "lower": {}, "upper": {}}
+    tree = {name: value for name, value in tree.items() if not (name == "target" and value is None)}
+    if "target" in tree:
+        tree["target"] = Gain(**(empty | tree["target"]))
+    if "guards" in tree:
+        tree["guards"] = {name: Gain(**(empty | guard)) for name, guard in tree["guards"].items()}
+    return Evidence(**tree)
+
+
+def at(tree: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
+    for key in path[:-1]:
+        tree = tree[key]
+    return tree
+
+
+@given(some_policy, some_evidence, st.data())
+def test_taking_evidence_away_never_promotes(policy: ReleasePolicy, given_: Evidence, data: st.DataObject) -> None:
+    tree = tree_of(given_)
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(leaves(tree)))
+        del at(tree, path)[path[-1]]
+    poorer = judge(policy, evidence_of(tree))
+    if judge(policy, given_).outcome != "promote":
+        assert poorer.outcome != "promote", poorer.reasons
+
+
+def test_every_single_piece_of_evidence_is_needed() -> None:
+    spare = {"cloze", "trigram_bits_per_byte"}  # shown for people, or needed by a first release only
+    for base, ignored in ((evidence(), spare), (FIRST, {"cloze"})):
+        for path in leaves(tree_of(base)):
+            tree = tree_of(base)
+            del at(tree, path)[path[-1]]
+            if path[0] not in ignored and at(tree_of(base), path)[path[-1]] not in (None, {}):
+                outcome = judge(POLICY, evidence_of(tree)).outcome
+                assert outcome == "hold", path
+
+
+@given(some_policy, some_evidence, st.data())
+def test_a_number_that_is_none_never_promotes(policy: ReleasePolicy, given_: Evidence, data: st.DataObject) -> None:
+    tree = tree_of(given_)
+    numbers = [path for path in leaves(tree) if isinstance(at(tree, path)[path[-1]], float)]
+    path = data.draw(st.sampled_from(numbers))
+    at(tree, path)[path[-1]] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    if judge(policy, given_).outcome != "promote":
+        assert judge(policy, evidence_of(tree)).outcome != "promote"
+
+
+@given(some_policy, some_evidence, st.data())
+def test_worse_measurements_never_promote(policy: ReleasePolicy, given_: Evidence, data: st.DataObject) -> None:
+    tree = tree_of(given_)
+    by = data.draw(st.floats(0, 0.2))
+    name = data.draw(st.sampled_from([*MEASURES, "target", "checks", "bits_per_byte", "trigram", "documents"]))
+    guard = tree["target"] if name == "target" else tree["guards"].get(name)
+    domain = data.draw(st.sampled_from(DOMAINS))
+    if guard:
+        for side in ("gain", "low95", "high95"):
+            guard[side] -= by
+        for side in ("lower", "upper"):
+            guard[side] = {k: value - by for k, value in guard[side].items()}
+    elif name == "checks":
+        tree["checks"][data.draw(st.sampled_from(CHECKS))] = (False, "broken")
+    elif name == "bits_per_byte":
+        tree["bits_per_byte"][domain] += by
+    elif name == "trigram":
+        tree["trigram_bits_per_byte"][domain] -= by
+    elif name == "documents":
+        tree["documents"][domain] -= 5
+    if judge(policy, given_).outcome != "promote":
+        assert judge(policy, evidence_of(tree)).outcome != "promote"

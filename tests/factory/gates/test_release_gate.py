@@ -1,0 +1,140 @@
+"""Evaluate and decide on real exports, a real ledger and the real server-side probe."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+import torch
+
+from factory.errors import InputError
+from factory.evals.evaluator import evaluate
+from factory.evals.parity import CHECKS
+from factory.gates.release_gate import champion, decide
+from factory.ledger import Ledger, documents, eval_items, evaluations, held_out, releases, verdicts
+from factory.progress import SILENT
+from factory.workspace import Workspace
+from tests.factory.evals.plant import SHARD, Plant, build_plant, save_export, tiny_model, trained
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny matrices
+    workspace = Workspace.create(tmp_path_factory.mktemp("plant") / "workspace")
+    yield build_plant(workspace, Ledger.create(workspace.ledger_url))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def weak(plant: Plant) -> int:
+    return plant.add_candidate(save_export(trained(tiny_model(), plant.shard, 15), plant.workspace.exports / "weak", plant.tokenizer))
+
+
+@pytest.fixture(scope="module")
+def better(plant: Plant, weak: int) -> int:
+    return plant.add_candidate(save_export(trained(tiny_model(), plant.shard, 60), plant.workspace.exports / "better", plant.tokenizer))
+
+
+def verdict_of(plant: Plant, number: int) -> dict:
+    row = plant.ledger.one(sa.select(verdicts).where(verdicts.c.id == number))
+    assert row is not None
+    return row
+
+
+def summary_of(plant: Plant, candidate: int) -> dict:
+    row = plant.ledger.one(sa.select(evaluations.c.summary).where(evaluations.c.candidate == candidate))
+    assert row is not None
+    return row["summary"]
+
+
+def test_evaluate_writes_items_and_summary_once(plant: Plant, weak: int) -> None:
+    number = evaluate(plant.workspace, plant.ledger, weak, SILENT)
+    assert evaluate(plant.workspace, plant.ledger, weak, SILENT) == number
+    summary = summary_of(plant, weak)
+    assert set(summary["bpb"]) == set(summary["baselines"]) == set(summary["noise_floor"]) == {"code", "docs", "chat"}
+    assert {name for name, check in summary["parity"].items() if not check["ok"]} == set(), summary["parity"]
+    assert set(summary["parity"]) == set(CHECKS)
+    assert all(1 < row["trigram"] < row["bigram"] < 5 for row in summary["baselines"].values())
+    items = plant.ledger.rows(sa.select(eval_items).where(eval_items.c.evaluation == number))
+    assert {item["task"] for item in items} == {"bpb", "cloze", "chat"} and len(summary["samples"]) == 12
+    bits = sum(i["value"] for i in items if i["task"] == "bpb" and i["domain"] == "code") / 0.6931471805599453
+    assert summary["bpb"]["code"] == pytest.approx(bits / summary["bytes"]["code"])
+    held = [d for d in plant.documents if d.held and d.domain == "docs"]
+    whole = sum(len(d.content["text"].encode()) for d in held)
+    assert 0.95 * whole < summary["bytes"]["docs"] < whole  # all but each document's first token
+
+
+def test_first_release_below_the_floor_is_rejected_in_words(plant: Plant, weak: int) -> None:
+    number = decide(plant.workspace, plant.ledger, weak)
+    verdict = verdict_of(plant, number)
+    assert verdict["outcome"] == "reject" and verdict["against"] is None
+    assert any("byte trigram" in reason and "must lie below" in reason for reason in verdict["reasons"]), verdict["reasons"]
+    assert decide(plant.workspace, plant.ledger, weak) == number
+
+
+def test_better_model_is_promoted_over_the_champion_on_the_same_items(plant: Plant, weak: int, better: int) -> None:
+    first = decide(plant.workspace, plant.ledger, weak)
+    with plant.ledger.begin() as tx:
+        tx.execute(releases.insert().values(number=1, candidate=weak, verdict=first, state="published", created_at=0.0))
+    assert champion(plant.ledger) == weak
+    number = decide(plant.workspace, plant.ledger, better)
+    verdict = verdict_of(plant, number)
+    assert verdict["outcome"] == "promote", verdict["reasons"]
+    assert verdict["reasons"][0].startswith(f"Better than candidate {weak}: ")
+    assert verdict["evidence"]["guards"]["code"]["gain"] > 0
+    assert verdict["subject_sha256"] == verdict_of(plant, number)["subject_sha256"] != ""
+    assert decide(plant.workspace, plant.ledger, better) == number
+    assert decide(plant.workspace, plant.ledger, weak) == first  # released: keeps its verdict
+    ours, theirs = summary_of(plant, better), summary_of(plant, weak)
+    assert ours["baselines"] == theirs["baselines"] and ours["baselines_key"] == theirs["baselines_key"]
+
+
+def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Plant, better: int) -> None:
+    broken = tiny_model(2)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[7, 7] = float("nan")
+    nan = plant.add_candidate(save_export(broken, plant.workspace.exports / "nan", plant.tokenizer))
+    huge = tiny_model(3)
+    with torch.no_grad():  # finite weights, no finite loss
+        huge.model.norm.weight.fill_(3e38)
+    overflow = plant.add_candidate(save_export(huge, plant.workspace.exports / "overflow", plant.tokenizer))
+    folder = Path(shutil.copytree(plant.workspace.exports / "better", plant.workspace.exports / "tampered"))
+    tampered = plant.add_candidate(folder)
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [5]}))
+    for candidate, words in ((nan, "NaN"), (overflow, "no finite loss"), (tampered, "has changed since")):
+        verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, candidate))
+        assert verdict["outcome"] == "reject"
+        assert words in verdict["reasons"][0], verdict["reasons"]
+
+
+def test_server_disagreement_and_contamination_are_found(plant: Plant, better: int) -> None:
+    folder = Path(shutil.copytree(plant.workspace.exports / "better", plant.workspace.exports / "disagrees"))
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [0]}))
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_text((folder / name).read_text().replace("<|im_end|>\\n", "<|im_end|>").replace("<|im_end|>\\\\n", "<|im_end|>"))
+    candidate = plant.add_candidate(folder)
+    held = next(d for d in plant.documents if d.held and d.domain == "docs")
+    leaked = next(d for d in plant.documents if not d.held and d.domain == "code")
+    with plant.ledger.begin() as tx:
+        same = tx.execute(sa.select(documents.c.content_sha256).where(documents.c.key == held.key)).scalar()
+        tx.execute(documents.update().where(documents.c.key == leaked.key).values(content_sha256=same))
+        # a document that was trained on, held out under a new name
+        row = {"key": f"{SHARD[:16]}:9999", "id": "copy", "shard": SHARD, "row": 9999, "domain": "code", "fate": "held_out", "releasable": True, "tokens": 1}
+        tx.execute(documents.insert().values(**row, supervised_tokens=1, content_sha256="0" * 64))
+        tx.execute(held_out.insert().values(key=row["key"], domain="code", source="copy", content=leaked.content))
+    number = evaluate(plant.workspace, plant.ledger, candidate, SILENT)
+    row = plant.ledger.one(sa.select(evaluations.c.summary).where(evaluations.c.id == number))
+    failed = {name for name, check in row["summary"]["parity"].items() if not check["ok"]}
+    assert failed == {"server_chat", "stop", "no_held_out_in_training", "no_shared_ngrams"}, row["summary"]["parity"]
+
+
+def test_unknown_candidate(plant: Plant) -> None:
+    with pytest.raises(InputError, match="no candidate 99; there are: 1"):
+        evaluate(plant.workspace, plant.ledger, 99, SILENT)
