@@ -12,7 +12,7 @@ from agents.line_profiler.table import Profile
 def tables(profile: Profile, top: int = 20) -> RenderableType:
     """The hottest ``top`` lines, the ops, and how far the table can be trusted."""
     lines = Table(title=f"the training step, line by line (hottest {min(top, len(profile.lines))} of {len(profile.lines)})", title_justify="left")
-    lines.add_column("line", no_wrap=True, overflow="ellipsis", max_width=34)
+    lines.add_column("line", no_wrap=True, overflow="ellipsis", max_width=36)
     lines.add_column("source", no_wrap=True, overflow="ellipsis", max_width=58)
     for name in ("forward ms", "backward ms", "share", "calls", "roofline"):
         lines.add_column(name, justify="right", no_wrap=True)

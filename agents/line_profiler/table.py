@@ -7,7 +7,8 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from agents.line_profiler.capture import ROOT, Line, LineTime, Recorder, mode_overhead, traced_lines
 from agents.line_profiler.workload import make_run
-from kernels.registry import load_choice
+from kernels.registry import Ops, load_choice
 from trainer.batch import make_batch
 from trainer.metrics import matmul_rate
 from trainer.recipe import Recipe
@@ -74,7 +75,7 @@ class Profile:
     kernels: dict[str, str]
     device: str
     torch: str
-    eager_step_s: float  # median, no profiler
+    eager_step_s: float  # mean, no profiler, taken in turn with the profiled steps
     recipe_step_s: float | None  # as the recipe runs it: compiled where it says so; None when not measured
     covered_s: float  # sum over the lines
     coverage: float  # covered_s / eager_step_s; the rest is Python and dispatch between operations
@@ -99,32 +100,33 @@ class Profile:
 
 def profile(recipe: Recipe, kernels: Path, *, steps: int = 2, measure_recipe_step: bool = True, report: Callable[[str], None] = lambda text: None) -> Profile:
     """Profile ``steps`` eager steps. Raises: TrainerError, KernelError."""
-    timed = steps + 1
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         report("eager step")
-        run = make_run(recipe, kernels, Path(folder), steps=WARMUP + timed + steps + 4, compile=False)
+        run = make_run(recipe, kernels, Path(folder), steps=WARMUP + 2 * steps + 4, compile=False)
         synchronize = torch.cuda.synchronize if run.ranks.device.type == "cuda" else None
         for _ in range(WARMUP):
             _step(run)
-        eager = statistics.median(_timed(run, synchronize) for _ in range(timed))
         report("lines of the data loader")
         data = _data_lines(run)
         report("lines of the step")
         recorder = Recorder(synchronize=synchronize)
-        _watch(run, recorder)
-        for _ in range(steps):
+        watched = recorder.watch(run.model.ops)
+        eager_times = []
+        for _ in range(steps):  # in turn, so that whatever else the machine does falls on both
+            eager_times.append(_timed(run, synchronize))
             batch = make_batch(run.order)
-            with recorder:
+            with recorder, _ops_of(run, watched):
                 run.train_step(batch.to(run.ranks.device))
+        eager = statistics.fmean(eager_times)
         recipe_step = eager
         if recipe.compile:
             recipe_step = None
             if measure_recipe_step:
                 report("the step as the recipe compiles it")
-                compiled = make_run(recipe, kernels, Path(folder), steps=WARMUP + timed + 2, compile=True)
+                compiled = make_run(recipe, kernels, Path(folder), steps=WARMUP + steps + 3, compile=True)
                 for _ in range(WARMUP + 1):
                     _step(compiled)
-                recipe_step = statistics.median(_timed(compiled, synchronize) for _ in range(timed))
+                recipe_step = statistics.median(_timed(compiled, synchronize) for _ in range(steps + 1))
     rate = matmul_rate(run.ranks.device, DTYPES[recipe.precision])
     bandwidth = memory_rate(run.ranks.device)
     lines = sorted(_lines(recorder.lines, data, steps, eager, rate, bandwidth), key=lambda line: -line.seconds)
@@ -161,11 +163,18 @@ def _timed(run: Run, synchronize: Callable[[], None] | None) -> float:
     return time.perf_counter() - began
 
 
-def _watch(run: Run, recorder: Recorder) -> None:
-    watched = recorder.watch(run.model.ops)
-    for module in run.model.modules():
-        if hasattr(module, "ops"):
-            module.ops = watched
+@contextmanager
+def _ops_of(run: Run, ops: Ops) -> Iterator[None]:
+    """The model calls ``ops`` within the block."""
+    before = run.model.ops
+    holders = [module for module in run.model.modules() if hasattr(module, "ops")]
+    for module in holders:
+        module.ops = ops  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in holders:
+            module.ops = before  # type: ignore[assignment]
 
 
 def _data_lines(run: Run) -> dict[Line, tuple[float, float]]:
