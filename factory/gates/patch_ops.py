@@ -179,10 +179,10 @@ def _compare(given: Path, answers: Path, number: int) -> tuple[list[str], float]
         wanted = truth[where]
         errors, eager_errors = (x[where].double() - wanted for x in (mine, theirs))
         for measure, size in ((_rms, _rms(wanted) or 1.0), (_largest, _largest(wanted) or 1.0)):
-            error, allowed = measure(errors) / size, max(FACTOR * measure(eager_errors) / size, eps)
-            worst = max(worst, error / allowed)
-            if not error <= allowed:
-                problems.append(f"{name} is off by {error:.2g} ({measure.__name__.strip('_')}), {allowed:.2g} may be")
+            off, allowed = measure(errors) / size, max(FACTOR * measure(eager_errors) / size, eps)
+            worst = max(worst, off / allowed)
+            if not off <= allowed:
+                problems.append(f"{name} is off by {off:.2g} ({measure.__name__.strip('_')}), {allowed:.2g} may be")
                 break
     return problems, worst
 
