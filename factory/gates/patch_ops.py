@@ -63,12 +63,14 @@ def oracle(
     limits = Limits(wall_seconds=policy.wall_seconds)
     given, answers = work / "given", work / "answers"
     command = [sys.executable, str(DRIVER)]
+    one_thread = {"OMP_NUM_THREADS": "1"}  # small shapes: a second thread only waits
     made = sandbox.run(
         [*command, "make", str(request), str(given)],
         output=given,
         readonly=[baseline, DRIVER, request],
         cwd=baseline,
         limits=limits,
+        environment=one_thread,
     )
     if not made.ok:
         return {"state": "missing", "reasons": [f"the test inputs could not be made: {made.why()}"]}
@@ -78,6 +80,7 @@ def oracle(
         readonly=[candidate, DRIVER, request, given],
         cwd=candidate,
         limits=limits,
+        environment=one_thread,
     )
     if not run.ok:
         reason = f"the changed ops {', '.join(op.op for op in ops)} could not be run: {run.why()}"

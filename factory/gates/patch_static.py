@@ -174,6 +174,12 @@ def _reaches(tree: ast.Module) -> Iterable[tuple[int, str]]:
             node.type is None or _dotted(node.type) in ("Exception", "BaseException")
         ):
             yield line, "catches every exception: a failing kernel could fall back to the reference unseen"
+        elif isinstance(node, ast.FunctionDef) and node.name in ATTRIBUTES:
+            yield line, f"defines {node.name}"
+        elif isinstance(node, ast.ClassDef) and any(
+            _dotted(base).rpartition(".")[2] in ("Tensor", "Parameter") for base in node.bases
+        ):
+            yield line, "makes a kind of tensor of its own"
         elif isinstance(node, ast.Global):
             yield line, "keeps state in globals between calls"
 
