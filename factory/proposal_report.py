@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import html
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from agents.proposal import Proposal
 from factory.gates.judge import Verdict
 
 COLOURS = {"promote": "#2a7d3f", "hold": "#a06a00", "reject": "#a02c2c"}
@@ -19,7 +19,9 @@ STYLE = (
 )
 
 
-def write(reports: Path, number: int, drafted: Any, verdict: Verdict, evidence: dict[str, Any], patch: str) -> Path:
+def write(
+    reports: Path, number: int, drafted: Proposal, verdict: Verdict, evidence: dict[str, Any], patch: str
+) -> Path:
     """Write both files; returns the HTML one. Everything an agent wrote is escaped: it is text, never markup."""
     facts = {
         "number": number,
@@ -38,11 +40,6 @@ def write(reports: Path, number: int, drafted: Any, verdict: Verdict, evidence: 
     path = reports / f"proposal-{number}.html"
     _replace(path, _page(facts))
     return path
-
-
-def edits_sha256(edits: list[tuple[str, str]]) -> str:
-    """Names a patch that never became a commit."""
-    return hashlib.sha256(json.dumps(edits).encode()).hexdigest()
 
 
 def _page(facts: dict[str, Any]) -> str:

@@ -15,27 +15,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-import yaml
 
+from agents import search_proposer
+from agents.proposal import Proposal
+from agents.workbench import Workbench
 from factory import proposal_report, repository, sandbox
 from factory.errors import FactoryError, InputError, nearest
-from factory.gates import patch_scope
 from factory.gates.judge import Verdict
 from factory.gates.patch_gate import decide
 from factory.gates.patch_scope import AgentsPolicy
-from factory.gates.patch_training import Start, find_start
+from factory.gates.patch_training import find_start
 from factory.ledger import Ledger, profiles, proposals, record, verdicts
 from factory.progress import Progress
-from factory.repository import Applied, ScopeError
+from factory.repository import ScopeError
 from factory.sandbox import Limits
+from factory.workbench import Bench, history
 from factory.workspace import Workspace
-
-MEASURE_SECONDS = 120.0
 
 
 class ProfileError(FactoryError):
@@ -101,18 +100,15 @@ def propose(workspace: Workspace, ledger: Ledger, progress: Progress, *, agent: 
     found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress)))
     assert found is not None
     bench = Bench(workspace, ledger, base, start, progress)
-    try:
-        drafted = AGENTS[agent](json.loads(Path(found["path"]).read_text()), bench)
-    finally:
-        shutil.rmtree(bench.scratch, ignore_errors=True)
+    drafted = AGENTS[agent](json.loads(Path(found["path"]).read_text()), bench)
     if drafted is None:
         progress.line("  nothing proposed: no change was found that measures faster than what runs now")
         return None
     return submit(workspace, ledger, progress, drafted, base)
 
 
-def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Any, base: str) -> int:
-    """Turn an agent's proposal (``agents.proposal.Proposal``) into a branch, judge it, record it; returns its number."""
+def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Proposal, base: str) -> int:
+    """Turn an agent's proposal into a branch, judge it, record it; returns its number."""
     agents = AgentsPolicy.load(workspace.policy("agents.yaml"))
     tries = 1 + sum(1 for row in history(ledger) if row["target"] == drafted.target)
     number, branch = _draft(workspace, ledger, drafted, base)
@@ -124,14 +120,16 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: An
         applied = repository.apply_proposal(
             workspace.repository, base, edits, policy=agents, branch=branch, message=message, worktree=worktree
         )
-        verdict_id, verdict, evidence = decide(workspace, ledger, number, applied, tries, progress)
+        verdict_id, verdict, evidence = decide(
+            workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id
+        )
         commit = repository.reword(workspace.repository, applied, _message(drafted, verdict, evidence))
         patch = repository.patch(workspace.repository, base, commit)
         report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, patch)
         _judged(ledger, number, commit, applied.patch_sha256, verdict_id, report)
         progress.line(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
     except ScopeError as error:
-        _out_of_scope(workspace, ledger, number, drafted, base, edits, error, progress)
+        _out_of_scope(workspace, ledger, number, drafted, base, error, progress)
     except BaseException as error:
         repository.remove_branch(workspace.repository, branch)
         _failed(ledger, number, f"{type(error).__name__}: {error}")
@@ -153,80 +151,8 @@ def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> Non
         progress.line(f"  proposal {row['number']} was left unjudged by a killed process: cleared away")
 
 
-def history(ledger: Ledger) -> list[dict[str, Any]]:
-    """Judged proposals, oldest first: what was tried, on what, and what came of it."""
-    columns = [
-        proposals.c[name]
-        for name in ("number", "agent", "target", "title", "hypothesis", "predicted_gain", "base_commit")
-    ]
-    rows = ledger.rows(
-        sa.select(*columns, proposals.c.patch_sha256, verdicts.c.outcome, verdicts.c.reasons, verdicts.c.evidence)
-        .join(verdicts, verdicts.c.id == proposals.c.verdict)
-        .order_by(proposals.c.number)
-    )
-    return [{**row, "gain": ((row.pop("evidence") or {}).get("gain") or {}).get("ratio")} for row in rows]
-
-
-@dataclass
-class Bench:
-    """The workbench (``agents.workbench.Workbench``): all that an agent may see and do."""
-
-    workspace: Workspace
-    ledger: Ledger
-    base: str
-    start: Start
-    progress: Progress
-
-    @property
-    def scratch(self) -> Path:
-        return self.workspace.worktrees / "workbench"
-
-    def read(self, path: str) -> str:
-        """A file of the live code that lies in scope. Raises: InputError for any other."""
-        agents = AgentsPolicy.load(self.workspace.policy("agents.yaml"))
-        if not any(rule.covers(path) for rule in agents.scope) or path not in repository.modes(
-            self.workspace.repository, self.base
-        ):
-            raise InputError(f"{path!r} is not a file that agents may read")
-        return repository.file_text(self.workspace.repository, self.base, path)
-
-    def check(self, edits: Any) -> list[str]:
-        """What the gate's scope rules would object to; empty when nothing."""
-        agents = AgentsPolicy.load(self.workspace.policy("agents.yaml"))
-        changes = [patch_scope.Change(edit.path, edit.new_text.encode("utf-8", "surrogatepass")) for edit in edits]
-        return patch_scope.problems(agents, changes, repository.modes(self.workspace.repository, self.base))
-
-    def measure(
-        self, op: str, implementation: str, against: str = "reference", pairs: int = 5
-    ) -> dict[str, Any] | None:
-        """``kernels.bench`` of approved code, in the sandbox, on the recipe's shapes; None when it could not be measured."""
-        recipe = self.scratch / "recipe.yaml"
-        self.scratch.mkdir(parents=True, exist_ok=True)
-        recipe.write_text(yaml.safe_dump(self.start.recipe))
-        code = repository.checkout_live(self.workspace, self.base)
-        command = [sys.executable, "-m", "kernels.bench", "--op", op, "--implementation", implementation]
-        command += ["--against", against, "--pairs", str(pairs), "--recipe", str(recipe)]
-        limits = Limits(wall_seconds=MEASURE_SECONDS)
-        done = sandbox.run(command, output=self.scratch, readonly=[code], cwd=code, limits=limits)
-        try:
-            found = json.loads(done.stdout)
-        except ValueError:
-            self.progress.line(f"  {op}: {implementation} could not be measured: {done.why()}")
-            return None
-        self.progress.line(f"  {op}: {implementation} is {found['ratio']:.2f}× as fast as {against}, alone")
-        return dict(found)
-
-    def history(self) -> list[dict[str, Any]]:
-        return history(self.ledger)
-
-
-def _search(found: dict[str, Any], bench: Bench) -> Any:
-    from agents.search_proposer import propose as search
-
-    return search(found, bench, bench.history())
-
-
-AGENTS: dict[str, Callable[[dict[str, Any], Bench], Any]] = {"search": _search}
+# What an agent is: a profile and a workbench in, a proposal or nothing out.
+AGENTS: dict[str, Callable[[dict[str, Any], Workbench], Proposal | None]] = {"search": search_proposer.propose}
 
 
 def _refuse_without_isolation(workspace: Workspace) -> None:
@@ -235,7 +161,7 @@ def _refuse_without_isolation(workspace: Workspace) -> None:
         sandbox.run([sys.executable, "-c", ""], output=Path(folder), limits=Limits(wall_seconds=30))
 
 
-def _draft(workspace: Workspace, ledger: Ledger, drafted: Any, base: str) -> tuple[int, str]:
+def _draft(workspace: Workspace, ledger: Ledger, drafted: Proposal, base: str) -> tuple[int, str]:
     """Take the next number, free in the ledger and among the branches, and record the draft."""
     with ledger.begin() as tx:
         taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.branch_numbers(
@@ -283,17 +209,21 @@ def _out_of_scope(
     workspace: Workspace,
     ledger: Ledger,
     number: int,
-    drafted: Any,
+    drafted: Proposal,
     base: str,
-    edits: list[tuple[str, str]],
     error: ScopeError,
     progress: Progress,
 ) -> None:
     """A patch that may not even be written is judged all the same: rejected, without a branch."""
     reasons = [f"out of scope: {problem}" for problem in error.problems]
-    evidence = {"base": base, "tries": 1, "stages": {"scope": {"state": "failed", "reasons": reasons}}}
+    evidence = {
+        "base": base,
+        "tries": 1,
+        "patch_id": drafted.patch_id,
+        "stages": {"scope": {"state": "failed", "reasons": reasons}},
+    }
     verdict = Verdict("reject", tuple(reasons))
-    sha256 = proposal_report.edits_sha256(edits)
+    sha256 = drafted.patch_id
     with ledger.begin() as tx:
         row = tx.execute(
             verdicts.insert().values(
@@ -315,7 +245,7 @@ def _out_of_scope(
     progress.line(f"  REJECT: {reasons[0]}")
 
 
-def _message(drafted: Any, verdict: Verdict | None, evidence: dict[str, Any] | None) -> str:
+def _message(drafted: Proposal, verdict: Verdict | None, evidence: dict[str, Any] | None) -> str:
     """The commit's message: hypothesis, prediction; once judged, evidence and verdict."""
     lines = [drafted.title.splitlines()[0][:100] if drafted.title else "A proposal", "", drafted.hypothesis.strip(), ""]
     if drafted.predicted_gain:

@@ -324,6 +324,8 @@ def _environment(output: Path, extra: Mapping[str, str]) -> list[str]:
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONNOUSERSITE": "1",
+        # Idle OpenMP threads that spin make a busy machine many times slower, and its times useless.
+        "OMP_WAIT_POLICY": "PASSIVE",
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         **extra,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
         save_file(found, out / f"answer-{number}.safetensors")
 
 
-def results(function: Any, inputs: list[Any], gradients: list[int], upstream: list[Tensor]) -> dict[str, Tensor]:
+def results(function: Any, inputs: list[Any], gradients: Sequence[int], upstream: list[Tensor]) -> dict[str, Tensor]:
     """Outputs and gradients by name."""
     arguments = list(inputs)
     for position in gradients:
@@ -99,4 +100,8 @@ def _strided(x: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     verb, request, *folders = sys.argv[1:]
-    {"make": make, "answer": answer}[verb](json.loads(Path(request).read_text()), *map(Path, folders))
+    jobs = json.loads(Path(request).read_text())
+    if verb == "make":
+        make(jobs, Path(folders[0]))
+    else:
+        answer(jobs, Path(folders[0]), Path(folders[1]))

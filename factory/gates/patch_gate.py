@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy as sa
 import torch
 
 from factory import repository
@@ -67,11 +66,18 @@ class Case:
 
 
 def decide(
-    workspace: Workspace, ledger: Ledger, number: int, applied: Applied, tries: int, progress: Progress
+    workspace: Workspace,
+    ledger: Ledger,
+    number: int,
+    applied: Applied,
+    progress: Progress,
+    *,
+    tries: int,
+    patch_id: str = "",
 ) -> tuple[int, Verdict, dict[str, Any]]:
     """Judge a proposal: (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; nothing is recorded then."""
     policy = PatchPolicy.load(workspace.policy("gates/patch.yaml"))
-    evidence = gather(workspace, ledger, policy, applied, tries, progress)
+    evidence = gather(workspace, ledger, policy, applied, tries, progress) | {"patch_id": patch_id}
     verdict = judge_patch(policy, evidence)
     with ledger.begin() as tx:
         row = tx.execute(

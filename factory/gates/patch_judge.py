@@ -1,8 +1,8 @@
 """``judge_patch(policy, evidence) -> Verdict``: the decision on a patch as a pure function.
 
-Evidence is what the stages left: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. A stage's state is 'passed', 'failed',
-'missing' (it could not be measured) or 'not needed'. The first failed stage rejects. A missing one holds. Only a gain whose
-lower bound is above the policy's and whose size is above the noise floor promotes.
+Evidence is what the stages left: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. A stage's state
+is 'passed', 'failed', 'missing' (it could not be measured) or 'not needed'. The first failed stage rejects. A missing one
+holds. Only a gain whose lower bound is above the policy's and whose size is above the noise floor promotes.
 """
 
 from __future__ import annotations

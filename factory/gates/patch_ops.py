@@ -63,12 +63,14 @@ def oracle(
     limits = Limits(wall_seconds=policy.wall_seconds)
     given, answers = work / "given", work / "answers"
     command = [sys.executable, str(DRIVER)]
+    one_thread = {"OMP_NUM_THREADS": "1"}  # small shapes: a second thread only waits
     made = sandbox.run(
         [*command, "make", str(request), str(given)],
         output=given,
         readonly=[baseline, DRIVER, request],
         cwd=baseline,
         limits=limits,
+        environment=one_thread,
     )
     if not made.ok:
         return {"state": "missing", "reasons": [f"the test inputs could not be made: {made.why()}"]}
@@ -78,6 +80,7 @@ def oracle(
         readonly=[candidate, DRIVER, request, given],
         cwd=candidate,
         limits=limits,
+        environment=one_thread,
     )
     if not run.ok:
         reason = f"the changed ops {', '.join(op.op for op in ops)} could not be run: {run.why()}"
@@ -179,10 +182,10 @@ def _compare(given: Path, answers: Path, number: int) -> tuple[list[str], float]
         wanted = truth[where]
         errors, eager_errors = (x[where].double() - wanted for x in (mine, theirs))
         for measure, size in ((_rms, _rms(wanted) or 1.0), (_largest, _largest(wanted) or 1.0)):
-            error, allowed = measure(errors) / size, max(FACTOR * measure(eager_errors) / size, eps)
-            worst = max(worst, error / allowed)
-            if not error <= allowed:
-                problems.append(f"{name} is off by {error:.2g} ({measure.__name__.strip('_')}), {allowed:.2g} may be")
+            off, allowed = measure(errors) / size, max(FACTOR * measure(eager_errors) / size, eps)
+            worst = max(worst, off / allowed)
+            if not off <= allowed:
+                problems.append(f"{name} is off by {off:.2g} ({measure.__name__.strip('_')}), {allowed:.2g} may be")
                 break
     return problems, worst
 

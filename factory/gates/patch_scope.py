@@ -53,7 +53,7 @@ class AgentsPolicy(Strict):
     max_files: int = Field(gt=0)
     max_file_bytes: int = Field(gt=0)
     max_patch_bytes: int = Field(gt=0)
-    max_tries_per_target: int = Field(gt=0)
+    measure_seconds: float = Field(gt=0)
 
     @classmethod
     def load(cls, path: Path) -> AgentsPolicy:

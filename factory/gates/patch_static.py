@@ -8,6 +8,7 @@ reading; the stages behind this one trust nothing that the code says. YAML is pa
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections import Counter
 from collections.abc import Iterable
 
@@ -134,10 +135,8 @@ def _python(text: str, base: str) -> Iterable[str]:
         yield f"is not Python: {error}"
         return
     before: Counter[str] = Counter()
-    try:
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # a base that does not parse excuses nothing
         before = Counter(what for _, what in _reaches(ast.parse(base)))
-    except (SyntaxError, ValueError, RecursionError):
-        pass  # a base that does not parse excuses nothing
     for line, what in _reaches(tree):
         if before[what] > 0:
             before[what] -= 1
@@ -175,6 +174,12 @@ def _reaches(tree: ast.Module) -> Iterable[tuple[int, str]]:
             node.type is None or _dotted(node.type) in ("Exception", "BaseException")
         ):
             yield line, "catches every exception: a failing kernel could fall back to the reference unseen"
+        elif isinstance(node, ast.FunctionDef) and node.name in ATTRIBUTES:
+            yield line, f"defines {node.name}"
+        elif isinstance(node, ast.ClassDef) and any(
+            _dotted(base).rpartition(".")[2] in ("Tensor", "Parameter") for base in node.bases
+        ):
+            yield line, "makes a kind of tensor of its own"
         elif isinstance(node, ast.Global):
             yield line, "keeps state in globals between calls"
 
@@ -189,7 +194,7 @@ def _import(name: str) -> Iterable[str]:
 
 def _module_names(tree: ast.Module) -> dict[str, str]:
     """name in this file → module it stands for."""
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {

@@ -165,8 +165,6 @@ def _run(policy: TrainingPolicy, start: Start, side: Side, steps: int, seed: int
         output=side.folder,
         readonly=[side.code, start.checkpoint, *shards],
         cwd=side.code,
-        # Idle threads that sleep instead of spinning make the time of a busy machine much steadier.
-        environment={"OMP_WAIT_POLICY": "PASSIVE"},
         limits=Limits(wall_seconds=policy.wall_seconds),
     )
     return result.seconds, "" if result.ok else result.why()

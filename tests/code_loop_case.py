@@ -1,0 +1,144 @@
+"""A whole small factory for tests of the code loop: a git repository of this checkout's code, and a workspace with a trained trunk.
+
+Made once a test session (a few seconds of real training) and shared; every test adds proposals of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from factory import repository
+from factory.ingest import tokenizer
+from factory.ledger import Ledger, checkpoints, data_plans, documents, held_out, segments, shards
+from factory.workspace import Config, Workspace, code_root
+from trainer.data_plan import DataPlan
+from trainer.recipe import Recipe
+from trainer.token_shard import TokenizedDocument, write_token_shard
+
+STEPS = 6
+GATE = """
+oracle: {cases: [small], wall_seconds: 60}
+isolated: {pairs: 3, wall_seconds: 60}
+training: {sequences: 0, steps: 12, pairs: 2, wall_seconds: 60, held_out_documents: 2, held_out_bytes: 256, max_noise: 4.0}
+"""
+
+
+@dataclass(frozen=True)
+class Made:
+    workspace: Workspace
+    ledger: Ledger
+    target: Path
+
+    @property
+    def base(self) -> str:
+        return repository.live_commit(self.target)
+
+    def left_behind(self) -> list[str]:
+        """Whatever a proposal may leave besides its branch."""
+        worktrees = git(self.target, "worktree", "list", "--porcelain").count("worktree ")
+        odd = [path.name for path in self.workspace.worktrees.iterdir() if not path.name.startswith("live-")]
+        return odd + (["a registered worktree"] if worktrees > 2 else [])
+
+
+def git(folder: Path, *arguments: str) -> str:
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null"}
+    identity = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgSign=false")
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def make_target(folder: Path) -> Path:
+    """The code that is trained with, as a repository of its own."""
+    for name in ("kernels", "trainer", "agents", "policies"):
+        shutil.copytree(code_root() / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    git(folder.parent, "init", "-q", "-b", "main", str(folder))
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "base")
+    return folder
+
+
+@functools.cache
+def make() -> Made:
+    root = Path(tempfile.mkdtemp(prefix="code-loop-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    target = make_target(root / "target")
+    workspace = Workspace.create(root / "workspace", Config(recipe="tiny", repository=str(target)))
+    ledger = Ledger.create(workspace.ledger_url)
+    (workspace.root / "policies" / "gates").mkdir(parents=True, exist_ok=True)
+    (workspace.root / "policies" / "gates" / "patch.yaml").write_text(GATE)
+    recipe = Recipe.load(workspace.recipe_path())
+    texts = [path.read_text()[:4000] for path in sorted((code_root() / "trainer").glob("*.py"))]
+    words = tokenizer.train(iter(texts), recipe.model.vocab_size, workspace.tokenizer)
+    made = []
+    for number, text in enumerate(texts * 4):
+        ids, mask = words.encode_text(text[(number * 37) % 500 :])
+        domain = ("code", "docs", "chat")[number % 3]
+        made.append(TokenizedDocument(f"{number}", f"{number}", domain, "s", "MIT", ids.astype(np.uint32), mask))
+    shard = write_token_shard(workspace.shards, made, vocab_size=recipe.model.vocab_size, tokenizer_sha256=words.sha256)
+    plan = DataPlan.make(recipe.mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
+    folder = workspace.segments / "1"
+    folder.mkdir(parents=True)
+    spec = {
+        "kind": "trunk", "recipe": recipe.model_dump(), "data_plan": json.loads(plan.to_json()), "first_step": 0,
+        "last_step": STEPS, "initial_checkpoint": None, "code_commit": repository.live_commit(target), "kernels": None,
+    }  # fmt: skip
+    (folder / "segment.json").write_text(json.dumps(spec))
+    subprocess.run(
+        [sys.executable, "-m", "trainer", str(folder)],
+        cwd=target,
+        check=True,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    result = json.loads((folder / "result.json").read_text())
+    with ledger.begin() as tx:
+        tx.execute(
+            shards.insert().values(
+                sha256="a" * 64, name="s", path="s", bytes=1, state="ingested", ingested_at=time.time()
+            )
+        )
+        for number, text in enumerate(texts[:6]):
+            domain, key = ("code", "docs", "chat")[number % 3], f"{'a' * 16}:{number}"
+            tx.execute(
+                documents.insert().values(key=key, id=key, shard="a" * 64, row=number, domain=domain, fate="held_out")
+            )
+            tx.execute(held_out.insert().values(key=key, domain=domain, source=key, content={"text": text}))
+        tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
+        tx.execute(
+            segments.insert().values(
+                id=1,
+                kind="trunk",
+                generation=1,
+                recipe="tiny",
+                recipe_json=recipe.model_dump(),
+                recipe_sha256=recipe.sha256,
+                data_plan=plan.id,
+                code_commit=spec["code_commit"],
+                first_step=0,
+                last_step=STEPS,
+                state="done",
+                folder=str(folder),
+                result=result,
+                created_at=time.time(),
+            )  # fmt: skip
+        )
+        tx.execute(
+            checkpoints.insert().values(
+                id=result["manifest_sha256"], segment=1, step=STEPS, path=result["checkpoint"], created_at=time.time()
+            )
+        )
+    return Made(workspace, ledger, target)
