@@ -82,7 +82,8 @@ near_dup_bands = sa.Table(
 )
 
 near_dup_signatures = sa.Table(  # of kept documents: a shared band only nominates a pair, the signatures decide
-    "near_dup_signatures", metadata,
+    "near_dup_signatures",
+    metadata,
     C("document", T, primary_key=True),
     C("signature", sa.LargeBinary, nullable=False),  # little-endian uint32
 )

@@ -6,7 +6,6 @@ whatever the ledger says it is. A version is found by its tags, so that register
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from urllib.parse import unquote, urlparse
 import sqlalchemy as sa
 
 from factory.errors import InputError
+from factory.exports import folder_sha256
 from factory.ledger import Ledger, candidates, evaluations, releases, segments, verdicts
 from factory.mlflow_store import mlflow_errors, waiting_lock
 from factory.report import release_report
@@ -30,26 +30,6 @@ CHAMPION, CANDIDATE = "champion", "candidate"
 COPY_LIMIT = 1 << 30  # bytes; a larger export is shown by reference, not copied to the artifacts
 
 
-def export_sha256(folder: Path) -> str:
-    """One hash of every file of an export, names and contents: what ``candidates.export_sha256`` holds.
-
-    The same hash as the evaluator's ``folder_sha256``, which cannot be used here without loading torch.
-    Raises: InputError when there is no such folder, or something in it is not a plain file (a link could lead anywhere).
-    """
-    if folder.is_symlink() or not folder.is_dir():
-        raise InputError(f"{folder}: no exported model there; it was moved or deleted")
-    total = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise InputError(f"{path}: an export holds plain files only")
-        if path.is_file():
-            with open(path, "rb") as file:
-                total.update(
-                    f"{path.relative_to(folder)}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
-                )
-    return total.hexdigest()
-
-
 def newest_verdict(ledger: Ledger, candidate_id: int) -> dict[str, Any] | None:
     subject = (verdicts.c.gate == "release") & (verdicts.c.subject == f"candidate:{candidate_id}")
     return ledger.one(sa.select(verdicts).where(subject).order_by(verdicts.c.id.desc()).limit(1))
@@ -63,7 +43,7 @@ def check_export(ledger: Ledger, candidate_id: int) -> dict[str, Any]:
     row = ledger.one(sa.select(candidates).where(candidates.c.id == candidate_id))
     if row is None:
         raise InputError(f"there is no candidate {candidate_id}; 'factory status' lists them")
-    found = export_sha256(Path(row["export_path"]))
+    found = folder_sha256(Path(row["export_path"]))
     if found != row["export_sha256"]:
         raise InputError(
             f"candidate {candidate_id}: {row['export_path']} is not what was recorded (sha256 {found[:12]}…, "
@@ -150,7 +130,7 @@ def _model_source(client: MlflowClient, run: str, candidate: dict[str, Any]) -> 
     client.log_artifacts(run, str(export), "model")
     source = f"{client.get_run(run).info.artifact_uri}/model"
     place = urlparse(source)
-    if place.scheme in ("", "file") and export_sha256(Path(unquote(place.path))) != candidate["export_sha256"]:
+    if place.scheme in ("", "file") and folder_sha256(Path(unquote(place.path))) != candidate["export_sha256"]:
         raise OSError(f"the copy at {source} differs from {export}")
     return source
 

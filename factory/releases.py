@@ -20,6 +20,7 @@ import sqlalchemy as sa
 import yaml
 
 from factory import serving
+from factory.champion import champion, release_row
 from factory.errors import ConfigError, InputError, nearest
 from factory.ledger import Ledger, candidates, events, record, releases, verdicts
 from factory.mlflow_store import mlflow_errors, waiting_lock
@@ -29,7 +30,6 @@ from factory.registry import (
     MODEL,
     aliases,
     check_export,
-    export_sha256,
     find_version,
     newest_verdict,
     register,
@@ -39,7 +39,7 @@ from factory.tracking import Tracking
 from factory.workspace import Workspace
 
 __all__ = [
-    "ApprovalNeeded", "approve", "champion", "export_sha256", "reconcile", "register_candidate", "release", "rollback",
+    "ApprovalNeeded", "approve", "reconcile", "register_candidate", "release", "rollback",
 ]  # fmt: skip
 APPROVAL_TAG = "approval"  # what a person sets to 'approved' on the version in MLflow
 MODES = ("automatic", "manual")
@@ -47,13 +47,6 @@ MODES = ("automatic", "manual")
 
 class ApprovalNeeded(InputError):
     """The policy wants a person's word before this release."""
-
-
-def champion(ledger: Ledger) -> dict[str, Any] | None:
-    """The release that is champion, joined with its candidate (``export_path``, ``export_sha256``, ``segment``), or None."""
-    crowned = sa.select(events.c.subject).where(events.c.kind.in_(("promoted", "rolled_back")))
-    newest = ledger.one(crowned.order_by(events.c.id.desc()).limit(1))
-    return _release(ledger, int(newest["subject"].removeprefix("release:"))) if newest else None
 
 
 def register_candidate(workspace: Workspace, ledger: Ledger, candidate_id: int) -> str:
@@ -173,7 +166,7 @@ def rollback(workspace: Workspace, ledger: Ledger, number: int, progress: Progre
     with waiting_lock(workspace, "release"):
         saga = _Saga(workspace, ledger, progress)
         saga.finish_others(None)
-        row, now = _release(ledger, number), champion(ledger)
+        row, now = release_row(ledger, number), champion(ledger)
         if row is None or row["state"] != "published":
             raise InputError(f"there is no published release {number}; 'factory status' lists them")
         check_export(ledger, row["candidate"])
@@ -199,7 +192,7 @@ class _Saga:
             "registered": self._alias,
             "aliased": self._publish,
         }
-        while (row := _release(self.ledger, number)) and row["state"] in steps:
+        while (row := release_row(self.ledger, number)) and row["state"] in steps:
             verdict = self.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
             assert verdict
             _check_judged(self.ledger, verdict)
@@ -382,9 +375,3 @@ def _decide(ledger: Ledger, verdict: dict[str, Any], by: str) -> int:
         tx.execute(releases.insert().values(number=number, candidate=candidate, **values))
         record(tx, "release_decided", f"release:{number}", {"candidate": candidate, "verdict": verdict["id"]})
     return int(number)
-
-
-def _release(ledger: Ledger, number: int) -> dict[str, Any] | None:
-    columns = (releases, candidates.c.export_path, candidates.c.export_sha256, candidates.c.segment)
-    joined = sa.select(*columns).join(candidates, releases.c.candidate == candidates.c.id)
-    return ledger.one(joined.where(releases.c.number == number))

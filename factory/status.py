@@ -67,7 +67,7 @@ def champion(workspace: Workspace) -> dict[str, Any] | None:
     found = rows(
         workspace,
         "SELECT r.number, r.candidate, r.mlflow_version, c.export_path FROM releases r JOIN candidates c ON c.id = r.candidate "
-        "WHERE r.state = 'published' ORDER BY COALESCE((SELECT MAX(e.at) FROM events e WHERE e.kind IN ('published', 'rolled_back') "
+        "WHERE r.state = 'published' ORDER BY COALESCE((SELECT MAX(e.at) FROM events e WHERE e.kind IN ('promoted', 'rolled_back') "
         "AND e.subject = 'release:' || r.number), r.created_at) DESC LIMIT 1",
     )
     return found[0] if found else None

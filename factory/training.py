@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import sqlalchemy as sa
 
 from factory.errors import SegmentError
+from factory.exports import folder_sha256
 from factory.ledger import Ledger, anomalies, candidates, checkpoints, record, segments
 from factory.planning import last_checkpoint, plan_of
 from factory.progress import Progress
@@ -247,15 +248,6 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
         )
         record(tx, "candidate", f"candidate:{number}", {"segment": segment})
     return int(number)
-
-
-def folder_sha256(folder: Path) -> str:
-    """One hash of every file of a folder: names and contents."""
-    total = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        with open(path, "rb") as handle:
-            total.update(f"{path.relative_to(folder)}\0{hashlib.file_digest(handle, 'sha256').hexdigest()}\n".encode())
-    return total.hexdigest()
 
 
 # -- small parts -------------------------------------------------------------------------------------------------------

@@ -248,7 +248,7 @@ def domain_of(stream: str) -> str:
 def stream_shares(plan: DataPlan, streams: dict[str, Stream], step: int) -> dict[str, float]:
     """Domain weight × share of the generation within the domain, over the streams that hold data; sums to one."""
     weights = plan.weights_at(step)
-    size = {domain: 0 for domain in map(domain_of, streams)}
+    size = dict.fromkeys(map(domain_of, streams), 0)
     for name, stream in streams.items():
         size[domain_of(name)] += stream.supervised_tokens
     others = sum(n for domain, n in size.items() if domain not in weights)

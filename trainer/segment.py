@@ -29,7 +29,6 @@ from trainer.metrics import Lines, matmul_rate, read_lines
 from trainer.model import Decoder
 from trainer.optimizer import Optimizer, grad_norm
 from trainer.parallel import Ranks
-from trainer.recipe import Recipe
 from trainer.schedule import lr_share
 from trainer.spec import SegmentSpec
 from trainer.stability import Detector, clip_and_skip

@@ -45,7 +45,9 @@ class ByteNgrams:
         self.single = (singles + 1) / (singles.sum() + 256)
         kinds, total = (self.pairs > 0).sum(1), self.pairs.sum(1)
         self.bigram = np.where(
-            total[:, None] > 0, (self.pairs + kinds[:, None] * self.single) / np.maximum(total + kinds, 1)[:, None], self.single
+            total[:, None] > 0,
+            (self.pairs + kinds[:, None] * self.single) / np.maximum(total + kinds, 1)[:, None],
+            self.single,
         )
         self.context_total = cube.sum(2, dtype=np.int64).ravel()
         self.context_kinds = (cube > 0).sum(2).ravel()
@@ -60,7 +62,11 @@ class ByteNgrams:
 
 
 def baselines(
-    shards: Sequence[TokenShard], texts: Sequence[ScoredText], token_bytes: TokenBytes, bytes_per_domain: int, task: Task
+    shards: Sequence[TokenShard],
+    texts: Sequence[ScoredText],
+    token_bytes: TokenBytes,
+    bytes_per_domain: int,
+    task: Task,
 ) -> dict[str, dict[str, float]]:
     """{domain: {"bigram", "trigram": bits per byte, "fitted_bytes"}} for every domain of ``texts``.
 
@@ -96,13 +102,19 @@ def open_shards(root: Path, plan: dict[str, Any]) -> list[TokenShard]:
     return [TokenShard(root / entry["path"]) for entry in plan["token_shards"]]
 
 
-def _training_text(shards: Sequence[TokenShard], domain: str, token_bytes: TokenBytes, limit: int) -> Iterator[tuple[Array, Array]]:
+def _training_text(
+    shards: Sequence[TokenShard], domain: str, token_bytes: TokenBytes, limit: int
+) -> Iterator[tuple[Array, Array]]:
     """(bytes, supervised?) of training documents of a domain, in an order fixed by hash, until ``limit`` bytes are supervised."""
     listed = []
     for shard in shards:
         table = shard.documents
         columns = [table.column(name).to_pylist() for name in ("domain", "key", "start", "length")]
-        listed += [(order("baseline", key), shard, start, length) for where, key, start, length in zip(*columns, strict=True) if where == domain]
+        listed += [
+            (order("baseline", key), shard, start, length)
+            for where, key, start, length in zip(*columns, strict=True)
+            if where == domain
+        ]
     listed.sort(key=lambda entry: entry[0])
     taken = 0
     for _, shard, start, length in listed:

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from factory.errors import InputError
 from factory.evals.baselines import baselines, baselines_key, open_shards
-from factory.evals.export_folder import ExportError, folder_sha256
+from factory.evals.export_folder import ExportError
 from factory.evals.parity import Check, Subject, parity
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
@@ -37,6 +37,7 @@ from factory.evals.tasks import (
     score_cloze,
 )
 from factory.evals.token_bytes import TokenBytes
+from factory.exports import folder_sha256
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import Ledger, candidates, data_plans, eval_items, evaluations, record, segments
 from factory.progress import Progress
@@ -70,7 +71,9 @@ def evaluate_on(workspace: Workspace, ledger: Ledger, candidate_id: int, suite: 
     if not suite.documents:
         raise InputError("nothing is held out, so nothing can be measured: ingest more documents first")
     plan = ledger.one(
-        sa.select(data_plans.c.plan).join(segments, segments.c.data_plan == data_plans.c.id).where(segments.c.id == candidate["segment"])
+        sa.select(data_plans.c.plan)
+        .join(segments, segments.c.data_plan == data_plans.c.id)
+        .where(segments.c.id == candidate["segment"])
     )
     assert plan is not None, candidate
     policy = EvalPolicy.load(workspace.policy("evals.yaml"))
@@ -92,7 +95,13 @@ def items_of(ledger: Ledger, evaluation_id: int) -> list[Item]:
 
 
 def _measure(
-    workspace: Workspace, ledger: Ledger, candidate: dict[str, Any], suite: Suite, shards: Sequence[TokenShard], policy: EvalPolicy, progress: Progress
+    workspace: Workspace,
+    ledger: Ledger,
+    candidate: dict[str, Any],
+    suite: Suite,
+    shards: Sequence[TokenShard],
+    policy: EvalPolicy,
+    progress: Progress,
 ) -> tuple[dict[str, Any], list[Item]]:
     export = Path(candidate["export_path"])
     tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
@@ -108,8 +117,15 @@ def _measure(
             raise ExportError(f"{export} has changed since it was exported: its hash is not the candidate's")
         model = ReferenceModel.load(export)
         if model.config.vocab_size < tokenizer.vocab_size:
-            raise ExportError(f"{export}: {model.config.vocab_size} tokens in the model, {tokenizer.vocab_size} in the tokenizer")
-    except (ExportError, OSError, MemoryError, RuntimeError) as error:  # torch says RuntimeError when it cannot allocate
+            raise ExportError(
+                f"{export}: {model.config.vocab_size} tokens in the model, {tokenizer.vocab_size} in the tokenizer"
+            )
+    except (
+        ExportError,
+        OSError,
+        MemoryError,
+        RuntimeError,
+    ) as error:  # torch says RuntimeError when it cannot allocate
         return summary | _parity_summary([Check("export", False, str(error)[:500])]), []
     texts = encode_suite(suite, tokenizer, token_bytes, policy.document_bytes)
     cloze = build_cloze(suite, tokenizer, policy)
@@ -118,7 +134,9 @@ def _measure(
     with progress.task(f"evaluating candidate {candidate['id']}", None) as task:
         bpb_items = bits_per_byte(model, texts, policy, lambda n: task.advance(n, "bits per byte"))
         clock.lap("bpb")
-        noise = noise_floor(model, texts, bpb_items, policy, lambda n: task.advance(n, "bits per byte, shifted windows"))
+        noise = noise_floor(
+            model, texts, bpb_items, policy, lambda n: task.advance(n, "bits per byte, shifted windows")
+        )
         clock.lap("noise")
         cloze_items = score_cloze(model, cloze, lambda n: task.advance(n, "cloze"))
         clock.lap("cloze")
@@ -127,14 +145,24 @@ def _measure(
         clock.lap("chat")
         summary |= _baselines(ledger, suite, shards, texts, token_bytes, policy, task)
         clock.lap("baselines")
-        checks = [Check("export", True, f"{model.config.layers} layers, width {model.config.d_model}: every tensor there, finite and of its shape")]
+        checks = [
+            Check(
+                "export",
+                True,
+                f"{model.config.layers} layers, width {model.config.d_model}: every tensor there, finite and of its shape",
+            )
+        ]
         broken = [item for item in bpb_items if not math.isfinite(item.value)]
         if broken:
             words = f"{len(broken)} of {len(bpb_items)} held-out documents have no finite loss, first {broken[0].item}"
             return summary | _parity_summary([*checks, Check("finite_loss", False, words)]), []
         checks.append(Check("finite_loss", True, f"{len(bpb_items)} held-out documents, {total} items, all finite"))
         try:
-            checks += parity(Subject(export, tokenizer, workspace.tokenizer, token_bytes, model, suite, texts, shards, ledger, policy))
+            checks += parity(
+                Subject(
+                    export, tokenizer, workspace.tokenizer, token_bytes, model, suite, texts, shards, ledger, policy
+                )
+            )
         except (TokenShardError, OSError) as error:
             checks.append(Check("trainer_tokens", False, f"a token shard cannot be read: {error}"))
         task.advance(len(checks), "parity")
@@ -143,7 +171,9 @@ def _measure(
     return summary, [*bpb_items, *cloze_items, *chat_items(samples)]
 
 
-def _results(bpb_items: list[Item], noise: dict[str, float], cloze_items: list[Item], samples: list[Sample]) -> dict[str, Any]:
+def _results(
+    bpb_items: list[Item], noise: dict[str, float], cloze_items: list[Item], samples: list[Sample]
+) -> dict[str, Any]:
     right: dict[str, list[float]] = {}
     for item in cloze_items:
         right.setdefault(item.domain, []).append(item.value)
@@ -152,20 +182,33 @@ def _results(bpb_items: list[Item], noise: dict[str, float], cloze_items: list[I
     return {
         "bpb": ratio_bits(bpb_items),
         "noise_floor": noise,
-        "bytes": {domain: sum(i.weight for i in bpb_items if i.domain == domain) for domain in {i.domain for i in bpb_items}},
+        "bytes": {
+            domain: sum(i.weight for i in bpb_items if i.domain == domain) for domain in {i.domain for i in bpb_items}
+        },
         "cloze": {
             "share_right": sum(every) / len(every) if every else None,
             "items": len(every),
             "chance": 1 / (1 + DISTRACTORS),
             "by_domain": {domain: sum(values) / len(values) for domain, values in sorted(right.items())},
         },
-        "chat": {"answers": len(samples), "with_code": len(parsed), "parse": sum(parsed), "ended": sum(sample.ended for sample in samples)},
+        "chat": {
+            "answers": len(samples),
+            "with_code": len(parsed),
+            "parse": sum(parsed),
+            "ended": sum(sample.ended for sample in samples),
+        },
         "samples": [asdict(sample) for sample in samples],
     }
 
 
 def _baselines(
-    ledger: Ledger, suite: Suite, shards: Sequence[TokenShard], texts: list[ScoredText], token_bytes: TokenBytes, policy: EvalPolicy, task: Any
+    ledger: Ledger,
+    suite: Suite,
+    shards: Sequence[TokenShard],
+    texts: list[ScoredText],
+    token_bytes: TokenBytes,
+    policy: EvalPolicy,
+    task: Any,
 ) -> dict[str, Any]:
     """The byte n-gram models' bits per byte: once per suite and data, found again in any evaluation that has them."""
     key = baselines_key(suite.sha256, shards)
@@ -173,7 +216,10 @@ def _baselines(
         if row["summary"].get("baselines_key") == key:
             return {"baselines_key": key, "baselines": row["summary"]["baselines"]}
     try:
-        return {"baselines_key": key, "baselines": baselines(shards, texts, token_bytes, policy.baseline_bytes_per_domain, task)}
+        return {
+            "baselines_key": key,
+            "baselines": baselines(shards, texts, token_bytes, policy.baseline_bytes_per_domain, task),
+        }
     except (TokenShardError, OSError):
         return {}  # the gate holds without baselines; parity's check names the shard
 
@@ -188,11 +234,18 @@ def _write(ledger: Ledger, candidate_id: int, suite: Suite, summary: dict[str, A
         known = tx.execute(sa.select(evaluations.c.id).where(mine)).scalar()
         if known is not None:  # another process was faster; its measurement stands
             return int(known)
-        row = evaluations.insert().values(candidate=candidate_id, suite_sha256=suite.sha256, summary=finite(summary), created_at=time.time())
+        row = evaluations.insert().values(
+            candidate=candidate_id, suite_sha256=suite.sha256, summary=finite(summary), created_at=time.time()
+        )
         number = int(tx.execute(row.returning(evaluations.c.id)).scalar_one())
         if items:
             tx.execute(eval_items.insert(), [asdict(item) | {"evaluation": number} for item in items])
-        record(tx, "evaluated", f"candidate:{candidate_id}", {"evaluation": number, "suite": suite.sha256[:16], "bpb": summary.get("bpb")})
+        record(
+            tx,
+            "evaluated",
+            f"candidate:{candidate_id}",
+            {"evaluation": number, "suite": suite.sha256[:16], "bpb": summary.get("bpb")},
+        )
     return number
 
 

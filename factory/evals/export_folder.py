@@ -5,7 +5,6 @@ Safetensors only, never a pickle, never remote code. Everything that is wrong ra
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -60,7 +59,10 @@ class ExportConfig:
             "mlp.up_proj": (self.d_ff, d),
             "mlp.down_proj": (d, self.d_ff),
         }
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, d), "model.norm.weight": (d,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, d),
+            "model.norm.weight": (d,),
+        }
         for layer in range(self.layers):
             shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
         if not self.tied_embeddings:
@@ -106,7 +108,9 @@ def read_config(folder: Path) -> ExportConfig:
     where = folder / "config.json"
     data = read_json(where)
     if data.get("model_type") != "qwen3" or data.get("architectures") != ["Qwen3ForCausalLM"]:
-        raise ExportError(f"{where}: expected a Qwen3ForCausalLM of model_type qwen3, got {str(data.get('architectures'))[:80]}")
+        raise ExportError(
+            f"{where}: expected a Qwen3ForCausalLM of model_type qwen3, got {str(data.get('architectures'))[:80]}"
+        )
     for key, allowed in _FIXED.items():
         if data.get(key, allowed[0]) not in allowed:
             raise ExportError(f"{where}: {key}: expected {allowed[0]!r}, got {str(data[key])[:80]}")
@@ -116,7 +120,9 @@ def read_config(folder: Path) -> ExportConfig:
     for key, (field, lowest, highest) in _WHOLE.items():
         value = data.get(key)
         if type(value) is not int or not lowest <= value <= highest:
-            raise ExportError(f"{where}: {key}: expected a whole number from {lowest} to {highest}, got {str(value)[:40]}")
+            raise ExportError(
+                f"{where}: {key}: expected a whole number from {lowest} to {highest}, got {str(value)[:40]}"
+            )
         fields[field] = value
     if fields["heads"] % fields["kv_heads"] or fields["head_dim"] % 2:
         raise ExportError(f"{where}: heads must be a multiple of key-value heads, head_dim must be even")
@@ -124,12 +130,21 @@ def read_config(folder: Path) -> ExportConfig:
     if type(tied) is not bool:
         raise ExportError(f"{where}: tie_word_embeddings: expected true or false, got {str(tied)[:40]}")
     rope = data.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default" or set(rope) - {"rope_type", "rope_theta"}:
+    if (
+        not isinstance(rope, dict)
+        or rope.get("rope_type", "default") != "default"
+        or set(rope) - {"rope_type", "rope_theta"}
+    ):
         raise ExportError(f"{where}: rope_parameters: only plain RoPE is known, got {str(rope)[:80]}")
     theta = _positive(where, "rope_theta", rope.get("rope_theta", data.get("rope_theta")))
     if "rope_theta" in data and "rope_theta" in rope and data["rope_theta"] != rope["rope_theta"]:
         raise ExportError(f"{where}: rope_theta is given twice, {data['rope_theta']!r} and {rope['rope_theta']!r}")
-    return ExportConfig(**fields, rope_theta=theta, norm_eps=_positive(where, "rms_norm_eps", data.get("rms_norm_eps")), tied_embeddings=tied)
+    return ExportConfig(
+        **fields,
+        rope_theta=theta,
+        norm_eps=_positive(where, "rms_norm_eps", data.get("rms_norm_eps")),
+        tied_embeddings=tied,
+    )
 
 
 def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
@@ -146,12 +161,18 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
             names = set(file.keys())
             if names != set(expected):
                 missing, extra = sorted(set(expected) - names), sorted(names - set(expected))
-                words = [f"{len(part)} {word} (first: {part[0][:80]})" for word, part in (("missing", missing), ("extra", extra)) if part]
+                words = [
+                    f"{len(part)} {word} (first: {part[0][:80]})"
+                    for word, part in (("missing", missing), ("extra", extra))
+                    if part
+                ]
                 raise ExportError(f"{path}: tensors {' and '.join(words)}")
             for name, shape in expected.items():
                 part = file.get_slice(name)
                 if tuple(part.get_shape()) != shape or part.get_dtype() not in FLOATS:
-                    raise ExportError(f"{path}: {name}: expected floats of shape {shape}, got {part.get_dtype()} {tuple(part.get_shape())}")
+                    raise ExportError(
+                        f"{path}: {name}: expected floats of shape {shape}, got {part.get_dtype()} {tuple(part.get_shape())}"
+                    )
                 weights[name] = file.get_tensor(name).to(torch.float32)
     except (SafetensorError, OSError, ValueError) as error:
         raise ExportError(f"{path} cannot be read: {error}") from error
@@ -159,15 +180,6 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
     if broken:
         raise ExportError(f"{path}: {len(broken)} tensors hold NaN or infinity (first: {broken[0]})")
     return weights
-
-
-def folder_sha256(folder: Path) -> str:
-    """One hash of every file of a folder: names and contents. A candidate's ``export_sha256`` is this."""
-    total = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        with open(path, "rb") as handle:
-            total.update(f"{path.relative_to(folder)}\0{hashlib.file_digest(handle, 'sha256').hexdigest()}\n".encode())
-    return total.hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

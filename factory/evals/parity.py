@@ -65,8 +65,12 @@ def parity(subject: Subject) -> list[Check]:
     count = subject.policy.parity_documents
     by_hash = sorted(subject.suite.documents, key=lambda document: order("parity", document.key))
     # A document that spells a special token has other ids wherever special tokens are matched in text; its export template defuses it.
-    texts = [d.content["text"][:2000] for d in by_hash if d.messages is None and not holds_special(d.content["text"])][:count]
-    chats = [d.messages for d in by_hash if d.messages and not any(holds_special(m["content"]) for m in d.messages)][:count]
+    texts = [d.content["text"][:2000] for d in by_hash if d.messages is None and not holds_special(d.content["text"])][
+        :count
+    ]
+    chats = [d.messages for d in by_hash if d.messages and not any(holds_special(m["content"]) for m in d.messages)][
+        :count
+    ]
     longest = max(subject.texts, key=lambda text: (len(text.tokens), text.document.key))
     ids = longest.tokens[: subject.model.config.context].tolist()
     prompt = ids[: max(1, min(16, subject.model.config.context - NEW_TOKENS))]
@@ -105,7 +109,9 @@ def _trainer_tokens(subject: Subject) -> Check:
     listed = []
     for shard in subject.shards:
         columns = [shard.documents.column(name).to_pylist() for name in ("key", "start", "length")]
-        listed += [(order("parity", key), key, shard, start, length) for key, start, length in zip(*columns, strict=True)]
+        listed += [
+            (order("parity", key), key, shard, start, length) for key, start, length in zip(*columns, strict=True)
+        ]
     listed.sort(key=lambda entry: entry[0])
     sample = listed[: 2 * subject.policy.parity_documents]
     wrong, tokens = [], 0
@@ -115,8 +121,16 @@ def _trainer_tokens(subject: Subject) -> Check:
         if not _encodes_again(subject, ids, mask):
             wrong.append(key)
     if wrong or not sample:
-        return Check("trainer_tokens", False, f"{len(wrong)} of {len(sample)} training documents have other ids, first {wrong[:1]}")
-    return Check("trainer_tokens", True, f"{len(sample)} training documents, {tokens} tokens: same ids and loss mask when encoded again")
+        return Check(
+            "trainer_tokens",
+            False,
+            f"{len(wrong)} of {len(sample)} training documents have other ids, first {wrong[:1]}",
+        )
+    return Check(
+        "trainer_tokens",
+        True,
+        f"{len(sample)} training documents, {tokens} tokens: same ids and loss mask when encoded again",
+    )
 
 
 def _encodes_again(subject: Subject, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> bool:
@@ -132,7 +146,10 @@ def _encodes_again(subject: Subject, ids: npt.NDArray[np.int64], mask: npt.NDArr
 
 
 def _messages(subject: Subject, ids: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
-    starts, stops = np.flatnonzero(ids == subject.tokenizer.start_token), np.flatnonzero(ids == subject.tokenizer.stop_token)
+    starts, stops = (
+        np.flatnonzero(ids == subject.tokenizer.start_token),
+        np.flatnonzero(ids == subject.tokenizer.stop_token),
+    )
     turns = [_text(subject.token_bytes, ids[a + 1 : b]) for a, b in zip(starts, stops, strict=True)]
     parts = [turn.split("\n", 1) for turn in turns]
     return [{"role": role, "content": content} for role, content in parts]
@@ -146,13 +163,20 @@ def _round_trip(tokenizer: Tokenizer, texts: Sequence[str], served: Served) -> C
     wrong = sum(tokenizer.decode(tokenizer.encode_text(text)[0]) != text for text in texts)
     there = served.answer.get("decoded", [])
     wrong_there = sum(a != b for a, b in zip(there, texts)) + len(texts) - len(there)
-    return Check("round_trip", not wrong and not wrong_there, f"{len(texts)} texts: {wrong} differ here, {wrong_there} at the server")
+    return Check(
+        "round_trip",
+        not wrong and not wrong_there,
+        f"{len(texts)} texts: {wrong} differ here, {wrong_there} at the server",
+    )
 
 
 # -- server against evaluator ------------------------------------------------------------------------------------------
 def _server(subject: Subject, texts: list[str], chats: list[Any], stop: list[int], served: Served) -> list[Check]:
     if served.problem:
-        return [Check(name, False, f"the server side failed: {served.problem}") for name in ("server_text", "server_chat", "stop")]
+        return [
+            Check(name, False, f"the server side failed: {served.problem}")
+            for name in ("server_text", "server_chat", "stop")
+        ]
     tokenizer, answer = subject.tokenizer, served.answer
     wrong_texts = _differences(answer["texts"], [tokenizer.encode_text(text)[0][:-1].tolist() for text in texts])
     wrong_chats = _differences(answer["chats"], [tokenizer.encode_messages(chat)[0][:-1].tolist() for chat in chats])
@@ -164,7 +188,11 @@ def _server(subject: Subject, texts: list[str], chats: list[Any], stop: list[int
         stop_words = f"generation_config does not end at {missing}; generation ran on past {ran_on}"
     return [
         Check("server_text", not wrong_texts, f"{len(texts)} texts, {wrong_texts} with other ids in AutoTokenizer"),
-        Check("server_chat", not wrong_chats and not wrong_prompts, f"{len(chats)} chats, {wrong_chats} with other ids, {wrong_prompts} prompts"),
+        Check(
+            "server_chat",
+            not wrong_chats and not wrong_prompts,
+            f"{len(chats)} chats, {wrong_chats} with other ids, {wrong_prompts} prompts",
+        ),
         Check("stop", not missing and not ran_on, stop_words),
     ]
 
@@ -195,12 +223,24 @@ def _smoke(served: Served) -> Check:
 # -- contamination -----------------------------------------------------------------------------------------------------
 def _held_out_in_training(subject: Subject) -> Check:
     held, train = documents.alias("held"), documents.alias("train")
-    both = sa.select(held.c.key, train.c.key.label("train")).join(train, held.c.content_sha256 == train.c.content_sha256)
+    both = sa.select(held.c.key, train.c.key.label("train")).join(
+        train, held.c.content_sha256 == train.c.content_sha256
+    )
     found = subject.ledger.rows(both.where(held.c.fate == "held_out", train.c.fate == "train").limit(1000))
-    total = subject.ledger.rows(sa.select(sa.func.count()).select_from(documents).where(documents.c.fate == "held_out"))[0]
+    total = subject.ledger.rows(
+        sa.select(sa.func.count()).select_from(documents).where(documents.c.fate == "held_out")
+    )[0]
     if found:
-        return Check("no_held_out_in_training", False, f"{len(found)} held-out documents are training documents too, first {found[0]['key']}")
-    return Check("no_held_out_in_training", True, f"none of {next(iter(total.values()))} held-out content hashes is a training document's")
+        return Check(
+            "no_held_out_in_training",
+            False,
+            f"{len(found)} held-out documents are training documents too, first {found[0]['key']}",
+        )
+    return Check(
+        "no_held_out_in_training",
+        True,
+        f"none of {next(iter(total.values()))} held-out content hashes is a training document's",
+    )
 
 
 def _shared_ngrams(subject: Subject) -> Check:
@@ -223,7 +263,11 @@ def _shared_ngrams(subject: Subject) -> Check:
 
 def _all_tokens(tokenizer: Tokenizer, text: ScoredText) -> npt.NDArray[np.int64]:
     document = text.document
-    ids = tokenizer.encode_text(document.content["text"][:65536])[0] if document.messages is None else tokenizer.encode_messages(document.messages)[0]
+    ids = (
+        tokenizer.encode_text(document.content["text"][:65536])[0]
+        if document.messages is None
+        else tokenizer.encode_messages(document.messages)[0]
+    )
     return ids.astype(np.int64)
 
 

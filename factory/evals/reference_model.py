@@ -31,7 +31,9 @@ class ReferenceModel:
         self.config = config
         self.weights = weights
         self.head_VD = weights["model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"]
-        self.frequencies_K2 = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
+        self.frequencies_K2 = config.rope_theta ** (
+            -torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        )
 
     @classmethod
     def load(cls, folder: Path) -> ReferenceModel:
@@ -51,14 +53,17 @@ class ReferenceModel:
         targets_N = tokens_BT[:, 1:][scored_BT[:, 1:]]
         rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
         parts = [
-            F.cross_entropy(h @ self.head_VD.T, t, reduction="none") for h, t in zip(hidden_NTD.split(rows), targets_N.split(rows), strict=True)
+            F.cross_entropy(h @ self.head_VD.T, t, reduction="none")
+            for h, t in zip(hidden_NTD.split(rows), targets_N.split(rows), strict=True)
         ]
         nll_BT = torch.zeros(tokens_BT.shape)
         nll_BT[:, 1:][scored_BT[:, 1:]] = torch.cat(parts)
         return nll_BT
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Collection[int]) -> list[Generation]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Collection[int]
+    ) -> list[Generation]:
         """Greedy continuations of all prompts at once, each ended by its first ``stop`` token or by the limit.
 
         Prompts are padded on the left; prompt + limit may not exceed the model's context.
@@ -125,12 +130,16 @@ class ReferenceModel:
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
             x_BTD = x_BTD + F.linear(o.transpose(1, 2).flatten(2), w[attention + "o_proj.weight"])
             y = self._norm(x_BTD, block + "post_attention_layernorm")
-            gated = F.silu(F.linear(y, w[block + "mlp.gate_proj.weight"])) * F.linear(y, w[block + "mlp.up_proj.weight"])
+            gated = F.silu(F.linear(y, w[block + "mlp.gate_proj.weight"])) * F.linear(
+                y, w[block + "mlp.up_proj.weight"]
+            )
             x_BTD = x_BTD + F.linear(gated, w[block + "mlp.down_proj.weight"])
         return self._norm(x_BTD, "model.norm")
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps) * self.weights[name + ".weight"]
+        return (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps) * self.weights[name + ".weight"]
+        )
 
 
 def _rotate(x_BHTK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,13 @@ def probe(request: dict[str, Any], seconds: int) -> Served:
         command = [sys.executable, "-I", str(PROBE), str(asked), str(answered)]
         with open(folder / "stderr", "wb") as stderr:
             process = subprocess.Popen(
-                command, env=environment, cwd=name, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+                command,
+                env=environment,
+                cwd=name,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
             )
             try:
                 process.wait(timeout=seconds)

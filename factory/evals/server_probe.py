@@ -29,7 +29,9 @@ def main(request_path: str, answer_path: str) -> None:
     started = time.monotonic()
     export = request["export"]
     tokenizer = AutoTokenizer.from_pretrained(export, local_files_only=True, trust_remote_code=False)
-    model = Qwen3ForCausalLM.from_pretrained(export, local_files_only=True, use_safetensors=True, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(
+        export, local_files_only=True, use_safetensors=True, dtype=torch.float32
+    ).eval()
     loaded = time.monotonic()
 
     class Force(LogitsProcessor):
@@ -48,7 +50,11 @@ def main(request_path: str, answer_path: str) -> None:
         prompt = torch.tensor([ids])
         processors = LogitsProcessorList([] if force is None else [Force(force, len(ids))])
         out = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=request["max_new_tokens"], logits_processor=processors
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=request["max_new_tokens"],
+            logits_processor=processors,
         )
         return [int(token) for token in out[0, len(ids) :]]
 
@@ -59,12 +65,17 @@ def main(request_path: str, answer_path: str) -> None:
     np.save(answer_path + ".npy", logits, allow_pickle=False)
     eos = model.generation_config.eos_token_id
     chats = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in request["chats"]]
-    prompts = [tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True) for messages in request["chats"]]
+    prompts = [
+        tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+        for messages in request["chats"]
+    ]
     answer = {
         "texts": [tokenizer(text, add_special_tokens=True)["input_ids"] for text in request["texts"]],
         "chats": [tokenizer(chat, add_special_tokens=False)["input_ids"] for chat in chats],
         "prompts": [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts],
-        "decoded": [tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) for text in request["texts"]],
+        "decoded": [
+            tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) for text in request["texts"]
+        ],
         "generated": generated,
         "stopped": stopped,
         "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else list(eos),

@@ -56,7 +56,9 @@ def compare(
         place = row[ours[key].cluster], column[_measure(ours[key])]
         sums_CM3[place] += (ours[key].value, theirs[key].value, ours[key].weight)
     scale_M = np.array([-1.0 if measure == CLOZE else 1 / math.log(2) for measure in measures])
-    draws_RC = np.random.default_rng(int(suite_sha256[:16], 16)).multinomial(len(clusters), np.full(len(clusters), 1 / len(clusters)), REPLICATES)
+    draws_RC = np.random.default_rng(int(suite_sha256[:16], 16)).multinomial(
+        len(clusters), np.full(len(clusters), 1 / len(clusters)), REPLICATES
+    )
     drawn_RM3 = (draws_RC @ sums_CM3.reshape(len(clusters), -1)).reshape(REPLICATES, len(measures), 3)
     gain_RM, gain_M = _gain(drawn_RM3) * scale_M, _gain(sums_CM3.sum(0)) * scale_M
     share_M = np.array([0.0 if m == CLOZE else weights.get(m, 0.0) if weights else 1.0 for m in measures])
@@ -66,7 +68,9 @@ def compare(
     used = share_M > 0
     target_R, target = gain_RM[:, used] @ share_M[used], float(gain_M[used] @ share_M[used])
     count_M = (sums_CM3[:, :, 2] > 0).sum(0)
-    guards = {m: _bounds(gain_RM[:, i], float(gain_M[i]), int(count_M[i]), alpha, len(measures)) for m, i in column.items()}
+    guards = {
+        m: _bounds(gain_RM[:, i], float(gain_M[i]), int(count_M[i]), alpha, len(measures)) for m, i in column.items()
+    }
     return _bounds(target_R, target, len(clusters), alpha, 1), guards
 
 
@@ -107,7 +111,12 @@ def _bounds(gain_R: npt.NDArray[np.float64], gain: float, clusters: int, alpha: 
 
     levels = range(1, hypotheses + 1)
     return Bounds(
-        gain, clusters, below(0.025), above(0.025), {k: below(alpha / k) for k in levels}, {k: above(alpha / k) for k in levels}
+        gain,
+        clusters,
+        below(0.025),
+        above(0.025),
+        {k: below(alpha / k) for k in levels},
+        {k: above(alpha / k) for k in levels},
     )
 
 

@@ -51,7 +51,9 @@ class Suite:
 def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Suite:
     """The suite of the ledger's held-out documents as they are now."""
     listed = ledger.rows(
-        sa.select(held_out.c.key, held_out.c.domain, documents.c.content_sha256).join(documents, documents.c.key == held_out.c.key)
+        sa.select(held_out.c.key, held_out.c.domain, documents.c.content_sha256).join(
+            documents, documents.c.key == held_out.c.key
+        )
     )
     by_domain: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for row in listed:

@@ -102,7 +102,9 @@ def windows(length: int, context: int, overlap: int, first: int | None = None) -
     return found
 
 
-def bits_per_byte(model: ReferenceModel, texts: Sequence[ScoredText], policy: EvalPolicy, advance: Advance, shifted: bool = False) -> list[Item]:
+def bits_per_byte(
+    model: ReferenceModel, texts: Sequence[ScoredText], policy: EvalPolicy, advance: Advance, shifted: bool = False
+) -> list[Item]:
     """An item a document: value = nats, weight = UTF-8 bytes. ``shifted`` halves the first window, which moves all others."""
     context = model.config.context
     overlap = min(max(1, int(policy.window_overlap * context)), context - 1)
@@ -123,7 +125,9 @@ def bits_per_byte(model: ReferenceModel, texts: Sequence[ScoredText], policy: Ev
     ]
 
 
-def sequence_nats(model: ReferenceModel, sequences: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]], advance: Advance) -> npt.NDArray[np.float64]:
+def sequence_nats(
+    model: ReferenceModel, sequences: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]], advance: Advance
+) -> npt.NDArray[np.float64]:
     """Summed nats of the scored tokens of each (tokens [L], scored [L]); windows of like length share a batch."""
     nats = np.zeros(len(sequences))
     ranked = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]), reverse=True)
@@ -151,7 +155,9 @@ def ratio_bits(items: Sequence[Item]) -> dict[str, float]:
     return {domain: nats[domain] / weight[domain] / float(np.log(2)) for domain in sorted(nats)}
 
 
-def noise_floor(model: ReferenceModel, texts: Sequence[ScoredText], measured: Sequence[Item], policy: EvalPolicy, advance: Advance) -> dict[str, float]:
+def noise_floor(
+    model: ReferenceModel, texts: Sequence[ScoredText], measured: Sequence[Item], policy: EvalPolicy, advance: Advance
+) -> dict[str, float]:
     """How far two measurements of the *same* weights on the same documents lie apart, a domain, in bits per byte.
 
     An A/A test: the second measurement shifts every window by half a context, the only arbitrary choice of the measurement. It bounds
@@ -194,13 +200,19 @@ def build_cloze(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[
     return found
 
 
-def _piece(document: HeldOut, tokenizer: Tokenizer, policy: EvalPolicy) -> tuple[HeldOut, npt.NDArray[np.int64], str] | None:
+def _piece(
+    document: HeldOut, tokenizer: Tokenizer, policy: EvalPolicy
+) -> tuple[HeldOut, npt.NDArray[np.int64], str] | None:
     long = policy.cloze_continuation_bytes
     if document.messages is not None:
         last = max((i for i, message in enumerate(document.messages) if message["role"] == "assistant"), default=0)
         if last == 0 or len(document.messages[last]["content"]) < long:
             return None
-        return document, tokenizer.prompt(document.messages[:last]).astype(np.int64), document.messages[last]["content"][:long]
+        return (
+            document,
+            tokenizer.prompt(document.messages[:last]).astype(np.int64),
+            document.messages[last]["content"][:long],
+        )
     text = document.content["text"]
     room = len(text) - long - policy.cloze_context_bytes // 2
     if room <= 0:
@@ -248,7 +260,9 @@ def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, poli
     for (document, messages, _, has_code), answer in zip(asked, answers, strict=True):
         text = tokenizer.decode(answer.tokens)
         parses = parses_as_code(text) if has_code else None
-        samples.append(Sample(document.key, document.domain, document.cluster, messages[-1]["content"], text, answer.ended, parses))
+        samples.append(
+            Sample(document.key, document.domain, document.cluster, messages[-1]["content"], text, answer.ended, parses)
+        )
     return samples
 
 

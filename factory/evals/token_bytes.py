@@ -42,7 +42,10 @@ class TokenBytes:
             data = json.loads(path.read_bytes())
             special = {token["id"] for token in data["added_tokens"]}
             ids = {int(number): token for token, number in data["model"]["vocab"].items()} | dict.fromkeys(special, "")
-            pieces = [bytes(letters[letter] for letter in ids[number]) if number not in special else b"" for number in range(len(ids))]
+            pieces = [
+                bytes(letters[letter] for letter in ids[number]) if number not in special else b""
+                for number in range(len(ids))
+            ]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is not a byte-level BPE: {error!r}") from error
         return cls(pieces)

@@ -42,7 +42,9 @@ class Evidence:
     bits_per_byte: Numbers = field(default_factory=dict)
     champion_bits_per_byte: Numbers = field(default_factory=dict)
     trigram_bits_per_byte: Numbers = field(default_factory=dict)
-    noise_floor: Numbers = field(default_factory=dict)  # the champion's, so that a candidate cannot widen its own margin
+    noise_floor: Numbers = field(
+        default_factory=dict
+    )  # the champion's, so that a candidate cannot widen its own margin
     cloze_items: int | None = None
     cloze: float | None = None  # share right
     champion_cloze: float | None = None
@@ -78,12 +80,18 @@ def judge(policy: ReleasePolicy, evidence: Evidence) -> Verdict:
 
 
 def _checks(evidence: Evidence) -> tuple[list[str], list[str], list[str]]:
-    failed = [f"Check {name} failed: {detail}." for name, (ok, detail) in sorted(evidence.checks.items()) if ok is not True]
+    failed = [
+        f"Check {name} failed: {detail}." for name, (ok, detail) in sorted(evidence.checks.items()) if ok is not True
+    ]
     absent = sorted(set(CHECKS) - set(evidence.checks))
     unknown = sorted(set(evidence.checks) - set(CHECKS))
     missing = [f"{len(absent)} of {len(CHECKS)} checks were not made: {', '.join(absent)}."] if absent else []
     missing += [f"Check {name} is not one the judge knows." for name in unknown]
-    return failed, missing, [] if failed or missing else [f"All {len(CHECKS)} parity, contamination and smoke checks passed."]
+    return (
+        failed,
+        missing,
+        [] if failed or missing else [f"All {len(CHECKS)} parity, contamination and smoke checks passed."],
+    )
 
 
 def _basics(policy: ReleasePolicy, evidence: Evidence) -> list[str]:
@@ -96,7 +104,9 @@ def _basics(policy: ReleasePolicy, evidence: Evidence) -> list[str]:
     for domain in evidence.domains:
         count = _number(evidence.documents.get(domain))
         if count is None or count < policy.documents_min:
-            missing.append(f"{domain}: {0 if count is None else count:.0f} held-out documents, {policy.documents_min} are needed.")
+            missing.append(
+                f"{domain}: {0 if count is None else count:.0f} held-out documents, {policy.documents_min} are needed."
+            )
         if _number(evidence.bits_per_byte.get(domain)) is None:
             missing.append(f"{domain}: bits per byte were not measured.")
     if _number(evidence.cloze_items) is None:
@@ -104,7 +114,9 @@ def _basics(policy: ReleasePolicy, evidence: Evidence) -> list[str]:
     return missing
 
 
-def _first_release(policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]) -> None:
+def _first_release(
+    policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]
+) -> None:
     floors = policy.first_release
     facts.insert(0, "No champion yet: a first release is judged by absolute floors.")
     for domain in evidence.domains:
@@ -125,7 +137,9 @@ def _first_release(policy: ReleasePolicy, evidence: Evidence, against: list[str]
             against.append(f"{words}: it must lie below{needed}.")
 
 
-def _comparison(policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]) -> None:
+def _comparison(
+    policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]
+) -> None:
     assert evidence.against is not None
     champion = evidence.against.replace(":", " ")
     for domain, weight in sorted(policy.target.weights.items()):
@@ -145,17 +159,25 @@ def _comparison(policy: ReleasePolicy, evidence: Evidence, against: list[str], m
     _guards(policy, evidence, against, missing, facts)
 
 
-def _guards(policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]) -> None:
+def _guards(
+    policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]
+) -> None:
     expected = [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
     count = len(expected)
-    missing += [f"{name}: a guard without a measure in the suite." for name in sorted(set(evidence.guards) - set(expected))]
+    missing += [
+        f"{name}: a guard without a measure in the suite." for name in sorted(set(evidence.guards) - set(expected))
+    ]
     floor: dict[str, float] = {}
     for name in expected:
         margin = policy.guards.cloze_margin
         if name != CLOZE:
             noise = _number(evidence.noise_floor.get(name))
             if noise is None or noise < 0 or noise > policy.guards.noise_floor_max:
-                shown = "was not measured" if noise is None else f"is {noise:.4f} bits per byte, at most {policy.guards.noise_floor_max:.4f} is evidence"
+                shown = (
+                    "was not measured"
+                    if noise is None
+                    else f"is {noise:.4f} bits per byte, at most {policy.guards.noise_floor_max:.4f} is evidence"
+                )
                 missing.append(f"{name}: the noise floor {shown}.")
                 noise = 0.0
             margin = max(policy.guards.bits_per_byte_margin, 2 * noise)
@@ -171,12 +193,19 @@ def _guards(policy: ReleasePolicy, evidence: Evidence, against: list[str], missi
         words = _sentence(name, guard, (_number(theirs), _number(ours)), unit)
         allowed = f"a loss of {-floor[name]:.3f} is accepted"
         upper = _bound(guard, "upper", count)
-        if guard is None or upper is None or not _whole(guard, policy.clusters_min, count) or None in (_number(theirs), _number(ours)):
+        if (
+            guard is None
+            or upper is None
+            or not _whole(guard, policy.clusters_min, count)
+            or None in (_number(theirs), _number(ours))
+        ):
             missing.append(f"{name}: could not be compared: {_why(guard, policy.clusters_min)}.")
         elif upper < floor[name]:
             against.append(f"Guard violated: {words}; {allowed}.")
         elif not shown_above[name]:
-            missing.append(f"Guard not shown to hold: {words}; {allowed}, and the bound corrected for {count} guards does not exclude more.")
+            missing.append(
+                f"Guard not shown to hold: {words}; {allowed}, and the bound corrected for {count} guards does not exclude more."
+            )
         else:
             facts.append(f"{words}.")
 
@@ -184,7 +213,11 @@ def _guards(policy: ReleasePolicy, evidence: Evidence, against: list[str], missi
 # -- reading numbers ---------------------------------------------------------------------------------------------------
 def _number(value: float | int | None) -> float | None:
     """The value when it is a finite number, else None: NaN is not evidence."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    return (
+        float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        else None
+    )
 
 
 def _bound(gain: Gain | None, side: str, shared: int) -> float | None:

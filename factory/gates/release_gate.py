@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import sqlalchemy as sa
 
+from factory.champion import champion
 from factory.errors import InputError
 from factory.evals.evaluator import current_suite, evaluate_on, finite, items_of
 from factory.evals.policy import policy_sha256
@@ -40,19 +41,16 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     suite = current_suite(workspace, ledger)
     shown = cast(Progress, progress or SILENT)
     ours = evaluate_on(workspace, ledger, candidate_id, suite, shown)
-    champion_id = champion(ledger)
+    crowned = champion(ledger)
+    champion_id = None if crowned is None else int(crowned["candidate"])
     theirs = None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, shown)
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
     return _record(ledger, policy, candidate_id, champion_id, suite, evidence, {"candidate": ours, "champion": theirs})
 
 
-def champion(ledger: Ledger) -> int | None:
-    """The candidate of the newest release, or None before the first."""
-    newest = ledger.one(sa.select(releases.c.candidate).order_by(releases.c.number.desc()).limit(1))
-    return None if newest is None else int(newest["candidate"])
-
-
-def gather(ledger: Ledger, policy: ReleasePolicy, suite: Suite, champion_id: int | None, ours: int, theirs: int | None) -> Evidence:
+def gather(
+    ledger: Ledger, policy: ReleasePolicy, suite: Suite, champion_id: int | None, ours: int, theirs: int | None
+) -> Evidence:
     """Read the two evaluations and compare them item by item."""
     mine = _summary(ledger, ours)
     cloze = mine.get("cloze", {})
@@ -74,8 +72,12 @@ def gather(ledger: Ledger, policy: ReleasePolicy, suite: Suite, champion_id: int
         "noise_floor": other.get("noise_floor", {}),
     }
     target, guards = None, {}
-    target_bounds = compare(items_of(ledger, ours), items_of(ledger, theirs), policy.target.weights, suite.sha256, policy.target.alpha)
-    guard_bounds = compare(items_of(ledger, ours), items_of(ledger, theirs), policy.target.weights, suite.sha256, policy.guards.alpha)
+    target_bounds = compare(
+        items_of(ledger, ours), items_of(ledger, theirs), policy.target.weights, suite.sha256, policy.target.alpha
+    )
+    guard_bounds = compare(
+        items_of(ledger, ours), items_of(ledger, theirs), policy.target.weights, suite.sha256, policy.guards.alpha
+    )
     if target_bounds is not None and guard_bounds is not None:
         target, guards = _gain(target_bounds[0]), {name: _gain(bounds) for name, bounds in guard_bounds[1].items()}
     return Evidence(against=f"candidate:{champion_id}", target=target, guards=guards, **measured)
@@ -92,7 +94,13 @@ def _summary(ledger: Ledger, evaluation: int) -> dict[str, Any]:
 
 
 def _record(
-    ledger: Ledger, policy: ReleasePolicy, candidate_id: int, champion_id: int | None, suite: Suite, evidence: Evidence, evaluated: dict[str, Any]
+    ledger: Ledger,
+    policy: ReleasePolicy,
+    candidate_id: int,
+    champion_id: int | None,
+    suite: Suite,
+    evidence: Evidence,
+    evaluated: dict[str, Any],
 ) -> int:
     verdict = judge(policy, evidence)
     stored = finite(evidence.to_json()) | {"suite_sha256": suite.sha256, "evaluations": evaluated}
@@ -109,7 +117,12 @@ def _record(
             "policy_sha256": policy_sha256(policy),
             "subject_sha256": export,
         }
-        same = sa.and_(*(verdicts.c[name].is_(None) if value is None else verdicts.c[name] == value for name, value in values.items()))
+        same = sa.and_(
+            *(
+                verdicts.c[name].is_(None) if value is None else verdicts.c[name] == value
+                for name, value in values.items()
+            )
+        )
         for row in tx.execute(sa.select(verdicts.c.id, verdicts.c.evidence).where(same)):
             if row.evidence.get("sha256") == stored["sha256"]:
                 return int(row.id)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from factory.exports import folder_sha256
 from factory.ledger import (
     Ledger,
     candidates,
@@ -21,7 +22,6 @@ from factory.ledger import (
     verdicts,
 )
 from factory.mlflow_store import open_client
-from factory.releases import export_sha256
 from factory.workspace import Workspace
 
 QUESTION, ANSWER = "What is <b>len</b>?", "<script>alert(1)</script> \x1b[31m \u202e \ud800"
@@ -134,7 +134,7 @@ def add_candidate(workspace: Workspace, ledger: Ledger) -> int:
                 segment=segment["id"],
                 checkpoint="k" * 64,
                 export_path=str(export),
-                export_sha256=export_sha256(export),
+                export_sha256=folder_sha256(export),
                 created_at=1.7e9,
             )  # fmt: skip
         ).inserted_primary_key

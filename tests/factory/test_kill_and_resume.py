@@ -173,5 +173,9 @@ def lenient(policy: str) -> str:
     import yaml
 
     data = yaml.safe_load(policy)
-    data |= {"documents_min": 1, "clusters_min": 1, "first_release": {"bits_per_byte_max": 99.0, "below_trigram_by": -99.0}}
+    data |= {
+        "documents_min": 1,
+        "clusters_min": 1,
+        "first_release": {"bits_per_byte_max": 99.0, "below_trigram_by": -99.0},
+    }
     return yaml.safe_dump(data)

@@ -15,13 +15,14 @@ import sqlalchemy as sa
 from release_scene import add_candidate, add_shard, add_verdict, approval, with_store
 
 from factory import registry, releases, serving
+from factory.champion import champion
 from factory.errors import ConfigError, InputError
+from factory.exports import folder_sha256
 from factory.ledger import Ledger, candidates, events
 from factory.ledger import releases as releases_table
 from factory.mlflow_store import open_client
-from factory.registry import MODEL, export_sha256
-from factory.releases import ApprovalNeeded, approve, champion, reconcile, register_candidate, release, rollback
-from factory.training import folder_sha256
+from factory.registry import MODEL
+from factory.releases import ApprovalNeeded, approve, reconcile, register_candidate, release, rollback
 from factory.workspace import Workspace
 
 
@@ -63,7 +64,7 @@ def test_release_moves_alias_link_and_ledger_once(workspace: Workspace, ledger: 
     files = {a.path for a in client.list_artifacts(version.run_id)}
     assert {"model", "report.html", "samples.json"} <= files
     copied = workspace.mlflow_artifacts / "candidates" / version.run_id / "artifacts" / "model"
-    assert export_sha256(copied) == row["export_sha256"] and version.source == copied.as_uri()
+    assert folder_sha256(copied) == row["export_sha256"] and version.source == copied.as_uri()
     assert reconcile(workspace, ledger) == []
 
 
@@ -117,7 +118,7 @@ def test_what_was_not_judged_is_not_released(workspace: Workspace, ledger: Ledge
     (export / "extra.json").unlink()
     with ledger.begin() as tx:  # the candidate's row was changed after it was judged
         (export / "config.json").write_text("{}")
-        tx.execute(candidates.update().values(export_sha256=export_sha256(export)))
+        tx.execute(candidates.update().values(export_sha256=folder_sha256(export)))
     with pytest.raises(InputError, match="judged another export"):
         release(workspace, ledger, verdict)
     assert ledger.rows(releases_table.select()) == [] and kinds(ledger) == []
@@ -203,14 +204,6 @@ def test_policy_that_is_wrong_is_named(workspace: Workspace, ledger: Ledger) -> 
     approval(workspace, "manul")
     with pytest.raises(ConfigError, match="release.yaml: approval: 'manul' is neither; did you mean 'manual'"):
         release(workspace, ledger, verdict)
-
-
-def test_the_hash_is_the_one_that_candidates_are_recorded_with(workspace: Workspace, ledger: Ledger) -> None:
-    add_candidate(workspace, ledger)
-    (workspace.exports / "candidate-1" / "deep").mkdir()
-    (workspace.exports / "candidate-1" / "deep" / "ü.json").write_text("x")
-    export = workspace.exports / "candidate-1"
-    assert export_sha256(export) == folder_sha256(export)
 
 
 # -- killed at any instruction ------------------------------------------------------------------------------------------

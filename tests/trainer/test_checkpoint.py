@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tests.trainer.conftest import ROOT
 
+from tests.trainer.conftest import ROOT
 from trainer import checkpoint as checkpoints
 from trainer.checkpoint import Checkpoint, Writer
 from trainer.errors import CheckpointError

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.trainer.conftest import MakeShard, make_documents, plan_of
 
+from tests.trainer.conftest import MakeShard, make_documents, plan_of
 from trainer.batch import PADDING, make_batch, prefetch
 from trainer.data_order import DataOrder, documents_of
 from trainer.data_plan import DataPlan

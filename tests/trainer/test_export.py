@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, write_spec
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from kernels.registry import bind
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, write_spec
 from trainer import checkpoint as checkpoints
 from trainer.export import main
 from trainer.model import Decoder

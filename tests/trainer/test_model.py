@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from tests.trainer.conftest import recipe_with
 from torch import Tensor
 
 from kernels.registry import bind
+from tests.trainer.conftest import recipe_with
 from trainer.model import Decoder
 from trainer.recipe import Recipe
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+
 from tests.trainer.conftest import recipe_with
 from tests.trainer.test_model import make_model
-
 from trainer.optimizer import Optimizer, format_table, grad_norm, group_table
 from trainer.stability import clip_and_skip
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trainer.conftest import ROOT, TINY, recipe_with
 
+from tests.trainer.conftest import ROOT, TINY, recipe_with
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 

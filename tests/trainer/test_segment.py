@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, start_trainer, write_spec
 
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, start_trainer, write_spec
 from trainer import checkpoint as checkpoints
 from trainer.metrics import read_lines
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from factory.evals.export_folder import folder_sha256
+from factory.exports import folder_sha256
 from factory.ingest.tokenizer import Tokenizer, train
 from factory.ledger import (
     Ledger,
@@ -59,14 +59,21 @@ def corpus() -> list[Document]:
         for start in range(0, len(text), 600):
             add("code", f"{module.__name__}:{start // 600}", {"text": text[start : start + 600]})
         for name, member in inspect.getmembers(module):
-            if not (inspect.isfunction(member) or inspect.isclass(member)) or not member.__doc__ or getattr(member, "__module__", "") != module.__name__:
+            if (
+                not (inspect.isfunction(member) or inspect.isclass(member))
+                or not member.__doc__
+                or getattr(member, "__module__", "") != module.__name__
+            ):
                 continue
             if inspect.cleandoc(member.__doc__)[:60] in said:  # inherited
                 continue
             said.add(inspect.cleandoc(member.__doc__)[:60])
             add("docs", f"{module.__name__}.{name}", {"text": f"{name}\n\n{inspect.cleandoc(member.__doc__)[:500]}"})
             answer = f"{inspect.cleandoc(member.__doc__)[:120]}\n```python\nimport {module.__name__}\n{module.__name__}.{name}\n```"
-            messages = [{"role": "user", "content": f"What is {module.__name__}.{name}?"}, {"role": "assistant", "content": answer}]
+            messages = [
+                {"role": "user", "content": f"What is {module.__name__}.{name}?"},
+                {"role": "assistant", "content": answer},
+            ]
             add("chat", f"{module.__name__}.{name}", {"messages": messages})
     return found
 
@@ -91,7 +98,12 @@ class Plant:
             tx.execute(checkpoints.insert().values(id=f"c{number}", segment=number, step=1, path="", created_at=0.0))
             tx.execute(
                 candidates.insert().values(
-                    id=number, segment=number, checkpoint=f"c{number}", export_path=str(export), export_sha256=folder_sha256(export), created_at=time.time()
+                    id=number,
+                    segment=number,
+                    checkpoint=f"c{number}",
+                    export_path=str(export),
+                    export_sha256=folder_sha256(export),
+                    created_at=time.time(),
                 )
             )
         return number
@@ -102,7 +114,12 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> Plant:
     every = corpus()
     texts = [d.content.get("text") or "\n".join(m["content"] for m in d.content["messages"]) for d in every]
     tokenizer = train(iter(texts), VOCAB, workspace.tokenizer)
-    encoded = {d.key: tokenizer.encode_text(d.content["text"]) if "text" in d.content else tokenizer.encode_messages(d.content["messages"]) for d in every}
+    encoded = {
+        d.key: tokenizer.encode_text(d.content["text"])
+        if "text" in d.content
+        else tokenizer.encode_messages(d.content["messages"])
+        for d in every
+    }
     shard = write_token_shard(
         workspace.shards,
         (TokenizedDocument(d.key, d.key, d.domain, d.source, "psf", *encoded[d.key]) for d in every if not d.held),
@@ -110,8 +127,14 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> Plant:
         tokenizer_sha256=tokenizer.sha256,
     )
     with ledger.begin() as tx:
-        tx.execute(shards.insert().values(sha256=SHARD, name="stdlib", path="", bytes=1, state="ingested", ingested_at=0.0))
-        tx.execute(tokenizers.insert().values(sha256=tokenizer.sha256, path=str(workspace.tokenizer), vocab_size=tokenizer.vocab_size, created_at=0.0))
+        tx.execute(
+            shards.insert().values(sha256=SHARD, name="stdlib", path="", bytes=1, state="ingested", ingested_at=0.0)
+        )
+        tx.execute(
+            tokenizers.insert().values(
+                sha256=tokenizer.sha256, path=str(workspace.tokenizer), vocab_size=tokenizer.vocab_size, created_at=0.0
+            )
+        )
         tx.execute(
             documents.insert(),
             [
@@ -122,8 +145,17 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> Plant:
                 for i, d in enumerate(every)
             ],
         )  # fmt: skip
-        tx.execute(held_out.insert(), [{"key": d.key, "domain": d.domain, "source": d.source, "content": d.content} for d in every if d.held])
-        plan = {"token_shards": [{"id": shard.id, "path": str(shard.path), "generation": 1}], "weights": {}, "replay": 0.0, "max_epochs": 4, "seed": 0}
+        tx.execute(
+            held_out.insert(),
+            [{"key": d.key, "domain": d.domain, "source": d.source, "content": d.content} for d in every if d.held],
+        )
+        plan = {
+            "token_shards": [{"id": shard.id, "path": str(shard.path), "generation": 1}],
+            "weights": {},
+            "replay": 0.0,
+            "max_epochs": 4,
+            "seed": 0,
+        }
         tx.execute(data_plans.insert().values(id="plan", plan=plan, created_at=0.0))
     return Plant(workspace, ledger, tokenizer, shard, every)
 

@@ -15,7 +15,9 @@ SUITE = "ab" * 32
 
 
 def items(nats: dict[str, list[float]], cloze: list[float] | None = None) -> list[Item]:
-    rows = [Item("bpb", f"{d}{i}", d, f"source{i}", n, 100.0) for d, values in nats.items() for i, n in enumerate(values)]
+    rows = [
+        Item("bpb", f"{d}{i}", d, f"source{i}", n, 100.0) for d, values in nats.items() for i, n in enumerate(values)
+    ]
     return rows + [Item("cloze", f"c{i}", "code", f"source{i}", value, 1.0) for i, value in enumerate(cloze or [])]
 
 
@@ -69,7 +71,9 @@ def test_two_equal_models_are_told_apart_no_more_often_than_alpha() -> None:
     better = 0
     for trial in range(120):
         noise = rng.standard_t(4, (2, 12)) * 5
-        target, _ = compare(items({"code": list(100 + noise[0])}), items({"code": list(100 + noise[1])}), {}, f"{trial:064x}", 0.05)
+        target, _ = compare(
+            items({"code": list(100 + noise[0])}), items({"code": list(100 + noise[1])}), {}, f"{trial:064x}", 0.05
+        )
         better += target.lower[1] > 0
     assert better <= 13  # 6 expected; P(more than 13 | rate 0.05) is 0.3 %
 

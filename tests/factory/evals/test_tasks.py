@@ -37,7 +37,9 @@ def test_bits_per_byte_of_windows_is_that_of_each_token_in_its_window(tmp_path: 
     for index, length in enumerate((2, 30, CONTEXT, 150)):
         scored = np.ones(length, bool)
         scored[0] = False
-        texts.append(ScoredText(HeldOut(f"d{index}", "code", "s", {}), rng.integers(0, VOCAB, length), scored, 7 * length))
+        texts.append(
+            ScoredText(HeldOut(f"d{index}", "code", "s", {}), rng.integers(0, VOCAB, length), scored, 7 * length)
+        )
     items = bits_per_byte(model, texts, EvalPolicy(window_overlap=0.5), lambda n: None)
     for text, item in zip(texts, items, strict=True):
         expected, length = 0.0, len(text.tokens)
@@ -53,7 +55,9 @@ def test_code_of_an_answer() -> None:
     assert code_in("no code") is None
     assert code_in("a\n```python\nx = 1\n```\nb\n```\ny\n```") == "x = 1\n\ny\n"
     assert parses_as_code("```python\nx = 1\n```") and parses_as_code("```python\nx = 1")
-    assert not parses_as_code("x = 1") and not parses_as_code("```python\nx =\n```") and not parses_as_code("```\n\n```")
+    assert (
+        not parses_as_code("x = 1") and not parses_as_code("```python\nx =\n```") and not parses_as_code("```\n\n```")
+    )
     assert not parses_as_code("```\n" + "(" * 5000 + "\n```") and not parses_as_code("```\nx\0\n```")
 
 
@@ -76,7 +80,10 @@ def test_byte_ngrams_equal_counting_and_sum_to_one(text: bytes, probe: bytes) ->
     model.finish()
     assert np.allclose(model.bigram.sum(1), 1)
     history = probe[:2] if probe[2] % 2 else (b"\0\0" + text)[-2:]
-    bits = [model.bits(np.frombuffer(history + bytes([byte]), np.uint8), np.array([False, False, True]))[1] for byte in range(256)]
+    bits = [
+        model.bits(np.frombuffer(history + bytes([byte]), np.uint8), np.array([False, False, True]))[1]
+        for byte in range(256)
+    ]
     assert math.isclose(sum(2**-bit for bit in bits), 1, rel_tol=1e-9)
     assert math.isclose(2 ** -bits[probe[2]], naive(text, history, probe[2]), rel_tol=1e-9)
 
@@ -97,6 +104,8 @@ def test_policy_names_the_nearest_key(tmp_path: Path) -> None:
     try:
         EvalPolicy.load(path)
     except ConfigError as error:
-        assert "documents_per_domian" in str(error) and "'documents_per_domain'" in str(error) and str(path) in str(error)
+        assert (
+            "documents_per_domian" in str(error) and "'documents_per_domain'" in str(error) and str(path) in str(error)
+        )
     else:
         raise AssertionError("an unknown key was accepted")

@@ -45,7 +45,9 @@ def evidence(against: str = "candidate:1", target: float = 0.08, **guards: float
     )
 
 
-FIRST = replace(evidence(FIRST_RELEASE), target=None, guards={}, champion_bits_per_byte={}, champion_cloze=None, noise_floor={})
+FIRST = replace(
+    evidence(FIRST_RELEASE), target=None, guards={}, champion_bits_per_byte={}, champion_cloze=None, noise_floor={}
+)
 
 
 def changed(base: Evidence, field: str, key: str, value: Any) -> Evidence:
@@ -54,7 +56,11 @@ def changed(base: Evidence, field: str, key: str, value: Any) -> Evidence:
 
 CASES = [
     ("promote", FIRST, "first release"),
-    ("reject", changed(FIRST, "bits_per_byte", "code", 2.7), "code: 2.700 bits per byte, byte trigram 2.600 (+0.100): it must lie below."),
+    (
+        "reject",
+        changed(FIRST, "bits_per_byte", "code", 2.7),
+        "code: 2.700 bits per byte, byte trigram 2.600 (+0.100): it must lie below.",
+    ),
     ("reject", changed(FIRST, "bits_per_byte", "code", 4.5), "above the ceiling"),
     ("hold", changed(FIRST, "trigram_bits_per_byte", "docs", None), "docs: the byte-trigram baseline was not measured"),
     ("hold", changed(FIRST, "documents", "docs", 3), "docs: 3 held-out documents, 8 are needed"),
@@ -68,7 +74,11 @@ CASES = [
     ("reject", evidence(code=-0.05), "Guard violated: code"),
     ("reject", evidence(cloze=-0.2), "Guard violated: cloze"),
     ("hold", changed(evidence(), "noise_floor", "code", 0.5), "code: the noise floor is 0.5000"),
-    ("promote", changed(evidence(code=-0.015), "noise_floor", "code", 0.0199), "code"),  # delta is twice the noise floor
+    (
+        "promote",
+        changed(evidence(code=-0.015), "noise_floor", "code", 0.0199),
+        "code",
+    ),  # delta is twice the noise floor
     ("hold", changed(evidence(), "guards", "code", gain(0.05, clusters=3)), "3 source documents, 8 are needed"),
     ("hold", replace(evidence(), target=gain(math.nan)), "could not be measured: a number is missing or not finite"),
     ("hold", replace(evidence(), target=None), "could not be measured"),

@@ -32,12 +32,16 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
 
 @pytest.fixture(scope="module")
 def weak(plant: Plant) -> int:
-    return plant.add_candidate(save_export(trained(tiny_model(), plant.shard, 15), plant.workspace.exports / "weak", plant.tokenizer))
+    return plant.add_candidate(
+        save_export(trained(tiny_model(), plant.shard, 15), plant.workspace.exports / "weak", plant.tokenizer)
+    )
 
 
 @pytest.fixture(scope="module")
 def better(plant: Plant, weak: int) -> int:
-    return plant.add_candidate(save_export(trained(tiny_model(), plant.shard, 60), plant.workspace.exports / "better", plant.tokenizer))
+    return plant.add_candidate(
+        save_export(trained(tiny_model(), plant.shard, 60), plant.workspace.exports / "better", plant.tokenizer)
+    )
 
 
 def verdict_of(plant: Plant, number: int) -> dict:
@@ -73,7 +77,9 @@ def test_first_release_below_the_floor_is_rejected_in_words(plant: Plant, weak: 
     number = decide(plant.workspace, plant.ledger, weak)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "reject" and verdict["against"] is None
-    assert any("byte trigram" in reason and "must lie below" in reason for reason in verdict["reasons"]), verdict["reasons"]
+    assert any("byte trigram" in reason and "must lie below" in reason for reason in verdict["reasons"]), verdict[
+        "reasons"
+    ]
     assert decide(plant.workspace, plant.ledger, weak) == number
 
 
@@ -118,7 +124,9 @@ def test_server_disagreement_and_contamination_are_found(plant: Plant, better: i
     generation = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [0]}))
     for name in ("tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_text((folder / name).read_text().replace("<|im_end|>\\n", "<|im_end|>").replace("<|im_end|>\\\\n", "<|im_end|>"))
+        (folder / name).write_text(
+            (folder / name).read_text().replace("<|im_end|>\\n", "<|im_end|>").replace("<|im_end|>\\\\n", "<|im_end|>")
+        )
     candidate = plant.add_candidate(folder)
     held = next(d for d in plant.documents if d.held and d.domain == "docs")
     leaked = next(d for d in plant.documents if not d.held and d.domain == "code")
@@ -126,7 +134,16 @@ def test_server_disagreement_and_contamination_are_found(plant: Plant, better: i
         same = tx.execute(sa.select(documents.c.content_sha256).where(documents.c.key == held.key)).scalar()
         tx.execute(documents.update().where(documents.c.key == leaked.key).values(content_sha256=same))
         # a document that was trained on, held out under a new name
-        row = {"key": f"{SHARD[:16]}:9999", "id": "copy", "shard": SHARD, "row": 9999, "domain": "code", "fate": "held_out", "releasable": True, "tokens": 1}
+        row = {
+            "key": f"{SHARD[:16]}:9999",
+            "id": "copy",
+            "shard": SHARD,
+            "row": 9999,
+            "domain": "code",
+            "fate": "held_out",
+            "releasable": True,
+            "tokens": 1,
+        }
         tx.execute(documents.insert().values(**row, supervised_tokens=1, content_sha256="0" * 64))
         tx.execute(held_out.insert().values(key=row["key"], domain="code", source="copy", content=leaked.content))
     number = evaluate(plant.workspace, plant.ledger, candidate, SILENT)

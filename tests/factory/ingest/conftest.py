@@ -15,7 +15,28 @@ from factory.ledger import Ledger
 from factory.progress import SILENT
 from factory.workspace import Workspace
 
-_SYLLABLES = "ba de fi go lu ma ne pi ro su ta ve wi xo yu za ker lin mor tan".split()
+_SYLLABLES = [
+    "ba",
+    "de",
+    "fi",
+    "go",
+    "lu",
+    "ma",
+    "ne",
+    "pi",
+    "ro",
+    "su",
+    "ta",
+    "ve",
+    "wi",
+    "xo",
+    "yu",
+    "za",
+    "ker",
+    "lin",
+    "mor",
+    "tan",
+]
 
 
 def prose(seed: int, words: int = 120) -> str:
@@ -30,7 +51,9 @@ def prose(seed: int, words: int = 120) -> str:
 def write_shard(workspace: Workspace) -> Callable[..., Path]:
     def write(rows: Iterable[dict[str, Any] | bytes], name: str = "shard.jsonl") -> Path:
         path = workspace.inbox / name
-        path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
+        path.write_bytes(
+            b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
+        )
         return path
 
     return write
