@@ -29,7 +29,6 @@ from trainer.metrics import Lines, matmul_rate, read_lines
 from trainer.model import Decoder
 from trainer.optimizer import Optimizer, grad_norm
 from trainer.parallel import Ranks
-from trainer.recipe import Recipe
 from trainer.schedule import lr_share
 from trainer.spec import SegmentSpec
 from trainer.stability import Detector, clip_and_skip
@@ -208,8 +207,8 @@ def refuse_impossible(spec: SegmentSpec, run: Run) -> None:
     left = run.order.positions_left()
     if left < wanted * 0.99:
         raise DataPlanError(
-            f"max_epochs: {spec.last_step - run.step} steps of {spec.recipe.tokens_per_step} tokens need {wanted}, the data "
-            f"holds {left} under max_epochs {spec.data_plan.max_epochs}: add shards, raise max_epochs or plan fewer steps"
+            f"max_epochs: {spec.last_step - run.step} steps of {spec.recipe.tokens_per_step} tokens need {wanted}, the "
+            f"data holds {left} under max_epochs {spec.data_plan.max_epochs}: add shards, raise it or plan fewer steps"
         )
 
 

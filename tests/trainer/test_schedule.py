@@ -3,8 +3,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.trainer.conftest import recipe_with
 
+from tests.trainer.conftest import recipe_with
 from trainer.schedule import lr_share
 
 SCHEDULE = recipe_with(schedule__warmup_steps=4).schedule

@@ -5,8 +5,8 @@ import math
 import random
 
 import pytest
-from tests.trainer.conftest import recipe_with
 
+from tests.trainer.conftest import recipe_with
 from trainer.stability import Detector
 
 RECIPE = recipe_with(stability={"window": 32, "spike_deviations": 8.0, "skip_deviations": 40.0}).stability
