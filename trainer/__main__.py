@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        print(f"trainer: {error.strerror}: {error.filename or arguments[0]}; free some space and start again", file=sys.stderr)
+        where = error.filename or arguments[0]
+        print(f"trainer: {error.strerror}: {where}; free some space and start again", file=sys.stderr)
         return 74
     return 0
 

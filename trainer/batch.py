@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,8 @@ class Batch:
         """On another device; a batch on the CPU is returned as it is."""
         if device.type == "cpu":
             return self
-        moved = {n: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for n, v in vars(self).items()}
-        return Batch(**moved)
+        moved: Any = {n: v.to(device, non_blocking=True) for n, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
     def split(self, rows: int | None) -> list[dict[str, Tensor]]:
         """Micro-batches of ``rows`` rows (None: one of all) as the tensors that the loss takes."""
@@ -71,7 +71,12 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
             at += piece.positions
     return Batch(
         step,
-        *(torch.from_numpy(a) for a in (tokens, targets, weights, positions, documents, domains)),
+        torch.from_numpy(tokens),
+        torch.from_numpy(targets),
+        torch.from_numpy(weights),
+        torch.from_numpy(positions),
+        torch.from_numpy(documents),
+        torch.from_numpy(domains),
         rows=rows,
         supervised=supervised,
         used=sum(piece.positions for row in rows for piece in row),
@@ -79,7 +84,9 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
     )
 
 
-def prefetch(order: DataOrder, stop: int, rank: int = 0, ranks: int = 1, ahead: int = 4) -> Iterator[Batch]:
+def prefetch(
+    order: DataOrder, stop: int, rank: int = 0, ranks: int = 1, ahead: int = 4
+) -> Generator[Batch, None, None]:
     """Batches of the steps from ``order.step`` to ``stop``, made in a thread, at most ``ahead`` of them waiting."""
     waiting: queue.Queue[Batch | BaseException] = queue.Queue(ahead)
     closed = threading.Event()
@@ -87,9 +94,10 @@ def prefetch(order: DataOrder, stop: int, rank: int = 0, ranks: int = 1, ahead: 
     def put(item: Batch | BaseException) -> None:
         while not closed.is_set():
             try:
-                return waiting.put(item, timeout=0.1)
+                waiting.put(item, timeout=0.1)
             except queue.Full:
                 continue
+            return
 
     def produce() -> None:
         try:

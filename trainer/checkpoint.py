@@ -94,7 +94,7 @@ def save(parent: Path, checkpoint: Checkpoint) -> Path:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read and verify: what is returned is what was hashed. Raises: CheckpointError that names the file and what is wrong."""
+    """Read and verify: what is returned is what was hashed. Raises: CheckpointError naming the file and the fault."""
     manifest = read_manifest(path)
     blobs = {}
     for name in FILES:
@@ -144,8 +144,8 @@ def steps_in(parent: Path) -> list[tuple[int, Path]]:
 
 
 def newest_good(parent: Path) -> tuple[Checkpoint | None, list[Skipped]]:
-    """The newest checkpoint that verifies. Those that don't are renamed ``bad-…``, so that nothing takes them for good."""
-    skipped = []
+    """The newest checkpoint that verifies. Those that don't are renamed ``bad-…``, out of the way."""
+    skipped: list[Skipped] = []
     for _, path in reversed(steps_in(parent)):
         try:
             return load(path), skipped
@@ -195,7 +195,9 @@ class Writer:
         return path
 
 
-def safetensors_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
+def safetensors_bytes(
+    tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """A safetensors file, piece by piece, so that it is hashed while it is written and a full disk is an OSError.
 
     Format: 8 bytes little-endian header length, JSON header padded with spaces to a multiple of 8, then the tensors.
@@ -214,7 +216,7 @@ def safetensors_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | Non
     encoded += b" " * (-len(encoded) % 8)
     yield len(encoded).to_bytes(8, "little") + encoded
     for tensor in tensors.values():
-        yield memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(path: Path, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:

@@ -47,7 +47,9 @@ Row = tuple[Piece, ...]
 class Stream:
     """One domain of one generation: where its documents lie, and which piece comes at which place of an epoch."""
 
-    def __init__(self, name: str, seed: int, shards: list[TokenShard], tables: list[dict[str, Any]], context: int) -> None:
+    def __init__(
+        self, name: str, seed: int, shards: list[TokenShard], tables: list[dict[str, Any]], context: int
+    ) -> None:
         self.name = name
         self.seed = seed
         self.shards = shards
@@ -107,8 +109,10 @@ class Cursor:
 class DataOrder:
     """Walks the plan. ``next_rows`` moves one step on; ``state_dict`` is all it takes to go on from here."""
 
-    def __init__(self, plan: DataPlan, *, context: int, rows: int, vocab_size: int, state: dict[str, Any] | None = None):
-        """Raises: DataPlanError when the plan's shards don't fit the recipe or the state; TokenShardError for a bad shard."""
+    def __init__(
+        self, plan: DataPlan, *, context: int, rows: int, vocab_size: int, state: dict[str, Any] | None = None
+    ):
+        """Raises: DataPlanError when the plan doesn't fit the recipe or the state; TokenShardError for a bad shard."""
         self.plan = plan
         self.context = context
         self.rows = rows
@@ -129,8 +133,8 @@ class DataOrder:
                 self.cursors[name] = Cursor(stream.fingerprint, epoch, epoch, 0, 0.0)
         if not self.shares():
             raise DataPlanError(
-                f"weights: none of {', '.join(sorted(plan.weights_at(self.step)))} names a domain with supervised tokens; "
-                f"the shards hold: {', '.join(self.domains) or 'nothing'}"
+                f"weights: none of {', '.join(sorted(plan.weights_at(self.step)))} names a domain with supervised "
+                f"tokens; the shards hold: {', '.join(self.domains) or 'nothing'}"
             )
 
     def next_rows(self) -> list[Row]:
@@ -154,7 +158,7 @@ class DataOrder:
         return rows
 
     def shares(self) -> dict[str, float]:
-        """Share of the supervised tokens that each stream should have at this step; streams without a share are left out."""
+        """Share of the supervised tokens that each stream should have at this step; those with none are left out."""
         if self._shares_step != self.step:
             self._shares_step, self._shares = self.step, stream_shares(self.plan, self.streams, self.step)
         return self._shares
@@ -180,15 +184,15 @@ class DataOrder:
 
     def _restore(self, state: dict[str, Any]) -> None:
         if state["context"] != self.context:
-            raise DataPlanError(f"model.context is {self.context}, the checkpoint's data order cut at {state['context']}")
+            raise DataPlanError(f"model.context is {self.context}, the checkpoint's order cut at {state['context']}")
         self.step = state["step"]
         self.documents_begun = state["documents_begun"]
         for name, values in state["streams"].items():
             cursor = Cursor(*values)
             if name not in self.streams or self.streams[name].fingerprint != cursor.fingerprint:
                 raise DataPlanError(
-                    f"token_shards: {name.rpartition('/')[0]!r} of generation {name.rpartition('/')[2]} is not what the "
-                    "checkpoint was trained on; shards may only be added, as a new generation, and the seed stays"
+                    f"token_shards: {name.rpartition('/')[0]!r} of generation {name.rpartition('/')[2]} is not what "
+                    "the checkpoint was trained on; shards may only be added, as a new generation, and the seed stays"
                 )
             self.cursors[name] = cursor
         self.pending = [self.streams[n].piece(document, index) for n, document, index in state["pending"]]
@@ -229,7 +233,7 @@ class DataOrder:
 
 
 def documents_of(order: DataOrder, step: int) -> list[str]:
-    """Keys of the documents in a step's global batch. ``order`` stands at that step or before it, and is moved past it."""
+    """Keys of the documents in a step's global batch. ``order`` stands at or before it, and is moved past it."""
     assert order.step <= step
     while order.step < step:
         order.next_rows()

@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON object a line, buffered, flushed about once a second; and the machine's matmul rate."""
+"""What a run writes down: one JSON object a line, flushed about once a second; and the machine's matmul rate."""
 
 from __future__ import annotations
 

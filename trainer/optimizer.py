@@ -1,4 +1,4 @@
-"""The optimiser: AdamW with decoupled decay, fused; which parameter is in which group is a table that can be printed."""
+"""The optimiser: fused AdamW, decoupled decay; which parameter is in which group is a table that can be printed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def format_table(rows: list[GroupRow]) -> str:
 
 
 class Optimizer:
-    """AdamW over the groups. ``step`` clips and skips inside the fused update, without another pass over the gradients."""
+    """AdamW over the groups. ``step`` clips and skips inside the fused update, without another pass over them."""
 
     def __init__(self, model: nn.Module, recipe: OptimizerRecipe) -> None:
         self.recipe = recipe
@@ -61,7 +61,7 @@ class Optimizer:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
-        """One update with gradients / ``divide_by``; nothing at all is changed where ``skip`` is one. Both fp32 scalars.
+        """One update with gradients / ``divide_by``; nothing is changed where ``skip`` is one. Both fp32 scalars.
 
         These are the two inputs that torch's fused update takes from its gradient scaler: the kernel itself returns
         early, so that a NaN in the gradients is never multiplied into a weight.
@@ -81,7 +81,7 @@ class Optimizer:
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what ``state_tensors`` gave. A key that is missing is a bug: shapes were checked with the model's."""
+        """Take over what ``state_tensors`` gave. A missing key is a bug: the model's shapes were checked."""
         for name, parameter in self.parameters.items():
             if f"step.{name}" not in tensors:
                 continue

@@ -1,14 +1,14 @@
 """Packing: which pieces of documents share a row. Pure functions.
 
-A row has ``context`` positions; a position is an (input, target) pair of neighbouring tokens of one document. A document
-of L tokens therefore fills L − 1 positions: its last token is a target and never an input, its first an input and never
-a target, and no pair spans two documents. With context 4:
+A row has ``context`` positions; a position is an (input, target) pair of neighbouring tokens of one document.
+A document of L tokens therefore fills L - 1 positions: its last token is a target and never an input, its first an
+input and never a target, and no pair spans two documents. With context 4:
 
     documents  a b c e | x y e | p q r s t u e          rows  (a b c)(.)   x y | p q r s | t u
     pairs      3         2       6 → pieces of 4 and 2        targets b c e     y e | q r s t | u e
 
-A document that fits a row is never cut. A longer one is cut every ``context`` positions, and every pair stays in exactly
-one piece. Best-fit (arXiv 2404.10830) puts each piece, longest first, into the fullest row that can still hold it.
+A document that fits a row is never cut. A longer one is cut every ``context`` positions, and every pair stays in
+exactly one piece. Best-fit (arXiv 2404.10830) puts each piece, longest first, into the fullest row that can still hold it.
 """
 
 from __future__ import annotations

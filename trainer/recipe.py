@@ -1,4 +1,4 @@
-"""The recipe: model, mixture, batch, optimiser, schedule. One strict schema; what is impossible is refused here, by key."""
+"""The recipe: model, mixture, batch, optimiser, schedule. One strict schema; the impossible is refused here, by key."""
 
 from __future__ import annotations
 

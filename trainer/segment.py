@@ -207,8 +207,8 @@ def refuse_impossible(spec: SegmentSpec, run: Run) -> None:
     left = run.order.positions_left()
     if left < wanted * 0.99:
         raise DataPlanError(
-            f"max_epochs: {spec.last_step - run.step} steps of {spec.recipe.tokens_per_step} tokens need {wanted}, the data "
-            f"holds {left} under max_epochs {spec.data_plan.max_epochs}: add shards, raise max_epochs or plan fewer steps"
+            f"max_epochs: {spec.last_step - run.step} steps of {spec.recipe.tokens_per_step} tokens need {wanted}, the "
+            f"data holds {left} under max_epochs {spec.data_plan.max_epochs}: add shards, raise it or plan fewer steps"
         )
 
 

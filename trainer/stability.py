@@ -64,7 +64,7 @@ class Detector:
         return center + self.recipe.skip_deviations * deviation
 
     def observe(self, step: int, loss: float, grad_norm: float, skipped: bool) -> list[Anomaly]:
-        """Anomalies of this step, judged by the steps before it. Finite values join the window, so that it can follow."""
+        """Anomalies of this step, judged by those before it. Finite values join the window, so that it can follow."""
         found: list[Anomaly] = []
         watched = (("loss_spike", self.loss, loss), ("grad_norm_jump", self.grad_norm, grad_norm))
         for kind, window, value in watched:
@@ -92,7 +92,7 @@ class Detector:
 
 
 def clip_and_skip(loss: Tensor, grad_norm: Tensor, clip: float, limit: float) -> tuple[Tensor, Tensor]:
-    """(what to divide the gradients by, 1.0 where the update must be skipped), fp32 scalars, without leaving the device."""
+    """(what to divide the gradients by, 1.0 where the update must be skipped), fp32 scalars, left on the device."""
     sound = torch.isfinite(loss) & torch.isfinite(grad_norm) & (grad_norm <= limit)
     skip = torch.where(sound, 0.0, 1.0)
     divide_by = torch.where(sound, (grad_norm / clip).clamp(min=1.0), 1.0)

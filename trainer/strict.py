@@ -27,7 +27,8 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[TrainerErro
     try:
         return schema.model_validate(raw)
     except ValidationError as invalid:
-        first = invalid.errors()[0]
+        # a misspelt key is also a missing one: the misspelling says more
+        first = min(invalid.errors(), key=lambda e: e["type"] != "extra_forbidden")
         path = [str(part) for part in first["loc"]]
         key = ".".join(path)
         if first["type"] == "extra_forbidden":

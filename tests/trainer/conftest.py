@@ -22,7 +22,9 @@ TINY = ROOT / "policies" / "recipes" / "tiny.yaml"
 MakeShard = Callable[..., TokenShard]
 
 
-def make_documents(seed: int, counts: dict[str, int], longest: int = 90, vocab_size: int = 512) -> list[TokenizedDocument]:
+def make_documents(
+    seed: int, counts: dict[str, int], longest: int = 90, vocab_size: int = 512
+) -> list[TokenizedDocument]:
     """Documents whose tokens are a noisy walk, so that there is something to learn; chat ones are half masked."""
     rng = np.random.default_rng(seed)
     documents = []

@@ -112,7 +112,9 @@ def test_a_save_killed_anywhere_leaves_only_whole_checkpoints(tmp_path: Path) ->
     for round_ in range(2):
         folder = tmp_path / str(round_)
         command = [sys.executable, "-c", script, str(folder)]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}) as writer:
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        ) as writer:
             assert writer.stdout is not None
             for _ in range(chance.randrange(1, 12)):
                 writer.stdout.readline()

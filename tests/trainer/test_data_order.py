@@ -145,12 +145,13 @@ def test_a_new_generation_joins_with_replay_and_the_old_cursor_goes_on(make_shar
     joined = open_order(both, json.loads(json.dumps(order.state_dict())))
     seen: Counter[str] = Counter()
     after = []
-    for _ in range(30):
+    for step in range(40):
         for row in joined.next_rows():
             for piece in row:
-                seen[piece.stream] += piece.supervised
+                if step >= 10:  # what was drawn before the join comes first
+                    seen[piece.stream] += piece.supervised
                 after.append((piece.stream, piece.document, piece.index))
-    assert seen["code/0"] / seen.total() == pytest.approx(0.25, abs=0.05)  # what was pending is from the old
+    assert seen["code/0"] / seen.total() == pytest.approx(0.25, abs=0.03)
     assert not set(before) & set(after)
 
 
@@ -162,7 +163,9 @@ def test_a_domain_without_new_data_goes_on_with_the_old(make_shard: MakeShard) -
 
 def test_positions_are_used_to_99_percent(make_shard: MakeShard) -> None:
     for longest in (20, 90, 700):
-        order = open_order(plan_of(make_shard(counts={"code": 1500, "chat": 1500}, longest=longest)), context=128, rows=16)
+        order = open_order(
+            plan_of(make_shard(counts={"code": 1500, "chat": 1500}, longest=longest)), context=128, rows=16
+        )
         batches = [make_batch(order) for _ in range(25)] if longest > 20 else [make_batch(order) for _ in range(8)]
         assert sum(b.used for b in batches) / (len(batches) * 16 * 128) >= 0.99
 

@@ -26,7 +26,9 @@ def checkpoint(tmp_path: Path, make_shard: MakeShard) -> Path:
 
 def test_transformers_loads_it_and_gives_the_same_logits(tmp_path: Path, checkpoint: Path) -> None:
     assert main([str(checkpoint), str(tmp_path / "out")]) == 0
-    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
     assert isinstance(theirs, Qwen3ForCausalLM)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     loaded = checkpoints.load(checkpoint)

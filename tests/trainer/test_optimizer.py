@@ -35,7 +35,9 @@ def test_an_update_is_that_of_the_paper() -> None:
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name].clone()
         norm = grad_norm(optimizer.gradients())
-        assert float(norm) == pytest.approx(math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())))
+        assert float(norm) == pytest.approx(
+            math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        )
         optimizer.step(0.01 * t, *clip_and_skip(torch.tensor(1.0), norm, 1.0, math.inf))
         for n, w in weights.items():
             g = gradients[n].double() / float(norm)

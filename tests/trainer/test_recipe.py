@@ -48,7 +48,12 @@ def test_a_batch_that_cannot_be_shared_is_refused(sequences: int, micro: int | N
 
 
 def test_files_that_are_no_recipe_are_named(tmp_path: Path) -> None:
-    for name, content in (("torn.yaml", b"a: [1,"), ("binary.yaml", b"\xff\xfe\x00"), ("list.yaml", b"- 1"), ("twice.yaml", b"a: 1\na: 2")):
+    for name, content in (
+        ("torn.yaml", b"a: [1,"),
+        ("binary.yaml", b"\xff\xfe\x00"),
+        ("list.yaml", b"- 1"),
+        ("twice.yaml", b"a: 1\na: 2"),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(RecipeError, match=name):
             Recipe.load(tmp_path / name)

@@ -117,7 +117,9 @@ def test_a_bad_checkpoint_is_skipped_and_said_and_the_end_is_the_same(tmp_path: 
         file.write(b"\x00\x01\x02")
     code, errors = run_trainer(damaged)
     assert code == 0 and f"{newest}/model.safetensors: its bytes are not" in errors
-    assert [bad["path"] for bad in result(damaged)["skipped_checkpoints"]] == [str(newest.with_name(f"bad-{newest.name}"))]
+    assert [bad["path"] for bad in result(damaged)["skipped_checkpoints"]] == [
+        str(newest.with_name(f"bad-{newest.name}"))
+    ]
     assert_same_run(straight, damaged)
 
 
