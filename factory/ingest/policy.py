@@ -26,8 +26,12 @@ class DomainRules(_Strict):
         0.25, ge=0, le=1
     )  # share of letters among non-blank characters; rule 'low_alphabetic'
     max_line: int = Field(default=100_000, ge=1)  # characters of the longest line; rule 'long_lines'
-    max_repeated_lines: float = Field(default=1.0, ge=0, le=1)  # share of lines that repeat an earlier one; rule 'repetition'
-    max_encoded: float = Field(default=1.0, ge=0, le=1)  # share of characters in base64- or hex-like runs; rule 'encoded_data'
+    max_repeated_lines: float = Field(
+        default=1.0, ge=0, le=1
+    )  # share of lines that repeat an earlier one; rule 'repetition'
+    max_encoded: float = Field(
+        default=1.0, ge=0, le=1
+    )  # share of characters in base64- or hex-like runs; rule 'encoded_data'
     generated: bool = True  # may a file say that a program wrote it? rule 'generated'
     must_parse: bool = False  # Python sources must parse; rule 'does_not_parse'
     pii: tuple[PiiKind, ...] = ("email", "ip", "phone", "card", "secret")  # what is replaced, see pii.py

@@ -26,7 +26,6 @@ from factory.ingest.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer, holds_special
 from factory.ingest.words import Hashes, winnow, word_hashes
 
-
 if TYPE_CHECKING:  # pyarrow, which workers have no use for
     from factory.ingest.readers import RawRow
 

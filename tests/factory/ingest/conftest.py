@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_text import use_small_vocabulary
 
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ledger import Ledger
 from factory.progress import SILENT
 from factory.workspace import Workspace
 
+
 @pytest.fixture
 def write_shard(workspace: Workspace) -> Callable[..., Path]:
     def write(rows: Iterable[dict[str, Any] | bytes], name: str = "shard.jsonl") -> Path:
         path = workspace.inbox / name
-        path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
+        path.write_bytes(
+            b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
+        )
         return path
 
     return write
@@ -27,6 +31,7 @@ def write_shard(workspace: Workspace) -> Callable[..., Path]:
 @pytest.fixture
 def ingest(workspace: Workspace, ledger: Ledger, write_shard: Callable[..., Path]) -> Callable[..., ShardReport]:
     """Write rows as a shard and ingest it, without worker processes."""
+    use_small_vocabulary(workspace)
 
     def run(rows: Iterable[dict[str, Any] | bytes], name: str = "shard.jsonl") -> ShardReport:
         return ingest_shard(workspace, ledger, write_shard(rows, name), SILENT, workers=0)

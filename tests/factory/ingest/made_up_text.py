@@ -4,9 +4,30 @@ from __future__ import annotations
 
 import random
 
-from factory.workspace import Workspace
+from factory.workspace import Workspace, code_root
 
-_SYLLABLES = "ba de fi go lu ma ne pi ro su ta ve wi xo yu za ker lin mor tan".split()
+_SYLLABLES = [
+    "ba",
+    "de",
+    "fi",
+    "go",
+    "lu",
+    "ma",
+    "ne",
+    "pi",
+    "ro",
+    "su",
+    "ta",
+    "ve",
+    "wi",
+    "xo",
+    "yu",
+    "za",
+    "ker",
+    "lin",
+    "mor",
+    "tan",
+]
 
 
 def prose(seed: int, words: int = 120) -> str:
@@ -19,3 +40,9 @@ def prose(seed: int, words: int = 120) -> str:
 
 def use_policy(workspace: Workspace, text: str) -> None:
     (workspace.root / "policies" / "data.yaml").write_text(text)
+
+
+def use_small_vocabulary(workspace: Workspace) -> None:
+    """The shipped policy, with a tokenizer that trains in no time."""
+    shipped = (code_root() / "policies" / "data.yaml").read_text()
+    use_policy(workspace, shipped.replace("vocab_size: 4096", "vocab_size: 400"))

@@ -6,16 +6,22 @@ import random
 
 import numpy as np
 import pytest
-from made_up_text import prose
 from hypothesis import given
 from hypothesis import strategies as st
+from made_up_text import prose
 
 from factory.ingest import decontaminate, filters, near_dup, pii, split
 from factory.ingest.policy import DomainRules
 from factory.ingest.words import runs, winnow, word_hashes, word_spans
 
 RULES = DomainRules(
-    min_chars=10, max_chars=500, min_alphabetic=0.4, max_line=200, max_repeated_lines=0.5, max_encoded=0.3, generated=False
+    min_chars=10,
+    max_chars=500,
+    min_alphabetic=0.4,
+    max_line=200,
+    max_repeated_lines=0.5,
+    max_encoded=0.3,
+    generated=False,
 )
 GOOD = "def add(a, b):\n    return a + b\n\n# a plain function\n"
 
@@ -151,7 +157,11 @@ def test_a_short_overlap_is_cut_out_with_its_margin_and_a_large_one_drops_the_do
         leaked[slice(*span)].lower() for span in word_spans(leaked)
     ]
     rest = decontaminate.trim(text, [(first, stop)], 100, 0.3)
-    assert rest and not len(index.find(decontaminate.ngrams(word_hashes(rest), 13))) and len(rest) < len(text) - len(leaked)
+    assert (
+        rest
+        and not len(index.find(decontaminate.ngrams(word_hashes(rest), 13)))
+        and len(rest) < len(text) - len(leaked)
+    )
     assert rest.startswith(own[:100]) and rest.endswith(prose(3, 400)[-100:])
     assert decontaminate.trim(text, [(first, stop)], 100, 0.01) is None
     assert not len(index.find(decontaminate.ngrams(word_hashes(own), 13)))

@@ -110,7 +110,9 @@ def test_every_line_is_one_row(tmp_path_factory: pytest.TempPathFactory, lines: 
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["text", "messages", "id", "role", "content"]), inner),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.sampled_from(["text", "messages", "id", "role", "content"]), inner)
+    ),
     max_leaves=12,
 )
 
