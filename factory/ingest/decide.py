@@ -113,8 +113,7 @@ def _hold_out(
     wanting = [one for one in living if one.row.wants_held_out]
     if not wanting:
         return {}
-    # np.unique sorts: ``all_grams`` is what places are looked up in.
-    candidates = {one.number: np.unique(grams) for one, grams in _grams(wanting, analysed, spool)}
+    candidates = {one.number: grams for one, grams in _grams(wanting, analysed, spool)}
     all_grams = np.unique(np.concatenate(list(candidates.values())))
     counts = np.zeros(len(all_grams), np.int64)
     if len(all_grams):
@@ -132,7 +131,8 @@ def _hold_out(
     for one in wanting:
         row = one.row
         grams = candidates[one.number]
-        grams = grams[~np.isin(grams, common, assume_unique=True)]
+        at_common = np.flatnonzero(np.isin(grams, common))
+        grams = np.unique(grams[decontaminate.away_from(at_common, len(grams), policy.decontamination.ngram)])
         overlap = next((min(trained[gram]) for gram in grams.tolist() if gram in trained), None)
         if overlap is not None:
             row.detail = f"not held out: shares words with {overlap}, which is trained on"

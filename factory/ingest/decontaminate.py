@@ -1,8 +1,7 @@
 """No overlap of 13 words between what is trained on and what is held out, whichever of the two arrived first.
 
 - A new training document that shares an n-gram with a held-out document loses the shared span and a margin on either
-  side,
-  as for GPT-3 (Brown et al. 2020, appendix C), or is dropped when too much of it would go. A chat is dropped.
+  side, as for GPT-3 (Brown et al. 2020, appendix C), or is dropped when too much of it would go. A chat is dropped.
 - A new held-out document that shares an n-gram with a training document of an earlier shard is not held out; it becomes
   training data itself. (Within one shard the held-out document stays and the training document is trimmed.)
 
@@ -12,8 +11,9 @@ documents are indexed by a winnowed sample (``words.winnow``), so the second fin
 still shorter ones are left to the exact and near-duplicate rules.
 
 Phrases that many documents share (licence headers, boilerplate) are no leak: an n-gram that more than ``common``
-documents have when the held-out document is chosen is left out of its index. That is decided once, at the choice;
-later copies of what *is* in the index are always found, however many they are."""
+documents have when the held-out document is chosen is left out of its index, and so are those that overlap it. That
+is decided once, at the choice; later copies of what *is* in the index are always found, however many they are.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +71,15 @@ class HeldOutNgrams:
         """The first held-out document that has the n-gram."""
         place = int(np.searchsorted(self.hashes, np.uint64(gram)))
         return self.keys[int(self.owners[place])]
+
+
+def away_from(positions: Positions, count: int, n: int) -> npt.NDArray[np.bool_]:
+    """Which of ``count`` n-grams share no word with those at ``positions``: the last words of a licence header and the
+    first one after it are no leak either."""
+    steps = np.zeros(count + 1, np.int64)
+    np.add.at(steps, np.maximum(positions - n + 1, 0), 1)
+    np.add.at(steps, np.minimum(positions + n, count), -1)
+    return np.cumsum(steps)[:count] == 0
 
 
 def spans(positions: Positions, n: int) -> list[tuple[int, int]]:

@@ -147,8 +147,9 @@ def _detail(row: Row) -> str | None:
 
 
 def _insert_plain(tx: sa.Connection, table: sa.Table, values: Iterator[tuple[Any, ...]]) -> None:
-    """Like ``_insert`` for tables of plain columns, in their order: these are by far the most rows, and SQLAlchemy's work a
-    row takes longer than SQLite's."""
+    """Like ``_insert`` for tables of plain columns, in their order: these are by far the most rows, and SQLAlchemy's
+    work a row takes longer than SQLite's.
+    """
     names = [column.name for column in table.columns]
     compiled = table.insert().compile(dialect=tx.dialect, column_keys=names)
     while batch := list(islice(values, _AT_ONCE)):

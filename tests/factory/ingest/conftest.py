@@ -3,48 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_text import use_small_vocabulary
 
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ledger import Ledger
 from factory.progress import SILENT
 from factory.workspace import Workspace
-
-_SYLLABLES = [
-    "ba",
-    "de",
-    "fi",
-    "go",
-    "lu",
-    "ma",
-    "ne",
-    "pi",
-    "ro",
-    "su",
-    "ta",
-    "ve",
-    "wi",
-    "xo",
-    "yu",
-    "za",
-    "ker",
-    "lin",
-    "mor",
-    "tan",
-]
-
-
-def prose(seed: int, words: int = 120) -> str:
-    """Sentences of invented words; two seeds share no run of words."""
-    rng = random.Random(seed)
-    made = ["".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4))) for _ in range(words)]
-    lines = [" ".join(made[i : i + 12]).capitalize() + "." for i in range(0, words, 12)]
-    return "\n".join(lines)
 
 
 @pytest.fixture
@@ -62,12 +31,9 @@ def write_shard(workspace: Workspace) -> Callable[..., Path]:
 @pytest.fixture
 def ingest(workspace: Workspace, ledger: Ledger, write_shard: Callable[..., Path]) -> Callable[..., ShardReport]:
     """Write rows as a shard and ingest it, without worker processes."""
+    use_small_vocabulary(workspace)
 
     def run(rows: Iterable[dict[str, Any] | bytes], name: str = "shard.jsonl") -> ShardReport:
         return ingest_shard(workspace, ledger, write_shard(rows, name), SILENT, workers=0)
 
     return run
-
-
-def use_policy(workspace: Workspace, text: str) -> None:
-    (workspace.root / "policies" / "data.yaml").write_text(text)
