@@ -29,9 +29,9 @@ from trainer.token_shard import TokenizedDocument, write_token_shard
 
 STEPS = 6
 GATE = """
-oracle: {cases: [small], wall_seconds: 60}
-isolated: {pairs: 3, wall_seconds: 60}
-training: {sequences: 0, steps: 12, pairs: 2, wall_seconds: 60, held_out_documents: 2, held_out_bytes: 256, max_noise: 4.0}
+oracle: {cases: [small], wall_seconds: 120}
+isolated: {pairs: 3, wall_seconds: 120}
+training: {sequences: 0, steps: 12, pairs: 2, wall_seconds: 120, held_out_documents: 2, held_out_bytes: 256, max_noise: 4.0}
 """
 
 
@@ -102,7 +102,7 @@ def make() -> Made:
         [sys.executable, "-m", "trainer", str(folder)],
         cwd=target,
         check=True,
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
     )
     result = json.loads((folder / "result.json").read_text())
     with ledger.begin() as tx:

@@ -28,6 +28,7 @@ from factory.sandbox import Limits
 
 DRIVER = Path(__file__).with_name("patch_driver.py")
 HOSTILE = ("normal", "large", "tiny", "zero", "constant", "outlier")
+ROUNDINGS = 4  # errors of so many units in the last place always pass: eager's own may be zero by luck
 FACTOR = 2.0  # kernels.oracle.FACTOR; written down again because no patch may reach it
 
 
@@ -149,8 +150,9 @@ def _jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> lis
     jobs = []
     for op in ops:
         for case in policy.cases:
-            for values in HOSTILE if case == policy.cases[0] else HOSTILE[:1]:
-                for dtype in sorted({"fp32", precision}):
+            first = case == policy.cases[0]  # everything is tried on it; the other shapes at the recipe's own precision
+            for values in HOSTILE if first else HOSTILE[:1]:
+                for dtype in sorted({"fp32", precision}) if first else (precision,):
                     job = {"op": op.op, "implementation": op.after, "case": case, "dtype": dtype, "values": values}
                     jobs.append(job | {"seed": secrets.randbelow(1 << 31)})
     return jobs
@@ -182,7 +184,7 @@ def _compare(given: Path, answers: Path, number: int) -> tuple[list[str], float]
         wanted = truth[where]
         errors, eager_errors = (x[where].double() - wanted for x in (mine, theirs))
         for measure, size in ((_rms, _rms(wanted) or 1.0), (_largest, _largest(wanted) or 1.0)):
-            off, allowed = measure(errors) / size, max(FACTOR * measure(eager_errors) / size, eps)
+            off, allowed = measure(errors) / size, max(FACTOR * measure(eager_errors) / size, ROUNDINGS * eps)
             worst = max(worst, off / allowed)
             if not off <= allowed:
                 problems.append(f"{name} is off by {off:.2g} ({measure.__name__.strip('_')}), {allowed:.2g} may be")

@@ -166,7 +166,8 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     made = make()
     policy = (made.target / "policies" / "kernels.yaml").read_text()
     row = judged(
-        made, proposal("folded attention", ("policies/kernels.yaml", choose(policy, "cpu", "attention", "folded")))
+        made,
+        proposal("chunked loss", ("policies/kernels.yaml", choose(policy, "cpu", "linear_cross_entropy", "chunked"))),
     )
     stages = row["evidence"]["stages"]
     assert [stages[name]["state"] for name in STAGES[:3]] == ["passed"] * 3, stages
@@ -181,7 +182,7 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert f"Verdict: {row['outcome']}" in message and "Because." in message and "Oracle: passed" in message
     report = json.loads((made.workspace.reports / f"proposal-{row['number']}.json").read_text())
-    assert report["outcome"] == row["outcome"] and "folded" in report["patch"]
+    assert report["outcome"] == row["outcome"] and "chunked" in report["patch"]
 
 
 @pytest.mark.slow
