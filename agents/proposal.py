@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 
@@ -15,8 +16,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Proposal:
-    """``predicted_gain``: the whole training step's time before over after (1.12: the step gets 12 % more done in
-    the same time).
+    """``predicted_gain``: the whole training step's time before over after (1.12: the step gets 12 % more done in the same time).
 
     The hypothesis says what was measured, what follows for the whole step, and what would refute it.
     """
@@ -27,3 +27,13 @@ class Proposal:
     hypothesis: str
     predicted_gain: float
     edits: tuple[Edit, ...]
+
+    @property
+    def patch_id(self) -> str:
+        """The same edits give the same id, whoever proposes them and whatever is said about them."""
+        digest = hashlib.sha256()
+        for edit in sorted(self.edits, key=lambda e: e.path):
+            for part in (edit.path, edit.new_text):
+                encoded = part.encode()
+                digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        return digest.hexdigest()

@@ -1,9 +1,7 @@
 """The proposer that needs no language model: for the hottest kernel ops, choose a faster registered implementation.
 
-Every implementation of an op that runs on the device is measured, alone, against the one in use, on the recipe's
-shapes and as the recipe
-runs it. The step's predicted time follows by Amdahl's law: each call saves (1 − 1/ratio) of the time that the chosen
-one takes.
+Every implementation of an op that runs on the device is measured, alone, against the one in use, on the recipe's shapes and as the recipe
+runs it. The step's predicted time follows by Amdahl's law: each call saves (1 − 1/ratio) of the time that the chosen one takes.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 import yaml
 
 from agents.proposal import Edit, Proposal
-from agents.workbench import Workbench
+from agents.workbench import Attempt, Measurement, MeasurementError, Workbench
 from kernels.registry import OPS
 
 AGENT = "search"
@@ -34,28 +32,23 @@ class Candidate:
     before: str
     after: str
     share: float  # of the recipe's step that the op takes now
-    seconds: float  # of a forward and backward alone, of ``after``
-    against_seconds: float  # of ``before``
-    ratio: float
+    measured: Measurement
     predicted_gain: float
 
 
-def propose(
-    profile: Mapping[str, Any], workbench: Workbench, history: Sequence[Mapping[str, Any]] = ()
-) -> Proposal | None:
-    """The candidate of the largest predicted gain as a proposal, or None when none is worth one. ``profile`` is a
-    parsed profile.json.
+def propose(profile: Mapping[str, Any], workbench: Workbench, history: Sequence[Attempt] = ()) -> Proposal | None:
+    """The candidate of the largest predicted gain as a proposal, or None when none is worth one. ``profile`` is a parsed profile.json.
 
-    A change that history says failed is never proposed again: one of the same target and title.
+    A patch that history says failed is never proposed again: not by ``history``, nor by the workbench's for the same target.
     """
     policy = workbench.read(POLICY)
-    refused = {(past["target"], past["title"]) for past in history if past.get("outcome") in REFUSED}
     device = "cuda" if "cuda" in profile["device"].lower() or "nvidia" in profile["device"].lower() else "cpu"
     for candidate in sorted(candidates(profile, workbench, device), key=lambda c: -c.predicted_gain):
         if candidate.predicted_gain < LEAST_GAIN:
             break
         proposal = write(candidate, profile, policy, device)
-        if (proposal.target, proposal.title) not in refused and not workbench.check(proposal.edits):
+        before = (*history, *workbench.history(proposal.target))
+        if not any(attempt.patch_id == proposal.patch_id and attempt.outcome in REFUSED for attempt in before):
             return proposal
     return None
 
@@ -74,26 +67,15 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench, device: str) ->
             if name == "compiled" and profile["recipe"]["compile"]:
                 continue  # the recipe compiles it already
             tried += 1
-            measured = workbench.measure(op["op"], name, op["implementation"])
-            if measured is None:
+            try:
+                measured = workbench.measure(op["op"], name, op["implementation"])
+            except MeasurementError:
                 continue
-            # Where the recipe compiles, the eager shares do not hold: the op's time in the step is its measured time
-            # alone, times its calls.
-            share = op["calls"] * measured["against_seconds"] / step if profile["recipe"]["compile"] else op["share"]
+            # Where the recipe compiles, the eager shares do not hold: the op's time in the step is its measured time alone, times its calls.
+            share = op["calls"] * measured.against_seconds / step if profile["recipe"]["compile"] else op["share"]
             share = min(share, 0.9)
-            ratio = float(measured["ratio"])
-            gain = amdahl(share, ratio)
             found.append(
-                Candidate(
-                    op["op"],
-                    op["implementation"],
-                    name,
-                    share,
-                    measured["seconds"],
-                    measured["against_seconds"],
-                    ratio,
-                    gain,
-                )
+                Candidate(op["op"], op["implementation"], name, share, measured, amdahl(share, measured.ratio))
             )
     return found
 
@@ -105,16 +87,14 @@ def amdahl(share: float, ratio: float) -> float:
 
 def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device: str) -> Proposal:
     """The proposal's words and its one edited line."""
-    c = candidate
+    c, m = candidate, candidate.measured
     hot = [line for line in profile["lines"] if line["op"] == c.op][:3]
     where = ", ".join(f"{line['file']}:{line['line']}" for line in hot)
     about = OPS[c.op].implementations[c.after].about
     hypothesis = (
-        f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({about}) "
-        f"runs its forward and backward on the recipe's shapes in {c.seconds * 1e3:.1f} ms, "
-        f"`{c.before}` in {c.against_seconds * 1e3:.1f} ms: "
-        f"{c.ratio:.2f} times as fast in interleaved pairs. If the whole step does not get at least {1 + (c.predicted_gain - 1) / 2:.3f} "
-        f"times as fast (predicted: {c.predicted_gain:.3f}), "
+        f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({about}) runs its forward and backward on the "
+        f"recipe's shapes in {m.seconds * 1e3:.1f} ms, `{c.before}` in {m.against_seconds * 1e3:.1f} ms: {m.ratio:.2f} times as fast in interleaved "
+        f"pairs. If the whole step does not get at least {1 + (c.predicted_gain - 1) / 2:.3f} times as fast (predicted: {c.predicted_gain:.3f}), "
         f"or held-out evaluations get worse, this is refuted."
     )
     return Proposal(

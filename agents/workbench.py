@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-from agents.proposal import Edit
+
+@dataclass(frozen=True)
+class Measurement:
+    """One implementation of an op against another, alone, on the recipe's shapes: seconds of a forward and backward (see ``kernels.bench``)."""
+
+    seconds: float
+    against_seconds: float
+    ratio: float  # against over mine: above one is faster; the median of paired ratios
+    ratio_low: float  # its lower quartile
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A proposal made before."""
+
+    patch_id: str  # of ``Proposal.patch_id``
+    outcome: str  # promote | hold | reject | pending
+    reason: str = ""
+
+
+class MeasurementError(Exception):
+    """What was asked for could not be measured; says why."""
 
 
 class Workbench(Protocol):
@@ -13,16 +34,10 @@ class Workbench(Protocol):
         """A file in scope, path relative to the repository's root."""
         ...
 
-    def check(self, edits: Sequence[Edit]) -> list[str]:
-        """What the scope rules object to; empty when nothing."""
+    def measure(self, op: str, implementation: str, against: str) -> Measurement:
+        """Raises: MeasurementError."""
         ...
 
-    def measure(self, op: str, implementation: str, against: str = "reference") -> Mapping[str, Any] | None:
-        """``kernels.bench.Comparison`` as a mapping: seconds, against_seconds, ratio, ratio_low, …; None when it
-        could not be measured."""
-        ...
-
-    def history(self) -> Sequence[Mapping[str, Any]]:
-        """Earlier proposals: number, agent, target, title, base_commit, outcome (None while it is not judged),
-        oldest first."""
+    def history(self, target: str) -> list[Attempt]:
+        """Earlier proposals for a target, oldest first."""
         ...

@@ -46,14 +46,18 @@ class TokenShardError(Exception):
     """The folder is no token shard, or its bytes are not those its manifest names."""
 
 
-def write_token_shard(parent: Path, documents: Iterable[TokenizedDocument], *, vocab_size: int, tokenizer_sha256: str) -> TokenShard:
+def write_token_shard(
+    parent: Path, documents: Iterable[TokenizedDocument], *, vocab_size: int, tokenizer_sha256: str
+) -> TokenShard:
     """Write ``parent/<id>`` atomically and return it open. Writing the same content again gives the same id and keeps the old one."""
     dtype = np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
     aside = parent / f".writing-{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        columns: dict[str, list[Any]] = {n: [] for n in ("key", "id", "start", "length", "supervised_tokens", "domain", "source", "license")}
+        columns: dict[str, list[Any]] = {
+            n: [] for n in ("key", "id", "start", "length", "supervised_tokens", "domain", "source", "license")
+        }
         masks: list[npt.NDArray[np.bool_]] = []
         position = 0
         with open(aside / "tokens.bin", "wb") as out:
@@ -62,7 +66,16 @@ def write_token_shard(parent: Path, documents: Iterable[TokenizedDocument], *, v
                 assert int(document.tokens.max()) < vocab_size, document.key
                 out.write(document.tokens.astype(dtype).tobytes())
                 masks.append(document.loss_mask)
-                row = (document.key, document.id, position, len(document.tokens), int(document.loss_mask.sum()), document.domain, document.source, document.license)
+                row = (
+                    document.key,
+                    document.id,
+                    position,
+                    len(document.tokens),
+                    int(document.loss_mask.sum()),
+                    document.domain,
+                    document.source,
+                    document.license,
+                )
                 for name, value in zip(columns, row, strict=True):
                     columns[name].append(value)
                 position += len(document.tokens)
@@ -128,7 +141,9 @@ class TokenShard:
         """All tokens, memory-mapped, shape [tokens]."""
         if self.manifest["tokens"] == 0:
             return np.zeros(0, self.manifest["dtype"])
-        return np.memmap(self.path / "tokens.bin", dtype=self.manifest["dtype"], mode="r", shape=(self.manifest["tokens"],))
+        return np.memmap(
+            self.path / "tokens.bin", dtype=self.manifest["dtype"], mode="r", shape=(self.manifest["tokens"],)
+        )
 
     @cached_property
     def _mask_bits(self) -> npt.NDArray[np.uint8]:

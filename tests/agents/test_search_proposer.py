@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from agents.proposal import Edit
 from agents.search_proposer import POLICY, amdahl, choose, propose
+from agents.workbench import Attempt, Measurement, MeasurementError
 
 SHIPPED = (Path(__file__).parents[2] / POLICY).read_text()
 
@@ -18,27 +17,23 @@ SHIPPED = (Path(__file__).parents[2] / POLICY).read_text()
 class Bench:
     """A workbench over given ratios; it remembers what it was asked to measure."""
 
-    def __init__(self, ratios: dict[tuple[str, str], float], objections: list[str] | None = None) -> None:
-        self.ratios, self.objections, self.asked = ratios, objections or [], []  # type: ignore[var-annotated]
+    def __init__(self, ratios: dict[tuple[str, str], float]) -> None:
+        self.ratios, self.asked = ratios, []  # type: ignore[var-annotated]
+        self.past: dict[str, list[Attempt]] = {}
 
     def read(self, path: str) -> str:
         assert path == POLICY
         return SHIPPED
 
-    def check(self, edits: Sequence[Edit]) -> list[str]:
-        return self.objections
-
-    def measure(self, op: str, implementation: str, against: str = "reference") -> Mapping[str, Any] | None:
+    def measure(self, op: str, implementation: str, against: str) -> Measurement:
         self.asked.append((op, implementation))
-        ratio = self.ratios.get((op, implementation))
-        return (
-            None
-            if ratio is None
-            else {"seconds": 0.1 / ratio, "against_seconds": 0.1, "ratio": ratio, "ratio_low": ratio}
-        )
+        if (op, implementation) not in self.ratios:
+            raise MeasurementError("it crashed")
+        ratio = self.ratios[op, implementation]
+        return Measurement(seconds=0.1 / ratio, against_seconds=0.1, ratio=ratio, ratio_low=ratio)
 
-    def history(self) -> Sequence[Mapping[str, Any]]:
-        return []
+    def history(self, target: str) -> list[Attempt]:
+        return self.past.get(target, [])
 
 
 def _profile(compile: bool = False) -> dict[str, Any]:
@@ -79,17 +74,17 @@ def test_what_failed_is_not_proposed_again() -> None:
     bench = Bench({("attention", "folded"): 2.0, ("linear_cross_entropy", "chunked"): 1.5})
     first = propose(_profile(), bench)
     assert first is not None and first.target == "kernel:attention"
-    past = {"target": first.target, "title": first.title}
-    second = propose(_profile(), bench, [past | {"outcome": "reject"}])
+    bench.past[first.target] = [Attempt(first.patch_id, "reject")]
+    second = propose(_profile(), bench)
     assert second is not None and second.target == "kernel:linear_cross_entropy"
-    again = propose(_profile(), bench, [past | {"outcome": "promote"}])
+    bench.past[first.target] = [Attempt(first.patch_id, "promote")]
+    again = propose(_profile(), bench)
     assert again == first
 
 
 def test_nothing_worth_a_branch() -> None:
     assert propose(_profile(), Bench({("attention", "folded"): 1.01})) is None
     assert propose(_profile(), Bench({})) is None
-    assert propose(_profile(), Bench({("attention", "folded"): 3.0}, ["out of scope"])) is None
 
 
 def test_only_the_chosen_line_changes() -> None:
