@@ -127,7 +127,7 @@ def profile(
             with recorder, _ops_of(run, watched):
                 run.train_step(batch.to(run.ranks.device))
         eager = statistics.fmean(eager_times)
-        recipe_step = eager
+        recipe_step: float | None = eager
         if recipe.compile:
             recipe_step = None
             if measure_recipe_step:

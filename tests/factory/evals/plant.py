@@ -140,7 +140,8 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> Plant:
             [
                 {
                     "key": d.key, "id": d.key, "shard": SHARD, "row": i, "domain": d.domain, "fate": "held_out" if d.held else "train",
-                    "content_sha256": hashlib.sha256(json.dumps(d.content).encode()).hexdigest(), "releasable": True, "tokens": 1, "supervised_tokens": 1,
+                    "content_sha256": hashlib.sha256(json.dumps(d.content).encode()).hexdigest(), "releasable": True, "tokens": 1,
+                    "supervised_tokens": 1,
                 }
                 for i, d in enumerate(every)
             ],
