@@ -8,7 +8,8 @@ input and never a target, and no pair spans two documents. With context 4:
     pairs      3         2       6 → pieces of 4 and 2        targets b c e     y e | q r s t | u e
 
 A document that fits a row is never cut. A longer one is cut every ``context`` positions, and every pair stays in
-exactly one piece. Best-fit (arXiv 2404.10830) puts each piece, longest first, into the fullest row that can still hold it.
+exactly one piece. Best-fit (arXiv 2404.10830) puts each piece, longest first, into the fullest row that
+can still hold it.
 """
 
 from __future__ import annotations

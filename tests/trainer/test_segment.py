@@ -141,7 +141,7 @@ def test_a_full_disk_is_one_line_and_74_and_the_run_goes_on_later(tmp_path: Path
     assert len(errors.strip().splitlines()) == 1 and "File too large" in errors
     assert checkpoints.steps_in(folder / "checkpoints") == kept
     assert checkpoints.load(kept[0][1]).step == kept[0][0]
-    assert run_trainer(folder)[0] == 0
+    assert run_trainer(folder) == (0, "")
     straight = write_spec(tmp_path / "straight", plan)
     assert run_trainer(straight)[0] == 0
     assert_same_run(straight, folder)
