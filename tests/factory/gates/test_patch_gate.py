@@ -191,7 +191,7 @@ def test_a_patch_that_changes_nothing_is_no_gain_and_no_cheat() -> None:
     text = (made.target / "trainer" / "schedule.py").read_text()
     row = judged(made, proposal("a comment", ("trainer/schedule.py", text + "\n# The same schedule.\n")))
     training = row["evidence"]["stages"]["training"]
-    assert training["drift"] == 0, training  # the same code on the same data leaves the same weights
+    assert training.get("drift") == 0, training  # the same code on the same data leaves the same weights
     assert row["outcome"] in ("reject", "hold")  # whatever a busy machine's clock says
     assert any(words in row["reasons"][0] for words in ("no gain", "noisy", "not shown", "drown")), row["reasons"]
 
