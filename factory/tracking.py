@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from factory.ledger import Ledger, candidates, data_plans, evaluations, proposals, segments, tracked_runs, verdicts
-from factory.metrics_follower import METRICS_PER_BATCH, MetricsFollower, numbers
+from factory.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers
 from factory.mlflow_store import mlflow_errors, open_client, ui_command, waiting_lock
 from factory.workspace import Workspace
 
@@ -248,7 +248,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{name}."))
         else:
-            flat[name] = json.dumps(value) if isinstance(value, list) else value
+            flat[metric_key(name.replace("*", "others"))] = json.dumps(value) if isinstance(value, list) else value
     return flat
 
 

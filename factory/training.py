@@ -127,15 +127,15 @@ class _StepWatch:
     """Moves a progress bar from the last whole line of metrics.jsonl."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        self.path, self.step = path, first_step
+        self.path, self.done = path, first_step
 
     def report(self, task: Any) -> None:
         last = last_metrics(self.path)
-        if last and last["step"] > self.step:
+        if last and last["step"] + 1 > self.done:
             words = [f"loss {last['loss']:.3f}"] if isinstance(last.get("loss"), float) else []
             words += [f"{last['tokens_per_s'] / 1000:.1f}k tok/s"] if last.get("tokens_per_s") else []
-            task.advance(last["step"] - self.step, " ".join(words))
-            self.step = last["step"]
+            task.advance(last["step"] + 1 - self.done, " ".join(words))
+            self.done = last["step"] + 1
 
 
 def last_metrics(path: Path) -> dict[str, Any] | None:

@@ -266,6 +266,7 @@ def test_waiting_lock_waits_and_then_names_the_holder(workspace: Workspace) -> N
 
 def test_flatten_and_numbers_and_keys() -> None:
     assert flatten({"a": {"b": [1], "c": None}, "d": 2}) == {"a.b": "[1]", "a.c": None, "d": 2}
+    assert flatten({"weights": {"*": 0.1}}) == {"weights.others": 0.1}, "MLflow refuses a * in a name"
     assert numbers({"a": {"b": 1, "c": True, "d": "x", "e": [1]}, "f": 2.5}) == {"a/b": 1.0, "a/c": 1.0, "f": 2.5}
     assert [metric_key(k) for k in ("loss/code", "/x", "a//b", "..", "é$")] == ["loss/code", "_x", "a/b", "_", "é_"]
 
