@@ -39,6 +39,7 @@ class _PlainTask:
     def __init__(self, terminal: Terminal, title: str, total: float | None) -> None:
         self.terminal, self.title, self.total = terminal, title, total
         self.done, self.note, self.started, self.said = 0.0, "", time.monotonic(), time.monotonic()
+        self.told = -1.0
 
     def advance(self, amount: float = 1, note: str = "") -> None:
         self.done += amount
@@ -48,6 +49,9 @@ class _PlainTask:
             self.say()
 
     def say(self) -> None:
+        if self.done == self.told:
+            return
+        self.told = self.done
         part = f"{self.done:.0f}/{self.total:.0f}" if self.total else f"{self.done:.0f}"
         self.terminal.line(f"  {self.title} {part} {self.note} ({time.monotonic() - self.started:.0f} s)")
 

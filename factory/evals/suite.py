@@ -18,7 +18,7 @@ from factory.evals.policy import EvalPolicy, policy_sha256
 from factory.ledger import Ledger, documents, held_out
 
 # Raise a task's number when its items or their scoring change: old evaluations are then never compared with new ones.
-TASK_VERSIONS = {"bpb": 1, "cloze": 1, "chat": 1, "baselines": 1, "noise": 1}
+TASK_VERSIONS = {"bpb": 1, "cloze": 1, "chat": 2, "baselines": 1, "noise": 1}
 
 
 @dataclass(frozen=True)

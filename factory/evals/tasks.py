@@ -243,7 +243,7 @@ def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance)
 
 # -- chat --------------------------------------------------------------------------------------------------------------
 def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[Sample]:
-    """Greedy answers to held-out questions, those whose true answer holds code first."""
+    """Greedy answers to held-out questions, two in three of them such as are truly answered with code."""
     asked: list[tuple[HeldOut, list[dict[str, Any]], list[int], bool]] = []
     for document in suite.documents:
         messages = document.messages or []
@@ -251,7 +251,9 @@ def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, poli
         prompt = tokenizer.prompt(messages[:at]).tolist() if at else []
         if prompt and len(prompt) + 16 <= model.config.context:
             asked.append((document, messages[:at], prompt, code_in(messages[at]["content"]) is not None))
-    asked = sorted(asked, key=lambda entry: not entry[3])[: policy.chat_samples]
+    with_code = [entry for entry in asked if entry[3]][: max(1, policy.chat_samples * 2 // 3)]
+    without = [entry for entry in asked if not entry[3]][: policy.chat_samples - len(with_code)]
+    asked = with_code + without
     if not asked:
         return []
     room = min(policy.chat_tokens, model.config.context - max(len(entry[2]) for entry in asked))
@@ -271,13 +273,21 @@ def chat_items(samples: Sequence[Sample]) -> list[Item]:
 
 
 def code_in(text: str) -> str | None:
-    """The code of an answer: its fenced blocks (an unclosed one too), or None."""
+    """The code of an answer: its fenced blocks (an unclosed one too), all of it when it opens as Python does, or None."""
     blocks = re.findall(r"```[a-zA-Z]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
-    return "\n".join(blocks) if blocks else None
+    if blocks:
+        return "\n".join(blocks)
+    return (
+        text
+        if re.match(
+            r"\s*(?:(?:async\s+)?def\s+\w+\s*\(|class\s+\w+\s*[:(]|@\w|import\s+\w|from\s+\w\S*\s+import\s)", text
+        )
+        else None
+    )
 
 
 def parses_as_code(text: str) -> bool:
-    """Does the answer hold fenced code that Python parses? It is parsed, never run."""
+    """Does the answer hold code that Python parses? It is parsed, never run."""
     code = code_in(text)
     if code is None or not code.strip():
         return False

@@ -52,7 +52,10 @@ def test_bits_per_byte_of_windows_is_that_of_each_token_in_its_window(tmp_path: 
 
 
 def test_code_of_an_answer() -> None:
-    assert code_in("no code") is None
+    assert code_in("no code") is None and code_in("define x") is None and code_in("from here on, x") is None
+    for whole in ("def f(a, *, b=1): ...", "async def f(): ...", "class A(B):\n    x = 1", "from os import path"):
+        assert code_in(whole) == whole and parses_as_code(whole)
+    assert not parses_as_code("def f(a, *, b=1: ...")
     assert code_in("a\n```python\nx = 1\n```\nb\n```\ny\n```") == "x = 1\n\ny\n"
     assert parses_as_code("```python\nx = 1\n```") and parses_as_code("```python\nx = 1")
     assert (
