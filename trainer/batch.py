@@ -88,6 +88,7 @@ def prefetch(
     order: DataOrder, stop: int, rank: int = 0, ranks: int = 1, ahead: int = 4
 ) -> Generator[Batch, None, None]:
     """Batches of the steps from ``order.step`` to ``stop``, made in a thread, at most ``ahead`` of them waiting."""
+    steps = stop - order.step  # before the thread moves it
     waiting: queue.Queue[Batch | BaseException] = queue.Queue(ahead)
     closed = threading.Event()
 
@@ -109,7 +110,7 @@ def prefetch(
     thread = threading.Thread(target=produce, name="prefetch", daemon=True)
     thread.start()
     try:
-        for _ in range(stop - order.step):
+        for _ in range(steps):
             item = waiting.get()
             if isinstance(item, BaseException):
                 raise item

@@ -49,8 +49,8 @@ class Lines:
 
 
 def encode(record: dict[str, Any]) -> str:
-    """Strict JSON: what is not finite becomes a string (``"nan"``, ``"inf"``), because JSON has no number for it."""
-    plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    """Strict JSON: what is not finite becomes null, because JSON has no number for it."""
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(plain, allow_nan=False) + "\n"
 
 

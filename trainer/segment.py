@@ -246,10 +246,10 @@ def train(folder: Path, run: Run, stop: list[int]) -> None:
                 writer.wait()
                 raise Stopped(f"stopped after step {run.step}, as asked")
         batches.close()
-        path = writer.wait()
+        writer.wait()
         metrics.flush()
+        assert run.step == spec.last_step
         if ranks.leads:
-            assert path is not None or checkpoints.steps_in(folder / "checkpoints")
             write_result(folder, run)
     finally:
         writer.close()
@@ -261,7 +261,7 @@ def write_result(folder: Path, run: Run) -> None:
     """result.json, atomically: its presence says that the segment is done."""
     path = folder / "checkpoints" / checkpoints.name_of(run.spec.last_step)
     lines = read_lines(folder / "metrics.jsonl")[-LAST_STEPS:]
-    mean = lambda key: sum(r[key] for r in lines if key in r) / max(1, sum(key in r for r in lines))
+    mean = lambda key: mean_of([line[key] for line in lines if line.get(key) is not None])
     spent = {key: run.counters[key] - run.at_start[key] for key in run.counters}
     shares = run.order.shares()
     result = {
@@ -272,7 +272,7 @@ def write_result(folder: Path, run: Run) -> None:
         "tokens": spent["tokens"],
         "supervised_tokens": spent["supervised_tokens"],
         "loss": mean("loss"),
-        "loss_by_domain": {n: mean(f"loss/{n}") for n in run.order.domains if any(f"loss/{n}" in r for r in lines)},
+        "loss_by_domain": {n: mean(f"loss/{n}") for n in run.order.domains if mean(f"loss/{n}") is not None},
         "documents_seen": spent["documents"],
         "seconds": spent["seconds"],
         "skipped_checkpoints": [asdict(bad) for bad in run.skipped],
@@ -284,6 +284,11 @@ def write_result(folder: Path, run: Run) -> None:
         out.flush()
         os.fsync(out.fileno())
     aside.replace(folder / "result.json")
+
+
+def mean_of(values: list[float]) -> float | None:
+    """None when there is none: every step's loss was not finite."""
+    return sum(values) / len(values) if values else None
 
 
 def _on_sigterm() -> list[int]:

@@ -215,7 +215,14 @@ def test_what_does_not_fit_is_refused_by_name(make_shard: MakeShard) -> None:
 def test_prefetch_gives_the_same_batches_and_hands_errors_on(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(), max_epochs=1)
     plain = open_order(plan)
-    for batch in prefetch(open_order(plan), 5):
+    for last in (1, 5, 6):  # none is lost to the thread's head start
+        steps = []
+        for batch in prefetch(plain, last):
+            steps.append(batch.step)
+        assert steps == list(range(steps[0], last))
+    plain, ahead = open_order(plan), open_order(plan)
+    for batch in prefetch(ahead, 5):
         assert torch.equal(batch.tokens_BT, make_batch(plain).tokens_BT)
+    assert ahead.step == plain.step == 5
     with pytest.raises(DataPlanError, match="max_epochs"):
         list(prefetch(open_order(plan), 10_000))

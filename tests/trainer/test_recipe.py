@@ -26,7 +26,7 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
         ({"model__layers": "two"}, r"'model\.layers'.*valid integer \(got 'two'\)"),
         ({"model__contxt": 5}, r"unknown key 'model\.contxt'; did you mean 'context'"),
         ({"bach": {}}, r"unknown key 'bach'; did you mean 'batch'"),
-        ({"schedule__trunk_steps": {"first": 5, "latter": 3}}, r"'schedule\.trunk_steps\.later' is missing"),
+        ({"schedule__trunk_steps": {"first": 5}}, r"'schedule\.trunk_steps\.later' is missing"),
         ({"schedule__warmup_steps": 21}, r"schedule\.warmup_steps \(21\) is more than trunk_steps\.first \(20\)"),
         ({"mixture__weights": {"code": 0.0}}, r"mixture\.weights: no domain has a weight above zero"),
         ({"mixture__phases": [{"from_step": 1, "weight": {}}]}, r"phases\.0\.weight'; did you mean 'weights'"),

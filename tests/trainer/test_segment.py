@@ -212,7 +212,8 @@ def test_a_poisoned_step_is_skipped_and_its_documents_named(tmp_path: Path, make
     good.model["final_norm"][0] = float("nan")
     poisoned = checkpoints.save(tmp_path / "poisoned", good)
     folder = write_spec(tmp_path / "on", plan, first_step=4, last_step=6, initial_checkpoint=str(poisoned))
-    assert run_trainer(folder)[0] == 0
+    assert run_trainer(folder) == (0, "")
+    assert result(folder)["loss"] is None
     found = read_lines(folder / "anomalies.jsonl")
     assert {(a["step"], a["kind"], a["skipped"]) for a in found} == {(4, "non_finite", True), (5, "non_finite", True)}
     assert all(key.split("-")[0] in ("code", "docs", "chat") for a in found for key in a["documents"])
