@@ -1,5 +1,8 @@
 """``python -m trainer FOLDER``: run the segment that FOLDER/segment.json asks for. Also under torchrun.
 
+``python -m trainer --wait FOLDER [FOLDER …]``: one after the other in one process, each once its segment.json is there;
+FOLDER/ready says that the trainer waits for it. So steps can be timed apart from start-up and compilation.
+
 Exit codes: 0 done · 2 the spec, recipe, data or a checkpoint is wrong · 74 the disk is full · 75 stopped by SIGTERM,
 checkpoint written: start it again to go on.
 """
@@ -8,13 +11,17 @@ from __future__ import annotations
 
 import errno
 import sys
+import time
 from pathlib import Path
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+WAIT_SECONDS = 0.002
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1 or arguments[0].startswith("-"):
+    wait = arguments[:1] == ["--wait"]
+    folders = [Path(name) for name in arguments[wait:]]
+    if not folders or len(folders) > 1 and not wait or any(name.startswith("-") for name in arguments[wait:]):
         print(__doc__, file=sys.stderr)
         return 2
     from trainer.host_memory import keep_freed_memory
@@ -26,7 +33,10 @@ def main(arguments: list[str]) -> int:
     from trainer.token_shard import TokenShardError
 
     try:
-        run_segment(Path(arguments[0]))
+        for folder in folders:
+            if wait:
+                await_spec(folder)
+            run_segment(folder)
     except (TrainerError, TokenShardError, KernelError) as error:
         print(f"trainer: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, TrainerError) else 2
@@ -36,10 +46,18 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        where = error.filename or arguments[0]
+        where = error.filename or folder
         print(f"trainer: {error.strerror}: {where}; free some space and start again", file=sys.stderr)
         return 74
     return 0
+
+
+def await_spec(folder: Path) -> None:
+    """Say that we are ready, and return once segment.json is there (it is renamed into place, so it is whole)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ready").touch()
+    while not (folder / "segment.json").exists():
+        time.sleep(WAIT_SECONDS)
 
 
 if __name__ == "__main__":

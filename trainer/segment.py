@@ -60,13 +60,16 @@ class Run:
             self.model.initialise(recipe.seed)
         else:
             self._restore(start)
+        anew = spec.restart_data and (start is None or start.step == spec.first_step)
         self.order = DataOrder(
             spec.data_plan,
             context=recipe.model.context,
             rows=recipe.batch.sequences,
             vocab_size=recipe.model.vocab_size,
-            state=start.state["sampler"] if start else None,
+            state=start.state["sampler"] if start and not anew else None,
         )
+        if anew:
+            self.order.step = spec.first_step
         self.step = self.order.step
         self.sampler = self.order.state_dict()
         if recipe.compile:

@@ -24,6 +24,7 @@ class SegmentSpec(Strict):
     last_step: Annotated[int, Field(gt=0)]  # exclusive: the checkpoint at the end has this step
     initial_checkpoint: str | None = None
     code_commit: str = ""
+    restart_data: bool = False  # walk the data plan from its beginning, not from where initial_checkpoint stopped
     kernels: str | None = None  # kernels.yaml; null: policies/kernels.yaml beside the trainer package
 
     @model_validator(mode="after")
