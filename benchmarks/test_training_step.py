@@ -17,9 +17,9 @@ import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from kernels.host_memory import keep_freed_memory
 from kernels.registry import bind, load_choice
 from trainer.export import hf_config
-from trainer.host_memory import keep_freed_memory
 from trainer.metrics import matmul_rate
 from trainer.model import Decoder
 from trainer.optimizer import Optimizer, grad_norm

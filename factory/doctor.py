@@ -84,9 +84,7 @@ def _sandbox() -> tuple[bool | None, str]:
     from factory.sandbox import describe
 
     facts = describe()
-    return bool(facts.get("available")), "; ".join(
-        f"{key} {value}" for key, value in facts.items() if key != "available"
-    )
+    return not facts["isolation"].startswith("none"), "; ".join(f"{key}: {value}" for key, value in facts.items())
 
 
 def _endpoint() -> tuple[bool | None, str]:

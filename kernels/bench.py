@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import yaml
 
+from kernels.host_memory import keep_freed_memory
 from kernels.op import Case, KernelError, Shape
 from kernels.registry import OPS, check, get
 
@@ -154,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pairs", type=int, default=9)
     chosen = parser.parse_args(arguments)
+    keep_freed_memory()  # as the trainer does: page faults would drown what is measured
     try:
         if chosen.list or not (chosen.op and chosen.implementation):
             table = {

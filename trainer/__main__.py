@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     if not folders or len(folders) > 1 and not wait or any(name.startswith("-") for name in arguments[wait:]):
         print(__doc__, file=sys.stderr)
         return 2
-    from trainer.host_memory import keep_freed_memory
+    from kernels.host_memory import keep_freed_memory
 
     keep_freed_memory()
     from kernels.registry import KernelError

@@ -32,15 +32,16 @@ class IsolatedPolicy(Strict):
 
 
 class TrainingPolicy(Strict):
-    """N steps from the trunk's last checkpoint, baseline and candidate in turn (A B B A …), in the sandbox, timed from outside."""
+    """N steps from the trunk's last checkpoint: baseline, candidate, baseline again, in the sandbox, timed from outside."""
 
-    sequences: Annotated[int, Field(ge=0)] = 8
+    sequences: Annotated[int, Field(ge=0)] = 0
     """Rows of a step, for both sides; 0: the recipe's own. Smaller than the recipe's where a verdict may not take long."""
-    steps: Annotated[int, Field(ge=3)] = 12
-    pairs: Annotated[int, Field(ge=2)] = 2
-    """Timed runs of each side."""
+    steps: Annotated[int, Field(ge=3)] = 10
+    """Of one timed run."""
+    pairs: Annotated[int, Field(ge=2)] = 4
+    """Timed runs of each side; the baseline's are half before and half after the candidate's."""
     wall_seconds: Seconds = 120.0
-    """Time limit of one run."""
+    """Time limit of one session: start-up, warm-up and its timed runs."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     """One-sided, of the gain's lower bound; divided among the tries on the same target."""
     min_gain: Ratio = 1.02

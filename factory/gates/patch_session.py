@@ -1,0 +1,173 @@
+"""One sandboxed trainer, several timed runs: the clock starts when the run's data plan is revealed, and stops at its weights.
+
+The trainer is started once (``python -m trainer --wait …``), warms up on a run that is not timed, and then waits. A run is
+revealed by writing its ``segment.json``, whose fresh random seed decides the data: nothing that the code did before can
+count towards it. The clock stops when the result is there, and the weights are read at that moment: what is computed later
+comes too late. Start-up and compilation are outside the clock on both sides. Only one side is alive at a time, so that
+neither can slow the other.
+
+The folder is the candidate's to write in: it is only ever entered through descriptors of folders that were made before
+the sandbox started, and no link in it is followed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from factory import sandbox
+from factory.sandbox import Limits
+
+POLL_SECONDS = 0.003
+WARM_STEPS = 2
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    seconds: float  # from the reveal of the data plan to the result, by this process's clock
+    weights: Weights
+
+
+@dataclass
+class Session:
+    """What a session left: its runs, and what went wrong (empty: nothing)."""
+
+    runs: list[TimedRun] = field(default_factory=list)
+    failed: str = ""
+    seconds: float = 0.0  # all of it, start-up included
+
+
+def timed_session(
+    folder: Path,
+    code: Path,
+    specs: Sequence[dict[str, Any]],
+    readonly: Sequence[Path],
+    origin: Weights,
+    wall_seconds: float,
+) -> Session:
+    """Run ``specs`` one after the other in one sandboxed trainer; the first is the warm-up. Raises: IsolationError."""
+    runs = folder / "runs"
+    shutil.rmtree(runs, ignore_errors=True)
+    names = [f"{number:02d}" for number in range(len(specs))]
+    for name in names:
+        (runs / name).mkdir(parents=True)
+    descriptors = [os.open(runs / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for name in names]
+    session = Session()
+    revealer = _Revealer(descriptors, specs, origin, session)
+    try:
+        revealer.start()
+        result = sandbox.run(
+            [sys.executable, "-m", "trainer", "--wait", *(str(runs / name) for name in names)],
+            output=folder,
+            readonly=[code, *readonly],
+            cwd=code,
+            limits=Limits(wall_seconds=wall_seconds),
+        )
+    finally:
+        revealer.over.set()
+        revealer.join()
+        for descriptor in descriptors:
+            os.close(descriptor)
+    session.seconds = result.seconds
+    if not session.failed and len(session.runs) < len(specs) - 1:
+        session.failed = result.why() if not result.ok else "it ended before its runs were done"
+    return session
+
+
+class _Revealer(threading.Thread):
+    """Hands out the runs, one when the one before is done, and holds the clock."""
+
+    def __init__(
+        self, folders: Sequence[int], specs: Sequence[dict[str, Any]], origin: Weights, session: Session
+    ) -> None:
+        super().__init__(daemon=True)
+        self.folders, self.specs, self.origin, self.session = folders, specs, origin, session
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        for number, (folder, spec) in enumerate(zip(self.folders, self.specs, strict=True)):
+            if not self._wait_for(folder, "ready"):
+                return
+            began = time.monotonic()
+            try:
+                _reveal(folder, spec)
+            except OSError as error:  # the code at work sits on the name: no run
+                self.session.failed = f"run {number} could not be handed out: {error.strerror}"
+                return
+            if not self._wait_for(folder, "result.json"):
+                return
+            seconds = time.monotonic() - began
+            if number == 0:
+                continue
+            weights, problem = read_weights(folder, spec["last_step"], self.origin)
+            if problem:
+                self.session.failed = f"run {number}: {problem}"
+                return
+            self.session.runs.append(TimedRun(seconds, weights))
+
+    def _wait_for(self, folder: int, name: str) -> bool:
+        while not self.over.is_set():
+            try:
+                os.stat(name, dir_fd=folder, follow_symlinks=False)
+                return True
+            except OSError:
+                time.sleep(POLL_SECONDS)
+        # The trainer may have ended right after it wrote what we wait for.
+        try:
+            os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+
+def _reveal(folder: int, spec: dict[str, Any]) -> None:
+    handle = os.open("segment.json.part", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
+    with os.fdopen(handle, "w") as out:
+        json.dump(spec, out)
+    os.rename("segment.json.part", "segment.json", src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def read_weights(folder: int, step: int, origin: Weights) -> tuple[Weights, str]:
+    """The weights that a run left after ``step``, or what is wrong with them. Nothing about the file is trusted."""
+    try:
+        inner = folder
+        opened = []
+        try:
+            for name in ("checkpoints", f"step-{step:08d}"):
+                inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=inner)
+                opened.append(inner)
+            handle = os.open("model.safetensors", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inner)
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+        with os.fdopen(handle, "rb") as file:
+            status = os.fstat(file.fileno())
+            expected = sum(tensor.numel() * tensor.element_size() for tensor in origin.values())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > 2 * expected + (1 << 20):
+                return {}, f"its weights are no file of about {expected} bytes"
+            weights = load(file.read(2 * expected + (1 << 20)))
+    except OSError:
+        return {}, f"it left no weights of step {step}"
+    except (SafetensorError, ValueError) as error:
+        return {}, f"its weights cannot be read: {error}"
+    for name, tensor in origin.items():
+        found = weights.get(name)
+        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype or len(weights) != len(origin):
+            return {}, f"its weights are not those of this model ({name})"
+        if not bool(found.isfinite().all()):
+            return {}, f"its weights are not finite ({name})"
+    return weights, ""
