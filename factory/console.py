@@ -69,7 +69,7 @@ class Terminal:
             sys.stdout.flush()
 
     def heading(self, text: str) -> None:
-        self.console.print(f"\n[bold]{text}[/bold]")
+        self.console.print(f"\n[bold]{text}[/bold]", soft_wrap=True)
 
     @contextmanager
     def task(self, title: str, total: float | None = None) -> Iterator[Task]:

@@ -61,24 +61,28 @@ def _training(facts: dict[str, Any]) -> list[str]:
         lines.append(
             f"    segment {segment['id']} {segment['kind']:<7} steps {segment['first_step']:>4}–{segment['last_step']:<5} {moved}{rate}"
         )
-    rows = [candidate for candidate in facts["candidates"] if (candidate["summary"] or {}).get("bpb")]
-    if rows:
-        domains = sorted(rows[0]["summary"]["bpb"])
-        lines.append("    held-out bits per byte  " + "".join(f"{domain:>9}" for domain in domains) + "    cloze")
-        baselines = rows[-1]["summary"].get("baselines") or {}
-        for name in sorted(baselines):
-            lines.append(
-                f"      {name.replace('_', ' '):<22}"
-                + "".join(_cell(baselines[name].get(domain)) for domain in domains)
-            )
-        for candidate in rows:
+    measured = [candidate for candidate in facts["candidates"] if (candidate["summary"] or {}).get("bpb")]
+    if measured:
+        newest = measured[-1]["summary"]
+        domains = sorted(newest["bpb"])
+        lines.append("    held-out bits per byte " + "".join(f"{domain:>9}" for domain in domains) + "    cloze right")
+        baselines = newest.get("baselines") or {}
+        for name in sorted({name for domain in domains for name in baselines.get(domain, {})}):
+            cells = "".join(_cell(baselines.get(domain, {}).get(name)) for domain in domains)
+            lines.append(f"      {name.replace('_', ' ') + ' model':<21}{cells}")
+        for candidate in measured:
             own = candidate["summary"]
-            lines.append(
-                f"      candidate {candidate['id']:<12}"
-                + "".join(_cell(own["bpb"].get(domain)) for domain in domains)
-                + _cell(own.get("cloze"))
-            )
+            cells = "".join(_cell(own["bpb"].get(domain)) for domain in domains)
+            lines.append(f"      candidate {candidate['id']:<11}{cells}{_share(own.get('cloze') or {})}")
+        chat = newest.get("chat") or {}
+        if chat.get("with_code"):
+            lines.append(f"    chat answers that should be Python: {chat['parse']:.0f} of {chat['with_code']} parse")
     return lines
+
+
+def _share(cloze: dict[str, Any]) -> str:
+    right = cloze.get("share_right")
+    return f"{right:>10.0%} of {cloze['items']} (chance {cloze['chance']:.0%})" if isinstance(right, float) else f"{'–':>10}"
 
 
 def _cell(value: Any) -> str:

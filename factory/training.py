@@ -107,6 +107,7 @@ def _run_trainer(
             preexec_fn=_die_with_parent,
         )
         watch = _StepWatch(folder / "metrics.jsonl", row["first_step"])
+        task.advance(0, "starting (the first time, the model is compiled)")
         try:
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)

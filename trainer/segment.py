@@ -263,7 +263,8 @@ def train(folder: Path, run: Run, stop: list[int]) -> None:
 def write_result(folder: Path, run: Run) -> None:
     """result.json, atomically: its presence says that the segment is done."""
     path = folder / "checkpoints" / checkpoints.name_of(run.spec.last_step)
-    lines = read_lines(folder / "metrics.jsonl")[-LAST_STEPS:]
+    every = read_lines(folder / "metrics.jsonl")
+    lines = every[-LAST_STEPS:]
     mean = lambda key: mean_of([line[key] for line in lines if line.get(key) is not None])
     spent = {key: run.counters[key] - run.at_start[key] for key in run.counters}
     shares = run.order.shares()
@@ -274,6 +275,7 @@ def write_result(folder: Path, run: Run) -> None:
         "manifest_sha256": checkpoints.manifest_sha256(path),
         "tokens": spent["tokens"],
         "supervised_tokens": spent["supervised_tokens"],
+        "first_loss": every[0]["loss"],
         "loss": mean("loss"),
         "loss_by_domain": {n: mean(f"loss/{n}") for n in run.order.domains if mean(f"loss/{n}") is not None},
         "documents_seen": spent["documents"],
