@@ -82,7 +82,11 @@ def _training(facts: dict[str, Any]) -> list[str]:
 
 def _share(cloze: dict[str, Any]) -> str:
     right = cloze.get("share_right")
-    return f"{right:>10.0%} of {cloze['items']} (chance {cloze['chance']:.0%})" if isinstance(right, float) else f"{'–':>10}"
+    return (
+        f"{right:>10.0%} of {cloze['items']} (chance {cloze['chance']:.0%})"
+        if isinstance(right, float)
+        else f"{'–':>10}"
+    )
 
 
 def _cell(value: Any) -> str:
