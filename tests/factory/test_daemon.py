@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,11 @@ from factory.ledger import (
     token_shards,
     verdicts,
 )
+from factory.planning import load_recipe
 from factory.workspace import Workspace
+from trainer.data_order import DataOrder
+from trainer.data_plan import DataPlan
+from trainer.token_shard import TokenizedDocument, write_token_shard
 
 SHARD = Path("inbox/a.jsonl")
 
@@ -34,16 +40,16 @@ SHARD = Path("inbox/a.jsonl")
     [
         (World(), None),
         (World(arrived=(SHARD,)), Action("ingest", SHARD)),
-        (World(new_token_shards=2), Action("plan_trunk")),
-        (World(new_token_shards=2, arrived=(SHARD,)), Action("ingest", SHARD)),
+        (World(trunk_steps=2), Action("plan_trunk")),
+        (World(trunk_steps=2, arrived=(SHARD,)), Action("ingest", SHARD)),
         (World(open_segment=3, arrived=(SHARD,)), Action("train", 3)),
-        (World(unannealed_trunk=1, new_token_shards=2, arrived=(SHARD,)), Action("plan_anneal", 1)),
+        (World(unannealed_trunk=1, trunk_steps=2, arrived=(SHARD,)), Action("plan_anneal", 1)),
         (World(unexported_anneal=2, arrived=(SHARD,)), Action("export", 2)),
-        (World(unjudged_candidate=1, new_token_shards=1), Action("judge", 1)),
+        (World(unjudged_candidate=1, trunk_steps=2), Action("judge", 1)),
         (World(unreleased_promotion=5, arrived=(SHARD,)), Action("release", 5)),
         (World(unfinished_release=1, open_segment=9), Action("finish_release", 1)),
-        (World(failed_segment=4, new_token_shards=2), None),
-        (World(failed_segment=4, new_token_shards=2, arrived=(SHARD,)), Action("ingest", SHARD)),
+        (World(failed_segment=4, trunk_steps=2), None),
+        (World(failed_segment=4, trunk_steps=2, arrived=(SHARD,)), Action("ingest", SHARD)),
         (World(failed_segment=4, unannealed_trunk=1), None),
     ],
 )
@@ -77,7 +83,7 @@ def test_inbox_takes_only_whole_regular_files(workspace: Workspace, tmp_path: Pa
     assert [path.name for path in arrived(workspace, settle=0)] == ["a.jsonl", "b.jsonl", "fresh.jsonl"]
 
 
-def test_observe_walks_with_the_ledger(workspace: Workspace, ledger: Ledger) -> None:
+def test_observe_walks_with_the_ledger(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     """Write what each action records, one at a time, and see the next action follow."""
     now = itertools.count(1.0)
 
@@ -85,67 +91,78 @@ def test_observe_walks_with_the_ledger(workspace: Workspace, ledger: Ledger) -> 
         with ledger.begin() as tx:
             tx.execute(table.insert().values(**values))  # type: ignore[attr-defined]
 
-    def seen() -> Action | None:
-        return next_action(observe(workspace, ledger))
+    def seen(endless: bool = False) -> Action | None:
+        return next_action(observe(workspace, ledger, endless=endless))
+
+    def shard(number: int, tokens: int) -> dict[str, object]:
+        ids = np.random.default_rng(number).integers(3, 4096, tokens, dtype=np.uint32)
+        documents = [
+            TokenizedDocument(f"{number}:{i}", f"{number}:{i}", "code", "s", "", part, np.ones(len(part), np.bool_))
+            for i, part in enumerate(np.array_split(ids, 40))
+        ]
+        made = write_token_shard(tmp_path, documents, vocab_size=4096, tokenizer_sha256="k")
+        at = next(now)
+        put(shards, sha256=f"s{number}", name="s", path="s", bytes=1, state="ingested", ingested_at=at)
+        put(
+            token_shards,
+            id=made.id,
+            shard=f"s{number}",
+            path=str(made.path),
+            tokenizer="k",
+            documents=40,
+            tokens=tokens,
+            domains={},
+            created_at=at,
+        )
+        return {"id": made.id, "path": str(made.path), "generation": number}
 
     def segment(number: int, kind: str, parent: int | None) -> None:
         put(
             segments, id=number, kind=kind, parent=parent, generation=1, recipe="r", recipe_json={}, recipe_sha256="r", data_plan="p",
-            code_commit="c",            first_step=0, last_step=5, state="planned", folder="f", created_at=next(now),
+            code_commit="c", first_step=0, last_step=5, state="planned", folder="f", created_at=next(now),
         )  # fmt: skip
         assert seen() == Action("train", number)
         with ledger.begin() as tx:
             tx.execute(segments.update().where(segments.c.id == number).values(state="done"))
+        (tmp_path / "checkpoint").mkdir(exist_ok=True)
+        put(
+            checkpoints,
+            id=f"c{number}",
+            segment=number,
+            step=5,
+            path=str(tmp_path / "checkpoint"),
+            created_at=next(now),
+        )
 
     assert seen() is None
-    put(shards, sha256="s", name="s", path="s", bytes=1, state="ingested", ingested_at=next(now))
-    put(
-        token_shards,
-        id="t",
-        shard="s",
-        path="t",
-        tokenizer="k",
-        documents=1,
-        tokens=9,
-        domains={},
-        created_at=next(now),
-    )
+    recipe = load_recipe(workspace)
+    enough = 600 * recipe.tokens_per_step // recipe.mixture.max_epochs
+    first = shard(1, recipe.tokens_per_step)
+    assert seen() is None, "too little data for one step and an anneal: wait for more"
+    second = shard(1 + 1, enough) | {"generation": 1}
     assert seen() == Action("plan_trunk")
-    put(data_plans, id="p", plan={"token_shards": [{"id": "t", "generation": 1}]}, created_at=next(now))
+    plan = DataPlan.make(
+        recipe.mixture, "trunk", [(s["id"], s["path"], s["generation"]) for s in (first, second)], recipe.seed
+    )  # type: ignore[misc]
+    put(data_plans, id="p", plan=json.loads(plan.to_json()), created_at=next(now))
     segment(1, "trunk", None)
+    order = DataOrder(plan, context=recipe.model.context, rows=recipe.batch.sequences, vocab_size=4096)
+    (tmp_path / "checkpoint" / "state.json").write_text(json.dumps({"sampler": order.state_dict()}))
     assert seen() == Action("plan_anneal", 1)
     segment(2, "anneal", 1)
     assert seen() == Action("export", 2)
-    put(checkpoints, id="c", segment=2, step=5, path="c", created_at=next(now))
-    put(candidates, id=1, segment=2, checkpoint="c", export_path="e", export_sha256="e", created_at=next(now))
+    put(candidates, id=1, segment=2, checkpoint="c2", export_path="e", export_sha256="e", created_at=next(now))
     assert seen() == Action("judge", 1)
     put(
-        verdicts,
-        id=1,
-        gate="release",
-        subject="candidate:1",
-        policy_sha256="p",
-        subject_sha256="e",
-        outcome="promote",
-        reasons=[],
-        evidence={},
-        created_at=next(now),
-    )
+        verdicts, id=1, gate="release", subject="candidate:1", policy_sha256="p", subject_sha256="e", outcome="promote", reasons=[],
+        evidence={}, created_at=next(now),
+    )  # fmt: skip
     assert seen() == Action("release", 1)
     put(releases, number=1, candidate=1, verdict=1, state="decided", created_at=next(now))
     assert seen() == Action("finish_release", 1)
     with ledger.begin() as tx:
         tx.execute(releases.update().values(state="published"))
     assert seen() is None
-    put(
-        token_shards,
-        id="u",
-        shard="s",
-        path="u",
-        tokenizer="k",
-        documents=1,
-        tokens=9,
-        domains={},
-        created_at=next(now),
-    )
+    assert seen(endless=True) == Action("plan_trunk"), "the daemon goes on while epochs are left"
+    shard(3, enough)
     assert seen() == Action("plan_trunk"), "a shard the trunk has not seen starts the next generation"
