@@ -25,7 +25,7 @@ demo: $(STAMP)
 	@$(BIN)/factory demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

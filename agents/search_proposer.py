@@ -21,7 +21,7 @@ POLICY = "policies/kernels.yaml"
 LEAST_GAIN = 1.02  # a predicted whole-step gain below this is not worth a branch: it drowns in the gate's noise floor
 LEAST_SHARE = 0.02  # ops that take less of the step cannot reach it
 MOST_MEASURED = 8  # implementations measured a proposal, hottest ops first
-REFUSED = ("reject", "hold")
+REFUSED = ("reject",)  # what was held for want of evidence may be tried again
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,19 @@ idempotently (``perform``) and lets the action's own transaction record it. Kill
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import sqlalchemy as sa
 
-from factory.errors import FactoryError, InputError
-from factory.ledger import Ledger, candidates, record, releases, segments, shards, token_shards, verdicts
+from factory.errors import FactoryError, InputError, SegmentError
+from factory.inbox import SETTLE_SECONDS, arrived, ingest_arrived
+from factory.ledger import Ledger, candidates, record, releases, segments, token_shards, verdicts
 from factory.progress import Progress
 from factory.workspace import Workspace
 
 LOCK = "model-loop"
-SETTLE_SECONDS = 2.0  # a file in the inbox that changed more recently may still be on its way
-PARTIAL = (".part", ".tmp", ".crdownload")
 
 
 @dataclass(frozen=True)
@@ -47,30 +45,38 @@ class Action:
 def next_action(world: World) -> Action | None:
     """The one thing to do now, or None when the factory waits for data. Pure.
 
-    First what is half done, then what arrived, then what follows from the newest checkpoint, then new training.
+    First what arrived (it is quick, and nothing that goes wrong later may keep data out), then what is half done, then
+    what follows from the newest checkpoint, then new training.
     """
+    if world.arrived:
+        return Action("ingest", world.arrived[0])
     if world.unfinished_release is not None:
         return Action("finish_release", world.unfinished_release)
     if world.open_segment is not None:
         return Action("train", world.open_segment)
     if world.unexported_anneal is not None:
         return Action("export", world.unexported_anneal)
-    if world.unjudged_candidate is not None:
-        return Action("judge", world.unjudged_candidate)
     if world.unreleased_promotion is not None:
         return Action("release", world.unreleased_promotion)
+    if world.unjudged_candidate is not None:
+        return Action("judge", world.unjudged_candidate)
     if world.unannealed_trunk is not None and world.failed_segment is None:
         return Action("plan_anneal", world.unannealed_trunk)
-    if world.arrived:
-        return Action("ingest", world.arrived[0])
     if world.trunk_steps and world.failed_segment is None:
         return Action("plan_trunk")
     return None
 
 
-def observe(workspace: Workspace, ledger: Ledger, *, settle: float = SETTLE_SECONDS, endless: bool = False) -> World:
+def observe(
+    workspace: Workspace,
+    ledger: Ledger,
+    *,
+    settle: float = SETTLE_SECONDS,
+    endless: bool = False,
+    refused: Refused = frozenset(),
+) -> World:
     """Read the ledger and the inbox. ``endless``: the trunk also goes on without new shards, while epochs are left."""
-    world = replace(_recorded(workspace, ledger), arrived=tuple(arrived(workspace, settle)))
+    world = replace(_recorded(workspace, ledger), arrived=tuple(arrived(workspace, settle, refused)))
     if next_action(world) is not None:
         return world
     return replace(world, trunk_steps=_trunk_steps(workspace, ledger, endless))
@@ -118,23 +124,10 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
             open_segment=first(sa.select(segments.c.id).where(segments.c.state == "planned").order_by(segments.c.id)),
             failed_segment=newest.id if newest and newest.state == "failed" else None,
             unreleased_promotion=waits if waits and automatic(workspace) else None,
-            unjudged_candidate=first(
-                sa.select(candidates.c.id).where(~judged.exists()).order_by(candidates.c.id.desc())
-            ),
+            unjudged_candidate=first(sa.select(candidates.c.id).where(~judged.exists()).order_by(candidates.c.id)),
             unexported_anneal=first(unexported),
             unannealed_trunk=trunk if trunk and first(anneal) is None else None,
         )
-
-
-def arrived(workspace: Workspace, settle: float = SETTLE_SECONDS) -> list[Path]:
-    """Regular files of the inbox that are whole: not hidden, not named as partial, not touched for ``settle`` seconds; by name."""
-    found = []
-    for entry in sorted(os.scandir(workspace.inbox), key=lambda e: e.name):
-        if entry.name.startswith(".") or entry.name.endswith(PARTIAL) or not entry.is_file(follow_symlinks=False):
-            continue
-        if time.time() - entry.stat().st_mtime >= settle:
-            found.append(Path(entry.path))
-    return found
 
 
 def automatic(workspace: Workspace) -> bool:
@@ -145,12 +138,8 @@ def automatic(workspace: Workspace) -> bool:
 
 
 def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Progress) -> None:
-    """Do one action. Safe to repeat."""
+    """Do one action other than ingest. Safe to repeat."""
     subject = action.subject
-    if action.kind == "ingest":
-        assert isinstance(subject, Path)
-        ingest_arrived(workspace, ledger, subject, progress)
-        return
     if action.kind == "plan_trunk":
         from factory.planning import plan_trunk
 
@@ -171,9 +160,15 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
     elif action.kind == "judge":
         judge(workspace, ledger, subject, progress)
     elif action.kind == "release":
-        from factory.releases import release
+        from factory.releases import OutOfDate, release
 
-        release(workspace, ledger, subject, progress)
+        try:
+            release(workspace, ledger, subject, progress)
+        except OutOfDate as error:  # another champion since: what was promoted is judged again, against that one
+            progress.line(f"  {error}")
+            row = ledger.one(sa.select(verdicts.c.subject).where(verdicts.c.id == subject))
+            assert row is not None
+            judge(workspace, ledger, int(row["subject"].removeprefix("candidate:")), progress)
     elif action.kind == "finish_release":
         from factory.releases import release
 
@@ -184,38 +179,6 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
         raise AssertionError(action)
 
 
-def ingest_arrived(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> None:
-    """Ingest a file of the inbox, then file it away: kept whole under ``shards/raw/`` (quarantined ones lie in ``quarantine/``)."""
-    from factory.ingest.chain import ingest_shard
-
-    report = ingest_shard(workspace, ledger, path, progress)
-    progress.line(describe_shard(report.name, report.state, report.rows, report.counts, report.reason))
-    if report.state == "quarantined":
-        place = workspace.quarantine / f"{report.sha256[:16]}-{path.name}"
-    else:
-        place = workspace.shards / "raw" / f"{report.sha256[:16]}-{path.name}"
-    place.parent.mkdir(exist_ok=True)
-    os.replace(path, place)
-    with ledger.begin() as tx:
-        tx.execute(shards.update().where(shards.c.sha256 == report.sha256).values(path=str(place)))
-
-
-def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] | None, reason: str | None) -> str:
-    """One line a person can read."""
-    counts = counts or {}
-    words = [f"{counts.get('train', 0)} to train on, {counts.get('held_out', 0)} held out"]
-    dropped = counts.get("dropped")
-    if isinstance(dropped, dict) and dropped:
-        words.append(
-            f"{sum(dropped.values())} dropped ("
-            + ", ".join(f"{rule} {n}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1]))
-            + ")"
-        )
-    if state == "quarantined":
-        words = [f"QUARANTINED: {reason}"] + words[1:]
-    return f"  {name}: {rows} documents; {'; '.join(words)}"
-
-
 def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress) -> None:
     from factory.tracking import Tracking
     from factory.training import run_segment
@@ -223,8 +186,10 @@ def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress
     row = ledger.one(sa.select(segments).where(segments.c.id == segment))
     assert row is not None
     follower = Tracking.open(workspace, ledger).follow_segment(row, progress.line)
-    result = run_segment(workspace, ledger, segment, progress, follower)
-    follower.finish()
+    try:
+        result = run_segment(workspace, ledger, segment, progress, follower)
+    finally:
+        follower.finish()
     loss = result.get("loss")
     progress.line(
         f"  segment {segment} ({row['kind']}): steps {row['first_step']}–{row['last_step']}, loss {loss:.3f}"
@@ -264,23 +229,45 @@ def reconcile(
     """
     from factory.releases import reconcile as reconcile_releases
 
-    done, previous, repeats = 0, None, 0
+    done = repeats = 0
+    previous: Action | None = None
+    refused: set[tuple[str, int]] = set()
     reconcile_releases(workspace, ledger)
     while True:
-        world = observe(workspace, ledger, settle=settle, endless=endless)
+        world = observe(workspace, ledger, settle=settle, endless=endless, refused=frozenset(refused))
         action = next_action(world)
         if action is None:
-            if world.failed_segment is not None and world.trunk_steps:
-                raise InputError(
-                    f"segment {world.failed_segment} failed for good and training waits: read its log in {workspace.logs}, "
-                    "mend the cause, then 'factory train'"
-                )
+            _say_if_failed(workspace, ledger, world)
             return done
-        repeats = repeats + 1 if action == previous else 0
-        assert repeats < 3, f"no progress on {action}"
+        if action.kind == "ingest":
+            assert isinstance(action.subject, Path)
+            try:
+                stamp = (action.subject.name, action.subject.stat().st_mtime_ns)
+                ingest_arrived(workspace, ledger, action.subject, progress)
+            except FileNotFoundError:
+                continue  # taken away again
+            except (InputError, PermissionError) as error:  # this file waits for a person; the others don't wait for it
+                progress.line(f"  {action.subject.name} stays in the inbox: {error}")
+                refused.add(stamp)
+        else:
+            repeats = repeats + 1 if action == previous else 0
+            if repeats >= 3:
+                raise FactoryError(f"no progress on {action.kind} {action.subject}: run 'factory doctor'")
+            perform(workspace, ledger, action, progress)
         previous = action
-        perform(workspace, ledger, action, progress)
         done += 1
+
+
+def _say_if_failed(workspace: Workspace, ledger: Ledger, world: World) -> None:
+    """Raises: SegmentError when training waits for a person."""
+    if world.failed_segment is None:
+        return
+    row = ledger.one(sa.select(segments.c.kind).where(segments.c.id == world.failed_segment))
+    assert row is not None
+    raise SegmentError(
+        f"segment {world.failed_segment} failed for good and training waits: read its log in {workspace.logs}, mend the "
+        f"cause, then run 'factory {'anneal' if row['kind'] == 'anneal' else 'train'}'"
+    )
 
 
 def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool = False, every: float = 5.0) -> None:

@@ -239,7 +239,7 @@ class _Saga:
                 self.advance(row["number"])
                 done.append(f"release {row['number']} was half done and is finished")
             except InputError as error:
-                if isinstance(error, _OutOfDate):
+                if isinstance(error, OutOfDate):
                     with self.ledger.begin() as tx:
                         tx.execute(releases.delete().where(releases.c.number == row["number"]))
                         record(
@@ -317,7 +317,7 @@ class _Saga:
 
 
 # -- what must hold -----------------------------------------------------------------------------------------------------
-class _OutOfDate(InputError):
+class OutOfDate(InputError):
     """The verdict was against a champion that is no longer champion."""
 
 
@@ -349,7 +349,7 @@ def _check_champion(ledger: Ledger, verdict: dict[str, Any]) -> None:
     now = champion(ledger)
     subject = f"candidate:{now['candidate']}" if now else None
     if verdict["against"] != subject:
-        raise _OutOfDate(
+        raise OutOfDate(
             f"verdict {verdict['id']} judged {verdict['subject']} against {verdict['against'] or 'no champion'}, but "
             f"{subject or 'nobody'} is champion now: evaluate it again"
         )

@@ -105,6 +105,7 @@ def _run_trainer(
             stderr=out,
             pass_fds=(lock,),
             preexec_fn=_die_with_parent,
+            start_new_session=True,  # Ctrl-C is ours: the trainer gets a SIGTERM and leaves a checkpoint
         )
         watch = _StepWatch(folder / "metrics.jsonl", row["first_step"])
         task.advance(0, "starting (the first time, the model is compiled)")
@@ -117,7 +118,10 @@ def _run_trainer(
             watch.report(task)
         except BaseException:
             process.terminate()  # it writes a checkpoint and ends
-            process.wait(timeout=STILL_RUNNING_SECONDS)
+            try:
+                process.wait(timeout=STILL_RUNNING_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
             raise
     if follower:
         follower.poll()

@@ -26,6 +26,9 @@ GIT = [
 ]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tiny models: a second thread only waits, and two workers share the cores
 
 
 @pytest.fixture

@@ -238,7 +238,7 @@ def train(folder: Path, run: Run, stop: list[int]) -> None:
             for anomaly in run.detector.observe(batch.step, record["loss"], record["grad_norm"], record["skipped"]):
                 anomalies.write(asdict(anomaly) | {"documents": document_keys(run.order, batch.rows)})
                 anomalies.flush()
-            asked = torch.tensor(float(len(stop)))
+            asked = torch.tensor(float(len(stop)), device=ranks.device)
             ranks.sum_([asked])
             ended = run.step == spec.last_step
             if ranks.leads and (ended or asked or run.step % recipe.checkpoint_every == 0):

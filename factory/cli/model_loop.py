@@ -47,7 +47,8 @@ def ingest(
     as_json: AsJson = False,
 ) -> None:
     """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record."""
-    from factory.daemon import LOCK, describe_shard
+    from factory.daemon import LOCK
+    from factory.inbox import describe_shard
     from factory.ingest.chain import ingest_shard
     from factory.progress import SILENT
 

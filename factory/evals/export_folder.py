@@ -114,7 +114,8 @@ def read_config(folder: Path) -> ExportConfig:
     for key, allowed in _FIXED.items():
         if data.get(key, allowed[0]) not in allowed:
             raise ExportError(f"{where}: {key}: expected {allowed[0]!r}, got {str(data[key])[:80]}")
-    if any(kind != "full_attention" for kind in data.get("layer_types") or []):
+    kinds = data.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise ExportError(f"{where}: layer_types: only full_attention is known")
     fields: dict[str, Any] = {}
     for key, (field, lowest, highest) in _WHOLE.items():

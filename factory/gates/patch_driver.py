@@ -1,6 +1,7 @@
 """Runs inside the sandbox, from a worktree: makes an op's test inputs, or answers them with that worktree's implementation.
 
-``python patch_driver.py make REQUEST OUT`` (approved code): inputs, upstream gradients, and the exact and the eager results.
+``python patch_driver.py make REQUEST OUT`` (approved code): OUT/inputs gets inputs and upstream gradients, OUT/truth the exact and
+the eager results.
 ``python patch_driver.py answer REQUEST IN OUT`` (the candidate's code): outputs and gradients. It never sees the right ones.
 REQUEST is a JSON list of ``{"op", "implementation", "case", "dtype", "values", "seed"}``. Nothing here judges.
 """
@@ -25,9 +26,12 @@ from kernels.registry import OPS, get  # noqa: E402
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def make(jobs: list[dict[str, Any]], out: Path) -> None:
+def make(jobs: list[dict[str, Any]], folder: Path) -> None:
     from kernels.oracle import HOSTILE
 
+    out, truth = folder / "inputs", folder / "truth"
+    for part in (out, truth):
+        part.mkdir(exist_ok=True)
     for number, job in enumerate(jobs):
         op = OPS[job["op"]]
         case = next(c for c in op.cases if c.name == job["case"])
@@ -41,9 +45,9 @@ def make(jobs: list[dict[str, Any]], out: Path) -> None:
         exact = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
         save_file(
             results(op.reference, exact, op.gradients, [u.double() for u in upstream]),
-            out / f"exact-{number}.safetensors",
+            truth / f"exact-{number}.safetensors",
         )
-        save_file(results(op.reference, inputs, op.gradients, upstream), out / f"eager-{number}.safetensors")
+        save_file(results(op.reference, inputs, op.gradients, upstream), truth / f"eager-{number}.safetensors")
         tensors = {f"input {i}": x.contiguous() for i, x in enumerate(inputs) if isinstance(x, Tensor)}
         save_file(tensors | {f"upstream {i}": u for i, u in enumerate(upstream)}, out / f"given-{number}.safetensors")
         plain = {str(i): x for i, x in enumerate(inputs) if not isinstance(x, Tensor)}

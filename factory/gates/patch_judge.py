@@ -73,7 +73,7 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
         )
     if result.lower > policy.min_gain and result.ratio > needed:
         return Verdict(PROMOTE, (times,))
-    if result.ratio > needed:
+    if result.ratio > needed or result.lower > policy.min_gain:
         return Verdict(
             HOLD, (f"a gain is likely but not shown: its lower bound is not above {policy.min_gain:g}", times)
         )

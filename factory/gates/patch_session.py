@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 import sys
 import threading
 import time
@@ -25,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
 from factory import sandbox
+from factory.gates.untrusted_tensors import UntrustedFileError, read_tensors
 from factory.sandbox import Limits
 
 POLL_SECONDS = 0.003
@@ -142,28 +140,14 @@ def _reveal(folder: int, spec: dict[str, Any]) -> None:
 
 
 def read_weights(folder: int, step: int, origin: Weights) -> tuple[Weights, str]:
-    """The weights that a run left after ``step``, or what is wrong with them. Nothing about the file is trusted."""
+    """The weights that a run left after ``step``, or what is wrong with them."""
+    expected = sum(tensor.numel() * tensor.element_size() for tensor in origin.values())
     try:
-        inner = folder
-        opened = []
-        try:
-            for name in ("checkpoints", f"step-{step:08d}"):
-                inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=inner)
-                opened.append(inner)
-            handle = os.open("model.safetensors", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inner)
-        finally:
-            for descriptor in opened:
-                os.close(descriptor)
-        with os.fdopen(handle, "rb") as file:
-            status = os.fstat(file.fileno())
-            expected = sum(tensor.numel() * tensor.element_size() for tensor in origin.values())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > 2 * expected + (1 << 20):
-                return {}, f"its weights are no file of about {expected} bytes"
-            weights = load(file.read(2 * expected + (1 << 20)))
-    except OSError:
-        return {}, f"it left no weights of step {step}"
-    except (SafetensorError, ValueError) as error:
-        return {}, f"its weights cannot be read: {error}"
+        weights = read_tensors(
+            folder, ("checkpoints", f"step-{step:08d}", "model.safetensors"), 2 * expected + (1 << 20)
+        )
+    except UntrustedFileError as error:
+        return {}, f"it left no weights of step {step}: {error}"
     for name, tensor in origin.items():
         found = weights.get(name)
         if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype or len(weights) != len(origin):

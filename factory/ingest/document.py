@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROLES = ("system", "user", "assistant", "tool")
+_RESERVED = frozenset({"cloze", "all", "target"})  # names that the release gate gives to measures of its own
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}\Z")
 
 Content = dict[str, Any]  # {"text": str} or {"messages": [{"role", "content"}]}
@@ -100,7 +101,7 @@ def parse_document(row: Any, default_domain: str) -> Parsed:
     else:
         content = {"messages": _messages(messages)}
     domain = _string(row, "domain") or ("chat" if messages is not None else default_domain)
-    if not _DOMAIN.match(domain):
+    if not _DOMAIN.match(domain) or domain in _RESERVED:
         raise BadRow("bad_schema", f"'domain' {domain[:40]!r}: letters a-z, digits, '-' and '_' only, 40 at most")
     identity = row.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.daemon import Action, World, arrived, next_action, observe
+from factory.daemon import Action, World, next_action, observe
+from factory.inbox import arrived
 from factory.ledger import (
     Ledger,
     candidates,
@@ -42,11 +43,12 @@ SHARD = Path("inbox/a.jsonl")
         (World(arrived=(SHARD,)), Action("ingest", SHARD)),
         (World(trunk_steps=2), Action("plan_trunk")),
         (World(trunk_steps=2, arrived=(SHARD,)), Action("ingest", SHARD)),
-        (World(open_segment=3, arrived=(SHARD,)), Action("train", 3)),
-        (World(unannealed_trunk=1, trunk_steps=2, arrived=(SHARD,)), Action("plan_anneal", 1)),
-        (World(unexported_anneal=2, arrived=(SHARD,)), Action("export", 2)),
+        (World(open_segment=3, arrived=(SHARD,)), Action("ingest", SHARD)),
+        (World(open_segment=3), Action("train", 3)),
+        (World(unannealed_trunk=1, trunk_steps=2), Action("plan_anneal", 1)),
+        (World(unexported_anneal=2, unannealed_trunk=1), Action("export", 2)),
         (World(unjudged_candidate=1, trunk_steps=2), Action("judge", 1)),
-        (World(unreleased_promotion=5, arrived=(SHARD,)), Action("release", 5)),
+        (World(unreleased_promotion=5, unjudged_candidate=1), Action("release", 5)),
         (World(unfinished_release=1, open_segment=9), Action("finish_release", 1)),
         (World(failed_segment=4, trunk_steps=2), None),
         (World(failed_segment=4, trunk_steps=2, arrived=(SHARD,)), Action("ingest", SHARD)),

@@ -1,0 +1,45 @@
+"""Reads a safetensors file that a candidate wrote. Nothing about it is trusted: not that it is a file, nor its size, nor where it leads.
+
+The folder is entered through a descriptor taken before the candidate ran; no link is followed, a pipe blocks nobody, and no
+more than ``limit`` bytes are read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+
+class UntrustedFileError(Exception):
+    """Says what is wrong with the file, for a report."""
+
+
+def read_tensors(folder: int, parts: Sequence[str], limit: int) -> dict[str, torch.Tensor]:
+    """The tensors of ``parts[0]/…/parts[-1]`` below the folder that the descriptor holds. Raises: UntrustedFileError."""
+    opened: list[int] = []
+    try:
+        inner = folder
+        for name in parts[:-1]:
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=inner)
+            opened.append(inner)
+        handle = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inner)
+        opened.append(handle)
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise UntrustedFileError(f"{parts[-1]} is no regular file")
+        if status.st_size > limit:
+            raise UntrustedFileError(f"{parts[-1]} has {status.st_size} bytes, at most {limit} are expected")
+        with os.fdopen(os.dup(handle), "rb") as file:
+            return load(file.read(limit + 1)[:limit])
+    except OSError as error:
+        raise UntrustedFileError(f"{parts[-1]} is not there: {error.strerror}") from error
+    except (SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
+        raise UntrustedFileError(f"{parts[-1]} cannot be read: {str(error)[:300]}") from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
