@@ -13,7 +13,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from factory.errors import FactoryError, InputError, SegmentError
-from factory.inbox import SETTLE_SECONDS, arrived, ingest_arrived
+from factory.inbox import SETTLE_SECONDS, Refused, arrived, ingest_arrived
 from factory.ledger import Ledger, candidates, record, releases, segments, token_shards, verdicts
 from factory.progress import Progress
 from factory.workspace import Workspace
