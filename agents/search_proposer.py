@@ -113,7 +113,8 @@ def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device:
         f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({about}) "
         f"runs its forward and backward on the recipe's shapes in {c.seconds * 1e3:.1f} ms, "
         f"`{c.before}` in {c.against_seconds * 1e3:.1f} ms: "
-        f"{c.ratio:.2f} times as fast in interleaved pairs. If the whole step does not get at least {1 + (c.predicted_gain - 1) / 2:.3f} "
+        f"{c.ratio:.2f} times as fast in interleaved pairs. "
+        f"If the whole step does not get at least {1 + (c.predicted_gain - 1) / 2:.3f} "
         f"times as fast (predicted: {c.predicted_gain:.3f}), "
         f"or held-out evaluations get worse, this is refuted."
     )
