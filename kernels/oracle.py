@@ -119,7 +119,10 @@ def _run(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dic
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator().manual_seed(seed + 1)
     wanted = [o for o in outputs if o.requires_grad]
-    upstream = [torch.randn(o.shape, generator=generator).to(dtype=o.dtype, device=o.device) for o in wanted]
+    # A loss's upstream is a power of two: another number would round once more what an op made in its forward pass,
+    # and training, where it is one, never does that.
+    drawn = [torch.randn(o.shape, generator=generator) if o.ndim else torch.tensor(-0.5) for o in wanted]
+    upstream = [u.to(dtype=o.dtype, device=o.device) for u, o in zip(drawn, wanted)]
     gradients = torch.autograd.grad(wanted, [arguments[p] for p in op.gradients], upstream)
     named = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     return named | {f"gradient of argument {p}": g for p, g in zip(op.gradients, gradients, strict=True)}
