@@ -59,6 +59,10 @@ def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -
     """
     trunk = next_trunk(workspace, ledger, steps)
     if not trunk.steps:
+        if not trunk.new_shards and not last_segment(ledger, "trunk"):
+            raise InputError(
+                "nothing to train on: no shard has been ingested; drop one into the inbox or run 'factory ingest PATH'"
+            )
         recipe = load_recipe(workspace)
         raise InputError(
             f"too little to train on: recipe {recipe.name} (max_epochs {recipe.mixture.max_epochs}) needs at least "

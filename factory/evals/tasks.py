@@ -243,7 +243,7 @@ def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance)
 
 # -- chat --------------------------------------------------------------------------------------------------------------
 def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[Sample]:
-    """Greedy answers to held-out questions, two in three of them such as are truly answered with code."""
+    """Greedy answers to held-out questions, about two in three of them truly answered with code."""
     asked: list[tuple[HeldOut, list[dict[str, Any]], list[int], bool]] = []
     for document in suite.documents:
         messages = document.messages or []
@@ -251,9 +251,9 @@ def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, poli
         prompt = tokenizer.prompt(messages[:at]).tolist() if at else []
         if prompt and len(prompt) + 16 <= model.config.context:
             asked.append((document, messages[:at], prompt, code_in(messages[at]["content"]) is not None))
-    with_code = [entry for entry in asked if entry[3]][: max(1, policy.chat_samples * 2 // 3)]
-    without = [entry for entry in asked if not entry[3]][: policy.chat_samples - len(with_code)]
-    asked = with_code + without
+    with_code, without = ([entry for entry in asked if entry[3] == code] for code in (True, False))
+    share = max(1, policy.chat_samples * 2 // 3)
+    asked = (with_code[:share] + without + with_code[share:])[: policy.chat_samples]
     if not asked:
         return []
     room = min(policy.chat_tokens, model.config.context - max(len(entry[2]) for entry in asked))

@@ -21,7 +21,7 @@ from factory.repository import ScopeError
 from factory.workspace import code_root
 
 AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
-ORACLE = OraclePolicy(cases=["small"], wall_seconds=90)
+ORACLE = OraclePolicy(cases=["small"], wall_seconds=45)
 
 
 @pytest.fixture(scope="module")
@@ -198,9 +198,16 @@ ATTACKS = {
         "def fast(gate_XF, up_XF):\n    return F.silu(gate_XF) * up_XF * float('nan')\n",
         "not finite",
     ),
+    "reading the right answers": (
+        "swiglu",
+        "def fast(gate_XF, up_XF):\n    import pathlib\n    import sys\n"
+        "    given = pathlib.Path(sys.argv[-2])\n    seen = [p.name for p in given.parent.rglob('exact-*')]\n"
+        "    raise RuntimeError('SAW ' + str(seen))\n",
+        "SAW []",
+    ),
     "a changed input": (
         "swiglu",
-        "def fast(gate_XF, up_XF):\n    out = F.silu(gate_XF) * up_XF\n    up_XF.detach().add_(1e-9).mul_(2)\n    return out\n",
+        "def fast(gate_XF, up_XF):\n    out = F.silu(gate_XF.clone()) * up_XF.clone()\n    up_XF.detach().mul_(2).add_(1e-9)\n    return out\n",
         "changes its inputs",
     ),
 }

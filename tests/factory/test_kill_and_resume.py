@@ -144,6 +144,9 @@ def test_killed_anywhere_it_ends_where_an_uninterrupted_run_ends(plant: Workspac
         (workspace.root / "policies" / "gates").mkdir(parents=True)
         (workspace.root / "policies" / "gates" / "release.yaml").write_text(lenient(policy))
 
+        data = (ROOT / "policies" / "data.yaml").read_text()
+        (workspace.root / "policies" / "data.yaml").write_text(data.replace("vocab_size: 4096", "vocab_size: 512"))
+
     uninterrupted = start(calm)
     assert uninterrupted.wait(timeout=300) == 0, (calm.logs / "daemon.log").read_text()[-3000:]
     expected = end_state(calm)

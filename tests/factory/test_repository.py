@@ -17,7 +17,7 @@ from factory.workspace import Config, Workspace, code_root
 
 POLICY = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
 FILES = {
-    "kernels/op.py": "def op(x):\n    return x\n",
+    "kernels/ops.py": "def op(x):\n    return x\n",
     "trainer/__init__.py": "",
     "policies/kernels.yaml": "cpu:\n  rms_norm: reference\n",
     "factory/judge.py": "THRESHOLD = 1\n",
@@ -69,12 +69,12 @@ def test_live_code_is_checked_out_once_and_mended(live: Workspace, target: Path)
     assert folder.name == f"live-{git(target, 'rev-parse', 'HEAD')[:12]}"
     assert {p: (folder / p).read_text() for p in FILES} == FILES
     assert git(folder, "status", "--porcelain") == ""
-    before = (folder / "kernels/op.py").stat().st_mtime_ns
-    assert repository.checkout_live(live) == folder and (folder / "kernels/op.py").stat().st_mtime_ns == before
+    before = (folder / "kernels/ops.py").stat().st_mtime_ns
+    assert repository.checkout_live(live) == folder and (folder / "kernels/ops.py").stat().st_mtime_ns == before
 
-    (folder / "kernels/op.py").write_text("tampered")
+    (folder / "kernels/ops.py").write_text("tampered")
     repository.checkout_live(live)
-    assert (folder / "kernels/op.py").read_text() == FILES["kernels/op.py"]
+    assert (folder / "kernels/ops.py").read_text() == FILES["kernels/ops.py"]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_live_code_survives_damage(live: Workspace, target: Path, damage: str) -
 
     folder = repository.checkout_live(live)
     if damage == "half written":
-        (folder / "kernels/op.py").unlink()
+        (folder / "kernels/ops.py").unlink()
     else:
         if damage == "registration deleted":
             shutil.rmtree(target / ".git" / "worktrees")
@@ -96,18 +96,18 @@ def test_live_code_survives_damage(live: Workspace, target: Path, damage: str) -
         if damage == "a file in its place":
             folder.write_text("what")
     assert repository.checkout_live(live) == folder
-    assert (folder / "kernels/op.py").read_text() == FILES["kernels/op.py"]
+    assert (folder / "kernels/ops.py").read_text() == FILES["kernels/ops.py"]
     assert git(folder, "rev-parse", "HEAD") == git(target, "rev-parse", "HEAD")
     assert left_behind(target)[1] == 2
 
 
 def test_a_detached_head_is_fine_and_a_dirty_tree_is_named(live: Workspace, target: Path) -> None:
     git(target, "checkout", "-q", "--detach")
-    (target / "kernels/op.py").write_text("not committed\n")
+    (target / "kernels/ops.py").write_text("not committed\n")
     (target / "README.md").write_text("not code\n")
-    assert repository.changed_files(target) == ["kernels/op.py"]
+    assert repository.changed_files(target) == ["kernels/ops.py"]
     folder = repository.checkout_live(live)
-    assert (folder / "kernels/op.py").read_text() == FILES["kernels/op.py"]
+    assert (folder / "kernels/ops.py").read_text() == FILES["kernels/ops.py"]
 
 
 @pytest.mark.parametrize("what", ["no folder", "no repository", "inside another", "no commit"])
@@ -150,31 +150,31 @@ def test_a_patch_becomes_one_commit_on_a_branch(target: Path, tmp_path: Path) ->
 
 
 def test_the_hash_is_of_the_patch(target: Path, tmp_path: Path) -> None:
-    one = apply(target, [("kernels/op.py", "a = 1\n")], tmp_path / "1", "factory/search/1-a")
-    two = apply(target, [("kernels/op.py", "a = 1\n")], tmp_path / "2", "factory/search/2-a")
-    three = apply(target, [("kernels/op.py", "a = 2\n")], tmp_path / "3", "factory/search/3-a")
+    one = apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "1", "factory/search/1-a")
+    two = apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "2", "factory/search/2-a")
+    three = apply(target, [("kernels/ops.py", "a = 2\n")], tmp_path / "3", "factory/search/3-a")
     assert one.patch_sha256 == two.patch_sha256 != three.patch_sha256
 
 
 def test_a_branch_that_is_there_is_never_moved(target: Path, tmp_path: Path) -> None:
-    first = apply(target, [("kernels/op.py", "a = 1\n")], tmp_path / "1")
+    first = apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "1")
     with pytest.raises(RepositoryError):
-        apply(target, [("kernels/op.py", "a = 2\n")], tmp_path / "2")
+        apply(target, [("kernels/ops.py", "a = 2\n")], tmp_path / "2")
     assert git(target, "rev-parse", "factory/search/1-try") == first.commit and not (tmp_path / "2").exists()
 
 
 def test_a_failing_checkout_leaves_nothing(target: Path, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file where a folder is needed")
     with pytest.raises((RepositoryError, OSError)):
-        apply(target, [("kernels/op.py", "a = 1\n")], tmp_path / "occupied" / "try")
+        apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "occupied" / "try")
     assert left_behind(target) == ("", 1)
 
 
 def test_executable_files_keep_their_mode(target: Path, tmp_path: Path) -> None:
-    (target / "kernels/op.py").chmod(0o755)
+    (target / "kernels/ops.py").chmod(0o755)
     git(target, "commit", "-q", "-am", "executable")
-    applied = apply(target, [("kernels/op.py", "a = 1\n")], tmp_path / "try")
-    assert repository.modes(target, applied.commit)["kernels/op.py"] == "100755"
+    applied = apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "try")
+    assert repository.modes(target, applied.commit)["kernels/ops.py"] == "100755"
 
 
 def test_branch_names() -> None:

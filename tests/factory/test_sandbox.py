@@ -28,7 +28,14 @@ def inside(
 
 
 def processes_naming(word: str) -> list[int]:
-    """Processes of the whole machine whose command line holds ``word``."""
+    """Processes of the whole machine whose command line holds ``word``, once the kernel has had time to bury the dead."""
+    deadline = time.monotonic() + 3
+    while (found := _processes_naming(word)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _processes_naming(word: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:

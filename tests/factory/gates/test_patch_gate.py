@@ -23,7 +23,8 @@ from factory.progress import SILENT
 from factory.proposing import submit
 from factory.workspace import code_root
 
-POLICY = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
+SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
+POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update={"pairs": 2})})
 
 
 def evidence(baseline: list[float], candidate: list[float], **training: Any) -> dict[str, Any]:

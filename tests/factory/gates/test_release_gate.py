@@ -11,11 +11,12 @@ import pytest
 import sqlalchemy as sa
 import torch
 
+from factory.champion import champion
 from factory.errors import InputError
 from factory.evals.evaluator import evaluate
 from factory.evals.parity import CHECKS
-from factory.gates.release_gate import champion, decide
-from factory.ledger import Ledger, documents, eval_items, evaluations, held_out, releases, verdicts
+from factory.gates.release_gate import decide
+from factory.ledger import Ledger, documents, eval_items, evaluations, held_out, record, releases, verdicts
 from factory.progress import SILENT
 from factory.workspace import Workspace
 from tests.factory.evals.plant import SHARD, Plant, build_plant, save_export, tiny_model, trained
@@ -87,7 +88,9 @@ def test_better_model_is_promoted_over_the_champion_on_the_same_items(plant: Pla
     first = decide(plant.workspace, plant.ledger, weak)
     with plant.ledger.begin() as tx:
         tx.execute(releases.insert().values(number=1, candidate=weak, verdict=first, state="published", created_at=0.0))
-    assert champion(plant.ledger) == weak
+        record(tx, "promoted", "release:1")
+    crowned = champion(plant.ledger)
+    assert crowned and crowned["candidate"] == weak
     number = decide(plant.workspace, plant.ledger, better)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "promote", verdict["reasons"]
