@@ -13,7 +13,7 @@ from pathlib import Path
 
 from factory import daemon
 from factory.console import Terminal
-from factory.errors import InputError, WorkspaceError
+from factory.errors import FactoryError, InputError, WorkspaceError
 from factory.ledger import Ledger, proposals, sa, shards
 from factory.status import snapshot
 from factory.summary import summary
@@ -31,10 +31,13 @@ def run_demo(where: Path, terminal: Terminal, *, fresh: bool = False) -> None:
         if not (root / MARK).exists():
             raise WorkspaceError(f"{root} holds something that no demo made: name another folder with --workspace")
         if fresh:
+            with Workspace.open(root).lock(daemon.LOCK):  # not under a demo that is running
+                pass
             shutil.rmtree(root)
     terminal.heading("1  A workspace, and a corpus: the standard library of this Python")
-    workspace = Workspace.create(root)
+    root.mkdir(parents=True, exist_ok=True)
     (root / MARK).touch()
+    workspace = Workspace.create(root)
     ledger = Ledger.create(workspace.ledger_url)
     with workspace.lock(daemon.LOCK):
         corpus = _corpus(workspace, terminal)
@@ -48,10 +51,17 @@ def run_demo(where: Path, terminal: Terminal, *, fresh: bool = False) -> None:
         _arrive(workspace, ledger, [path for path in corpus if path not in first] + [_bad_shard(workspace, ledger)])
         daemon.reconcile(workspace, ledger, terminal, settle=0.0)
     terminal.heading("4  The code loop: time every line of the training step, propose one patch, measure it, judge it")
-    _code_loop(workspace, ledger, terminal)
+    failure: FactoryError | None = None
+    try:
+        _code_loop(workspace, ledger, terminal)
+    except FactoryError as error:  # no sandbox here, say: all that came before stands
+        failure = error
+        terminal.line(f"  the code loop could not run: {error}")
     terminal.heading("5  What happened")
     for line in summary(workspace, snapshot(workspace), time.monotonic() - began):
         terminal.line(line)
+    if failure:
+        raise failure
 
 
 def _corpus(workspace: Workspace, terminal: Terminal) -> list[Path]:

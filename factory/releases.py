@@ -94,7 +94,7 @@ def _check_approval(workspace: Workspace, ledger: Ledger, verdict: dict[str, Any
         approve(ledger, verdict["id"], "mlflow")
         return "mlflow"
     raise ApprovalNeeded(
-        f"candidate {number} waits for approval: run 'factory release --approve', or set the tag {APPROVAL_TAG}=approved on "
+        f"candidate {number} waits for approval: run 'factory release', or set the tag {APPROVAL_TAG}=approved on "
         f"version {version} of {MODEL} in MLflow"
     )
 

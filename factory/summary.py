@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from pathlib import Path
 from typing import Any
 
 from factory.workspace import Workspace
@@ -9,14 +12,22 @@ from factory.workspace import Workspace
 
 def summary(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list[str]:
     """Lines for a person, from ``factory.status.snapshot``."""
-    where = f" --workspace {workspace.root}" if workspace.root.name != "workspace" else ""
+    factory = shlex.quote(sys.argv[0]) if "/" in sys.argv[0] else "factory"
+    if Path(sys.argv[0]).resolve().is_relative_to(Path.cwd()):
+        factory = str(Path(sys.argv[0]).resolve().relative_to(Path.cwd()))
+    if Path(sys.argv[0]).name == "__main__.py":
+        factory = "python -m factory"
+    where = "" if workspace.root == Path.cwd() / "workspace" else f" --workspace {shlex.quote(str(workspace.root))}"
+    asked = [f"{factory} status{where}"]
+    asked += [f"{factory} proposals show {facts['proposals'][-1]['number']}{where}"] if facts["proposals"] else []
+    asked += [f"{factory} provenance --release {facts['releases'][-1]['number']}{where}"] if facts["releases"] else []
     lines = [*_data(facts), "", *_training(facts), "", *_releases(facts), "", *_proposals(facts), ""]
     lines += [
-        f"  All of it took {seconds / 60:.1f} minutes. Every number above was read back from {workspace.root / 'ledger.db'}.",
+        f"  This run took {seconds / 60:.1f} minutes. Every number above was read back from {workspace.root / 'ledger.db'}.",
         "",
-        f"  Look at it:   factory ui{where}            (MLflow: runs, the model's versions, verdicts, reports)",
-        f"  Ask:          factory status{where} · factory proposals show 1{where} · factory provenance --release 1{where}",
-        f"  Feed it:      cp your-shards/*.jsonl {workspace.inbox}/ && factory run --once{where}",
+        f"  Look at it:  {factory} ui{where}    (MLflow: runs, the model's versions, verdicts, reports)",
+        "  Ask:         " + "\n               ".join(asked),
+        f"  Feed it:     cp your-shards/*.jsonl {shlex.quote(str(workspace.inbox))}/ && {factory} run --once{where}",
     ]
     return lines
 
@@ -122,4 +133,4 @@ def _proposals(facts: dict[str, Any]) -> list[str]:
         lines.append(f"      hypothesis: {proposal['hypothesis']}")
         lines.append(f"      {(proposal['outcome'] or proposal['state']).upper()}")
         lines += [f"      {reason}" for reason in proposal["reasons"] or []]
-    return lines if facts["proposals"] else [*lines, "    nothing: no faster implementation was found to propose"]
+    return lines if facts["proposals"] else [*lines, "    nothing"]

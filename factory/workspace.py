@@ -144,12 +144,15 @@ class Workspace:
         root = root.expanduser().resolve()
         if (root / "factory.yaml").exists():
             return cls.open(root)
-        if root.exists() and any(root.iterdir()):
+        if root.exists() and not root.is_dir():
+            raise WorkspaceError(f"{root} is a file: name a folder")
+        if root.exists() and any(path.name not in (".demo", *FOLDERS) for path in root.iterdir()):
             raise WorkspaceError(f"{root} is not empty and is not a workspace: name an empty folder")
         config = config or Config()
         try:
             for folder in FOLDERS:
                 (root / folder).mkdir(parents=True, exist_ok=True)
+            (root / "root").write_text(f"{root}\n")
             _write_config(root / "factory.yaml", config)
         except OSError as error:
             raise WorkspaceError(f"{root} cannot be made: {error.strerror}") from error
@@ -160,6 +163,8 @@ class Workspace:
         """Raises: WorkspaceError when there is none, or of another version; ConfigError for a bad factory.yaml."""
         root = root.expanduser().resolve()
         path = root / "factory.yaml"
+        if not os.access(root, os.R_OK | os.X_OK) and root.exists():
+            raise WorkspaceError(f"{root} may not be read by this user")
         if not path.exists():
             raise WorkspaceError(f"no workspace at {root}: run 'factory init --workspace {root}', or set FACTORY_HOME")
         config = _read_config(path)
@@ -167,6 +172,12 @@ class Workspace:
             raise WorkspaceError(
                 f"{root} is a workspace of version {config.version}, this factory speaks version {VERSION}: "
                 "use the factory that made it, or start a new workspace and ingest the same shards"
+            )
+        made = root / "root"
+        if made.exists() and (old := made.read_text().strip()) != str(root):
+            raise WorkspaceError(
+                f"{root} was made at {old}, and its ledger names files there: move it back, or start a new workspace and "
+                "ingest the same shards"
             )
         return cls(root, config)
 

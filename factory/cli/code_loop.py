@@ -84,12 +84,21 @@ def proposals_default(context: typer.Context, where: Where = DEFAULT, as_json: A
     """The patches that agents proposed, and what the gate said of each."""
     context.obj = where
     if context.invoked_subcommand is None:
-        proposals_list(where, as_json)
+        _list_proposals(where, as_json)
 
 
 @proposals_app.command("list")
-def proposals_list(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+def proposals_list(context: typer.Context, where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """All proposals, a line each."""
+    _list_proposals(_named(context, where), as_json)
+
+
+def _named(context: typer.Context, where: Path) -> Path:
+    """The workspace named after the subcommand, or else after ``proposals``."""
+    return where if where != DEFAULT else context.obj
+
+
+def _list_proposals(where: Path, as_json: bool) -> None:
     from factory.listing import rows
 
     found = rows(
@@ -107,6 +116,6 @@ def proposals_list(where: Where = DEFAULT, as_json: AsJson = False) -> None:
 
 
 @proposals_app.command("show")
-def proposals_show(number: int, where: Where = DEFAULT, as_json: AsJson = False) -> None:
+def proposals_show(context: typer.Context, number: int, where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """One proposal: hypothesis, prediction, evidence, verdict."""
-    _show_proposal(Workspace.open(where), number, as_json)
+    _show_proposal(Workspace.open(_named(context, where)), number, as_json)

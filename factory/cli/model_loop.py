@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -99,8 +99,11 @@ def train(
 
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
-        number = observe(workspace, ledger).open_segment or plan_trunk(workspace, ledger, steps)
-        train_segment(workspace, ledger, number, terminal)
+        waiting = observe(workspace, ledger).open_segment
+        if waiting:
+            terminal.line(f"  first, segment {waiting} that was cut short")
+            train_segment(workspace, ledger, waiting, terminal)
+        train_segment(workspace, ledger, plan_trunk(workspace, ledger, steps), terminal)
 
 
 @app.command()
@@ -116,8 +119,12 @@ def anneal(where: Where = DEFAULT) -> None:
         waiting = observe(workspace, ledger).open_segment
         if waiting:
             train_segment(workspace, ledger, waiting, terminal)
-        number = plan_anneal(workspace, ledger)
-        train_segment(workspace, ledger, number, terminal)
+        number = observe(
+            workspace, ledger
+        ).unexported_anneal  # an anneal that was cut short is finished, not done twice
+        if number is None:
+            number = plan_anneal(workspace, ledger)
+            train_segment(workspace, ledger, number, terminal)
         terminal.line(f"  candidate {export_candidate(workspace, ledger, number)}")
 
 
@@ -159,29 +166,30 @@ def release(
     rollback: Annotated[int | None, typer.Option(help="Make this older release champion again.")] = None,
 ) -> None:
     """Release a candidate that the gate promoted (this is the approval, where the policy asks for one), or roll back."""
-    from factory.daemon import LOCK
+    from factory.champion import champion
     from factory.ledger import sa, verdicts
     from factory.releases import release as release_verdict
     from factory.releases import rollback as roll_back
 
-    workspace, ledger, terminal = open_workspace(where)
-    with workspace.lock(LOCK):
-        if rollback is not None:
-            roll_back(workspace, ledger, rollback)
-            terminal.line(f"  release {rollback} is champion again")
-            return
-        number = _candidate(workspace, candidate)
-        last = (
-            sa.select(verdicts)
-            .where(verdicts.c.gate == "release", verdicts.c.subject == f"candidate:{number}")
-            .order_by(verdicts.c.id.desc())
-            .limit(1)
-        )
-        verdict = ledger.one(last)
-        if verdict is None:
-            raise InputError(f"candidate {number} has not been judged: run 'factory evaluate {number}'")
-        done = release_verdict(workspace, ledger, verdict["id"], terminal, approved_by=getpass.getuser())
-        terminal.line(f"  release {done} published")
+    workspace, ledger, terminal = open_workspace(
+        where
+    )  # releases have a lock of their own: this works beside the daemon
+    if rollback is not None:
+        roll_back(workspace, ledger, rollback)
+        terminal.line(f"  release {rollback} is champion again")
+        return
+    number = _candidate(workspace, candidate)
+    of_candidate = (verdicts.c.gate == "release") & (verdicts.c.subject == f"candidate:{number}")
+    verdict = ledger.one(sa.select(verdicts).where(of_candidate).order_by(verdicts.c.id.desc()).limit(1))
+    if verdict is None:
+        raise InputError(f"candidate {number} has not been judged: run 'factory evaluate {number}'")
+    person = os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
+    done = release_verdict(workspace, ledger, verdict["id"], terminal, approved_by=person)
+    crowned = champion(ledger)
+    state = (
+        "is champion" if crowned and crowned["number"] == done else "stands, but another one is champion (--rollback)"
+    )
+    terminal.line(f"  release {done} {state}")
 
 
 def _candidate(workspace: Workspace, number: int | None) -> int:

@@ -187,7 +187,14 @@ def _isolated(case: Case) -> Stage:
         return {"state": "missing", "reasons": [NO_START]}
     recipe = _recipe(case, case.start, candidate=False)
     return patch_ops.isolated(
-        case.policy.isolated, _changed_ops(case), recipe, case.baseline, approved, case.work / "isolated"
+        case.policy.isolated,
+        _changed_ops(case),
+        recipe,
+        case.baseline,
+        approved,
+        case.workspace.root
+        / "cache"
+        / "workbench",  # approved code alone runs here: what it compiled before may be used
     )
 
 

@@ -43,7 +43,7 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     ours = evaluate_on(workspace, ledger, candidate_id, suite, shown)
     crowned = champion(ledger)
     champion_id = None if crowned is None else int(crowned["candidate"])
-    theirs = None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, shown)
+    theirs = None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, shown, released=True)
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
     return _record(ledger, policy, candidate_id, champion_id, suite, evidence, {"candidate": ours, "champion": theirs})
 

@@ -71,3 +71,10 @@ with Workspace.open(Path({str(workspace.root)!r})).lock("model-loop"):
         holder.wait()
     with workspace.lock("model-loop"):
         pass
+
+
+def test_a_moved_workspace_says_so(tmp_path: Path) -> None:
+    Workspace.create(tmp_path / "here")
+    (tmp_path / "here").rename(tmp_path / "there")
+    with pytest.raises(WorkspaceError, match=r"was made at .*here.*move it back"):
+        Workspace.open(tmp_path / "there")
