@@ -64,8 +64,8 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench, device: str) ->
         for name, implementation in OPS[op["op"]].implementations.items():
             if name == op["implementation"] or not implementation.runs_on(device) or tried >= MOST_MEASURED:
                 continue
-            if name == "compiled" and profile["recipe"]["compile"]:
-                continue  # the recipe compiles it already
+            if name == "compiled" and profile["recipe"]["compile"] and OPS[op["op"]].in_block:
+                continue  # the recipe compiles it already, with its block
             tried += 1
             try:
                 measured = workbench.measure(op["op"], name, op["implementation"])

@@ -78,9 +78,9 @@ def _training(facts: dict[str, Any]) -> list[str]:
         domains = sorted(newest["bpb"])
         lines.append("    held-out bits per byte " + "".join(f"{domain:>9}" for domain in domains) + "    cloze right")
         baselines = newest.get("baselines") or {}
-        for name in sorted({name for domain in domains for name in baselines.get(domain, {})}):
+        for name in sorted({n for domain in domains for n in baselines.get(domain, {}) if n.endswith("gram")}):
             cells = "".join(_cell(baselines.get(domain, {}).get(name)) for domain in domains)
-            lines.append(f"      {name.replace('_', ' ') + ' model':<21}{cells}")
+            lines.append(f"      {'byte ' + name.replace('_', ' '):<21}{cells}")
         for candidate in measured:
             own = candidate["summary"]
             cells = "".join(_cell(own["bpb"].get(domain)) for domain in domains)

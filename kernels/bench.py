@@ -90,7 +90,7 @@ def compare(
     op = get(name)
     case = Case("recipe", setting.shape)
     functions = [check(name, n, torch.device(device).type).function for n in (against, implementation)]
-    if setting.compile:
+    if setting.compile and op.in_block:
         functions = [torch.compile(f, dynamic=False) for f in functions]
     steps = [
         _step(f, op.inputs(case, device=device, dtype=DTYPES[setting.precision]), op.gradients, device)
@@ -114,7 +114,7 @@ def compare(
         against,
         device,
         setting.precision,
-        setting.compile,
+        setting.compile and op.in_block,
         mine,
         base,
         quartiles[1],

@@ -182,5 +182,6 @@ OP = op(
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1),
+    in_block=False,
     implementations=(compiled(reference), CHUNKED, CHUNKED_COMPILED),
 )

@@ -86,6 +86,7 @@ class Op:
     make_inputs: Callable[[Shape, torch.Generator, torch.device, torch.dtype], Inputs]
     gradients: tuple[int, ...]
     implementations: Mapping[str, Implementation] = field(default_factory=dict)
+    in_block: bool = True  # part of a layer: compiled with it where the recipe compiles its blocks
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -142,10 +143,11 @@ def op(
     make_inputs: Callable[[Shape, torch.Generator, torch.device, torch.dtype], Inputs],
     gradients: tuple[int, ...],
     implementations: tuple[Implementation, ...] = (),
+    in_block: bool = True,
 ) -> Op:
     """Every op has its reference as the implementation ``reference``."""
     everything = (Implementation("reference", reference, "the plain eager expression"), *implementations)
-    return Op(name, reference, cost, make_inputs, gradients, {i.name: i for i in everything})
+    return Op(name, reference, cost, make_inputs, gradients, {i.name: i for i in everything}, in_block)
 
 
 _SMALL = Shape(batch=2, context=32, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab_size=128)

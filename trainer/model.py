@@ -82,10 +82,9 @@ class Decoder(nn.Module):
                 parameter.copy_(drawn)
 
     def compile(self) -> None:  # type: ignore[override]
-        """Compile the blocks (one graph serves all) and the loss."""
+        """Compile the blocks; one graph serves all. How the loss head runs is the kernel policy's choice."""
         for block in self.blocks:
             block.compile(dynamic=False)
-        self._head = torch.compile(self._head, dynamic=False)  # type: ignore[method-assign]
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
         """Hidden states [B, T, D] before the final norm, in ``dtype``."""

@@ -155,7 +155,7 @@ class Recipe(Strict):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
     seed: Annotated[int, Field(ge=0)] = 1
     precision: Literal["fp32", "bf16"] = "bf16"  # of the forward and backward; weights and optimiser are fp32
-    compile: bool = True  # torch.compile the blocks and the loss
+    compile: bool = True  # torch.compile each block
     checkpoint_every: Positive = 200  # steps
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2  # newest ones kept in a segment's folder
     export_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -63,7 +63,7 @@ def summary(profile: Profile) -> str:
         f"profiling added {profile.overhead_s * 1e3:.0f} ms to a step, none of it in the table."
     )
     if profile.recipe["compile"]:
-        text += " The recipe compiles blocks and loss, which hides their lines: the table is of the eager step."
+        text += " The recipe compiles its blocks, which hides their lines: the table is of the eager step."
         if profile.recipe_step_s is not None:
             text += f" Compiled, the step takes {profile.recipe_step_s * 1e3:.0f} ms."
     return text
