@@ -104,7 +104,11 @@ def propose(workspace: Workspace, ledger: Ledger, progress: Progress, *, agent: 
     if drafted is None:
         progress.line("  nothing proposed: no change was found that measures faster than what runs now")
         return None
-    return submit(workspace, ledger, progress, drafted, base)
+    number = submit(workspace, ledger, progress, drafted, base)
+    from factory.tracking import Tracking
+
+    Tracking.open(workspace, ledger).proposal_run(number)
+    return number
 
 
 def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Proposal, base: str) -> int:
