@@ -31,8 +31,9 @@ def run_demo(where: Path, terminal: Terminal, *, fresh: bool = False) -> None:
         if not (root / MARK).exists():
             raise WorkspaceError(f"{root} holds something that no demo made: name another folder with --workspace")
         if fresh:
-            with Workspace.open(root).lock(daemon.LOCK):  # not under a demo that is running
-                pass
+            if (root / "factory.yaml").exists():
+                with Workspace.open(root).lock(daemon.LOCK):  # not under a demo that is running
+                    pass
             shutil.rmtree(root)
     terminal.heading("1  A workspace, and a corpus: the standard library of this Python")
     root.mkdir(parents=True, exist_ok=True)
