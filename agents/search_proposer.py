@@ -57,6 +57,7 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench, device: str) ->
     """Measure the implementations of the hottest ops; what cannot be measured is no candidate."""
     step = profile["recipe_step_s"] or profile["eager_step_s"]
     found: list[Candidate] = []
+    seconds_now: dict[str, float] = {}
     tried = 0
     for op in sorted(profile["ops"], key=lambda o: -o["share"]):
         if op["share"] < LEAST_SHARE or op["op"] not in OPS:
@@ -72,7 +73,9 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench, device: str) ->
             except MeasurementError:
                 continue
             # Where the recipe compiles, the eager shares do not hold: the op's time in the step is its measured time alone, times its calls.
-            share = op["calls"] * measured.against_seconds / step if profile["recipe"]["compile"] else op["share"]
+            # One time of what runs now serves all of an op's candidates: they are ranked by their ratios, not by its noise.
+            now = seconds_now.setdefault(op["op"], measured.against_seconds)
+            share = op["calls"] * now / step if profile["recipe"]["compile"] else op["share"]
             share = min(share, 0.9)
             found.append(
                 Candidate(op["op"], op["implementation"], name, share, measured, amdahl(share, measured.ratio))
