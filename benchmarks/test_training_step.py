@@ -110,4 +110,4 @@ def test_training_step_beside_transformers() -> None:
     print(
         f"ratio to {best}: {rates['ours'] / rates[best]:.2f}   process: {psutil.Process().memory_info().rss >> 20} MiB"
     )
-    assert rates["ours"] > 0.8 * rates[best], "the aim is 1.25; below 0.8 something broke"
+    assert rates["ours"] > rates[best]

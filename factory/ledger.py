@@ -284,7 +284,10 @@ class Ledger:
             sa.event.listen(self.engine, "connect", _pragmas)
             sa.event.listen(self.engine, "begin", _begin)
         else:
-            self.engine = sa.create_engine(url, pool_pre_ping=True)
+            try:
+                self.engine = sa.create_engine(url, pool_pre_ping=True)
+            except (ImportError, sa.exc.ArgumentError) as error:
+                raise WorkspaceError(f"ledger_url {url.split('://')[0]}://…: no driver for it here: {error}") from error
 
     @classmethod
     def create(cls, url: str) -> Ledger:
