@@ -49,7 +49,7 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
     return {
         "workspace": str(workspace.root),
         "waiting_in_inbox": sum(
-            1 for path in workspace.inbox.iterdir() if path.is_file() and not path.name.startswith(".")
+            1 for path in workspace.inbox.glob("*") if path.is_file() and not path.name.startswith(".")
         ),
         "shards": shards,
         "domains": totals,
