@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,8 +17,20 @@ Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+class ExpertsRecipe(Strict):
+    """Mixture of experts in place of the dense SwiGLU: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as ``Glm4Moe`` has it."""
+
+    count: Annotated[int, Field(ge=2)]  # routed experts
+    per_token: Positive  # experts that each token goes to
+    d_ff: Positive  # of one expert
+    shared: Annotated[int, Field(ge=0)] = 1  # experts that every token goes to, as one of ``shared`` times the width
+    dense_layers: Annotated[int, Field(ge=0)] = 1  # first layers that keep the dense SwiGLU of ``model.d_ff``
+    bias_rate: Annotated[float, Field(ge=0)] = 1e-3  # a step's change of the bias that balances the load
+    z_loss: Annotated[float, Field(ge=0)] = 1e-4  # weight of the router's logsumexp², ST-MoE (arXiv 2202.08906) §3.1
+
+
 class ModelRecipe(Strict):
-    """The shape of a decoder whose maths is that of ``Qwen3ForCausalLM`` with tied embeddings."""
+    """The shape of a decoder with tied embeddings; ``trainer.export`` says whose maths it is."""
 
     vocab_size: Positive
     d_model: Positive
@@ -29,23 +42,76 @@ class ModelRecipe(Strict):
     context: Annotated[int, Field(ge=8)]  # positions in a row
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    qk_norm: bool = True
+    nope_every: Annotated[int, Field(ge=2)] | None = None  # every n-th layer has no position embedding; null: all have
+    across_documents: bool = False  # may attention see the documents before it in the row?
+    experts: ExpertsRecipe | None = None  # null: a dense model
+    base_d_model: Positive | None = None  # the width that the rates were found at (muP); null: rates are for this one
 
     @model_validator(mode="after")
     def _possible(self) -> ModelRecipe:
         if self.heads % self.kv_heads:
             raise ValueError(f"model.heads ({self.heads}) is no multiple of model.kv_heads ({self.kv_heads})")
+        if self.nope_every is not None and (self.qk_norm or self.experts):
+            raise ValueError(
+                "model.nope_every: no serving engine reads it beside QK-norm or experts; set model.qk_norm: false"
+            )
+        experts = self.experts
+        if experts is not None and experts.per_token > experts.count:
+            raise ValueError(
+                f"model.experts.per_token ({experts.per_token}) is more than model.experts.count ({experts.count})"
+            )
+        if experts is not None and experts.dense_layers >= self.layers:
+            raise ValueError(
+                f"model.experts.dense_layers ({experts.dense_layers}) leaves none of the {self.layers} layers to experts"
+            )
         return self
 
     @property
+    def width_share(self) -> float:
+        """How many times narrower the width is that the rates were found at: 1/m of muP (arXiv 2203.03466)."""
+        return self.base_d_model / self.d_model if self.base_d_model else 1.0
+
+    def is_expert_layer(self, layer: int) -> bool:
+        return self.experts is not None and layer >= self.experts.dense_layers
+
+    @property
     def matmul_parameters(self) -> int:
-        """Weights that every position is multiplied with, the output head among them."""
-        attention = self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.d_model * self.d_ff) + self.vocab_size * self.d_model
+        """Weights that a position is multiplied with, the output head among them; of the experts, those it goes to."""
+        return self._matmul_parameters(lambda experts: experts.per_token)
 
     @property
     def parameters(self) -> int:
         """All weights; the tied embedding is counted once."""
-        return self.matmul_parameters + self.layers * 2 * (self.d_model + self.head_dim) + self.d_model
+        norms = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
+        return self._matmul_parameters(lambda experts: experts.count) + self.layers * norms + self.d_model
+
+    def _matmul_parameters(self, routed: Callable[[ExpertsRecipe], int]) -> int:
+        total = self.vocab_size * self.d_model
+        for layer in range(self.layers):
+            total += self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+            if self.experts is None or not self.is_expert_layer(layer):
+                total += 3 * self.d_model * self.d_ff
+            else:
+                total += self.d_model * self.experts.count  # the router
+                total += 3 * self.d_model * self.experts.d_ff * (routed(self.experts) + self.experts.shared)
+        return total
+
+    def width_warnings(self) -> list[str]:
+        """Sizes that matrix units pad: one line each, with the share of the padded work that is wasted."""
+        sizes = {"vocab_size": 64, "d_model": 16, "head_dim": 16, "d_ff": 16}
+        found = {f"model.{key}": (getattr(self, key), multiple) for key, multiple in sizes.items()}
+        if self.experts is not None:
+            found["model.experts.d_ff"] = (self.experts.d_ff, 16)
+        lines = []
+        for key, (size, multiple) in found.items():
+            padded = -(-size // multiple) * multiple
+            if padded != size:
+                lines.append(
+                    f"{key} ({size}) is no multiple of {multiple}: matrix units work on {padded}, "
+                    f"{1 - size / padded:.1%} of that for nothing; {padded} costs the same"
+                )
+        return lines
 
     def flops_per_token(self) -> float:
         """Forward and backward, multiply and add counted apart: 6 N + 6 L H K T, causal half of the score matrix.
@@ -85,28 +151,63 @@ class MixtureRecipe(Strict):
         return self
 
 
+class SmallerBatch(Strict):
+    """A batch of the warm-up."""
+
+    until_step: Positive
+    sequences: Positive
+
+
 class BatchRecipe(Strict):
     """One optimiser step."""
 
     sequences: Positive  # rows of ``model.context`` positions, over all ranks
+    warmup: list[SmallerBatch] = []  # smaller batches first; the rate falls with the square root of their share
     micro_sequences: Positive | None = None  # rows of one forward and backward on one rank; null: all at once
+    packing: Literal["best-fit", "document", "token-budget", "truncate-and-concatenate", "length-bucketed"] = "best-fit"
+    max_padding: Share | None = None  # the most positions that may hold nothing, as a share; null: as many as there are
 
-    def rows_per_rank(self, ranks: int) -> int:
-        """Raises: RecipeError when the batch cannot be shared evenly."""
-        if self.sequences % ranks:
-            raise RecipeError(f"batch.sequences ({self.sequences}) does not divide by the {ranks} ranks")
-        rows = self.sequences // ranks
-        if self.micro_sequences is not None and rows % self.micro_sequences:
-            raise RecipeError(
-                f"batch.micro_sequences ({self.micro_sequences}) does not divide the {rows} sequences of a rank"
-            )
-        return rows
+    @model_validator(mode="after")
+    def _possible(self) -> BatchRecipe:
+        steps = [smaller.until_step for smaller in self.warmup]
+        if steps != sorted(set(steps)):
+            raise ValueError("batch.warmup: until_step must rise from entry to entry")
+        return self
+
+    def sequences_at(self, step: int) -> int:
+        """Rows of the global batch of a step."""
+        return next((smaller.sequences for smaller in self.warmup if step < smaller.until_step), self.sequences)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises: RecipeError when a batch cannot be shared evenly among that many data-parallel ranks."""
+        named = {"batch.sequences": self.sequences}
+        named |= {f"batch.warmup.{i}.sequences": smaller.sequences for i, smaller in enumerate(self.warmup)}
+        for key, sequences in named.items():
+            if sequences % ranks:
+                raise RecipeError(f"{key} ({sequences}) does not divide by the {ranks} ranks")
+            if self.micro_sequences is not None and sequences // ranks % self.micro_sequences:
+                raise RecipeError(
+                    f"batch.micro_sequences ({self.micro_sequences}) does not divide the {sequences // ranks} sequences "
+                    f"of a rank ({key})"
+                )
+
+
+class MuonRecipe(Strict):
+    """Of the matrices inside the layers: https://kellerjordan.github.io/posts/muon; scaled as arXiv 2502.16982 §2.2."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    nesterov: bool = True
+    steps: Annotated[int, Field(ge=1)] = 5  # of Newton–Schulz
 
 
 class OptimizerRecipe(Strict):
-    """AdamW with decoupled decay (arXiv 1711.05101); embeddings, norms and vectors are never decayed."""
+    """AdamW with decoupled decay (arXiv 1711.05101); embeddings, norms and vectors are never decayed.
 
-    name: Literal["adamw"] = "adamw"
+    With ``name: muon`` the matrices inside the layers are updated by Muon and everything else by AdamW, at one rate.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    muon: MuonRecipe = MuonRecipe()
     lr: Annotated[float, Field(gt=0)]
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -121,9 +222,25 @@ class TrunkSteps(Strict):
     later: Positive
 
 
-class ScheduleRecipe(Strict):
-    """Warm-up–stable–decay: an open-ended trunk at the peak rate, and anneal branches off it (arXiv 2405.18392)."""
+class Milestone(Strict):
+    """From a step of the trunk on, the rate is this share of the peak."""
 
+    from_step: Positive
+    share: Share
+
+
+class ScheduleRecipe(Strict):
+    """The rate: a trunk, and anneal branches that decay off it.
+
+    ``wsd``: the trunk stays at the peak without an end (arXiv 2405.18392). ``cosine``: it falls to ``final_lr_share``
+    over ``cosine_steps`` and stays there. ``multi-step``: it falls at ``milestones`` (DeepSeek, arXiv 2401.02954 §2.3).
+    """
+
+    kind: Literal["wsd", "cosine", "multi-step"] = "wsd"
+    cosine_steps: Positive | None = None
+    milestones: list[Milestone] = []
+    continue_from: Literal["trunk", "anneal"] = "trunk"  # anneal: WSD-S (arXiv 2410.05192), the decayed weights go on
+    rewarmup_steps: Annotated[int, Field(ge=0)] = 0  # of a trunk segment that goes on from an annealed checkpoint
     warmup_steps: Annotated[int, Field(ge=0)]
     trunk_steps: TrunkSteps
     anneal_steps: Positive
@@ -136,6 +253,17 @@ class ScheduleRecipe(Strict):
             raise ValueError(
                 f"schedule.warmup_steps ({self.warmup_steps}) is more than trunk_steps.first ({self.trunk_steps.first})"
             )
+        if (self.kind == "cosine") != (self.cosine_steps is not None):
+            raise ValueError("schedule.cosine_steps: given with kind cosine, and with no other")
+        if self.cosine_steps is not None and self.cosine_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule.cosine_steps ({self.cosine_steps}) is not more than warmup_steps ({self.warmup_steps})"
+            )
+        if (self.kind == "multi-step") != bool(self.milestones):
+            raise ValueError("schedule.milestones: given with kind multi-step, and with no other")
+        steps = [milestone.from_step for milestone in self.milestones]
+        if steps != sorted(set(steps)):
+            raise ValueError("schedule.milestones: from_step must rise from milestone to milestone")
         return self
 
 
@@ -147,6 +275,30 @@ class StabilityRecipe(Strict):
     window: Annotated[int, Field(ge=8)] = 64  # steps the robust statistics look back on
     spike_deviations: Annotated[float, Field(gt=0)] = 8.0  # robust deviations above the median: an anomaly
     skip_deviations: Annotated[float, Field(gt=0)] = 40.0  # of the gradient norm: the update is skipped
+    divergence: Annotated[float, Field(gt=1)] = 1.3  # the loss's recent median over the best one so far
+    plateau_windows: Annotated[int, Field(ge=2)] = 8  # this many windows without a better median: a plateau
+    throughput_drop: Annotated[float, Field(gt=0, lt=1)] = 0.5  # recent tokens/s below this share of the usual
+    embedding_grad_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the input embedding; GLM-130B, 2210.02414 §3.3
+
+
+class ParallelRecipe(Strict):
+    """How the ranks that torchrun started share the work; one rank alone uses none of it."""
+
+    tensor: Positive = 1  # ranks that split each matrix and each row's tokens; the rest split the batch
+    shard: bool = True  # FSDP2: the ranks that split the batch also split weights and optimiser
+    recompute: Literal["none", "block"] = "none"  # activation checkpointing: keep a block's input only
+
+    def data_ranks(self, ranks: int, model: ModelRecipe) -> int:
+        """How many ranks split the batch. Raises: RecipeError naming the key that doesn't fit."""
+        if ranks % self.tensor:
+            raise RecipeError(f"parallel.tensor ({self.tensor}) does not divide the {ranks} ranks")
+        sizes = {"kv_heads": model.kv_heads, "context": model.context, "d_ff": model.d_ff}
+        if model.experts is not None:
+            sizes |= {"experts.d_ff": model.experts.d_ff}
+        for key, size in sizes.items():
+            if size % self.tensor:
+                raise RecipeError(f"parallel.tensor ({self.tensor}) does not divide model.{key} ({size})")
+        return ranks // self.tensor
 
 
 class Recipe(Strict):
@@ -165,6 +317,7 @@ class Recipe(Strict):
     optimizer: OptimizerRecipe
     schedule: ScheduleRecipe
     stability: StabilityRecipe = StabilityRecipe()
+    parallel: ParallelRecipe = ParallelRecipe()
 
     @classmethod
     def load(cls, path: Path | str) -> Recipe:
@@ -187,4 +340,14 @@ class Recipe(Strict):
 
     @property
     def tokens_per_step(self) -> int:
+        """Of a whole batch, after the batch's warm-up."""
         return self.batch.sequences * self.model.context
+
+    def tokens_between(self, first: int, last: int) -> int:
+        """Positions of the steps [first, last)."""
+        smaller = [s.until_step for s in self.batch.warmup]
+        edges = sorted({first, last, *(step for step in smaller if first < step < last)})
+        return sum(
+            (stop - start) * self.batch.sequences_at(start) * self.model.context
+            for start, stop in zip(edges, edges[1:])
+        )

@@ -174,7 +174,7 @@ def run_segment(folder: Path) -> None:
     stop = _on_sigterm()
     ranks = Ranks.join()
     try:
-        spec.recipe.batch.rows_per_rank(ranks.size)
+        spec.recipe.batch.check_ranks(ranks.size)
         start, skipped = find_start(folder, spec, ranks)
         run = Run(spec, ranks, start)
         run.skipped += skipped

@@ -25,6 +25,7 @@ class SegmentSpec(Strict):
     initial_checkpoint: str | None = None
     code_commit: str = ""
     restart_data: bool = False  # walk the data plan from its beginning, not from where initial_checkpoint stopped
+    rewarm: bool = False  # the rate climbs again from first_step on, over schedule.rewarmup_steps
     kernels: str | None = None  # kernels.yaml; null: policies/kernels.yaml beside the trainer package
 
     @model_validator(mode="after")

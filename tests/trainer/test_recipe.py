@@ -44,7 +44,7 @@ def test_what_is_wrong_or_impossible_is_refused_by_key(change: dict[str, Any], m
 def test_a_batch_that_cannot_be_shared_is_refused(sequences: int, micro: int | None, ranks: int) -> None:
     recipe = recipe_with(batch__sequences=sequences, batch__micro_sequences=micro)
     with pytest.raises(RecipeError, match=r"batch\."):
-        recipe.batch.rows_per_rank(ranks)
+        recipe.batch.check_ranks(ranks)
 
 
 def test_files_that_are_no_recipe_are_named(tmp_path: Path) -> None:
