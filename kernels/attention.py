@@ -5,6 +5,8 @@ GQA: Ainslie et al. 2023, arXiv:2305.13245. Documents packed into one row never 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,42 +43,73 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return q, k, v, starts.cumsum(1).to(device)
 
 
-BLOCK = 64  # queries a block: later keys are left out of its products, which halves the work of a long row
+BLOCKS = 8  # of queries: later keys are left out of a block's scores, which saves nearly half of them
 
 
-def plain(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """As ``reference``: the queries that share a key head become rows of one matrix product, and softmax is written
-    out.
+class Recompute(torch.autograd.Function):
+    """SDPA's own forward for the CPU; backward by matrix products from the logsumexp that it keeps (arXiv 2205.14135 §3.1).
 
-    Blocks of queries see only the keys up to their own end. Meant for torch.compile, which makes scale, mask and
-    softmax one pass.
+    torch's CPU backward leaves the matrix units idle. Here scores and their gradients are fp32 products, so that large
+    ones keep what softmax tells apart, and the three products that follow are in the inputs' dtype.
     """
-    B, T, H, K = q_BTHK.shape
-    G = k_BTGK.shape[2]
-    R = H // G
-    dtype = v_BTGK.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    k_bKT = k_BTGK.permute(0, 2, 3, 1).reshape(B * G, K, T)  # b: batch and key head
-    v_bTK = v_BTGK.transpose(1, 2).reshape(B * G, T, K)
-    mask_BTT = document_mask(document_BT)
-    blocks = []
-    for first in range(0, T, BLOCK):
-        last = min(first + BLOCK, T)
-        rows = last - first
-        q_bCK = q_BTHK[:, first:last].reshape(B, rows, G, R, K).permute(0, 2, 3, 1, 4).reshape(B * G, R * rows, K)
-        # Scores are never rounded to bf16: large ones would lose what softmax tells apart.
-        scores = torch.bmm(q_bCK.to(wide), k_bKT[..., :last].to(wide)).view(B, G, R, rows, last) * K**-0.5
-        hidden = ~mask_BTT[:, None, None, first:last, :last]
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(dtype).view(B * G, R * rows, last)
-        o = torch.bmm(weights, v_bTK[:, :last]).view(B, G, R, rows, K)
-        blocks.append(o.permute(0, 3, 1, 2, 4).reshape(B, rows, H, K))
-    return torch.cat(blocks, dim=1)
+
+    @staticmethod
+    def forward(ctx: Any, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+        R = q_BTHK.shape[2] // k_BTGK.shape[2]
+        hidden = torch.zeros((), dtype=q_BTHK.dtype).masked_fill(~document_mask(document_BT), float("-inf"))
+        q, k, v = q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2)
+        k, v = (x.repeat_interleave(R, dim=1) for x in (k, v))
+        o, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=hidden.unsqueeze(1)
+        )
+        ctx.save_for_backward(q_BTHK, k_BTGK, v_BTGK, document_BT, o.transpose(1, 2), logsumexp)
+        return o.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, do_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        q_BTHK, k_BTGK, v_BTGK, document_BT, o_BTHK, logsumexp_BHT = ctx.saved_tensors
+        B, T, H, K = q_BTHK.shape
+        G = k_BTGK.shape[2]
+        R, dtype = H // G, q_BTHK.dtype
+        delta_BTH = (do_BTHK.float() * o_BTHK.float()).sum(-1)
+
+        def by_key_head(x: Tensor) -> Tensor:  # [B, T, H, …] → [b, T R, …], b: batch and key head
+            return x.unflatten(2, (G, R)).transpose(1, 2).reshape(B * G, T * R, *x.shape[3:])
+
+        q, do = by_key_head(q_BTHK), by_key_head(do_BTHK)
+        logsumexp, delta = by_key_head(logsumexp_BHT.transpose(1, 2)), by_key_head(delta_BTH)
+        k, v = (x.transpose(1, 2).reshape(B * G, T, K) for x in (k_BTGK, v_BTGK))
+        q_wide, do_wide, k_wide, v_wide = (x.float() for x in (q, do, k, v))
+        seen_BTT = document_mask(document_BT)
+        every_weight, every_score = [], []
+        step = -(-T // BLOCKS)
+        for first in range(0, T, step):
+            last = min(first + step, T)
+            rows = slice(first * R, last * R)
+            seen = seen_BTT[:, None, first:last, None, :last].expand(B, G, -1, R, -1).reshape(B * G, -1, last)
+            score = torch.bmm(q_wide[:, rows], k_wide[:, :last].transpose(1, 2)) * K**-0.5
+            weight = torch.where(seen, torch.exp(score - logsumexp[:, rows, None]), 0.0)
+            dweight = torch.bmm(do_wide[:, rows], v_wide[:, :last].transpose(1, 2))
+            dscore = weight * (dweight - delta[:, rows, None]) * K**-0.5
+            every_weight.append(F.pad(weight.to(dtype), (0, T - last)))
+            every_score.append(F.pad(dscore.to(dtype), (0, T - last)))
+        weights, dscores = torch.cat(every_weight, dim=1), torch.cat(every_score, dim=1)
+        dq = torch.bmm(dscores, k).view(B, G, T, R, K).transpose(1, 2).reshape(B, T, H, K)
+        dk = torch.bmm(dscores.transpose(1, 2), q).view(B, G, T, K).transpose(1, 2)
+        dv = torch.bmm(weights.transpose(1, 2), do).view(B, G, T, K).transpose(1, 2)
+        return dq, dk, dv, None
 
 
-FOLDED = Implementation(
-    "folded",
-    torch.compile(plain, dynamic=False),
-    "query group folded into rows, plain softmax in causal blocks, compiled",
+def recompute(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+    """As ``reference``, with a backward pass made of matrix products."""
+    return Recompute.apply(q_BTHK, k_BTGK, v_BTGK, document_BT)  # type: ignore[no-any-return,no-untyped-call]
+
+
+RECOMPUTE = Implementation(
+    "recompute",
+    torch.compile(recompute, dynamic=False),
+    "SDPA forward; backward by matrix products on recomputed fp32 scores, compiled",
+    devices=("cpu",),
 )
 OP = op(
     "attention",
@@ -84,5 +117,5 @@ OP = op(
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1, 2),
-    implementations=(compiled(reference), FOLDED),
+    implementations=(compiled(reference), RECOMPUTE),
 )

@@ -19,10 +19,14 @@ THETA = 10_000.0
 
 def reference(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> Tensor:
     """x [B, T, heads, K], weight [K]; cos and sin already gathered by position. Keeps the dtype of x."""
-    x = rms_norm(x_BTHK, weight_K, eps)
-    first, second = x.chunk(2, dim=-1)
+    return rotate(rms_norm(x_BTHK, weight_K, eps), cos_BTK, sin_BTK)
+
+
+def rotate(x_BTHK: Tensor, cos_BTK: Tensor, sin_BTK: Tensor) -> Tensor:
+    """RoPE alone. Keeps the dtype of x."""
+    first, second = x_BTHK.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
-    return (x * cos_BTK.unsqueeze(2) + rotated * sin_BTK.unsqueeze(2)).to(x_BTHK.dtype)
+    return (x_BTHK * cos_BTK.unsqueeze(2) + rotated * sin_BTK.unsqueeze(2)).to(x_BTHK.dtype)
 
 
 def cost(shape: Shape, itemsize: int) -> Cost:

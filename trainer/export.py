@@ -1,4 +1,7 @@
-"""``python -m trainer.export CHECKPOINT OUT``: a checkpoint as a Hugging Face ``Qwen3ForCausalLM`` folder.
+"""``python -m trainer.export CHECKPOINT OUT``: a checkpoint as a Hugging Face folder.
+
+Dense models are ``Qwen3ForCausalLM``; without QK-norm ``LlamaForCausalLM``; with NoPE layers ``SmolLM3ForCausalLM``;
+with experts ``Glm4MoeForCausalLM``.
 
 Writes config.json, generation_config.json and model.safetensors; the tokenizer's files are the caller's to add.
 """
@@ -19,6 +22,12 @@ from trainer.recipe import ModelRecipe, Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
 END_OF_TURN = 2  # <|im_end|>
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+}
 
 
 def export(source: Path, out: Path) -> None:
@@ -36,10 +45,11 @@ def export(source: Path, out: Path) -> None:
 
 
 def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
-    """config.json of ``Qwen3ForCausalLM``."""
+    """config.json of the class whose maths is the trainer's (see ``family_of``)."""
+    family = family_of(shape)
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.d_model,
         "num_hidden_layers": shape.layers,
@@ -63,7 +73,43 @@ def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
         "pad_token_id": END_TOKEN,
         "dtype": dtype,
         "torch_dtype": dtype,
+        **_family_config(shape, family),
     }
+
+
+def family_of(shape: ModelRecipe) -> str:
+    """The ``model_type`` of a shape."""
+    if shape.experts is not None:
+        return "glm4_moe"
+    if shape.nope_every is not None:
+        return "smollm3"
+    return "qwen3" if shape.qk_norm else "llama"
+
+
+def _family_config(shape: ModelRecipe, family: str) -> dict[str, Any]:
+    if family == "smollm3":
+        assert shape.nope_every is not None
+        has_rope = [int((layer + 1) % shape.nope_every != 0) for layer in range(shape.layers)]
+        return {"no_rope_layers": has_rope, "no_rope_layer_interval": shape.nope_every}
+    if family == "glm4_moe":
+        assert shape.experts is not None
+        experts = shape.experts
+        rope = {"rope_type": "default", "rope_theta": shape.rope_theta, "partial_rotary_factor": 1.0}
+        return {
+            "n_routed_experts": experts.count,
+            "num_experts_per_tok": experts.per_token,
+            "moe_intermediate_size": experts.d_ff,
+            "n_shared_experts": experts.shared,
+            "first_k_dense_replace": experts.dense_layers,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": shape.qk_norm,
+            "partial_rotary_factor": 1.0,
+            "rope_parameters": rope,
+        }
+    return {}
 
 
 def generation_config() -> dict[str, Any]:
@@ -71,27 +117,45 @@ def generation_config() -> dict[str, Any]:
     return {"do_sample": False, "eos_token_id": [END_TOKEN, END_OF_TURN], "pad_token_id": END_TOKEN}
 
 
+NAMES = {
+    "attention_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "attention_out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "router": "mlp.gate",
+    "shared_gate": "mlp.shared_experts.gate_proj",
+    "shared_up": "mlp.shared_experts.up_proj",
+    "shared_down": "mlp.shared_experts.down_proj",
+}
+
+
 def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor]:
-    """The trainer's names and fused matrices to Hugging Face's. The head is tied and so not stored twice."""
-    heads = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    found = {"model.embed_tokens.weight": model["embedding"], "model.norm.weight": model["final_norm"]}
-    for i in range(shape.layers):
-        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-        q, k, v = model[ours + "qkv"].split(heads)
-        gate, up = model[ours + "gate_up"].chunk(2)
-        found |= {
-            f"{theirs}input_layernorm.weight": model[ours + "attention_norm"],
-            f"{theirs}self_attn.q_proj.weight": q,
-            f"{theirs}self_attn.k_proj.weight": k,
-            f"{theirs}self_attn.v_proj.weight": v,
-            f"{theirs}self_attn.q_norm.weight": model[ours + "q_norm"],
-            f"{theirs}self_attn.k_norm.weight": model[ours + "k_norm"],
-            f"{theirs}self_attn.o_proj.weight": model[ours + "attention_out"],
-            f"{theirs}post_attention_layernorm.weight": model[ours + "mlp_norm"],
-            f"{theirs}mlp.gate_proj.weight": gate,
-            f"{theirs}mlp.up_proj.weight": up,
-            f"{theirs}mlp.down_proj.weight": model[ours + "down"],
-        }
+    """The trainer's names to Hugging Face's. The head is tied and so not stored twice.
+
+    The factor by which muP scales the head's input is in the final norm.
+    """
+    final_norm = model["final_norm"] * shape.width_share if shape.width_share != 1 else model["final_norm"]
+    found = {"model.embed_tokens.weight": model["embedding"], "model.norm.weight": final_norm}
+    for name, tensor in model.items():
+        if not name.startswith("blocks."):
+            continue
+        _, layer, key = name.split(".")
+        theirs = f"model.layers.{layer}."
+        if key in NAMES:
+            found[f"{theirs}{NAMES[key]}.weight"] = tensor
+        elif key == "router_bias":
+            found[f"{theirs}mlp.gate.e_score_correction_bias"] = tensor
+        else:
+            projection = key.removeprefix("experts_")
+            for number, expert in enumerate(tensor.unbind()):
+                found[f"{theirs}mlp.experts.{number}.{projection}_proj.weight"] = expert
     return found
 
 

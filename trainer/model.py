@@ -1,98 +1,199 @@
-"""The decoder: RoPE, grouped-query attention with QK-norm, SwiGLU, RMSNorm before each sub-layer, tied embeddings.
+"""The decoder: grouped-query attention with RoPE, SwiGLU or experts, RMSNorm before each sub-layer, tied embeddings.
 
-Exactly the maths of ``Qwen3ForCausalLM``. Attention stays within a document and positions restart in each. The heavy
-parts are ``ops`` from the kernel registry; weights are fp32 and cast to ``dtype`` where they are used.
+Attention stays within a document and positions restart in each. The heavy parts are ``ops`` from the kernel registry;
+weights are fp32 and cast to ``dtype`` where they are used. Positions are S of T where *tensor* ranks split a row.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
 
+from kernels.qk_norm_rope import rotate
 from kernels.registry import Ops
+from trainer.experts import mix, route
+from trainer.parallel import Region, TensorRanks, local
 from trainer.recipe import ModelRecipe
+
+SPLIT_BY_ROWS = ("q", "k", "v", "gate", "up", "shared_gate", "shared_up")  # their outputs are heads or hidden units
+SPLIT_BY_COLUMNS = ("attention_out", "down", "shared_down")
+WRITE_TO_RESIDUAL = ("attention_out", "down", "shared_down", "experts_down")
 
 
 class Block(nn.Module):
-    """One layer. x_BTD in, x_BTD out, both in ``dtype``."""
+    """One layer: x_BSD → (x_BSD, extras). ``extras`` [1 + E] of an expert layer: the router's Σ z², tokens at each."""
 
-    def __init__(self, shape: ModelRecipe, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelRecipe, layer: int, ops: Ops, dtype: torch.dtype, tensor: TensorRanks) -> None:
         super().__init__()
-        self.shape, self.ops, self.dtype = shape, ops, dtype
-        D, K, F_ = shape.d_model, shape.head_dim, shape.d_ff
-        self.attention_norm = nn.Parameter(torch.empty(D))
-        self.qkv = nn.Parameter(torch.empty((shape.heads + 2 * shape.kv_heads) * K, D))
-        self.q_norm = nn.Parameter(torch.empty(K))
-        self.k_norm = nn.Parameter(torch.empty(K))
-        self.attention_out = nn.Parameter(torch.empty(D, shape.heads * K))
-        self.mlp_norm = nn.Parameter(torch.empty(D))
-        self.gate_up = nn.Parameter(torch.empty(2 * F_, D))
-        self.down = nn.Parameter(torch.empty(D, F_))
+        self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
+        self.has_rope = shape.nope_every is None or (layer + 1) % shape.nope_every != 0
+        self.recompute = False
+        D, K = shape.d_model, shape.head_dim
+        empty = lambda *size: nn.Parameter(torch.empty(*size))
+        self.attention_norm = empty(D)
+        self.q = empty(shape.heads * K, D)
+        self.k = empty(shape.kv_heads * K, D)
+        self.v = empty(shape.kv_heads * K, D)
+        if shape.qk_norm:
+            self.q_norm = empty(K)
+            self.k_norm = empty(K)
+        self.attention_out = empty(D, shape.heads * K)
+        self.mlp_norm = empty(D)
+        experts = self.experts = shape.experts if shape.is_expert_layer(layer) else None
+        if experts is None:
+            self.gate = empty(shape.d_ff, D)
+            self.up = empty(shape.d_ff, D)
+            self.down = empty(D, shape.d_ff)
+            return
+        self.router = empty(experts.count, D)
+        self.experts_gate = empty(experts.count, experts.d_ff, D)
+        self.experts_up = empty(experts.count, experts.d_ff, D)
+        self.experts_down = empty(experts.count, D, experts.d_ff)
+        self.router_bias: Tensor
+        self.register_buffer("router_bias", torch.zeros(experts.count))
+        if experts.shared:
+            self.shared_gate = empty(experts.shared * experts.d_ff, D)
+            self.shared_up = empty(experts.shared * experts.d_ff, D)
+            self.shared_down = empty(D, experts.shared * experts.d_ff)
 
-    def forward(self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attend(x_BTD, cos_BTK, sin_BTK, documents_BT)
-        return x_BTD + self.transform(x_BTD)
+    def forward(
+        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.recompute and torch.is_grad_enabled():
+            return recompute(self.run, x_BSD, cos_BTK, sin_BTK, documents_BT, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.run(x_BSD, cos_BTK, sin_BTK, documents_BT)
 
-    def attend(self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
-        shape, ops, dtype = self.shape, self.ops, self.dtype
-        B, T, _ = x_BTD.shape
-        h_BTD = ops.rms_norm(x_BTD, self.attention_norm.to(dtype), shape.norm_eps)
-        qkv = F.linear(h_BTD, self.qkv.to(dtype)).view(B, T, -1, shape.head_dim)
-        q_BTHK, k_BTGK, v_BTGK = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=2)
-        q_BTHK = ops.qk_norm_rope(q_BTHK, self.q_norm.to(dtype), cos_BTK, sin_BTK, shape.norm_eps)
-        k_BTGK = ops.qk_norm_rope(k_BTGK, self.k_norm.to(dtype), cos_BTK, sin_BTK, shape.norm_eps)
-        o_BTHK = ops.attention(q_BTHK, k_BTGK, v_BTGK, documents_BT)
-        return F.linear(o_BTHK.reshape(B, T, -1), self.attention_out.to(dtype))
+    def run(
+        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """What is compiled: FSDP's hooks stand around ``forward``."""
+        tensor, eps = self.tensor, self.shape.norm_eps
+        h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self._weight(self.attention_norm), eps))
+        x_BSD = x_BSD + tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, documents_BT))
+        h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self._weight(self.mlp_norm), eps))
+        if self.experts is None:
+            return x_BSD + tensor.scatter(self.transform(h_BTD, self.gate, self.up, self.down)), None
+        y_BTD, extras = self.transform_by_experts(h_BTD, documents_BT)
+        return x_BSD + tensor.scatter(y_BTD), extras
 
-    def transform(self, x_BTD: Tensor) -> Tensor:
-        dtype = self.dtype
-        h_BTD = self.ops.rms_norm(x_BTD, self.mlp_norm.to(dtype), self.shape.norm_eps)
-        gate_BTF, up_BTF = F.linear(h_BTD, self.gate_up.to(dtype)).chunk(2, dim=-1)
-        return F.linear(self.ops.swiglu(gate_BTF, up_BTF), self.down.to(dtype))
+    def attend(self, h_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
+        shape, weight = self.shape, self._weight
+        B, T, _ = h_BTD.shape
+        q, k, v = weight(self.q), weight(self.k), weight(self.v)
+        heads = [len(matrix) // shape.head_dim for matrix in (q, k, v)]
+        qkv = F.linear(h_BTD, torch.cat((q, k, v))).view(B, T, -1, shape.head_dim)
+        q_BTHK, k_BTGK, v_BTGK = qkv.split(heads, dim=2)
+        if shape.qk_norm:
+            q_BTHK = self.ops.qk_norm_rope(q_BTHK, weight(self.q_norm), cos_BTK, sin_BTK, shape.norm_eps)
+            k_BTGK = self.ops.qk_norm_rope(k_BTGK, weight(self.k_norm), cos_BTK, sin_BTK, shape.norm_eps)
+        elif self.has_rope:
+            q_BTHK, k_BTGK = rotate(q_BTHK, cos_BTK, sin_BTK), rotate(k_BTGK, cos_BTK, sin_BTK)
+        o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, documents_BT)
+        return F.linear(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
+
+    def transform(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        gate_up = torch.cat((self._weight(gate), self._weight(up)))
+        gate_BTF, up_BTF = F.linear(h_BTD, gate_up).chunk(2, dim=-1)
+        return F.linear(self.ops.swiglu(gate_BTF, up_BTF), self._weight(down))
+
+    def transform_by_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.experts is not None
+        weight = self._weight
+        h_ND, holds_N = h_BTD.flatten(0, 1), documents_BT.flatten() >= 0
+        routing = route(h_ND, weight(self.router), self.router_bias, self.experts.per_token)
+        gate_up = torch.cat((weight(self.experts_gate), weight(self.experts_up)), dim=1).transpose(1, 2)
+        y_BTD = mix(h_ND, routing, gate_up, weight(self.experts_down).transpose(1, 2), self.ops).view_as(h_BTD)
+        if self.experts.shared:
+            y_BTD = y_BTD + self.transform(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
+        # every tensor rank routes every token: each takes its share of what they would all count
+        return y_BTD, torch.cat((routing.z(holds_N)[None], routing.load(holds_N))) / self.tensor.size
+
+    def _weight(self, parameter: Tensor) -> Tensor:
+        return self.tensor.weight(parameter).to(self.dtype)
 
 
 class Decoder(nn.Module):
     """tokens, positions, documents [B, T] → hidden states; ``loss`` goes on to the loss through the tied embedding."""
 
-    def __init__(self, shape: ModelRecipe, ops: Ops, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        shape: ModelRecipe,
+        ops: Ops,
+        dtype: torch.dtype = torch.float32,
+        tensor: TensorRanks | None = None,
+        embedding_grad_share: float = 1.0,
+    ) -> None:
         super().__init__()
         self.shape, self.ops, self.dtype = shape, ops, dtype
+        self.tensor = tensor or TensorRanks()
+        self.embedding_grad_share = embedding_grad_share
         self.embedding = nn.Parameter(torch.empty(shape.vocab_size, shape.d_model))
-        self.blocks = nn.ModuleList(Block(shape, ops, dtype) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, layer, ops, dtype, self.tensor) for layer in range(shape.layers))
         self.final_norm = nn.Parameter(torch.empty(shape.d_model))
+
+    @staticmethod
+    def split_dimension(name: str) -> int | None:
+        """Along which dimension *tensor* ranks split a parameter; None: each of them holds all of it."""
+        key = name.rpartition(".")[2]
+        if key in SPLIT_BY_ROWS:
+            return 0
+        if key in (*SPLIT_BY_COLUMNS, "experts_gate", "experts_up"):
+            return 1
+        return 2 if key == "experts_down" else None
 
     def initialise(self, seed: int) -> None:
         """Normal with std 1/sqrt(fan-in), 1/sqrt(2 layers) of it for what writes to the residual stream (GPT-2 §2.3).
 
-        Embeddings 0.02, norms one. Drawn on the CPU, parameter by parameter, so that a seed gives one model everywhere.
+        Embeddings 0.02, norms one. Each parameter is drawn whole, on the CPU, from the seed and its name, and each rank
+        keeps its region: a seed gives one model however many ranks split it.
         """
-        generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                nn.init.ones_(parameter)
-                continue
-            std = 0.02 if name == "embedding" else parameter.shape[1] ** -0.5
-            if name.endswith(("attention_out", "down")):
-                std /= math.sqrt(2 * self.shape.layers)
-            drawn = torch.randn(parameter.shape, generator=generator) * std
             with torch.no_grad():
-                parameter.copy_(drawn)
+                local(parameter).copy_(Region.of(parameter).cut(self._drawn(name, parameter.shape, seed)))
+        for name, buffer in self.named_buffers():
+            assert name.endswith("router_bias"), name
+            buffer.zero_()
+
+    def _drawn(self, name: str, size: torch.Size, seed: int) -> Tensor:
+        if len(size) == 1:
+            return torch.ones(size)
+        key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+        std = 0.02 if name == "embedding" else size[-1] ** -0.5
+        if name.endswith(WRITE_TO_RESIDUAL):
+            std /= math.sqrt(2 * self.shape.layers)
+        return torch.randn(size, generator=generator) * std
 
     def compile(self) -> None:  # type: ignore[override]
         """Compile the blocks; one graph serves all. How the loss head runs is the kernel policy's choice."""
         for block in self.blocks:
-            block.compile(dynamic=False)
+            block.run = torch.compile(block.run, dynamic=False)  # type: ignore[assignment,arg-type]
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """Hidden states [B, T, D] before the final norm, in ``dtype``."""
-        x_BTD = F.embedding(tokens_BT, self.embedding).to(self.dtype)
-        cos_BTK, sin_BTK = rope_tables(positions_BT, self.shape.head_dim, self.shape.rope_theta, self.dtype)
+    def recompute(self) -> None:
+        """Keep only each block's input for the backward pass, and run the block again there."""
         for block in self.blocks:
-            x_BTD = block(x_BTD, cos_BTK, sin_BTK, documents_BT)
-        return x_BTD
+            block.recompute = True  # type: ignore[assignment]
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """(hidden states [B, S, D] before the final norm, in ``dtype``; the extras of the expert layers)."""
+        if self.shape.across_documents:
+            documents_BT = documents_BT.clamp(max=0)
+        embedding = self.tensor.weight(self.embedding)
+        x_BSD = F.embedding(self.tensor.part(tokens_BT), embedding).to(self.dtype)
+        if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
+            x_BSD = x_BSD * self.embedding_grad_share + x_BSD.detach() * (1 - self.embedding_grad_share)
+        cos_BTK, sin_BTK = rope_tables(positions_BT, self.shape.head_dim, self.shape.rope_theta, self.dtype)
+        every_extras = []
+        for block in self.blocks:
+            x_BSD, extras = block(x_BSD, cos_BTK, sin_BTK, documents_BT)
+            if extras is not None:
+                every_extras.append(extras)
+        return x_BSD, every_extras
 
     def loss(
         self,
@@ -102,22 +203,37 @@ class Decoder(nn.Module):
         positions_BT: Tensor,
         documents_BT: Tensor,
         z_loss: float,
-    ) -> tuple[Tensor, Tensor]:
-        """(Σ weights · (nll + z_loss · logsumexp²): fp32 scalar, nll_BT: fp32, detached)."""
-        x_BTD = self(tokens_BT, positions_BT, documents_BT)
-        loss, nll_N = self._head(x_BTD.flatten(0, 1), targets_BT.flatten(), weights_BT.flatten(), z_loss)
-        return loss, nll_N.view_as(targets_BT)
+        router_z_share: float = 0.0,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(loss, nll_BS, load [expert layers, E] or None).
 
-    def _head(self, x_ND: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-        h_ND = self.ops.rms_norm(x_ND, self.final_norm.to(self.dtype), self.shape.norm_eps)
-        return self.ops.linear_cross_entropy(h_ND, self.embedding.to(self.dtype), targets_N, weights_N, z_loss)
+        loss: Σ weights · (nll + z_loss · logsumexp²) + router_z_share · Σ router z², an fp32 scalar; nll_BS fp32,
+        detached, of this rank's positions (``tensor.part``).
+        """
+        x_BSD, extras = self(tokens_BT, positions_BT, documents_BT)
+        targets_BS, weights_BS = self.tensor.part(targets_BT), self.tensor.part(weights_BT)
+        loss, nll_N = self.ops.linear_cross_entropy(
+            self._head_input(x_BSD).flatten(0, 1),
+            self.tensor.weight(self.embedding).to(self.dtype),
+            targets_BS.flatten(),
+            weights_BS.flatten(),
+            z_loss,
+        )
+        nll_BS = nll_N.view(targets_BS.shape)
+        if not extras:
+            return loss, nll_BS, None
+        every = torch.stack(extras)
+        return loss + router_z_share * every[:, 0].sum(), nll_BS, every[:, 1:].detach()
 
     def logits(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """[B, T, V], for tests and export parity; training never makes them whole."""
-        h_BTD = self.ops.rms_norm(
-            self(tokens_BT, positions_BT, documents_BT), self.final_norm.to(self.dtype), self.shape.norm_eps
-        )
-        return F.linear(h_BTD, self.embedding.to(self.dtype))
+        """[B, S, V], for tests and export parity; training never makes them whole."""
+        x_BSD, _ = self(tokens_BT, positions_BT, documents_BT)
+        return F.linear(self._head_input(x_BSD), self.tensor.weight(self.embedding).to(self.dtype))
+
+    def _head_input(self, x_BSD: Tensor) -> Tensor:
+        h_BSD = self.ops.rms_norm(x_BSD, self.tensor.weight(self.final_norm).to(self.dtype), self.shape.norm_eps)
+        share = self.shape.width_share  # muP: logits keep their size as the width grows
+        return h_BSD if share == 1 else h_BSD * share
 
 
 def rope_tables(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

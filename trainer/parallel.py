@@ -1,4 +1,8 @@
-"""Data parallelism: every rank holds the model, reads its rows of the global batch, and gradients are summed.
+"""Many ranks as one: who computes what, and how weights, gradients and positions are split among them.
+
+The ranks form a mesh [replica, shard, tensor]. FSDP2 splits weights, gradients and optimiser over *shard* and sums
+gradients over *replica* and *shard*. Over *tensor* each matrix is split by heads or hidden units, and between the
+matrices each row is split by position (sequence parallelism: Korthikanti et al. 2022, arXiv 2205.05198 §4.2.2).
 
 A batch's weights already hold the global normaliser, so that the sum over ranks is the gradient of the global mean.
 """
@@ -6,11 +10,19 @@ A batch's weights already hold the global normaliser, so that the sum over ranks
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer.recipe import ModelRecipe, ParallelRecipe
 
 
 @dataclass(frozen=True)
@@ -20,35 +32,52 @@ class Ranks:
     rank: int
     size: int
     device: torch.device
+    mesh: DeviceMesh | None = None  # [replica, shard, tensor]; None for one rank
+    data_rank: int = 0  # which part of the batch is this rank's
+    data_ranks: int = 1
 
     @classmethod
-    def join(cls) -> Ranks:
-        """One rank, or those that torchrun started (it sets RANK, WORLD_SIZE, LOCAL_RANK)."""
+    def join(cls, parallel: ParallelRecipe, model: ModelRecipe) -> Ranks:
+        """One rank, or those that torchrun started (it sets RANK, WORLD_SIZE, LOCAL_RANK).
+
+        Raises: RecipeError naming the key that does not fit their number.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
+        data_ranks = parallel.data_ranks(size, model)
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
-        if size > 1:
-            dist.init_process_group("nccl" if cuda else "gloo")
-        return cls(rank, size, device)
+        if size == 1:
+            return cls(rank, size, device)
+        dist.init_process_group("nccl" if cuda else "gloo")
+        shape = (parallel.replicas, data_ranks // parallel.replicas, parallel.tensor)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard", "tensor"))
+        return cls(rank, size, device, mesh, rank // parallel.tensor, data_ranks)
 
     @property
     def leads(self) -> bool:
-        """Does this rank write the files?"""
+        """Does this rank write the files that are nobody's share?"""
         return self.rank == 0
 
-    def sum_(self, tensors: list[Tensor]) -> None:
-        """Sum each tensor over the ranks, in place, in one message a dtype."""
+    @property
+    def tensor(self) -> TensorRanks:
+        mesh = self.mesh["tensor"] if self.mesh is not None else None
+        return TensorRanks(mesh if mesh is not None and mesh.size() > 1 else None)
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+
+    def agree(self, value: int) -> int:
+        """The leader's value."""
         if self.size == 1:
-            return
-        for dtype in {tensor.dtype for tensor in tensors}:
-            same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in same])
-            dist.all_reduce(flat)
-            for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same])):
-                tensor.copy_(part.view_as(tensor))
+            return value
+        held = torch.tensor(value, device=self.device)
+        dist.broadcast(held, 0)
+        return int(held)
 
     def wait(self) -> None:
         """Until every rank is here."""
@@ -58,3 +87,127 @@ class Ranks:
     def leave(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+class TensorRanks:
+    """The ranks that split each matrix, and each row's positions S of T. Alone, everything is left as it is."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+        self.size = 1 if mesh is None else mesh.size()
+
+    def part(self, x_BT: Tensor) -> Tensor:
+        """This rank's positions, [B, S, …]."""
+        return x_BT if self.mesh is None else x_BT.chunk(self.size, dim=1)[self.mesh.get_local_rank()]
+
+    def gather(self, x_BSD: Tensor) -> Tensor:
+        """All positions, before a matrix that is split by rows; backward sums what each rank found and splits it."""
+        if self.mesh is None:
+            return x_BSD
+        whole = DTensor.from_local(x_BSD, self.mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])
+
+    def scatter(self, y_BTD: Tensor) -> Tensor:
+        """The sum over the ranks, of this rank's positions: after a matrix that is split by columns."""
+        if self.mesh is None:
+            return y_BTD
+        return (
+            DTensor.from_local(y_BTD, self.mesh, [Partial()], run_check=False)
+            .redistribute(placements=[Shard(1)])
+            .to_local()
+        )
+
+    def weight(self, parameter: Tensor) -> Tensor:
+        """This rank's share of a parameter, or all of one that is not split: then each rank finds a part of its gradient."""
+        if not isinstance(parameter, DTensor):
+            return parameter
+        grads = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+        return parameter.to_local(grad_placements=grads)  # type: ignore[no-any-return]
+
+
+def distribute(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, dtype: torch.dtype) -> None:
+    """Split a model's parameters (on the meta device still) over the mesh. Values come after.
+
+    ``model.split_dimension(name)`` says along which dimension *tensor* ranks split a parameter; None: all hold it.
+    """
+    if ranks.mesh is None:
+        return
+    tensor_mesh = ranks.tensor.mesh
+    if tensor_mesh is not None:
+        for name, parameter in list(model.named_parameters()):
+            dimension = model.split_dimension(name)  # type: ignore[operator]
+            placement: Placement = Replicate() if dimension is None else Shard(dimension)
+            owner_name, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner_name), key, nn.Parameter(_split(parameter, tensor_mesh, placement)))
+    replicas = ranks.mesh["replica"].size() > 1
+    mesh = ranks.mesh["replica", "shard"] if replicas else ranks.mesh["shard"]
+    # Weights are fp32; what is gathered for a block is in ``dtype``, and gradients are summed in fp32.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not model)
+        module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+
+
+def _split(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, [placement])
+    local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    return DTensor.from_local(local, mesh, [placement], run_check=False)
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a tensor that a rank holds: ``shape`` from ``offset`` on, in a whole of ``whole``."""
+
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Region:
+        whole = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            return cls(whole, (0,) * len(whole), whole)
+        shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
+        return cls(whole, tuple(offset), tuple(shape))
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """This region of a whole tensor, a view."""
+        assert tuple(tensor.shape) == self.whole, (tensor.shape, self.whole)
+        for dimension, (start, length) in enumerate(zip(self.offset, self.shape)):
+            tensor = tensor.narrow(dimension, start, length)
+        return tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; shares its memory."""
+    held: Any = tensor.detach()
+    return held.to_local() if isinstance(held, DTensor) else held
+
+
+def copies(tensor: Tensor) -> int:
+    """How many ranks hold each element of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    count = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements):
+        count *= size if placement.is_replicate() else 1
+    return count
+
+
+def first_holder(tensor: Tensor) -> bool:
+    """Is this the first of the ranks that hold what this one holds of a tensor?"""
+    if not isinstance(tensor, DTensor):
+        return True
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None
+    return not any(c for c, placement in zip(coordinates, tensor.placements) if placement.is_replicate())
+
+
+def whole(value: Tensor, like: Tensor) -> Tensor:
+    """All of a tensor of which each rank has ``value``, split as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return value
+    return DTensor.from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    ).full_tensor()

@@ -282,16 +282,24 @@ class StabilityRecipe(Strict):
 
 
 class ParallelRecipe(Strict):
-    """How the ranks that torchrun started share the work; one rank alone uses none of it."""
+    """How the ranks that torchrun started share the work; one rank alone uses none of it.
 
-    tensor: Positive = 1  # ranks that split each matrix and each row's tokens; the rest split the batch
-    shard: bool = True  # FSDP2: the ranks that split the batch also split weights and optimiser
+    ``tensor`` neighbouring ranks split each matrix; the others split the batch. Those hold ``replicas`` copies of the
+    weights and the optimiser, each copy split among the ranks that are left (FSDP2).
+    """
+
+    tensor: Positive = 1
+    replicas: Positive = 1
     recompute: Literal["none", "block"] = "none"  # activation checkpointing: keep a block's input only
 
     def data_ranks(self, ranks: int, model: ModelRecipe) -> int:
         """How many ranks split the batch. Raises: RecipeError naming the key that doesn't fit."""
         if ranks % self.tensor:
             raise RecipeError(f"parallel.tensor ({self.tensor}) does not divide the {ranks} ranks")
+        if ranks // self.tensor % self.replicas:
+            raise RecipeError(
+                f"parallel.replicas ({self.replicas}) does not divide the {ranks // self.tensor} ranks of the batch"
+            )
         sizes = {"kv_heads": model.kv_heads, "context": model.context, "d_ff": model.d_ff}
         if model.experts is not None:
             sizes |= {"experts.d_ff": model.experts.d_ff}

@@ -22,7 +22,7 @@ from kernels.registry import Ops, load_choice
 from trainer.batch import make_batch
 from trainer.metrics import matmul_rate
 from trainer.recipe import Recipe
-from trainer.segment import DTYPES, Run
+from trainer.run import DTYPES, Run
 
 FORMAT = 1
 WARMUP = 1

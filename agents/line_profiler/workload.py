@@ -15,7 +15,7 @@ import numpy as np
 from trainer.data_plan import DataPlan
 from trainer.parallel import Ranks
 from trainer.recipe import Recipe
-from trainer.segment import Run
+from trainer.run import Run
 from trainer.spec import SegmentSpec
 from trainer.token_shard import TokenizedDocument, write_token_shard
 
@@ -35,7 +35,7 @@ def make_run(recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile
     mixture = recipe.mixture.model_copy(update={"weights": {"*": 1.0}, "phases": [], "max_epochs": 4})
     plan = DataPlan.make(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
     spec = SegmentSpec(kind="trunk", recipe=recipe, data_plan=plan, first_step=0, last_step=steps, kernels=str(kernels))
-    return Run(spec, Ranks.join(), None)
+    return Run(spec, Ranks.join(recipe.parallel, recipe.model), None)
 
 
 def documents(recipe: Recipe, tokens: int) -> Iterator[TokenizedDocument]:

@@ -57,7 +57,7 @@ def test_loss_is_the_weighted_mean_of_torchs_cross_entropy() -> None:
     tokens, positions, documents = packed([10, 22])
     targets, weights = tokens.roll(-1), (torch.rand(1, 32) > 0.4).float()
     weights /= weights.sum()
-    loss, nll = model.loss(tokens, targets, weights, positions, documents, z_loss=1e-3)
+    loss, nll, _ = model.loss(tokens, targets, weights, positions, documents, z_loss=1e-3)
     logits = model.logits(tokens, positions, documents)[0]
     expected = torch.nn.functional.cross_entropy(logits, targets[0], reduction="none")
     torch.testing.assert_close(nll[0], torch.where(weights[0] > 0, expected, 0.0))
@@ -71,7 +71,7 @@ def test_a_seed_gives_one_model_and_depth_scales_what_writes_to_the_residual() -
     for (name, a), b in zip(model.named_parameters(), make_model(deep).parameters(), strict=True):
         assert torch.equal(a, b), name
     block = model.blocks[3]
-    assert float(block.qkv.detach().std()) == pytest.approx(128**-0.5, rel=0.05)
+    assert float(block.q.detach().std()) == pytest.approx(128**-0.5, rel=0.05)
     assert float(block.down.detach().std()) == pytest.approx(256**-0.5 / math.sqrt(16), rel=0.05)
     assert float(model.embedding.detach().std()) == pytest.approx(0.02, rel=0.05)
 

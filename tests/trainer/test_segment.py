@@ -15,7 +15,7 @@ from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer,
 from trainer import checkpoint as checkpoints
 from trainer.metrics import read_lines
 
-TIMED = {"tokens_per_s", "mfu", "data_wait_s", "time"}
+TIMED = {"tokens_per_s", "mfu", "data_wait_s", "time", "memory"}
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
         assert mine.keys() == other.keys()
         for name in mine:
             assert torch.equal(mine[name], other[name]), name
-    for key in ("step", "sampler", "detector", "recipe", "data_plan"):
+    for key in ("step", "sampler", "detector", "monitor", "recipe", "data_plan"):
         assert a.state[key] == b.state[key], key
     assert records(ours) == records(theirs)
     for key in ("tokens", "supervised_tokens", "loss", "loss_by_domain", "documents_seen"):
@@ -51,23 +51,23 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 def test_trunk_then_anneal_learns_and_leaves_its_files(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(counts={"code": 300, "docs": 150, "chat": 150}))
-    trunk = write_spec(tmp_path / "trunk", plan, last_step=30)
+    trunk = write_spec(tmp_path / "trunk", plan, last_step=40)
     assert run_trainer(trunk) == (0, "")
     done = result(trunk)
     lines = read_lines(trunk / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(30))
-    assert lines[-1]["tokens"] == done["tokens"] > 0.99 * 30 * 8 * 32
+    assert [line["step"] for line in lines] == list(range(40))
+    assert lines[-1]["tokens"] == done["tokens"] > 0.99 * 40 * 8 * 32
     assert done["loss"] == pytest.approx(sum(line["loss"] for line in lines[-20:]) / 20)
     assert set(done["loss_by_domain"]) == {"code", "docs", "chat"}
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
     assert done["manifest_sha256"] == checkpoints.manifest_sha256(Path(done["checkpoint"]))
     # the branch goes on from the trunk's weights, optimiser and data order, and the rate falls
     anneal = write_spec(
-        tmp_path / "anneal", plan, kind="anneal", first_step=30, last_step=36, initial_checkpoint=done["checkpoint"]
+        tmp_path / "anneal", plan, kind="anneal", first_step=40, last_step=46, initial_checkpoint=done["checkpoint"]
     )
     assert run_trainer(anneal) == (0, "")
     lines = read_lines(anneal / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(30, 36))
+    assert [line["step"] for line in lines] == list(range(40, 46))
     assert all(a["lr"] > b["lr"] for a, b in zip(lines, lines[1:], strict=False))
     assert result(anneal)["tokens"] == lines[-1]["tokens"] - done["tokens"]
     # finished: nothing is done again

@@ -1,0 +1,243 @@
+"""The state of a segment between two steps, and the step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.registry import bind, load_choice
+from trainer import checkpoint as checkpoints
+from trainer.batch import Batch
+from trainer.checkpoint import Regions, Skipped, Tensors
+from trainer.checkpoint_writer import Writer
+from trainer.data_order import DataOrder
+from trainer.errors import CheckpointError
+from trainer.experts import move_bias
+from trainer.metrics import memory_bytes
+from trainer.model import Decoder
+from trainer.monitor import Monitor
+from trainer.optimizer import Optimizer, squares
+from trainer.parallel import Ranks, Region, copies, distribute, first_holder, local
+from trainer.schedule import lr_share
+from trainer.spec import SegmentSpec
+from trainer.stability import Detector, clip_and_skip
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Run:
+    """``start`` is the folder of the checkpoint to go on from; None begins anew."""
+
+    def __init__(self, spec: SegmentSpec, ranks: Ranks, start: Path | None) -> None:
+        self.spec, self.ranks = spec, ranks
+        recipe = self.recipe = spec.recipe
+        dtype = DTYPES[recipe.precision]
+        ops = bind(load_choice(spec.kernels_path, ranks.device.type), ranks.device, dtype)
+        with torch.device("meta"):
+            self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
+        distribute(self.model, self.model.blocks, ranks, dtype)
+        self.model.to_empty(device=ranks.device)
+        self.optimizer = Optimizer(self.model, recipe.optimizer, recipe.model.width_share)
+        self.monitor = Monitor(self.optimizer, ranks)
+        self.detector = Detector(recipe.stability)
+        self.counters: dict[str, Any] = {
+            "tokens": 0,
+            "supervised_tokens": 0,
+            "documents": 0,
+            "updates": 0,
+            "seconds": 0.0,
+        }
+        self.at_start = dict(self.counters)
+        self.skipped: list[Skipped] = []  # checkpoints of this segment that were not fit to go on from
+        self.stop_asked = False
+        self.writer: Writer | None = None  # whose copy an update must wait for
+        torch.manual_seed(recipe.seed)
+        state = self._restore(start) if start is not None else None
+        if state is None:
+            self.model.initialise(recipe.seed)
+        anew = spec.restart_data and (state is None or state["step"] == spec.first_step)
+        self.order = DataOrder(
+            spec.data_plan,
+            context=recipe.model.context,
+            rows=recipe.batch.sequences,
+            vocab_size=recipe.model.vocab_size,
+            state=state["sampler"] if state is not None and not anew else None,
+        )
+        if anew:
+            self.order.step = spec.first_step
+        self.step = self.order.step
+        self.sampler = self.order.state_dict()
+        if recipe.parallel.recompute == "block":
+            self.model.recompute()
+        if recipe.compile:
+            self.model.compile()
+
+    def train_step(self, batch: Batch) -> dict[str, Any]:
+        """One update. Returns the record of the step."""
+        recipe, spec = self.recipe, self.spec
+        lr = recipe.optimizer.lr * lr_share(recipe.schedule, spec.kind, batch.step, spec.first_step, spec.last_step)
+        sums, load = self._backward(batch)
+        gradients = self.optimizer.gradients()
+        shares = torch.tensor([1 / copies(p) for p in self.optimizer.parameters.values()], device=sums.device)
+        domains = len(self.order.domains)
+        # one message: the sums, the square of each gradient, and whether any rank was asked to stop
+        asked = torch.tensor([float(self.stop_asked)], device=sums.device)
+        message = torch.cat((sums, squares(gradients) * shares, asked))
+        self.ranks.sum_(message)
+        sums, squares_P, asked = message.split((len(sums), len(gradients), 1))
+        norm = squares_P.sum().sqrt()
+        divide_by, skip = clip_and_skip(sums[0], norm, recipe.stability.grad_clip, self.detector.grad_norm_limit())
+        before = self.monitor.begin(batch.step, gradients, divide_by, self.counters["updates"])
+        if self.writer is not None:
+            self.writer.wait_until_copied()
+        self.optimizer.step(lr, divide_by, skip)
+        self._balance(load, skip)
+        self.optimizer.zero_grad()
+        layer_norms = self.monitor.layer_norms(squares_P)
+        numbers = torch.cat((torch.stack((norm, skip, *layer_norms.values())), asked, sums)).tolist()
+        grad_norm, skipped = numbers[0], bool(numbers[1])
+        by_layer, (stop, total, *by_domain) = numbers[2 : 2 + len(layer_norms)], numbers[2 + len(layer_norms) :]
+        nll, count = by_domain[:domains], by_domain[domains:]
+        loss = sum(nll) / max(1.0, sum(count))
+        self.stop_asked = bool(stop)
+        self.counters["tokens"] += batch.used
+        self.counters["supervised_tokens"] += batch.supervised
+        self.counters["documents"] = batch.state_after["documents_begun"]
+        self.counters["updates"] += not skipped
+        self.step, self.sampler = batch.step + 1, batch.state_after
+        return {
+            "step": batch.step,
+            "kind": spec.kind,
+            "tokens": self.counters["tokens"],
+            "supervised_tokens": self.counters["supervised_tokens"],
+            "loss": loss,
+            "z_loss": total - loss,
+            **{f"loss/{name}": n / c for name, n, c in zip(self.order.domains, nll, count) if c},
+            "grad_norm": grad_norm,
+            **{f"grad_norm/{layer}": value for layer, value in zip(layer_norms, by_layer)},
+            **self.monitor.end(before, batch.supervised, skipped),
+            "lr": lr,
+            "skipped": skipped,
+            "memory": memory_bytes(self.ranks.device),
+        }
+
+    def _backward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Gradients of this rank's rows.
+
+        Returns ([loss, nll by domain…, supervised tokens by domain…], fp32; tokens [expert layers, experts] or None).
+        """
+        domains = len(self.order.domains)
+        sums = torch.zeros(1 + 2 * domains, device=self.ranks.device)
+        load: Tensor | None = None
+        part_of = self.model.tensor.part
+        experts = self.recipe.model.experts
+        router_z_share = experts.z_loss / (len(batch.rows) * self.recipe.model.context) if experts else 0.0
+        for part in batch.split(self.recipe.batch.micro_sequences):
+            domains_BS = part_of(part.pop("domains_BT"))
+            loss, nll_BS, found = self.model.loss(
+                **part, z_loss=self.recipe.stability.z_loss, router_z_share=router_z_share
+            )
+            loss.backward()  # type: ignore[no-untyped-call]
+            carries_BS = part_of(part["weights_BT"]) > 0
+            at = domains_BS[carries_BS]
+            sums[0] += loss.detach()
+            sums[1 : 1 + domains].index_add_(0, at, nll_BS[carries_BS])
+            sums[1 + domains :].index_add_(0, at, torch.ones_like(nll_BS[carries_BS]))
+            if found is not None:
+                load = found if load is None else load + found
+        return sums, load
+
+    def _balance(self, load: Tensor | None, skip: Tensor) -> None:
+        """Move the routers' biases by the tokens that each expert got in the whole batch."""
+        if load is None:
+            return
+        assert self.recipe.model.experts is not None
+        self.ranks.sum_(load)
+        biases = [bias for name, bias in self.model.named_buffers()]
+        for bias_E, load_E in zip(biases, load):
+            move_bias(bias_E, load_E, self.recipe.model.experts.bias_rate, skip)
+
+    def save(self) -> None:
+        """Begin a checkpoint; ``train_step`` may go on."""
+        assert self.writer is not None
+        state = {
+            "step": self.step,
+            "kind": self.spec.kind,
+            "recipe": self.recipe.model_dump(),
+            "data_plan": self.spec.data_plan.id,
+            "code_commit": self.spec.code_commit,
+            "first_step": self.spec.first_step,
+            "sampler": self.sampler,
+            "detector": self.detector.state_dict(),
+            "monitor": self.monitor.state_dict(),
+            "counters": dict(self.counters),
+            "at_start": self.at_start,
+            "skipped": [asdict(bad) for bad in self.skipped],
+        }
+        contents, regions = self.contents()
+        self.writer.submit(self.step, contents, regions, state)
+
+    def contents(self) -> tuple[dict[str, Tensors], Regions]:
+        """What this rank writes of a checkpoint: (tensors by kind, where each lies in its whole).
+
+        The leader also writes what is no rank's share. The tensors are those that train.
+        """
+        model: Tensors = {}
+        optimizer: Tensors = {}
+        regions = self.regions()
+        state = self.optimizer.state_tensors()
+        for name, parameter in self.optimizer.parameters.items():
+            if first_holder(parameter):
+                model[name] = local(parameter)
+                keys = [f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")]
+                optimizer |= {key: state[key] for key in keys if key in state}
+        if self.ranks.leads:
+            model |= {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            optimizer |= {key: value.clone() for key, value in state.items() if key.startswith("step.")}
+            optimizer["rng"] = torch.get_rng_state()
+        return {"model": model, "optimizer": optimizer}, regions
+
+    def regions(self) -> Regions:
+        """Of each parameter, and of each optimiser tensor that is split as it is."""
+        found: Regions = {}
+        for name, parameter in self.optimizer.parameters.items():
+            keys = (name, *(f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")))
+            found |= dict.fromkeys(keys, Region.of(parameter))
+        return found
+
+    def _restore(self, start: Path) -> dict[str, Any]:
+        """Returns the state. Raises: CheckpointError naming the first parameter that doesn't fit."""
+        regions = self.regions()
+        names = self.optimizer.parameters.keys() | {name for name, _ in self.model.named_buffers()}
+        model = checkpoints.read_tensors(start, "model", regions)
+        if other := sorted(names ^ model.keys()):
+            raise CheckpointError(
+                f"recipe.model does not fit the checkpoint: {other[0]} is in "
+                + ("the recipe only" if other[0] in names else "the checkpoint only")
+            )
+        with torch.no_grad():
+            for name, parameter in self.optimizer.parameters.items():
+                local(parameter).copy_(model[name])
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(model[name])
+        optimizer = checkpoints.read_tensors(start, "optimizer", regions)
+        torch.set_rng_state(optimizer.pop("rng"))
+        try:
+            self.optimizer.load_state_tensors(optimizer)
+        except KeyError as missing:
+            raise CheckpointError(f"recipe.optimizer does not fit the checkpoint: it has no {missing}") from None
+        state = checkpoints.read_state(start)
+        self.detector.load_state_dict(state["detector"])
+        self.monitor.load_state_dict(state["monitor"])
+        self.counters = dict(state["counters"])
+        same_segment = (state["kind"], state["first_step"]) == (self.spec.kind, self.spec.first_step)
+        if same_segment and state["step"] > self.spec.first_step:
+            self.at_start = state["at_start"]
+            self.skipped = [Skipped(**bad) for bad in state["skipped"]]
+        else:
+            self.at_start = dict(self.counters)
+        return state
