@@ -107,8 +107,8 @@ def save_share(
             metadata = {REGIONS: json.dumps(parts)} if parts else None
             files[name] = _write(aside / name, safetensors_bytes(tensors, metadata))
         if rank:
-            _write(aside / ".share", iter([json.dumps(files).encode()]))
-            os.rename(aside / ".share", aside / f"share-{rank:05d}.json")
+            _write(aside / f".share-{rank:05d}", iter([json.dumps(files).encode()]))
+            os.rename(aside / f".share-{rank:05d}", aside / f"share-{rank:05d}.json")
             return target
         files["state.json"] = _write(aside / "state.json", iter([json.dumps(state, sort_keys=True).encode()]))
         for other in range(1, ranks):

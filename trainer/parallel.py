@@ -205,9 +205,11 @@ def first_holder(tensor: Tensor) -> bool:
 
 
 def whole(value: Tensor, like: Tensor) -> Tensor:
-    """All of a tensor of which each rank has ``value``, split as ``like`` is."""
+    """All of a tensor of which each rank has ``value``, split as ``like`` is: a sum over ranks, each in its region."""
     if not isinstance(like, DTensor):
         return value
-    return DTensor.from_local(
-        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    ).full_tensor()
+    total = value.new_zeros(like.shape)
+    if first_holder(like):
+        Region.of(like).cut(total).copy_(value)
+    dist.all_reduce(total)
+    return total

@@ -142,7 +142,6 @@ def train(folder: Path, run: Run, stop: list[int]) -> None:
             writer.poll()
             if run.stop_asked and not ended:
                 writer.wait()
-                ranks.wait()
                 raise Stopped(f"stopped after step {run.step}, as asked")
         batches.close()
         writer.wait()
@@ -150,7 +149,6 @@ def train(folder: Path, run: Run, stop: list[int]) -> None:
         assert run.step == spec.last_step
         if ranks.leads:
             write_result(folder, run)
-        ranks.wait()
     finally:
         writer.close()
         metrics.close()

@@ -41,7 +41,11 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10**6), name=st.sampled_from(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]), torn=st.booleans())
+@given(
+    seed=st.integers(0, 10**6),
+    name=st.sampled_from(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]),
+    torn=st.booleans(),
+)
 def test_a_flipped_bit_or_a_torn_end_anywhere_is_found(tmp_path: Path, seed: int, name: str, torn: bool) -> None:
     path = checkpoints.save(tmp_path, make(3))
     blob = bytearray((path / name).read_bytes())
