@@ -78,7 +78,7 @@ class Run:
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """One update. Returns the record of the step."""
         recipe, spec = self.recipe, self.spec
-        lr = recipe.optimizer.lr * lr_share(recipe.schedule, spec.kind, batch.step, spec.first_step, spec.last_step)
+        lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
         sums = self._backward(batch)
         gradients = self.optimizer.gradients()
         self.ranks.sum_([*gradients, sums])
