@@ -52,7 +52,7 @@ def trunk_share(schedule: ScheduleRecipe, step: int) -> float:
 def anneal_share(schedule: ScheduleRecipe, step: int, first: int, last: int) -> float:
     """From the trunk's rate at the branch point ``first`` towards ``final_lr_share``, along the recipe's tail.
 
-    1 − sqrt: arXiv 2405.18392 §3.2. The last step still moves: the floor would be reached at ``last``. A trunk that is
+    1 − sqrt: arXiv 2405.18392 §3. The last step still moves: the floor would be reached at ``last``. A trunk that is
     already below the floor is never raised to it.
     """
     start = trunk_share(schedule, first)
@@ -64,7 +64,7 @@ def anneal_share(schedule: ScheduleRecipe, step: int, first: int, last: int) -> 
 def rewarmed_share(schedule: ScheduleRecipe, step: int, first: int) -> float:
     """A trunk that goes on from annealed weights: a line from the anneal's last rate back to the trunk's.
 
-    WSD-S (Wen et al. 2024, arXiv 2410.05192 §4) goes on at the trunk's rate at once: ``rewarmup_steps`` 0. A few steps
+    WSD-S (Wen et al. 2024, arXiv 2410.05192) goes on at the trunk's rate at once: ``rewarmup_steps`` 0. A few steps
     spare the optimiser's second moments, which the anneal left small.
     """
     share = trunk_share(schedule, step)
