@@ -84,7 +84,7 @@ def _layout_lines(plan: RunPlan) -> list[Line]:
             float(layout.recompute == "block"),
             layout.recompute,
             "the least that fits",
-            "arXiv 2205.05198 §5",
+            "parallel.recompute; arXiv 2205.05198 §5",
         ),
     ]
 

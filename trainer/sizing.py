@@ -184,7 +184,12 @@ def memory_parts(
     logits = (LOGIT_BYTES * rows * model.vocab_size + 10 * head) / t + 6 * tokens * model.d_model
     return [
         Part("weights", 4 * P / pieces, f"4 bytes (fp32) × {of_all}", f"{ZERO} §3.1, §5"),
-        Part("gradients", 4 * P / pieces, f"4 bytes (fp32) × {of_all}", f"{ZERO} §3.1, §5; reduced in fp32"),
+        Part(
+            "gradients",
+            4 * P / pieces,
+            f"4 bytes (fp32) × {of_all}",
+            f"{ZERO} §3.1, §5; summed over ranks each micro-batch",
+        ),
         Part(
             "optimiser",
             moments / pieces,

@@ -66,7 +66,6 @@ MODELS = [
         "PaLM 540B", 540.35e9, shape(256_000, 18432, 118, 48, 1, 73728, 2048, head_dim=256), tied=True, digits=1e-4
     ),
 ]
-LLAMA_3 = ["Llama 3 8B", "Llama 3 70B", "Llama 3 405B"]
 
 
 def model_of(name: str) -> ModelRecipe:

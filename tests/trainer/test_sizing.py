@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.registry import bind
-from tests.trainer.published import LLAMA_3, MODELS, Published, model_of
+from tests.trainer.published import MODELS, Published, model_of
 from trainer.errors import RecipeError
 from trainer.model import Decoder
 from trainer.recipe import ModelRecipe
@@ -180,7 +180,8 @@ def test_activations_are_what_the_real_block_keeps() -> None:
 def test_memory_that_torchtitan_measured() -> None:
     """Llama 3.1 70B, FSDP2 32 × TP 8, local batch 16, whole blocks recomputed: 71.9 GiB (table 4 of the same file).
 
-    Their logits are whole, split by TP, in a matrix of its own; float8 products change no stored size.
+    Their logits are whole and split by TP; that float8 products change no stored size, and that what their allocator
+    holds beyond tensors is about our reserve (8 GB of 80; their cards have 96), is assumed.
     """
     parts = memory_parts(model_of("Llama 3 70B"), Layout(256, 8, 16, "block"), 80 * GB, logit_rows=None)
     assert needed(parts) / GIB == pytest.approx(71.9, rel=0.05)
@@ -204,7 +205,3 @@ def test_experts_keep_each_routed_copy() -> None:
     attention = (4 + 2 * 2) * 16 + (4 + 2) * 16 + 4 * 16
     assert kept_elements(model, 5) == 4 * 64 + attention + 3 * 32 * 3 + 2 * 2 * 64
     assert kept_elements(model, 0) == 4 * 64 + attention + 3 * model.d_ff
-
-
-def test_llama_3_is_one_family() -> None:
-    assert {model_of(name).vocab_size for name in LLAMA_3} == {128_256}
