@@ -35,7 +35,7 @@ class Trunk:
 def next_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -> Trunk:
     """What the trunk could do now. Shortened to what the shards hold under the recipe's epoch cap, an anneal's share kept back."""
     recipe = load_recipe(workspace)
-    last = last_segment(ledger, "trunk")
+    last = trunk_parent(ledger, recipe)
     wanted = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
     shards = _every_shard(ledger, last)
     seen = {shard["id"] for shard in plan_of(ledger, last)["token_shards"]} if last else set()
@@ -58,17 +58,17 @@ def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -
     Shards that the trunk has not seen join as a new generation. Raises: InputError when there is too little to train on.
     """
     trunk = next_trunk(workspace, ledger, steps)
+    recipe = load_recipe(workspace)
+    last = trunk_parent(ledger, recipe)
     if not trunk.steps:
-        if not trunk.new_shards and not last_segment(ledger, "trunk"):
+        if not trunk.new_shards and not last:
             raise InputError(
                 "nothing to train on: no shard has been ingested; drop one into the inbox or run 'factory ingest PATH'"
             )
-        recipe = load_recipe(workspace)
         raise InputError(
             f"too little to train on: recipe {recipe.name} (max_epochs {recipe.mixture.max_epochs}) needs at least "
             f"{trunk.missing_tokens:,} tokens more; drop shards into the inbox or run 'factory ingest PATH'"
         )
-    last = last_segment(ledger, "trunk")
     return _plan(workspace, ledger, "trunk", last, trunk.steps, _every_shard(ledger, last))
 
 
@@ -85,6 +85,19 @@ def last_segment(ledger: Ledger, kind: str) -> dict[str, Any] | None:
     """The newest finished segment of that kind."""
     done = (segments.c.kind == kind) & (segments.c.state == "done")
     return ledger.one(sa.select(segments).where(done).order_by(segments.c.id.desc()).limit(1))
+
+
+def trunk_parent(ledger: Ledger, recipe: Recipe) -> dict[str, Any] | None:
+    """The segment that the next trunk segment goes on from; None for the first one.
+
+    With ``schedule.continue_from: anneal`` (WSD-S, arXiv 2410.05192) it is the anneal off the newest trunk segment: its
+    weights, its sampler state and its last step, so that no document is seen sooner again and steps go on counting.
+    """
+    trunk = last_segment(ledger, "trunk")
+    if trunk is None or recipe.schedule.continue_from == "trunk":
+        return trunk
+    anneal = last_segment(ledger, "anneal")
+    return anneal if anneal is not None and anneal["parent"] == trunk["id"] else trunk
 
 
 def last_checkpoint(ledger: Ledger, segment: int) -> dict[str, Any]:

@@ -68,9 +68,12 @@ def run_segment(
 
 def _write_spec(ledger: Ledger, row: dict[str, Any], folder: Path) -> None:
     start = None if row["parent"] is None else last_checkpoint(ledger, row["parent"])["path"]
+    parent = ledger.one(sa.select(segments.c.kind).where(segments.c.id == row["parent"]))
+    rewarm = row["kind"] == "trunk" and parent is not None and parent["kind"] == "anneal"
     spec = {
         "kind": row["kind"], "recipe": row["recipe_json"], "data_plan": plan_of(ledger, row), "first_step": row["first_step"],
         "last_step": row["last_step"], "initial_checkpoint": start, "code_commit": row["code_commit"], "kernels": None,
+        "rewarm": rewarm,
     }  # fmt: skip
     aside = folder / "segment.json.part"
     aside.write_text(json.dumps(spec, indent=1, sort_keys=True))

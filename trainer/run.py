@@ -79,7 +79,7 @@ class Run:
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """One update. Returns the record of the step."""
         recipe, spec = self.recipe, self.spec
-        lr = recipe.optimizer.lr * lr_share(recipe.schedule, spec.kind, batch.step, spec.first_step, spec.last_step)
+        lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
         sums, load = self._backward(batch)
         gradients = self.optimizer.gradients()
         shares = torch.tensor([1 / copies(p) for p in self.optimizer.parameters.values()], device=sums.device)
