@@ -45,8 +45,8 @@ def route(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor, per_token: int) -> Ro
     return Routing(experts_Nk, chosen_Nk / (chosen_Nk.sum(-1, keepdim=True) + LEAST_SUM), logits_NE)
 
 
-def mix(x_ND: Tensor, routing: Routing, gate_up_EDF: Tensor, down_EFD: Tensor, ops: Ops) -> Tensor:
-    """Σ over a token's experts of weight · down(swiglu(gate, up)); gate_up [E, D, 2F], down [E, F, D]. Returns [N, D].
+def mix(x_ND: Tensor, routing: Routing, gate_EDF: Tensor, up_EDF: Tensor, down_EFD: Tensor, ops: Ops) -> Tensor:
+    """Σ over a token's experts of weight · down(swiglu(gate, up)); gate, up [E, D, F], down [E, F, D]. Returns [N, D].
 
     Tokens are sorted by expert, so that each expert is one matrix product, and put back in place: nothing is summed in
     an order that could change.
@@ -54,8 +54,9 @@ def mix(x_ND: Tensor, routing: Routing, gate_up_EDF: Tensor, down_EFD: Tensor, o
     N, k = routing.experts_Nk.shape
     flat = routing.experts_Nk.flatten()
     order = flat.argsort(stable=True)
-    ends_E = (flat.unsqueeze(1) == torch.arange(gate_up_EDF.shape[0], device=flat.device)).sum(0).cumsum(0).int()
-    gate, up = F.grouped_mm(x_ND[order // k], gate_up_EDF, offs=ends_E).chunk(2, dim=-1)
+    ends_E = (flat.unsqueeze(1) == torch.arange(gate_EDF.shape[0], device=flat.device)).sum(0).cumsum(0).int()
+    x = x_ND[order // k]
+    gate, up = F.grouped_mm(x, gate_EDF, offs=ends_E), F.grouped_mm(x, up_EDF, offs=ends_E)
     y = F.grouped_mm(ops.swiglu(gate, up), down_EFD, offs=ends_E)
     y_NkD = y[order.argsort()].view(N, k, -1)
     return (y_NkD * routing.weights_Nk.to(y.dtype).unsqueeze(-1)).sum(1)

@@ -84,10 +84,10 @@ class Block(nn.Module):
     def attend(self, h_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
         shape, weight = self.shape, self._weight
         B, T, _ = h_BTD.shape
-        q, k, v = weight(self.q), weight(self.k), weight(self.v)
-        heads = [len(matrix) // shape.head_dim for matrix in (q, k, v)]
-        qkv = F.linear(h_BTD, torch.cat((q, k, v))).view(B, T, -1, shape.head_dim)
-        q_BTHK, k_BTGK, v_BTGK = qkv.split(heads, dim=2)
+        # one product each: a joined copy of the matrices would be kept for the backward pass, which FSDP frees them for
+        q_BTHK, k_BTGK, v_BTGK = (
+            F.linear(h_BTD, weight(matrix)).view(B, T, -1, shape.head_dim) for matrix in (self.q, self.k, self.v)
+        )
         if shape.qk_norm:
             q_BTHK = self.ops.qk_norm_rope(q_BTHK, weight(self.q_norm), cos_BTK, sin_BTK, shape.norm_eps)
             k_BTGK = self.ops.qk_norm_rope(k_BTGK, weight(self.k_norm), cos_BTK, sin_BTK, shape.norm_eps)
@@ -97,8 +97,7 @@ class Block(nn.Module):
         return F.linear(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
 
     def transform(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        gate_up = torch.cat((self._weight(gate), self._weight(up)))
-        gate_BTF, up_BTF = F.linear(h_BTD, gate_up).chunk(2, dim=-1)
+        gate_BTF, up_BTF = F.linear(h_BTD, self._weight(gate)), F.linear(h_BTD, self._weight(up))
         return F.linear(self.ops.swiglu(gate_BTF, up_BTF), self._weight(down))
 
     def transform_by_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,8 +105,8 @@ class Block(nn.Module):
         weight = self._weight
         h_ND, holds_N = h_BTD.flatten(0, 1), documents_BT.flatten() >= 0
         routing = route(h_ND, weight(self.router), self.router_bias, self.experts.per_token)
-        gate_up = torch.cat((weight(self.experts_gate), weight(self.experts_up)), dim=1).transpose(1, 2)
-        y_BTD = mix(h_ND, routing, gate_up, weight(self.experts_down).transpose(1, 2), self.ops).view_as(h_BTD)
+        gate, up, down = (weight(m).transpose(1, 2) for m in (self.experts_gate, self.experts_up, self.experts_down))
+        y_BTD = mix(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
         if self.experts.shared:
             y_BTD = y_BTD + self.transform(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
         # every tensor rank routes every token: each takes its share of what they would all count
