@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data_order import DataOrder, Row, domain_of
+from trainer.data_order import DataOrder, Row
+from trainer.token_shard import TokenShard
 
 PADDING = -1  # document number of positions that hold nothing
 
@@ -57,18 +58,16 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
     weights = np.zeros(shape, np.float32)
     documents = np.full(shape, PADDING, np.int32)
     supervised = sum(piece.supervised for row in rows for piece in row)
-    for b, row in enumerate(mine):
-        at = 0
-        for number, piece in enumerate(row):
-            stream = order.streams[piece.stream]
-            place = np.s_[b, at : at + piece.positions]
-            pair = stream.tokens(piece.document, piece.start, piece.positions)
-            tokens[place], targets[place] = pair[:-1], pair[1:]
-            weights[place] = stream.target_mask(piece.document, piece.start, piece.positions) / np.float32(supervised)
-            positions[place] = np.arange(piece.positions)
-            documents[place] = number
-            domains[place] = order.domains.index(domain_of(piece.stream))
-            at += piece.positions
+    for shard, columns in _by_shard(order, mine):
+        first, count, number, domain, target = np.array(columns).T
+        inside = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+        source, place = np.repeat(first, count) + inside, np.repeat(target, count) + inside
+        held = np.asarray(shard.tokens)
+        tokens.flat[place], targets.flat[place] = held[source], held[source + 1]
+        weights.flat[place] = shard.loss_mask_at(source + 1) / np.float32(supervised)
+        positions.flat[place] = inside
+        documents.flat[place] = np.repeat(number, count)
+        domains.flat[place] = np.repeat(domain, count)
     return Batch(
         step,
         torch.from_numpy(tokens),
@@ -82,6 +81,21 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
         used=sum(piece.positions for row in rows for piece in row),
         state_after=order.state_dict(),
     )
+
+
+def _by_shard(order: DataOrder, rows: list[Row]) -> Iterator[tuple[TokenShard, list[tuple[int, ...]]]]:
+    """The pieces of each token shard, so that they can be read at once: (first token, positions, number in the row,
+    domain, first place in the batch)."""
+    found: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+    domains = {name: order.domains.index(stream.domain) for name, stream in order.streams.items()}
+    for b, row in enumerate(rows):
+        place = b * order.context
+        for number, piece in enumerate(row):
+            columns = (piece.first, piece.positions, number, domains[piece.stream], place)
+            found.setdefault((piece.stream, piece.shard), []).append(columns)
+            place += piece.positions
+    for (stream, shard), pieces in found.items():
+        yield order.streams[stream].shards[shard], pieces
 
 
 def prefetch(

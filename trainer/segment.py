@@ -24,7 +24,8 @@ from trainer import checkpoint as checkpoints
 from trainer.batch import Batch, prefetch
 from trainer.checkpoint import Checkpoint, Skipped
 from trainer.data_order import DataOrder, document_keys
-from trainer.errors import CheckpointError, DataPlanError, SpecError
+from trainer.errors import CheckpointError, SpecError
+from trainer.feasible import refuse_impossible
 from trainer.metrics import Lines, matmul_rate, read_lines
 from trainer.model import Decoder
 from trainer.optimizer import Optimizer, grad_norm
@@ -64,7 +65,7 @@ class Run:
         self.order = DataOrder(
             spec.data_plan,
             context=recipe.model.context,
-            rows=recipe.batch.sequences,
+            batch=recipe.batch,
             vocab_size=recipe.model.vocab_size,
             state=start.state["sampler"] if start and not anew else None,
         )
@@ -178,7 +179,7 @@ def run_segment(folder: Path) -> None:
         start, skipped = find_start(folder, spec, ranks)
         run = Run(spec, ranks, start)
         run.skipped += skipped
-        refuse_impossible(spec, run)
+        refuse_impossible(run.order, spec.recipe, spec.last_step)
         train(folder, run, stop)
     finally:
         ranks.leave()
@@ -204,17 +205,6 @@ def find_start(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tuple[Checkpoin
     return initial, skipped
 
 
-def refuse_impossible(spec: SegmentSpec, run: Run) -> None:
-    """Raises: DataPlanError when the plan cannot feed the steps that are left."""
-    wanted = (spec.last_step - run.step) * spec.recipe.tokens_per_step
-    left = run.order.positions_left()
-    if left < wanted * 0.99:
-        raise DataPlanError(
-            f"max_epochs: {spec.last_step - run.step} steps of {spec.recipe.tokens_per_step} tokens need {wanted}, the "
-            f"data holds {left} under max_epochs {spec.data_plan.max_epochs}: add shards, raise it or plan fewer steps"
-        )
-
-
 def train(folder: Path, run: Run, stop: list[int]) -> None:
     """The loop, and the files it leaves."""
     recipe, spec, ranks = run.recipe, run.spec, run.ranks
@@ -231,7 +221,7 @@ def train(folder: Path, run: Run, stop: list[int]) -> None:
             waited = time.perf_counter() - last
             record = run.train_step(batch.to(ranks.device))
             now = time.perf_counter()
-            rate, last = recipe.tokens_per_step / (now - last), now
+            rate, last = len(batch.rows) * recipe.model.context / (now - last), now
             run.counters["seconds"] = now - began
             record |= {"tokens_per_s": rate, "mfu": rate * flops_per_token / peak, "data_wait_s": waited}
             metrics.write(record | {"time": time.time()})
