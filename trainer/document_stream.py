@@ -142,7 +142,9 @@ def _tables(shard: TokenShard) -> Iterator[tuple[str, dict[str, Any]]]:
     """The documents of a shard by domain, as columns of numbers; ``row`` is the row in documents.parquet."""
     documents = shard.documents
     domains = np.array(documents["domain"].to_pylist(), dtype=object)
-    columns = {name: documents[name].to_numpy() for name in ("start", "length", "supervised_tokens")}
+    # not to_numpy(), which imports pandas where there is one: a fifth of a second
+    column = lambda name: np.from_dlpack(documents[name].combine_chunks())
+    columns = {name: column(name) for name in ("start", "length", "supervised_tokens")}
     for domain in sorted(set(domains.tolist())):
         rows = np.flatnonzero(domains == domain)
         yield domain, {name: column[rows] for name, column in columns.items()} | {"row": rows}

@@ -9,13 +9,15 @@ The steps are packed as training would pack them, for every strategy that ``batc
   padding   the rest, which the model computes for nothing
   cut       documents cut though they would fit a row, as a share of the documents that would: they lose context
   cut tok   positions of such documents, as a share of the positions used
+  recut     pieces of longer documents that were cut once more, to fill a row, as a share of all their pieces: a
+            document longer than a row is cut every model.context positions in any case
   cross     used positions in rows that hold more than one document: attention is masked between them, and
             model.across_documents lifts the mask
   largest   the most that one document had of one step's used positions: a high share makes a step's gradient its own
   spread    standard deviation of the lengths of a step's pieces over their mean: low where a step's rows are alike
 
-best-fit (the default) pads least of those that cut nothing. Where it pads much, model.context is too long or too short
-for the documents: most of them a little over half a row is the worst case, and only cutting fills such rows.
+best-fit (the default) pads least of those that cut nothing that fits. Where it pads much, most documents are a little
+longer than half a row and few are longer than one: only cutting fills such rows, or another model.context.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class PackingReport:
     padding_share: float
     cut_document_share: float
     cut_token_share: float
+    recut_piece_share: float
     cross_document_share: float
     largest_document_share: float
     length_spread: float
@@ -78,13 +81,17 @@ def report_of(packing: str, order: DataOrder, steps: int) -> PackingReport:
     pieces = [piece for rows in made for row in rows for piece in row]
     positions = sum(len(rows) for rows in made) * order.context
     used = sum(piece.positions for piece in pieces)
-    fitting = cut = cut_positions = 0
+    fitting = cut = cut_positions = long = recut = 0
     for piece in pieces:
         whole = int(order.streams[piece.stream].length[piece.document]) - 1
         if whole <= order.context:
             fitting += piece.start == 0
             cut += piece.start == 0 and piece.positions < whole
             cut_positions += piece.positions if piece.positions < whole else 0
+        else:
+            begins = piece.start % order.context == 0
+            long += begins
+            recut += begins and piece.positions < min(order.context, whole - piece.start)
     return PackingReport(
         packing=packing,
         steps=len(made),
@@ -93,6 +100,7 @@ def report_of(packing: str, order: DataOrder, steps: int) -> PackingReport:
         padding_share=1 - used / positions,
         cut_document_share=cut / max(1, fitting),
         cut_token_share=cut_positions / used,
+        recut_piece_share=recut / max(1, long),
         cross_document_share=sum(_shared_positions(row) for rows in made for row in rows) / used,
         largest_document_share=max(map(_largest_share, made)),
         length_spread=statistics.fmean(map(_spread, made)),
@@ -124,11 +132,12 @@ def _spread(rows: list[Row]) -> float:
 
 
 def table(found: Iterable[PackingReport]) -> str:
-    head = f"{'packing':<25}{'steps':>6}{'used':>9}{'padding':>9}{'cut':>9}{'cut tok':>9}{'cross':>9}{'largest':>9}{'spread':>8}"
-    lines = [head]
+    names = ("used", "padding", "cut", "cut tok", "recut", "cross", "largest")
+    lines = [f"{'packing':<25}{'steps':>6}{''.join(f'{name:>9}' for name in names)}{'spread':>8}"]
     for r in found:
-        shares = (r.used_share, r.padding_share, r.cut_document_share, r.cut_token_share, r.cross_document_share)
-        percents = "".join(f"{share:>9.2%}" for share in (*shares, r.largest_document_share))
+        shares = (r.used_share, r.padding_share, r.cut_document_share, r.cut_token_share, r.recut_piece_share)
+        every = (*shares, r.cross_document_share, r.largest_document_share)
+        percents = "".join(f"{share:>9.2%}" for share in every)
         lines.append(f"{r.packing:<25}{r.steps:>6}{percents}{r.length_spread:>8.2f}")
     return "\n".join(lines)
 

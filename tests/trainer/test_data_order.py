@@ -20,7 +20,6 @@ from trainer.packing import STRATEGIES
 from trainer.recipe import BatchRecipe
 from trainer.token_shard import TokenizedDocument, write_token_shard
 
-
 WARMUP = [{"until_step": 3, "sequences": 4}, {"until_step": 9, "sequences": 8}]
 every_packing = pytest.mark.parametrize("packing", STRATEGIES)
 

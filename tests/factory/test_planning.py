@@ -1,0 +1,144 @@
+"""Plans over a real ledger and real token shards; domains arrive one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+import yaml
+
+from factory.errors import ConfigError, InputError
+from factory.ledger import Ledger, events, segments, shards, token_shards
+from factory.planning import load_recipe, next_trunk, plan_of, plan_trunk
+from factory.workspace import Workspace
+from trainer.token_shard import TokenizedDocument, write_token_shard
+
+STEP = 8 * 32  # positions of the tiny recipe's step
+
+
+@pytest.fixture
+def planned(plant: Workspace) -> tuple[Workspace, Ledger]:
+    return plant, Ledger.open(plant.ledger_url)
+
+
+def ingested(workspace: Workspace, ledger: Ledger, **positions: int) -> None:
+    """A token shard in the ledger with documents of about so many positions in each domain."""
+    rng = np.random.default_rng(len(ledger.rows(sa.select(token_shards))))
+    made = []
+    domains: dict[str, dict[str, int]] = {}
+    for domain, wanted in positions.items():
+        for i in range(wanted // 20):
+            ids = rng.integers(0, 512, 21, dtype=np.uint32)
+            key = f"{domain}-{i}-{ids[0]}"
+            made.append(TokenizedDocument(key, key, domain, "s", "MIT", ids, np.ones(21, np.bool_)))
+        domains[domain] = {"documents": wanted // 20, "tokens": wanted, "supervised_tokens": wanted}
+    shard = write_token_shard(workspace.shards, made, vocab_size=512, tokenizer_sha256="k")
+    with ledger.begin() as tx:
+        common: dict[str, Any] = {"domains": domains, "tokens": sum(len(d.tokens) for d in made)}
+        tx.execute(
+            shards.insert().values(
+                sha256=shard.id, name="s", path="s", bytes=1, state="ingested", ingested_at=1.0, **common
+            )
+        )
+        tx.execute(
+            token_shards.insert().values(
+                id=shard.id,
+                shard=shard.id,
+                path=str(shard.path),
+                tokenizer="k",
+                documents=len(made),
+                created_at=1.0,
+                **common,
+            )
+        )
+
+
+def change_recipe(workspace: Workspace, **parts: dict[str, Any]) -> None:
+    path = Path(workspace.root) / "policies" / "recipes" / "tiny.yaml"
+    raw = yaml.safe_load(load_recipe(workspace).model_dump_json())
+    for part, changes in parts.items():
+        raw[part] |= changes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(raw))
+
+
+def last_event(ledger: Ledger) -> dict[str, Any]:
+    row = ledger.one(sa.select(events).where(events.c.kind == "segment_planned").order_by(events.c.id.desc()).limit(1))
+    assert row is not None
+    return dict(row["detail"])
+
+
+def test_domains_that_have_not_arrived_are_left_out_and_recorded(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    ingested(workspace, ledger, code=40 * STEP)
+    number = plan_trunk(workspace, ledger)
+    row = ledger.one(sa.select(segments).where(segments.c.id == number))
+    assert row is not None
+    assert plan_of(ledger, row)["weights"] == {"code": 0.6, "*": 0.1}
+    assert last_event(ledger) == {"kind": "trunk", "steps": [0, 20], "domains_not_arrived": ["chat", "docs"]}
+
+
+def test_all_that_has_arrived_is_in_the_plan(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    ingested(workspace, ledger, code=40 * STEP)
+    ingested(workspace, ledger, docs=40 * STEP, chat=40 * STEP, wiki=STEP)
+    number = plan_trunk(workspace, ledger)
+    row = ledger.one(sa.select(segments).where(segments.c.id == number))
+    assert row is not None
+    assert plan_of(ledger, row)["weights"] == load_recipe(workspace).mixture.weights
+    assert last_event(ledger)["domains_not_arrived"] == []
+
+
+def test_a_mixture_of_which_nothing_has_arrived_is_an_error(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    ingested(workspace, ledger, wiki=40 * STEP)
+    change_recipe(workspace, mixture={"weights": {"code": 1.0}})
+    with pytest.raises(ConfigError, match="recipe tiny .*weights: no shard holds a document of code; .*hold: wiki"):
+        plan_trunk(workspace, ledger)
+    phases = [{"from_step": 10, "weights": {"maths": 1.0}}]
+    change_recipe(workspace, mixture={"weights": {"wiki": 1.0}, "phases": phases})
+    with pytest.raises(ConfigError, match="phases.0.weights: no shard holds a document of maths"):
+        plan_trunk(workspace, ledger)
+    plan_trunk(workspace, ledger, steps=10)  # ends where the phase begins
+    assert last_event(ledger)["domains_not_arrived"] == ["maths"]
+
+
+def test_steps_are_counted_through_the_batchs_warmup(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    change_recipe(
+        workspace,
+        batch={"warmup": [{"until_step": 8, "sequences": 2}]},
+        mixture={"weights": {"*": 1.0}, "max_epochs": 1},
+    )
+    # 8 steps of 2 rows are 2 steps of 8; an anneal of 6 steps is kept back
+    ingested(workspace, ledger, code=(2 + 4 + 6) * STEP + STEP // 2)
+    trunk = next_trunk(workspace, ledger)
+    assert (trunk.steps, trunk.missing_tokens) == (8 + 4, 0)
+
+
+def test_what_is_missing_is_the_first_step_and_the_anneal_off_it(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    change_recipe(
+        workspace,
+        batch={"warmup": [{"until_step": 8, "sequences": 2}]},
+        mixture={"weights": {"*": 1.0}, "max_epochs": 1},
+    )
+    assert next_trunk(workspace, ledger).missing_tokens == 7 * 2 * 32
+    ingested(workspace, ledger, code=100)
+    assert next_trunk(workspace, ledger).missing_tokens == 7 * 2 * 32 - 100
+    with pytest.raises(InputError, match="too little to train on"):
+        plan_trunk(workspace, ledger)
+
+
+def test_padding_that_cannot_be_kept_down_is_refused_when_planning(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    ingested(workspace, ledger, code=80 * STEP)
+    change_recipe(workspace, batch={"packing": "document", "max_padding": 0.0})
+    with pytest.raises(ConfigError, match="batch.max_padding .*model.context"):
+        plan_trunk(workspace, ledger)
+    assert ledger.one(sa.select(segments)) is None
+    change_recipe(workspace, batch={"packing": "document", "max_padding": 0.5})
+    plan_trunk(workspace, ledger)
