@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from trainer.data_order import DataOrder, Row
-from trainer.token_shard import TokenShard
 
 PADDING = -1  # document number of positions that hold nothing
 
@@ -58,16 +57,19 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
     weights = np.zeros(shape, np.float32)
     documents = np.full(shape, PADDING, np.int32)
     supervised = sum(piece.supervised for row in rows for piece in row)
-    for shard, columns in _by_shard(order, mine):
-        first, count, number, domain, target = np.array(columns).T
-        inside = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
-        source, place = np.repeat(first, count) + inside, np.repeat(target, count) + inside
-        held = np.asarray(shard.tokens)
-        tokens.flat[place], targets.flat[place] = held[source], held[source + 1]
-        weights.flat[place] = shard.loss_mask_at(source + 1) / np.float32(supervised)
-        positions.flat[place] = inside
-        documents.flat[place] = np.repeat(number, count)
-        domains.flat[place] = np.repeat(domain, count)
+    counted = np.arange(order.context)
+    domain_numbers = {name: order.domains.index(stream.domain) for name, stream in order.streams.items()}
+    for b, row in enumerate(mine):
+        at = 0
+        for number, piece in enumerate(row):
+            place = np.s_[b, at : at + piece.positions]
+            pair = order.streams[piece.stream].tokens(piece)
+            tokens[place], targets[place] = pair[:-1], pair[1:]
+            weights[place] = order.streams[piece.stream].target_mask(piece) / np.float32(supervised)
+            positions[place] = counted[: piece.positions]
+            documents[place] = number
+            domains[place] = domain_numbers[piece.stream]
+            at += piece.positions
     return Batch(
         step,
         torch.from_numpy(tokens),
@@ -81,21 +83,6 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
         used=sum(piece.positions for row in rows for piece in row),
         state_after=order.state_dict(),
     )
-
-
-def _by_shard(order: DataOrder, rows: list[Row]) -> Iterator[tuple[TokenShard, list[tuple[int, ...]]]]:
-    """The pieces of each token shard, so that they can be read at once: (first token, positions, number in the row,
-    domain, first place in the batch)."""
-    found: dict[tuple[str, int], list[tuple[int, ...]]] = {}
-    domains = {name: order.domains.index(stream.domain) for name, stream in order.streams.items()}
-    for b, row in enumerate(rows):
-        place = b * order.context
-        for number, piece in enumerate(row):
-            columns = (piece.first, piece.positions, number, domains[piece.stream], place)
-            found.setdefault((piece.stream, piece.shard), []).append(columns)
-            place += piece.positions
-    for (stream, shard), pieces in found.items():
-        yield order.streams[stream].shards[shard], pieces
 
 
 def prefetch(

@@ -55,6 +55,7 @@ class Stream:
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
         self.positions = int(np.maximum(0, self.length - 1).sum())
         self.fingerprint = hashlib.sha256(":".join([str(seed), *(s.id for s in shards)]).encode()).hexdigest()[:16]
+        self._tokens: list[npt.NDArray[Any] | None] = [None] * len(shards)
         self._order: tuple[int, Permutation | None] = -1, None
         self._block: tuple[tuple[int, int], list[tuple[int, int, int, int, int, bool]]] = (-1, -1), []
 
@@ -78,6 +79,20 @@ class Stream:
         return piece._replace(
             start=piece.start + start, positions=positions, supervised=supervised, first=piece.first + start
         )
+
+    def tokens(self, piece: Piece) -> npt.NDArray[Any]:
+        """One more than it has positions: the inputs, and one further for the targets."""
+        if self._tokens[piece.shard] is None:
+            self._tokens[piece.shard] = np.asarray(self.shards[piece.shard].tokens)  # slices of a memmap are slow
+        held = self._tokens[piece.shard]
+        assert held is not None
+        return held[piece.first : piece.first + piece.positions + 1]
+
+    def target_mask(self, piece: Piece) -> npt.NDArray[np.bool_] | np.bool_:
+        """Which of its targets carry loss; one value where it is the same for all."""
+        if piece.supervised == piece.positions:
+            return np.True_
+        return self.shards[piece.shard].loss_mask(piece.first + 1, piece.first + 1 + piece.positions)
 
     def supervised(self, shard: int, first: int, positions: int) -> int:
         """How many of the targets of the positions from token ``first`` of a shard on carry loss."""

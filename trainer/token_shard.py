@@ -155,10 +155,6 @@ class TokenShard:
         bits = np.unpackbits(self._mask_bits[first : (stop + 7) // 8])
         return bits[start - first * 8 : stop - first * 8].astype(bool)
 
-    def loss_mask_at(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """The mask of tokens by index."""
-        return (self._mask_bits[tokens >> 3] >> (7 - (tokens & 7)).astype(np.uint8) & 1).astype(bool)
-
     @cached_property
     def documents(self) -> pa.Table:
         """One row a document, in the order of its tokens."""
