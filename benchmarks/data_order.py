@@ -78,7 +78,7 @@ def measure(recipe: Recipe, shard: Path, planned: int, resumed: bool) -> Cost:
             cursor[2] = order.streams[name].pieces * (far * recipe.tokens_per_step // tokens)
         order = open_order(plan, recipe, json.loads(json.dumps(state)))
     first = order.step
-    refuse_impossible(order, recipe, planned)
+    refuse_impossible(order, recipe, first, planned)
     opened = time.perf_counter()
     for _ in range(3):
         make_batch(order)

@@ -45,9 +45,10 @@ def rehearse(order: DataOrder, step: int, last_step: int) -> Rehearsal | None:
     return Rehearsal(step, positions, used) if positions else None
 
 
-def refuse_impossible(order: DataOrder, recipe: Recipe, last_step: int) -> None:
+def refuse_impossible(order: DataOrder, recipe: Recipe, first_step: int, last_step: int) -> None:
     """Raises: DataPlanError naming the key, when the plan cannot feed or fill the steps from where ``order`` stands."""
-    refuse_padding(order, recipe, last_step)
+    if order.step == first_step:  # what was begun is not refused when it goes on: other steps are rehearsed then
+        refuse_padding(order, recipe, last_step)
     steps, wanted, left = last_step - order.step, recipe.tokens_between(order.step, last_step), order.positions_left()
     if left < wanted * 0.99 and (rehearsal := rehearse(order, order.step, last_step)):
         wanted = round(wanted * rehearsal.used / rehearsal.positions)  # padding needs no data

@@ -179,7 +179,7 @@ def run_segment(folder: Path) -> None:
         start, skipped = find_start(folder, spec, ranks)
         run = Run(spec, ranks, start)
         run.skipped += skipped
-        refuse_impossible(run.order, spec.recipe, spec.last_step)
+        refuse_impossible(run.order, spec.recipe, spec.first_step, spec.last_step)
         train(folder, run, stop)
     finally:
         ranks.leave()

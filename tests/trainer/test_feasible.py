@@ -20,7 +20,7 @@ def test_a_context_longer_than_any_document_without_padding_is_refused_by_name(m
     plan = plan_of(make_shard(longest=60))
     recipe = recipe_with(model__context=128, batch__packing="document", batch__max_padding=0.0)
     with pytest.raises(DataPlanError, match=r"batch.max_padding \(0.0\).*the longest has 58 .*model.context \(128\)"):
-        refuse_impossible(order_of(plan, recipe), recipe, 20)
+        refuse_impossible(order_of(plan, recipe), recipe, 0, 20)
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,11 @@ def test_padding_is_refused_where_it_is_more_than_allowed(
     before = order.state_dict()
     if refused:
         with pytest.raises(DataPlanError, match="batch.max_padding"):
-            refuse_impossible(order, recipe, 80)
+            refuse_impossible(order, recipe, 0, 80)
     else:
-        refuse_impossible(order, recipe, 80)
+        refuse_impossible(order, recipe, 0, 80)
     assert order.state_dict() == before
+    refuse_impossible(order, recipe, -1, 80)  # what has begun goes on
     # what was allowed is kept
     rows = [row for _ in range(80) for row in order.next_rows()]
     padding = 1 - sum(piece.positions for row in rows for piece in row) / (len(rows) * 32)
@@ -60,9 +61,9 @@ def test_a_later_phase_or_batch_size_that_pads_too_much_is_refused(make_shard: M
     phases = [{"from_step": 40, "weights": {"chat": 1.0}}]
     plan = plan_of(long, short, weights={"docs": 1.0}, phases=phases)
     recipe = recipe_with(batch__packing="document", batch__max_padding=0.4)
-    refuse_impossible(order_of(plan, recipe), recipe, 40)
+    refuse_impossible(order_of(plan, recipe), recipe, 0, 40)
     with pytest.raises(DataPlanError, match="from step 40 on, batch.packing"):
-        refuse_impossible(order_of(plan, recipe), recipe, 41)
+        refuse_impossible(order_of(plan, recipe), recipe, 0, 41)
 
 
 def test_data_is_counted_through_the_batchs_warmup(make_shard: MakeShard) -> None:
@@ -70,9 +71,9 @@ def test_data_is_counted_through_the_batchs_warmup(make_shard: MakeShard) -> Non
     recipe = recipe_with(batch__warmup=[{"until_step": 20, "sequences": 1}])
     order = order_of(plan, recipe)
     steps = (order.positions_left() // 32 - 20) // 8 + 20  # twenty steps of one row, the rest of eight
-    refuse_impossible(order, recipe, steps)
+    refuse_impossible(order, recipe, 0, steps)
     with pytest.raises(DataPlanError, match="max_epochs: .* add shards, raise it or plan fewer steps"):
-        refuse_impossible(order, recipe, steps + 2)
+        refuse_impossible(order, recipe, 0, steps + 2)
 
 
 def test_padding_needs_no_data(make_shard: MakeShard) -> None:
@@ -80,7 +81,7 @@ def test_padding_needs_no_data(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(counts={"code": 400, "docs": 200, "chat": 200}, longest=22), max_epochs=1)
     recipe = recipe_with(batch__packing="document")
     order = order_of(plan, recipe)
-    refuse_impossible(order, recipe, 80)
+    refuse_impossible(order, recipe, 0, 80)
     walked = order.fork()
     while walked.step < 80:
         walked.next_rows()
