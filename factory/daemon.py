@@ -27,11 +27,11 @@ class World:
 
     unfinished_release: int | None = None  # release number whose saga has not reached 'published'
     open_segment: int | None = None  # planned, not done
-    failed_segment: int | None = None  # the newest segment, when it failed for good
+    failed_segment: int | None = None  # the newest segment that trains, when it failed for good
     arrived: tuple[Path, ...] = ()  # settled files in the inbox
     unreleased_promotion: int | None = None  # newest verdict, when it says promote and nothing was released for it
     unjudged_candidate: int | None = None
-    unexported_anneal: int | None = None
+    unexported_anneal: int | None = None  # or average
     unannealed_trunk: int | None = None  # the newest finished trunk segment, when no anneal branches off it
     trunk_steps: int = 0  # steps of the trunk segment that should come next; 0: no reason to, or too little data
 
@@ -99,7 +99,8 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
             row = db.execute(statement.limit(1)).first()
             return None if row is None else int(row[0])
 
-        newest = db.execute(sa.select(segments.c.id, segments.c.state).order_by(segments.c.id.desc()).limit(1)).first()
+        trains = sa.select(segments.c.id, segments.c.state).where(segments.c.kind != "average")
+        newest = db.execute(trains.order_by(segments.c.id.desc()).limit(1)).first()
         trunk = first(
             sa.select(segments.c.id)
             .where(segments.c.kind == "trunk", segments.c.state == "done")
@@ -117,7 +118,7 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
         unexported = (
             sa.select(segments.c.id)
             .outerjoin(candidates, candidates.c.segment == segments.c.id)
-            .where(segments.c.kind == "anneal", segments.c.state == "done", candidates.c.id.is_(None))
+            .where(segments.c.kind != "trunk", segments.c.state == "done", candidates.c.id.is_(None))
         )
         return World(
             unfinished_release=first(sa.select(releases.c.number).where(releases.c.state != "published")),
@@ -191,6 +192,11 @@ def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress
     finally:
         follower.finish()
     loss = result.get("loss")
+    if row["kind"] == "average":
+        from factory.status import describe_average
+
+        progress.line(f"  segment {segment}: {describe_average(result['averaged'])}")
+        return
     progress.line(
         f"  segment {segment} ({row['kind']}): steps {row['first_step']}–{row['last_step']}, loss {loss:.3f}"
         if isinstance(loss, float)

@@ -138,7 +138,7 @@ segments = sa.Table(
     "segments",
     metadata,
     C("id", SERIAL, primary_key=True),
-    C("kind", T, nullable=False),  # 'trunk' | 'anneal'
+    C("kind", T, nullable=False),  # 'trunk' | 'anneal' | 'average' (of checkpoints: no steps of its own)
     C("parent", N),  # segment whose last checkpoint it starts from
     C("generation", N, nullable=False),  # number of distinct sets of shards the trunk has seen, from 1
     C("recipe", T, nullable=False),

@@ -102,6 +102,11 @@ def screen(facts: dict[str, Any]) -> list[str]:
             f"segment {segment['id']:<2} {segment['kind']:<6} steps {segment['first_step']}–{segment['last_step']} "
             f"generation {segment['generation']} {segment['state']}"
             + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
+            + (
+                f", {describe_average(segment['result']['averaged'])}"
+                if "averaged" in (segment["result"] or {})
+                else ""
+            )
         )
     for candidate in facts["candidates"][-6:]:
         bpb = ((candidate["summary"] or {}).get("bpb")) or {}
@@ -116,3 +121,13 @@ def screen(facts: dict[str, Any]) -> list[str]:
             f"proposal {proposal['number']} {proposal['branch']}: {proposal['title']} → {proposal['outcome'] or proposal['state']}"
         )
     return lines
+
+
+def describe_average(averaged: dict[str, Any]) -> str:
+    """What ``averaged`` of an average segment's result says: 'average of 3 checkpoints (steps 10, 15, 20; uniform)'."""
+    parts = averaged["sources"]
+    if averaged["rule"] == "uniform":
+        return f"average of {len(parts)} checkpoints (steps {', '.join(str(part['step']) for part in parts)}; uniform)"
+    listed = ", ".join(f"{part['step']} × {part['weight']:.2f}" for part in parts)
+    where = "the documents the gate judges on" if averaged["judged_on_the_same"] else "documents of its own"
+    return f"average of {len(parts)} checkpoints (steps {listed}; by held-out loss on {where})"

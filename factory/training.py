@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import sqlalchemy as sa
 
@@ -48,21 +48,27 @@ def run_segment(
 ) -> dict[str, Any]:
     """Run, or resume, a planned segment to its end; returns what result.json says.
 
+    An average (``factory.averaging``) is made, not trained.
+
     Raises: SegmentError when the trainer fails (its log is named). A segment that fails ``MAX_ATTEMPTS`` times is marked 'failed'.
     """
     row = ledger.one(sa.select(segments).where(segments.c.id == number))
     assert row is not None, number
     if row["state"] == "done":
         return dict(row["result"])
+    if row["kind"] == "average":
+        from factory.averaging import run_average
+
+        return run_average(workspace, ledger, row, progress)
     folder = Path(row["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     _write_spec(ledger, row, folder)
     code = _run_trainer(workspace, row, folder, progress, follower)
     result_path = folder / "result.json"
     if code != 0 or not result_path.exists():
-        _failed(workspace, ledger, row, code)
+        failed(workspace, ledger, row, code)
     result: dict[str, Any] = json.loads(result_path.read_text())
-    _record_done(ledger, row, folder, result)
+    record_done(ledger, row, folder, result)
     return result
 
 
@@ -161,7 +167,8 @@ def last_metrics(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int) -> None:
+def failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int) -> NoReturn:
+    """Record how a process of a segment ended, with the last line of its log. Raises: SegmentError, always."""
     log = workspace.logs / f"segment-{row['id']:05d}.log"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
     said = f": {lines[0][:400]}" if lines else ""
@@ -186,7 +193,15 @@ def _failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int
     )
 
 
-def _record_done(ledger: Ledger, row: dict[str, Any], folder: Path, result: dict[str, Any]) -> None:
+def give_up(ledger: Ledger, row: dict[str, Any], why: str) -> None:
+    """Mark a segment as failed for good: trying again would not help."""
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == row["id"]).values(state="failed", finished_at=time.time()))
+        record(tx, "segment_failed", f"segment:{row['id']}", {"said": why})
+
+
+def record_done(ledger: Ledger, row: dict[str, Any], folder: Path, result: dict[str, Any]) -> None:
+    """Write down a segment's end, its checkpoint and its anomalies, all at once."""
     path = Path(result["checkpoint"])
     manifest = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
     if manifest != result["manifest_sha256"]:
@@ -212,7 +227,7 @@ def _record_done(ledger: Ledger, row: dict[str, Any], folder: Path, result: dict
 
 # -- export ------------------------------------------------------------------------------------------------------------
 def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
-    """Turn an anneal segment's last checkpoint into an HF-format export and a candidate row; returns the candidate's id. Idempotent."""
+    """Turn a segment's last checkpoint into an HF-format export and a candidate row; returns the candidate's id. Idempotent."""
     from factory.ingest.tokenizer import Tokenizer
     from factory.repository import checkout_live
 
@@ -226,15 +241,7 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     if not target.exists():
         _remove(aside)
         code = checkout_live(workspace, row["code_commit"])
-        command = [sys.executable, "-m", "trainer.export", checkpoint["path"], str(aside)]
-        done = subprocess.run(
-            command,
-            cwd=code,
-            env=os.environ | {"PYTHONPATH": str(code)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        done = run_tool(code, "-m", "trainer.export", checkpoint["path"], str(aside))
         if done.returncode:
             raise SegmentError(f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:]}")
         Tokenizer.load(workspace.tokenizer).copy_to(aside)
@@ -253,6 +260,19 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
         )
         record(tx, "candidate", f"candidate:{number}", {"segment": segment})
     return int(number)
+
+
+def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a short Python program of that code (``-m trainer.export …``); it dies with the factory."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=code,
+        env=os.environ | {"PYTHONPATH": str(code)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        preexec_fn=_die_with_parent,
+    )
 
 
 # -- small parts -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The model loop from the command line: ``init``, ``ingest``, ``run``, ``train``, ``anneal``, ``evaluate``, ``release``."""
+"""The model loop from the command line: ``init``, ``ingest``, ``run``, ``train``, ``anneal``, ``average``, ``evaluate``, ``release``."""
 
 from __future__ import annotations
 
@@ -126,6 +126,42 @@ def anneal(where: Where = DEFAULT) -> None:
             number = plan_anneal(workspace, ledger)
             train_segment(workspace, ledger, number, terminal)
         terminal.line(f"  candidate {export_candidate(workspace, ledger, number)}")
+
+
+@app.command()
+def average(
+    where: Where = DEFAULT,
+    last: Annotated[
+        int | None,
+        typer.Option(min=2, help="How many of the newest kept checkpoints (default: up to 5, as there are)."),
+    ] = None,
+    by_held_out_loss: Annotated[
+        bool, typer.Option("--by-held-out-loss", help="Weigh each checkpoint by its loss on held-out documents.")
+    ] = False,
+    segment: Annotated[
+        int | None, typer.Option(help="Segment whose checkpoints are averaged (default: the newest trunk segment).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Average kept checkpoints of one run: yields a candidate, like an anneal does, without training. Safe to repeat."""
+    from factory.averaging import plan_average
+    from factory.daemon import LOCK
+    from factory.daemon import train as make
+    from factory.ledger import sa, segments
+    from factory.progress import SILENT
+    from factory.training import export_candidate
+
+    workspace, ledger, terminal = open_workspace(where)
+    with workspace.lock(LOCK):
+        number = plan_average(workspace, ledger, "held-out-loss" if by_held_out_loss else "uniform", segment, last)
+        make(workspace, ledger, number, SILENT if as_json else terminal)
+        candidate = export_candidate(workspace, ledger, number)
+    if as_json:
+        row = ledger.one(sa.select(segments.c.result).where(segments.c.id == number))
+        assert row is not None
+        print_json({"candidate": candidate, "segment": number, "averaged": row["result"]["averaged"]})
+    else:
+        terminal.line(f"  candidate {candidate}: judge it with 'factory evaluate {candidate}'")
 
 
 @app.command()
