@@ -40,6 +40,17 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         own = [v for v in verdicts if v["subject"] == f"candidate:{candidate['id']}"]
         candidate["verdict"] = {k: own[-1][k] for k in ("id", "outcome", "reasons", "against")} if own else None
         candidate["release"] = next((r["number"] for r in releases if r["candidate"] == candidate["id"]), None)
+    accepted = {
+        row["subject"]: {"by": row["detail"]["by"], "at": row["at"]}
+        for row in rows(
+            workspace, "SELECT subject, at, detail FROM events WHERE kind = 'certificate_accepted' ORDER BY id"
+        )
+    }
+    certificates = [
+        {"segment": int(v["subject"].removeprefix("segment:")), **v, "accepted": accepted.get(v["subject"])}
+        for v in verdicts
+        if v["gate"] == "code"
+    ]
     totals: dict[str, dict[str, int]] = {}
     for shard in shards:
         for domain, facts in (shard["domains"] or {}).items():
@@ -54,6 +65,7 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         "shards": shards,
         "domains": totals,
         "segments": segments,
+        "certificates": certificates,
         "candidates": candidates,
         "releases": releases,
         "champion": champion(workspace),
@@ -108,6 +120,15 @@ def screen(facts: dict[str, Any]) -> list[str]:
                 else ""
             )
         )
+    trained = [segment for segment in facts["segments"] if segment["kind"] != "average"]
+    waiting = {segment["id"] for segment in trained[-1:] if segment["state"] == "uncertified"}
+    for certificate in facts["certificates"]:
+        if certificate["segment"] in waiting:
+            lines.append(f"          its code is not certified: {certificate['reasons'][0]}")
+            lines.append(
+                "          training waits for other code, or for 'factory certify --accept "
+                f"{certificate['segment']}'; all measures: 'factory certify'"
+            )
     for candidate in facts["candidates"][-6:]:
         bpb = ((candidate["summary"] or {}).get("bpb")) or {}
         words = ", ".join(f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float))

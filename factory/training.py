@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn, Protocol
 
 import sqlalchemy as sa
 
@@ -50,7 +50,8 @@ def run_segment(
 
     An average (``factory.averaging``) is made, not trained.
 
-    Raises: SegmentError when the trainer fails (its log is named). A segment that fails ``MAX_ATTEMPTS`` times is marked 'failed'.
+    Raises: NotCertified when the code changed and may not go on (nothing was started); SegmentError when the trainer fails
+    (its log is named). A segment that fails ``MAX_ATTEMPTS`` times is marked 'failed'.
     """
     row = ledger.one(sa.select(segments).where(segments.c.id == number))
     assert row is not None, number
@@ -60,9 +61,12 @@ def run_segment(
         from factory.averaging import run_average
 
         return run_average(workspace, ledger, row, progress)
+    from factory.certifying import ensure_certified
+
+    ensure_certified(workspace, ledger, row, progress)
     folder = Path(row["folder"])
     folder.mkdir(parents=True, exist_ok=True)
-    _write_spec(ledger, row, folder)
+    write_spec(folder, spec_of(ledger, row))
     code = _run_trainer(workspace, row, folder, progress, follower)
     result_path = folder / "result.json"
     if code != 0 or not result_path.exists():
@@ -72,12 +76,16 @@ def run_segment(
     return result
 
 
-def _write_spec(ledger: Ledger, row: dict[str, Any], folder: Path) -> None:
+def spec_of(ledger: Ledger, row: dict[str, Any]) -> dict[str, Any]:
+    """What segment.json says of a segment."""
     start = None if row["parent"] is None else last_checkpoint(ledger, row["parent"])["path"]
-    spec = {
+    return {
         "kind": row["kind"], "recipe": row["recipe_json"], "data_plan": plan_of(ledger, row), "first_step": row["first_step"],
         "last_step": row["last_step"], "initial_checkpoint": start, "code_commit": row["code_commit"], "kernels": None,
     }  # fmt: skip
+
+
+def write_spec(folder: Path, spec: dict[str, Any]) -> None:
     aside = folder / "segment.json.part"
     aside.write_text(json.dumps(spec, indent=1, sort_keys=True))
     os.replace(aside, folder / "segment.json")
@@ -90,29 +98,13 @@ def _run_trainer(
 
     code = checkout_live(workspace, row["code_commit"])
     log = workspace.logs / f"segment-{row['id']:05d}.log"
-    environment = os.environ | {
-        "PYTHONPATH": str(code),
-        "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
-        "PYTHONUNBUFFERED": "1",
-    }
     title = f"{row['kind']} {row['first_step']}–{row['last_step']}"
     with (
-        _folder_lock(folder) as lock,
+        folder_lock(folder) as lock,
         open(log, "ab") as out,
         progress.task(title, row["last_step"] - row["first_step"]) as task,
     ):
-        command = [sys.executable, "-m", "trainer", str(folder)]
-        process = subprocess.Popen(
-            command,
-            cwd=code,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            pass_fds=(lock,),
-            preexec_fn=_die_with_parent,
-            start_new_session=True,  # Ctrl-C is ours: the trainer gets a SIGTERM and leaves a checkpoint
-        )
+        process = start_trainer(workspace, code, [str(folder)], out, lock)
         watch = _StepWatch(folder / "metrics.jsonl", row["first_step"])
         task.advance(0, "starting (the first time, the model is compiled)")
         try:
@@ -123,15 +115,41 @@ def _run_trainer(
                     follower.poll()
             watch.report(task)
         except BaseException:
-            process.terminate()  # it writes a checkpoint and ends
-            try:
-                process.wait(timeout=STILL_RUNNING_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            stop_trainer(process)
             raise
     if follower:
         follower.poll()
     return process.returncode
+
+
+def start_trainer(
+    workspace: Workspace, code: Path, arguments: list[str], out: IO[bytes], lock: int
+) -> subprocess.Popen[bytes]:
+    """``python -m trainer …`` of that code, with its output in ``out``; it holds ``lock`` as long as it lives."""
+    environment = os.environ | {
+        "PYTHONPATH": str(code),
+        "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer", *arguments],
+        cwd=code,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=out,
+        pass_fds=(lock,),
+        preexec_fn=_die_with_parent,
+        start_new_session=True,  # Ctrl-C is ours: the trainer gets a SIGTERM and leaves a checkpoint
+    )
+
+
+def stop_trainer(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()  # it writes a checkpoint and ends
+    try:
+        process.wait(timeout=STILL_RUNNING_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 class _StepWatch:
@@ -283,7 +301,7 @@ def _die_with_parent() -> None:
 
 
 @contextmanager
-def _folder_lock(folder: Path) -> Iterator[int]:
+def folder_lock(folder: Path) -> Iterator[int]:
     """A lock that the trainer inherits: held while either lives, so that a restarted factory waits for the old trainer to end."""
     handle = os.open(folder / "segment.lock", os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + STILL_RUNNING_SECONDS

@@ -1,4 +1,5 @@
-"""The model loop from the command line: ``init``, ``ingest``, ``run``, ``train``, ``anneal``, ``average``, ``evaluate``, ``release``."""
+"""The model loop from the command line: ``init``, ``ingest``, ``run``, ``train``, ``certify``, ``anneal``, ``average``, ``evaluate``,
+``release``."""
 
 from __future__ import annotations
 
@@ -104,6 +105,43 @@ def train(
             terminal.line(f"  first, segment {waiting} that was cut short")
             train_segment(workspace, ledger, waiting, terminal)
         train_segment(workspace, ledger, plan_trunk(workspace, ledger, steps), terminal)
+
+
+@app.command()
+def certify(
+    where: Where = DEFAULT,
+    take: Annotated[
+        int | None,
+        typer.Option("--accept", help="Let this segment start with the code as it is; recorded with your name."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What changes of the code did to training: old and new code run on the same data, and the difference held against seed noise."""
+    from factory.certifying import accept, every_certificate
+
+    workspace, ledger, terminal = open_workspace(where)
+    if take is not None:  # one transaction: this works beside the daemon
+        accept(workspace, ledger, take, _person())
+    found = every_certificate(ledger)
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        terminal.line("  no certificate yet: the first is made when the code's commit changes between two segments")
+    for row in found:
+        state = {"promote": "certified", "hold": "not certified", "reject": "NOT CERTIFIED"}[row["outcome"]]
+        state += f", accepted by {row['accepted']['by']}" if row["accepted"] else ""
+        facts = row["evidence"]
+        ran = (
+            f", {facts['steps']} steps from {facts['first_step']}, {len(facts['seeds'])} seeds"
+            if facts["steps"]
+            else ""
+        )
+        terminal.line(
+            f"segment {row['segment']}: {state}  ({facts['old_commit'][:12]} → {facts['new_commit'][:12]}{ran}; {facts['file']})"
+        )
+        for reason in row["reasons"]:
+            terminal.line(f"    {reason}")
 
 
 @app.command()
@@ -219,13 +257,16 @@ def release(
     verdict = ledger.one(sa.select(verdicts).where(of_candidate).order_by(verdicts.c.id.desc()).limit(1))
     if verdict is None:
         raise InputError(f"candidate {number} has not been judged: run 'factory evaluate {number}'")
-    person = os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
-    done = release_verdict(workspace, ledger, verdict["id"], terminal, approved_by=person)
+    done = release_verdict(workspace, ledger, verdict["id"], terminal, approved_by=_person())
     crowned = champion(ledger)
     state = (
         "is champion" if crowned and crowned["number"] == done else "stands, but another one is champion (--rollback)"
     )
     terminal.line(f"  release {done} {state}")
+
+
+def _person() -> str:
+    return os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
 
 
 def _candidate(workspace: Workspace, number: int | None) -> int:
