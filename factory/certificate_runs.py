@@ -2,7 +2,7 @@
 
 All runs of one commit share one trainer process (``python -m trainer --wait``), which runs from that commit's own worktree.
 They lie below the segment's folder, and a killed factory goes on where it was: a finished run is not run again, a run cut
-short resumes. Nothing here judges.
+short resumes. They take (3 + seeds) × N steps, and as many checkpoints on disk until the verdict stands. Nothing here judges.
 """
 
 from __future__ import annotations
