@@ -64,6 +64,7 @@ class Implementation:
     about: str
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs_triton: bool = False
+    eager: Callable[..., Any] | None = None  # the same maths without torch.compile, where ``function`` compiles
 
     def runs_on(self, device_class: str) -> bool:
         if self.needs_triton and importlib.util.find_spec("triton") is None:
@@ -132,7 +133,8 @@ def normal(
 def compiled(reference: Callable[..., Any]) -> Implementation:
     """The reference as one region of torch.compile; one inside a compiled block becomes part of it."""
     # dynamic=False: fixed sizes give the fastest code, and a training run has few of them.
-    return Implementation("compiled", torch.compile(reference, dynamic=False), "the reference through torch.compile")
+    about = "the reference through torch.compile"
+    return Implementation("compiled", torch.compile(reference, dynamic=False), about, eager=reference)
 
 
 def op(

@@ -90,12 +90,21 @@ def check(name: str, implementation: str, device_class: str) -> Implementation:
     return found
 
 
-def bind(choice: Mapping[str, str], device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Ops:
-    """The callables of a choice on a device. Raises: KernelError for what does not exist or does not run there."""
+def bind(
+    choice: Mapping[str, str],
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compile: bool = True,
+) -> Ops:
+    """The callables of a choice on a device; without ``compile`` none of them starts the compiler.
+
+    Raises: KernelError for what does not exist or does not run there.
+    """
     if not dtype.is_floating_point:
         raise KernelError(f"{dtype} is no dtype to train in")
     device_class = torch.device(device).type
     if device_class not in DEVICE_CLASSES:
         raise KernelError(f"unknown device class {device_class!r}; there are: {', '.join(DEVICE_CLASSES)}")
     chosen = dict.fromkeys(OPS, "reference") | dict(choice)
-    return Ops(**{name: check(name, implementation, device_class).function for name, implementation in chosen.items()})
+    found = {name: check(name, implementation, device_class) for name, implementation in chosen.items()}
+    return Ops(**{name: i.function if compile or i.eager is None else i.eager for name, i in found.items()})

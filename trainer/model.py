@@ -186,7 +186,7 @@ class Decoder(nn.Module):
         x_BSD = F.embedding(self.tensor.part(tokens_BT), embedding).to(self.dtype)
         if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
             x_BSD = x_BSD * self.embedding_grad_share + x_BSD.detach() * (1 - self.embedding_grad_share)
-        cos_BTK, sin_BTK = rope_tables(positions_BT, self.shape.head_dim, self.shape.rope_theta, self.dtype)
+        cos_BTK, sin_BTK = rope_tables(positions_BT, self.shape, self.dtype)
         every_extras = []
         for block in self.blocks:
             x_BSD, extras = block(x_BSD, cos_BTK, sin_BTK, documents_BT)
@@ -235,9 +235,10 @@ class Decoder(nn.Module):
         return h_BSD if share == 1 else h_BSD * share
 
 
-def rope_tables(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(positions_BT: Tensor, shape: ModelRecipe, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [B, T, K] in ``dtype``, worked out in fp32; the two halves of K are equal (arXiv 2104.09864)."""
-    exponents = torch.arange(0, head_dim, 2, device=positions_BT.device).float() / head_dim
-    angles = positions_BT.float().unsqueeze(-1) * theta**-exponents
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    exponents = torch.arange(0, shape.head_dim, 2, device=positions_BT.device).float() / shape.head_dim
+    positions = torch.arange(shape.context, device=positions_BT.device).float()
+    angles_PK = positions.unsqueeze(-1) * (shape.rope_theta**-exponents).repeat(2)
+    cos_PK, sin_PK = angles_PK.cos().to(dtype), angles_PK.sin().to(dtype)
+    return F.embedding(positions_BT, cos_PK), F.embedding(positions_BT, sin_PK)

@@ -36,7 +36,7 @@ class Run:
         self.spec, self.ranks = spec, ranks
         recipe = self.recipe = spec.recipe
         dtype = DTYPES[recipe.precision]
-        ops = bind(load_choice(spec.kernels_path, ranks.device.type), ranks.device, dtype)
+        ops = bind(load_choice(spec.kernels_path, ranks.device.type), ranks.device, dtype, recipe.compile)
         with torch.device("meta"):
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
         distribute(self.model, self.model.blocks, ranks, dtype)

@@ -51,7 +51,7 @@ def _profile(compile: bool = False) -> dict[str, Any]:
 
 
 def test_the_largest_gain_of_the_whole_step_wins() -> None:
-    bench = Bench({("attention", "folded"): 1.5, ("linear_cross_entropy", "chunked_compiled"): 3.0})
+    bench = Bench({("attention", "recompute"): 1.5, ("linear_cross_entropy", "chunked_compiled"): 3.0})
     proposal = propose(_profile(), bench)
     assert proposal is not None and proposal.target == "kernel:linear_cross_entropy"
     assert proposal.predicted_gain == pytest.approx(1 / (0.7 + 0.1))
@@ -62,7 +62,7 @@ def test_the_largest_gain_of_the_whole_step_wins() -> None:
 
 
 def test_a_compiled_step_is_predicted_from_measured_times_and_not_compiled_again() -> None:
-    bench = Bench({("attention", "folded"): 2.0, ("attention", "compiled"): 9.0})
+    bench = Bench({("attention", "recompute"): 2.0, ("attention", "compiled"): 9.0})
     proposal = propose(_profile(compile=True), bench)
     assert proposal is not None and proposal.predicted_gain == pytest.approx(
         1 / (0.6 + 0.2)
@@ -71,7 +71,7 @@ def test_a_compiled_step_is_predicted_from_measured_times_and_not_compiled_again
 
 
 def test_what_failed_is_not_proposed_again() -> None:
-    bench = Bench({("attention", "folded"): 2.0, ("linear_cross_entropy", "chunked"): 1.5})
+    bench = Bench({("attention", "recompute"): 2.0, ("linear_cross_entropy", "chunked"): 1.5})
     first = propose(_profile(), bench)
     assert first is not None and first.target == "kernel:attention"
     bench.past[first.target] = [Attempt(first.patch_id, "reject")]
@@ -83,14 +83,14 @@ def test_what_failed_is_not_proposed_again() -> None:
 
 
 def test_nothing_worth_a_branch() -> None:
-    assert propose(_profile(), Bench({("attention", "folded"): 1.01})) is None
+    assert propose(_profile(), Bench({("attention", "recompute"): 1.01})) is None
     assert propose(_profile(), Bench({})) is None
 
 
 def test_only_the_chosen_line_changes() -> None:
-    text = choose(SHIPPED, "cpu", "attention", "folded")
+    text = choose(SHIPPED, "cpu", "attention", "recompute")
     differing = [(a, b) for a, b in zip(SHIPPED.splitlines(), text.splitlines(), strict=True) if a != b]
-    assert differing == [("  attention: reference", "  attention: folded")]
+    assert differing == [("  attention: reference", "  attention: recompute")]
     assert yaml.safe_load(choose("cuda: {}\n", "cpu", "swiglu", "compiled"))["cpu"] == {"swiglu": "compiled"}
 
 

@@ -281,7 +281,7 @@ HONEST = {
     "a comment": ("trainer/schedule.py", lambda text: text + "\n# Why: see the paper.\n"),
     "another choice": (
         "policies/kernels.yaml",
-        lambda text: text.replace("attention: reference", "attention: folded", 1),
+        lambda text: text.replace("attention: reference", "attention: recompute", 1),
     ),
     "a recipe knob": ("policies/recipes/tiny.yaml", lambda text: text.replace("compile: false", "compile: true")),
     "a custom backward": (

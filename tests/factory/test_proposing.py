@@ -102,7 +102,9 @@ def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
     before = branches(made)
     monkeypatch.setenv("PATH", str(tmp_path))
     text = (
-        (made.target / "policies" / "kernels.yaml").read_text().replace("attention: reference", "attention: folded", 1)
+        (made.target / "policies" / "kernels.yaml")
+        .read_text()
+        .replace("attention: reference", "attention: recompute", 1)
     )
     with pytest.raises(IsolationError):
         proposing.submit(made.workspace, made.ledger, SILENT, drafted("policies/kernels.yaml", text), made.base)
@@ -139,7 +141,7 @@ def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) ->
             bench.read(path)
     bench.spent = 1e9
     with pytest.raises(MeasurementError, match="spent"):
-        bench.measure("attention", "folded", "reference")
+        bench.measure("attention", "recompute", "reference")
 
 
 @pytest.mark.slow

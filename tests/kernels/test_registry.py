@@ -18,19 +18,19 @@ def test_the_shipped_choice_is_all_references_on_cpu() -> None:
 
 def test_an_op_that_is_not_named_runs_its_reference(tmp_path: Path) -> None:
     path = tmp_path / "kernels.yaml"
-    path.write_text("cpu:\n  attention: folded\n")
+    path.write_text("cpu:\n  attention: recompute\n")
     choice = load_choice(path)
-    assert choice == dict.fromkeys(OPS, "reference") | {"attention": "folded"}
+    assert choice == dict.fromkeys(OPS, "reference") | {"attention": "recompute"}
     ops = bind(choice, "cpu", torch.bfloat16)
     assert ops.rms_norm is OPS["rms_norm"].reference
-    assert ops.attention is OPS["attention"].implementations["folded"].function
+    assert ops.attention is OPS["attention"].implementations["recompute"].function
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("cpu: {atention: folded}", "no op 'atention'; there are: rms_norm"),
-        ("cpu: {attention: fast}", "there are: compiled, folded, reference"),
+        ("cpu: {atention: recompute}", "no op 'atention'; there are: rms_norm"),
+        ("cpu: {attention: fast}", "there are: compiled, recompute, reference"),
         ("tpu: {}", "unknown device class 'tpu'"),
         ("cpu: {swiglu: triton}", "does not run on cpu; those that do: compiled, reference"),
         ("cpu: [attention]", "expected a map"),
