@@ -11,16 +11,20 @@ import shutil
 import time
 from pathlib import Path
 
+import yaml
+
 from factory import daemon
 from factory.console import Terminal
 from factory.errors import FactoryError, InputError, WorkspaceError
 from factory.ledger import Ledger, proposals, sa, shards
+from factory.repository import fork
 from factory.status import snapshot
 from factory.summary import summary
-from factory.workspace import Workspace
+from factory.workspace import Config, Workspace, code_root
 
 MARK = ".demo"  # only a folder with this file in it may be thrown away by --fresh
 BAD_SHARD = "surprise-00.jsonl"
+CODE = "code"  # in the workspace: a repository of the demo's own, so that yours gets no branches
 
 
 def run_demo(where: Path, terminal: Terminal, *, fresh: bool = False) -> None:
@@ -35,10 +39,20 @@ def run_demo(where: Path, terminal: Terminal, *, fresh: bool = False) -> None:
                 with Workspace.open(root).lock(daemon.LOCK):  # not under a demo that is running
                     pass
             shutil.rmtree(root)
-    terminal.heading("1  A workspace, and a corpus: the standard library of this Python")
+    terminal.heading(
+        "1  A workspace, a copy of the code that begins with plain kernels, and a corpus: the standard library of this Python"
+    )
     root.mkdir(parents=True, exist_ok=True)
     (root / MARK).touch()
-    workspace = Workspace.create(root)
+    workspace = Workspace.create(root, Config(repository=CODE))
+    if not workspace.repository.exists():
+        fork(
+            code_root(),
+            workspace.repository,
+            plain_kernels,
+            "policies/kernels.yaml",
+            "The demo begins with plain kernels",
+        )
     ledger = Ledger.create(workspace.ledger_url)
     with workspace.lock(daemon.LOCK):
         corpus = _corpus(workspace, terminal)
@@ -63,6 +77,16 @@ def run_demo(where: Path, terminal: Terminal, *, fresh: bool = False) -> None:
         terminal.line(line)
     if failure:
         raise failure
+
+
+def plain_kernels(policy: str) -> str:
+    """kernels.yaml with every op's reference: where a factory stands before it has measured anything."""
+    from agents.search_proposer import choose
+
+    for device, choice in yaml.safe_load(policy).items():
+        for op in choice:
+            policy = choose(policy, device, op, "reference")
+    return policy
 
 
 def _corpus(workspace: Workspace, terminal: Terminal) -> list[Path]:

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,6 +165,29 @@ def branch_numbers(repository: Path) -> set[int]:
 def branch_name(agent: str, number: int, title: str) -> str:
     """``factory/<agent>/<number>-<slug>``; the slug is what letters and digits the title has."""
     return f"factory/{_slug(agent) or 'agent'}/{number}-{_slug(title) or 'patch'}"
+
+
+def fork(source: Path, target: Path, edit: Callable[[str], str], path: str, message: str) -> None:
+    """Make ``target`` a repository of its own: the live commit of ``source``, and one that edits the file ``path``.
+
+    It is there whole or not at all. Raises: RepositoryError.
+    """
+    base = live_commit(source)
+    aside = target.with_name(f".{target.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    clone = ("-c", "protocol.file.allow=always", "clone", "--quiet", "--no-checkout", "--no-hardlinks", "--template=")
+    _git(source, *clone, "--", str(source), str(aside))
+    _git(aside, "remote", "remove", "origin")
+    mode, _ = _entries(aside, base)[path]
+    text = edit(file_text(aside, base, path))
+    blob = _git(aside, "hash-object", "-w", "--no-filters", "--stdin", data=_encoded(text)).stdout.decode().strip()
+    _git(aside, "read-tree", base)
+    _git(aside, "update-index", "--cacheinfo", f"{mode},{blob},{path}")
+    tree = _git(aside, "write-tree").stdout.decode().strip()
+    commit = _git(aside, "commit-tree", tree, "-p", base, data=message.encode()).stdout.decode().strip()
+    _git(aside, "update-ref", "HEAD", commit)
+    _write_files(aside, _entries(aside, commit), aside)
+    os.rename(aside, target)
 
 
 def apply_proposal(

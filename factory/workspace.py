@@ -37,7 +37,7 @@ class Config:
     """``factory.yaml``. Every key is optional.
 
     recipe: name of a file in ``policies/recipes/``.
-    repository: the git repository whose code is trained with and patched; the factory's own by default.
+    repository: the git repository whose code is trained with and patched, relative to the workspace; the factory's own by default.
     ledger_url, mlflow_uri: SQLAlchemy / MLflow addresses; SQLite files of the workspace by default.
     """
 
@@ -101,7 +101,7 @@ class Workspace:
 
     @property
     def repository(self) -> Path:
-        return Path(self.config.repository) if self.config.repository else code_root()
+        return self.root / self.config.repository if self.config.repository else code_root()
 
     @property
     def ledger_url(self) -> str:

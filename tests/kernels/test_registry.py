@@ -12,8 +12,16 @@ from kernels.registry import OPS, KernelError, bind, load_choice
 SHIPPED = Path(__file__).parents[2] / "policies" / "kernels.yaml"
 
 
-def test_the_shipped_choice_is_all_references_on_cpu() -> None:
-    assert load_choice(SHIPPED, "cpu") == dict.fromkeys(OPS, "reference")
+def test_the_shipped_choice_names_every_op_and_binds() -> None:
+    for device in ("cpu", "cuda"):
+        choice = load_choice(SHIPPED, device)
+        assert choice.keys() == OPS.keys()
+    choice = load_choice(SHIPPED, "cpu")
+    fast = {"attention": "recompute", "linear_cross_entropy": "saved_logits"}
+    assert choice == dict.fromkeys(OPS, "reference") | fast
+    assert bind(choice).attention is OPS["attention"].implementations["recompute"].function
+    eager = bind(choice, compile=False)  # the same maths, and the compiler is not started
+    assert eager.attention is OPS["attention"].implementations["recompute"].eager
 
 
 def test_an_op_that_is_not_named_runs_its_reference(tmp_path: Path) -> None:

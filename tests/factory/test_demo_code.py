@@ -1,0 +1,43 @@
+"""The demo's own copy of the code: whole, clean, and beginning with plain kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from factory.demo import plain_kernels
+from factory.errors import FactoryError
+from factory.repository import changed_files, fork, live_commit
+from factory.workspace import Config, Workspace, code_root
+
+PATH = "policies/kernels.yaml"
+
+
+def test_a_fork_is_a_repository_of_its_own_with_one_file_edited(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w", Config(repository="code"))
+    before = live_commit(code_root())
+    fork(code_root(), workspace.repository, plain_kernels, PATH, "plain")
+    assert workspace.repository == workspace.root / "code"
+    assert live_commit(workspace.repository) != before == live_commit(code_root())
+    assert changed_files(workspace.repository) == []
+    held = yaml.safe_load((workspace.repository / PATH).read_text())
+    assert {implementation for choice in held.values() for implementation in choice.values()} == {"reference"}
+    assert "#" in (workspace.repository / PATH).read_text()  # comments stay
+    assert not list(workspace.root.glob(".code*")) and not (workspace.repository / ".git" / "hooks").exists()
+
+
+def test_what_is_no_repository_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    with pytest.raises(FactoryError, match="not a git checkout"):
+        fork(tmp_path / "source", tmp_path / "target", plain_kernels, PATH, "plain")
+    assert not (tmp_path / "target").exists()
+
+
+def test_plain_kernels_touches_nothing_but_the_choice() -> None:
+    text = "# about\ncpu:\n  rms_norm: compiled  \n  attention: reference\ncuda:\n  rms_norm: triton\n"
+    assert yaml.safe_load(plain_kernels(text)) == {
+        "cpu": {"rms_norm": "reference", "attention": "reference"},
+        "cuda": {"rms_norm": "reference"},
+    }
