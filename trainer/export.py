@@ -22,6 +22,7 @@ from trainer.recipe import ModelRecipe, Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
 END_OF_TURN = 2  # <|im_end|>
+KEPT_IN_FP32 = "e_score_correction_bias"  # rounded, it would choose other experts; transformers keeps it so too
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -35,7 +36,10 @@ def export(source: Path, out: Path) -> None:
     loaded = checkpoints.load(source)
     recipe = Recipe.parse(loaded.state["recipe"], str(source / "state.json"))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.export_dtype]
-    tensors = {name: tensor.to(dtype) for name, tensor in hf_tensors(loaded.model, recipe.model).items()}
+    tensors = {
+        name: tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype)
+        for name, tensor in hf_tensors(loaded.model, recipe.model).items()
+    }
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", hf_config(recipe.model, str(dtype).removeprefix("torch.")))
     _write_json(out / "generation_config.json", generation_config())
@@ -106,6 +110,7 @@ def _family_config(shape: ModelRecipe, family: str) -> dict[str, Any]:
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
             "use_qk_norm": shape.qk_norm,
+            "num_nextn_predict_layers": 0,
             "partial_rotary_factor": 1.0,
             "rope_parameters": rope,
         }
@@ -156,6 +161,11 @@ def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor
             projection = key.removeprefix("experts_")
             for number, expert in enumerate(tensor.unbind()):
                 found[f"{theirs}mlp.experts.{number}.{projection}_proj.weight"] = expert
+    if shape.experts is not None and not shape.experts.shared:  # Glm4Moe has a shared expert whatever its width
+        sizes = {"shared_gate": (0, shape.d_model), "shared_up": (0, shape.d_model), "shared_down": (shape.d_model, 0)}
+        for number in range(shape.experts.dense_layers, shape.layers):
+            for key, size in sizes.items():
+                found[f"model.layers.{number}.{NAMES[key]}.weight"] = final_norm.new_empty(size)
     return found
 
 
