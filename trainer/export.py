@@ -1,7 +1,7 @@
 """``python -m trainer.export CHECKPOINT OUT``: a checkpoint as a Hugging Face folder.
 
 Dense models are ``Qwen3ForCausalLM``; without QK-norm ``LlamaForCausalLM``; with NoPE layers ``SmolLM3ForCausalLM``;
-with experts ``Glm4MoeForCausalLM``.
+with experts ``Glm4MoeForCausalLM``, whose head is stored apart: vLLM's class of that name ties none.
 
 Writes config.json, generation_config.json and model.safetensors; the tokenizer's files are the caller's to add.
 """
@@ -69,7 +69,7 @@ def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": family != "glm4_moe",
         "use_sliding_window": False,
         "use_cache": True,
         "bos_token_id": None,
@@ -142,7 +142,7 @@ NAMES = {
 
 
 def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor]:
-    """The trainer's names to Hugging Face's. The head is tied and so not stored twice.
+    """The trainer's names to Hugging Face's. A tied head is not stored twice.
 
     The factor by which muP scales the head's input is in the final norm.
     """
@@ -161,6 +161,8 @@ def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor
             projection = key.removeprefix("experts_")
             for number, expert in enumerate(tensor.unbind()):
                 found[f"{theirs}mlp.experts.{number}.{projection}_proj.weight"] = expert
+    if shape.experts is not None:
+        found["lm_head.weight"] = model["embedding"]
     if shape.experts is not None and not shape.experts.shared:  # Glm4Moe has a shared expert whatever its width
         sizes = {"shared_gate": (0, shape.d_model), "shared_up": (0, shape.d_model), "shared_down": (shape.d_model, 0)}
         for number in range(shape.experts.dense_layers, shape.layers):
