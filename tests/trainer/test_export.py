@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from factory.evals.reference_model import ReferenceModel
 from kernels.registry import bind
 from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, write_spec
 from tests.trainer.families import FAMILIES, ODD
@@ -25,7 +26,7 @@ def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_it_and_gives_the_same_logits(tmp_path: Path, make_shard: MakeShard, family: str) -> None:
+def test_transformers_and_the_judge_load_it_and_give_the_same_logits(tmp_path: Path, make_shard: MakeShard, family: str) -> None:
     architecture, changes = FAMILIES[family]
     checkpoint = trained(tmp_path / "segment", make_shard, **(ODD | changes))
     assert main([str(checkpoint), str(tmp_path / "out")]) == 0
@@ -44,7 +45,9 @@ def test_transformers_loads_it_and_gives_the_same_logits(tmp_path: Path, make_sh
     with torch.no_grad():
         expected = theirs(tokens).logits
         logits = ours.logits(tokens, positions, torch.zeros(3, 32, dtype=torch.int32))
+    judged = ReferenceModel.load(tmp_path / "out").logits(tokens)
     assert float((expected - logits).abs().max()) < 1e-4
+    assert float((judged - logits).abs().max()) < 1e-4
     stops = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert stops == [0, 2] and theirs.generation_config.eos_token_id == [0, 2]
 

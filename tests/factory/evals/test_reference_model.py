@@ -97,6 +97,7 @@ HOSTILE = {
     "not a number": lambda f: spoil_config(f, rms_norm_eps=float("nan")),
     "a truth as a number": lambda f: spoil_config(f, num_hidden_layers=True),
     "remote code": lambda f: spoil_config(f, auto_map={"AutoModel": "evil.Model"}),
+    "a number as a truth": lambda f: spoil_config(f, attention_bias=0),
     "another class": lambda f: spoil_config(f, architectures=["LlamaForCausalLM"]),
     "another model": lambda f: spoil_config(f, architectures=["MistralForCausalLM"], model_type="mistral"),
     "no model": lambda f: spoil_config(f, architectures=[None], model_type="strange"),
