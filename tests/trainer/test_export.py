@@ -26,7 +26,9 @@ def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_and_the_judge_load_it_and_give_the_same_logits(tmp_path: Path, make_shard: MakeShard, family: str) -> None:
+def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
+    tmp_path: Path, make_shard: MakeShard, family: str
+) -> None:
     architecture, changes = FAMILIES[family]
     checkpoint = trained(tmp_path / "segment", make_shard, **(ODD | changes))
     assert main([str(checkpoint), str(tmp_path / "out")]) == 0
