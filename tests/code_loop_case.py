@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from factory import repository
+from factory.demo import plain_kernels
 from factory.ingest import tokenizer
 from factory.ledger import Ledger, checkpoints, data_plans, documents, held_out, segments, shards
 from factory.workspace import Config, Workspace, code_root
@@ -66,6 +67,8 @@ def make_target(folder: Path) -> Path:
     """The code that is trained with, as a repository of its own."""
     for name in ("kernels", "trainer", "agents", "policies"):
         shutil.copytree(code_root() / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    kernels = folder / "policies" / "kernels.yaml"
+    kernels.write_text(plain_kernels(kernels.read_text()))  # so that there is something to propose
     git(folder.parent, "init", "-q", "-b", "main", str(folder))
     git(folder, "add", "-A")
     git(folder, "commit", "-q", "-m", "base")

@@ -56,10 +56,17 @@ def mix(x_ND: Tensor, routing: Routing, gate_EDF: Tensor, up_EDF: Tensor, down_E
     order = flat.argsort(stable=True)
     ends_E = (flat.unsqueeze(1) == torch.arange(gate_EDF.shape[0], device=flat.device)).sum(0).cumsum(0).int()
     x = x_ND[order // k]
-    gate, up = F.grouped_mm(x, gate_EDF, offs=ends_E), F.grouped_mm(x, up_EDF, offs=ends_E)
-    y = F.grouped_mm(ops.swiglu(gate, up), down_EFD, offs=ends_E)
+    by_expert = F.grouped_mm if x.dtype == torch.bfloat16 else _uncompiled
+    gate, up = by_expert(x, gate_EDF, offs=ends_E), by_expert(x, up_EDF, offs=ends_E)
+    y = by_expert(ops.swiglu(gate, up), down_EFD, offs=ends_E)
     y_NkD = y[order.argsort()].view(N, k, -1)
     return (y_NkD * routing.weights_Nk.to(y.dtype).unsqueeze(-1)).sum(1)
+
+
+@torch.compiler.disable
+def _uncompiled(x_ND: Tensor, weight_EDF: Tensor, offs: Tensor) -> Tensor:
+    """torch runs grouped_mm in fp32 but traces it in bf16 only (2.11 to 2.13)."""
+    return F.grouped_mm(x_ND, weight_EDF, offs=offs)
 
 
 def move_bias(bias_E: Tensor, load_E: Tensor, rate: float, skip: Tensor) -> None:

@@ -1,7 +1,7 @@
 """``python -m trainer.export CHECKPOINT OUT``: a checkpoint as a Hugging Face folder.
 
 Dense models are ``Qwen3ForCausalLM``; without QK-norm ``LlamaForCausalLM``; with NoPE layers ``SmolLM3ForCausalLM``;
-with experts ``Glm4MoeForCausalLM``.
+with experts ``Glm4MoeForCausalLM``, whose head is stored apart: vLLM's class of that name ties none.
 
 Writes config.json, generation_config.json and model.safetensors; the tokenizer's files are the caller's to add.
 """
@@ -22,6 +22,7 @@ from trainer.recipe import ModelRecipe, Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
 END_OF_TURN = 2  # <|im_end|>
+KEPT_IN_FP32 = "e_score_correction_bias"  # rounded, it would choose other experts; transformers keeps it so too
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -35,7 +36,10 @@ def export(source: Path, out: Path) -> None:
     loaded = checkpoints.load(source)
     recipe = Recipe.parse(loaded.state["recipe"], str(source / "state.json"))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.export_dtype]
-    tensors = {name: tensor.to(dtype) for name, tensor in hf_tensors(loaded.model, recipe.model).items()}
+    tensors = {
+        name: tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype)
+        for name, tensor in hf_tensors(loaded.model, recipe.model).items()
+    }
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", hf_config(recipe.model, str(dtype).removeprefix("torch.")))
     _write_json(out / "generation_config.json", generation_config())
@@ -65,7 +69,7 @@ def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": family != "glm4_moe",
         "use_sliding_window": False,
         "use_cache": True,
         "bos_token_id": None,
@@ -106,6 +110,7 @@ def _family_config(shape: ModelRecipe, family: str) -> dict[str, Any]:
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
             "use_qk_norm": shape.qk_norm,
+            "num_nextn_predict_layers": 0,
             "partial_rotary_factor": 1.0,
             "rope_parameters": rope,
         }
@@ -137,7 +142,7 @@ NAMES = {
 
 
 def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor]:
-    """The trainer's names to Hugging Face's. The head is tied and so not stored twice.
+    """The trainer's names to Hugging Face's. A tied head is not stored twice.
 
     The factor by which muP scales the head's input is in the final norm.
     """
@@ -156,6 +161,13 @@ def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor
             projection = key.removeprefix("experts_")
             for number, expert in enumerate(tensor.unbind()):
                 found[f"{theirs}mlp.experts.{number}.{projection}_proj.weight"] = expert
+    if shape.experts is not None:
+        found["lm_head.weight"] = model["embedding"]
+    if shape.experts is not None and not shape.experts.shared:  # Glm4Moe has a shared expert whatever its width
+        sizes = {"shared_gate": (0, shape.d_model), "shared_up": (0, shape.d_model), "shared_down": (shape.d_model, 0)}
+        for number in range(shape.experts.dense_layers, shape.layers):
+            for key, size in sizes.items():
+                found[f"model.layers.{number}.{NAMES[key]}.weight"] = final_norm.new_empty(size)
     return found
 
 

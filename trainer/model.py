@@ -1,7 +1,8 @@
 """The decoder: grouped-query attention with RoPE, SwiGLU or experts, RMSNorm before each sub-layer, tied embeddings.
 
-Attention stays within a document and positions restart in each. The heavy parts are ``ops`` from the kernel registry;
-weights are fp32 and cast to ``dtype`` where they are used. Positions are S of T where *tensor* ranks split a row.
+Attention stays within a document and positions restart in each, unless the recipe says ``across_documents``. The heavy
+parts are ``ops`` from the kernel registry; weights are fp32 and cast to ``dtype`` where they are used. Positions are S
+of T where *tensor* ranks split a row.
 """
 
 from __future__ import annotations
@@ -180,12 +181,13 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(hidden states [B, S, D] before the final norm, in ``dtype``; the extras of the expert layers)."""
-        if self.shape.across_documents:
+        if self.shape.across_documents:  # one text: its positions go on too, as where it is served
             documents_BT = documents_BT.clamp(max=0)
+            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
         embedding = self.tensor.weight(self.embedding)
         x_BSD = F.embedding(self.tensor.part(tokens_BT), embedding).to(self.dtype)
         if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
-            x_BSD = x_BSD * self.embedding_grad_share + x_BSD.detach() * (1 - self.embedding_grad_share)
+            x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
         cos_BTK, sin_BTK = rope_tables(positions_BT, self.shape, self.dtype)
         every_extras = []
         for block in self.blocks:

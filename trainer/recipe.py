@@ -15,6 +15,7 @@ from trainer.strict import Strict, parse, read_yaml
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+GROUPED_MULTIPLE = 8  # torch's grouped_mm wants rows of 16 bytes; of bf16 that is 8
 
 
 class ExpertsRecipe(Strict):
@@ -22,7 +23,7 @@ class ExpertsRecipe(Strict):
 
     count: Annotated[int, Field(ge=2)]  # routed experts
     per_token: Positive  # experts that each token goes to
-    d_ff: Positive  # of one expert
+    d_ff: Annotated[int, Field(gt=0, multiple_of=GROUPED_MULTIPLE)]  # of one expert
     shared: Annotated[int, Field(ge=0)] = 1  # experts that every token goes to, as one of ``shared`` times the width
     dense_layers: Annotated[int, Field(ge=0)] = 1  # first layers that keep the dense SwiGLU of ``model.d_ff``
     bias_rate: Annotated[float, Field(ge=0)] = 1e-3  # a step's change of the bias that balances the load
@@ -56,7 +57,16 @@ class ModelRecipe(Strict):
             raise ValueError(
                 "model.nope_every: no serving engine reads it beside QK-norm or experts; set model.qk_norm: false"
             )
+        if not (self.qk_norm or self.experts or self.nope_every) and self.d_model % self.heads:
+            raise ValueError(
+                f"model.heads ({self.heads}) does not divide model.d_model ({self.d_model}): LlamaForCausalLM, whose maths "
+                "a model without QK-norm has, refuses that"
+            )
         experts = self.experts
+        if experts is not None and self.d_model % GROUPED_MULTIPLE:
+            raise ValueError(
+                f"model.d_model ({self.d_model}): with experts it must be a multiple of {GROUPED_MULTIPLE}"
+            )
         if experts is not None and experts.per_token > experts.count:
             raise ValueError(
                 f"model.experts.per_token ({experts.per_token}) is more than model.experts.count ({experts.count})"
@@ -306,6 +316,11 @@ class ParallelRecipe(Strict):
         for key, size in sizes.items():
             if size % self.tensor:
                 raise RecipeError(f"parallel.tensor ({self.tensor}) does not divide model.{key} ({size})")
+        if model.experts is not None and model.experts.d_ff // self.tensor % GROUPED_MULTIPLE:
+            raise RecipeError(
+                f"parallel.tensor ({self.tensor}): a rank's share of model.experts.d_ff ({model.experts.d_ff}) is no "
+                f"multiple of {GROUPED_MULTIPLE}"
+            )
         return ranks // self.tensor
 
 

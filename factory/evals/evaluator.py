@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from factory.errors import InputError
 from factory.evals.baselines import baselines, baselines_key, open_shards
-from factory.evals.export_folder import ExportError
+from factory.evals.export_config import ExportError
 from factory.evals.parity import Check, Subject, parity
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel

@@ -1,7 +1,8 @@
-"""A Qwen3 decoder in plain fp32 torch: the judge's own eyes. Trusted, slow-ish, shares no code with the trainer or its kernels.
+"""The decoders of ``export_config`` in plain fp32 torch: the judge's own eyes. Trusted, slow-ish, shares no code with the trainer.
 
-Architecture: RMSNorm before each half of a block, RoPE (rotate-half layout) on normalised queries and keys, grouped-query attention,
-SwiGLU (Qwen3 technical report, arXiv:2505.09388, §2). The tests hold it to transformers' Qwen3ForCausalLM within 1e-4.
+RMSNorm before each half of a block, grouped-query attention with RoPE in the rotate-half layout, SwiGLU (Llama). Qwen3 normalises
+queries and keys first (arXiv:2505.09388, §2); SmolLM3 has layers without RoPE; GLM-4-MoE sends each token to experts, chosen by a
+biased sigmoid and weighted by the unbiased one (arXiv:2412.19437, §2.1.2). The tests hold each to transformers within 1e-4.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from factory.evals.export_folder import ExportConfig, read_config, read_weights
+from factory.evals.export_config import ExpertsConfig, ExportConfig
+from factory.evals.export_folder import read_config, read_weights
 
 LOGITS_AT_ONCE = 1 << 25  # floats; 128 MiB
 
@@ -37,7 +39,7 @@ class ReferenceModel:
 
     @classmethod
     def load(cls, folder: Path) -> ReferenceModel:
-        """Raises: ExportError for anything but a sound Qwen3ForCausalLM export."""
+        """Raises: ExportError for anything but a sound export of a known architecture."""
         config = read_config(folder)
         return cls(config, read_weights(folder, config))
 
@@ -121,8 +123,11 @@ class ReferenceModel:
             block = f"model.layers.{layer}."
             attention = block + "self_attn."
             y = self._norm(x_BTD, block + "input_layernorm")
-            q = _rotate(self._norm(heads(y, attention + "q", config.heads), attention + "q_norm"), cos, sin)
-            k = _rotate(self._norm(heads(y, attention + "k", config.kv_heads), attention + "k_norm"), cos, sin)
+            q, k = heads(y, attention + "q", config.heads), heads(y, attention + "k", config.kv_heads)
+            if config.qk_norm:
+                q, k = self._norm(q, attention + "q_norm"), self._norm(k, attention + "k_norm")
+            if config.rope_layers[layer]:
+                q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
             v = heads(y, attention + "v", config.kv_heads)
             if cache is not None:
                 cache[layer, 0, :, :, at : at + length], cache[layer, 1, :, :, at : at + length] = k, v
@@ -130,11 +135,28 @@ class ReferenceModel:
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
             x_BTD = x_BTD + F.linear(o.transpose(1, 2).flatten(2), w[attention + "o_proj.weight"])
             y = self._norm(x_BTD, block + "post_attention_layernorm")
-            gated = F.silu(F.linear(y, w[block + "mlp.gate_proj.weight"])) * F.linear(
-                y, w[block + "mlp.up_proj.weight"]
-            )
-            x_BTD = x_BTD + F.linear(gated, w[block + "mlp.down_proj.weight"])
+            experts = config.experts_at(layer)
+            mlp = block + "mlp"
+            x_BTD = x_BTD + (self._swiglu(y, mlp) if experts is None else self._mixture(y, mlp, experts))
         return self._norm(x_BTD, "model.norm")
+
+    def _swiglu(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        gate, up, down = (self.weights[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    def _mixture(self, x_BTD: torch.Tensor, name: str, experts: ExpertsConfig) -> torch.Tensor:
+        x_ND = x_BTD.flatten(0, 1)
+        affinity_NE = F.linear(x_ND, self.weights[f"{name}.gate.weight"]).sigmoid()
+        ranked_NE = affinity_NE + self.weights[f"{name}.gate.e_score_correction_bias"]
+        chosen_NE = torch.zeros_like(affinity_NE).scatter(1, ranked_NE.topk(experts.per_token).indices, 1.0)
+        weight_NE = affinity_NE * chosen_NE
+        weight_NE = weight_NE / (weight_NE.sum(1, keepdim=True) + 1e-20)
+        y_ND = self._swiglu(x_ND, f"{name}.shared_experts")
+        for expert in range(experts.count):
+            at = chosen_NE[:, expert].nonzero()[:, 0]
+            if len(at):
+                y_ND[at] += weight_NE[at, expert, None] * self._swiglu(x_ND[at], f"{name}.experts.{expert}")
+        return y_ND.view_as(x_BTD)
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return (

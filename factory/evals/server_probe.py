@@ -12,6 +12,15 @@ import os
 import resource
 import sys
 import time
+from typing import Any
+
+# What may be loaded, by the model_type that an export names: classes of transformers itself, never code of the export.
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+}
 
 
 def main(request_path: str, answer_path: str) -> None:
@@ -24,14 +33,20 @@ def main(request_path: str, answer_path: str) -> None:
 
     import numpy as np
     import torch
-    from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM
+    import transformers
+    from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
     started = time.monotonic()
     export = request["export"]
-    tokenizer = AutoTokenizer.from_pretrained(export, local_files_only=True, trust_remote_code=False)
-    model = Qwen3ForCausalLM.from_pretrained(
-        export, local_files_only=True, use_safetensors=True, dtype=torch.float32
-    ).eval()
+    with open(os.path.join(export, "config.json"), encoding="utf-8") as file:
+        config = json.load(file)
+    name = ARCHITECTURES.get(str(config.get("model_type")))
+    if name is None or config.get("architectures") != [name]:
+        raise SystemExit(f"no known architecture: {str(config.get('architectures'))[:80]}")
+    model_class = getattr(transformers, name)
+    only_here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(export, **only_here)
+    model = model_class.from_pretrained(export, use_safetensors=True, dtype=torch.float32, **only_here).eval()
     loaded = time.monotonic()
 
     class Force(LogitsProcessor):

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from safetensors.torch import load_file
 
 from factory.errors import InputError
-from factory.evals.export_folder import ExportConfig
+from factory.evals.export_config import parse_config
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import build_suite
@@ -38,7 +37,8 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import Ledger, checkpoints, data_plans, segments
 from factory.progress import Progress
 from factory.workspace import Workspace
-from trainer.export import hf_tensors
+from trainer import checkpoint as checkpoint_files
+from trainer.export import hf_config, hf_tensors
 from trainer.recipe import Recipe
 
 
@@ -87,7 +87,7 @@ def compare_training(
     texts, eval_policy = _held_out(policy, workspace, ledger)
     if not texts:
         return {"state": "missing", "reasons": ["nothing is held out to score weights on: ingest more documents"]}
-    origin = load_file(start.checkpoint / "model.safetensors")
+    origin = checkpoint_files.read_tensors(start.checkpoint, "model")  # of however many ranks
     seeds = [secrets.randbelow(1 << 31) for _ in range(policy.pairs)]
     half = policy.pairs // 2
     plan = ((baseline, "baseline", seeds[:half]), (candidate, "candidate", seeds), (baseline, "baseline", seeds[half:]))
@@ -137,7 +137,7 @@ def _session(policy: TrainingPolicy, start: Start, side: Side, seeds: list[int],
     specs = [
         {
             "kind": "trunk",
-            "recipe": side.recipe,
+            "recipe": alone(side.recipe),
             "data_plan": start.plan | {"seed": seed},
             "first_step": start.step,
             "last_step": start.step + steps,
@@ -150,6 +150,12 @@ def _session(policy: TrainingPolicy, start: Start, side: Side, seeds: list[int],
     ]
     shards = [Path(shard["path"]) for shard in start.plan["token_shards"]]
     return timed_session(side.folder, side.code, specs, [start.checkpoint, *shards], origin, policy.wall_seconds)
+
+
+def alone(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe for the one rank of the sandbox: nothing is split, and what is recomputed still is."""
+    parallel = recipe.get("parallel") or {}
+    return recipe | {"parallel": parallel | {"tensor": 1, "replicas": 1}}
 
 
 def _copy_cache(workspace: Workspace, side: Side) -> None:
@@ -190,10 +196,13 @@ def _drift(candidate: Weights, baseline: Weights, origin: Weights) -> float:
 def _bits_per_byte(
     weights: Weights, recipe: dict[str, Any], texts: list[ScoredText], policy: EvalPolicy
 ) -> dict[str, float]:
+    return ratio_bits(bits_per_byte(reference_model(weights, recipe), texts, policy, lambda amount: None))
+
+
+def reference_model(weights: Weights, recipe: dict[str, Any]) -> ReferenceModel:
+    """The judge's own model of weights with the trainer's names, as the recipe's export would be."""
     shape = Recipe.parse(recipe).model
-    fields = {name: getattr(shape, name) for name in ExportConfig.__dataclass_fields__ if name != "tied_embeddings"}
-    model = ReferenceModel(ExportConfig(**fields, tied_embeddings=True), hf_tensors(weights, shape))
-    return ratio_bits(bits_per_byte(model, texts, policy, lambda amount: None))
+    return ReferenceModel(parse_config(hf_config(shape, "float32"), "recipe"), hf_tensors(weights, shape))
 
 
 def _held_out(policy: TrainingPolicy, workspace: Workspace, ledger: Ledger) -> tuple[list[ScoredText], EvalPolicy]:

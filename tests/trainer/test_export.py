@@ -5,43 +5,65 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from factory.evals.reference_model import ReferenceModel
 from kernels.registry import bind
 from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, write_spec
+from tests.trainer.families import FAMILIES, ODD
 from trainer import checkpoint as checkpoints
 from trainer.export import main
 from trainer.model import Decoder
 from trainer.recipe import Recipe
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path, make_shard: MakeShard) -> Path:
-    """Trained a little, so that norms are not all one."""
-    recipe = recipe_with(model__rope_theta=500.0, model__norm_eps=1e-5)
-    folder = write_spec(tmp_path / "segment", plan_of(make_shard()), recipe, last_step=10)
+def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
+    """A checkpoint after a few real steps, so that norms are not all one and the router's biases not all zero."""
+    write_spec(folder, plan_of(make_shard()), recipe_with(**changes), last_step=10)
     assert run_trainer(folder) == (0, "")
     return Path(json.loads((folder / "result.json").read_text())["checkpoint"])
 
 
-def test_transformers_loads_it_and_gives_the_same_logits(tmp_path: Path, checkpoint: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
+    tmp_path: Path, make_shard: MakeShard, family: str
+) -> None:
+    architecture, changes = FAMILIES[family]
+    checkpoint = trained(tmp_path / "segment", make_shard, **(ODD | changes))
     assert main([str(checkpoint), str(tmp_path / "out")]) == 0
     theirs, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
     )
-    assert isinstance(theirs, Qwen3ForCausalLM)
+    assert type(theirs).__name__ == architecture
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     loaded = checkpoints.load(checkpoint)
-    ours = Decoder(Recipe.parse(loaded.state["recipe"]).model, bind({}), torch.float32)
+    shape = Recipe.parse(loaded.state["recipe"]).model
+    ours = Decoder(shape, bind({}), torch.float32)
     ours.load_state_dict(loaded.model)
+    assert all(float(b.abs().max()) > 0 for name, b in ours.named_buffers()), "biases that do not move prove nothing"
     tokens = torch.randint(512, (3, 32), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(32).expand(3, -1)
     with torch.no_grad():
         expected = theirs(tokens).logits
         logits = ours.logits(tokens, positions, torch.zeros(3, 32, dtype=torch.int32))
+    judged = ReferenceModel.load(tmp_path / "out").logits(tokens)
     assert float((expected - logits).abs().max()) < 1e-4
+    assert float((judged - logits).abs().max()) < 1e-4
     stops = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert stops == [0, 2] and theirs.generation_config.eos_token_id == [0, 2]
+
+
+def test_in_bf16_the_routers_bias_stays_as_it_is(tmp_path: Path, make_shard: MakeShard) -> None:
+    checkpoint = trained(tmp_path / "segment", make_shard, **FAMILIES["experts"][1], export_dtype="bf16")
+    assert main([str(checkpoint), str(tmp_path / "out")]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    biases = {name for name in found if "bias" in name}
+    assert biases and {name for name, tensor in found.items() if tensor.dtype != torch.bfloat16} == biases
+    bias = checkpoints.load(checkpoint).model["blocks.1.router_bias"]
+    assert torch.equal(found["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert torch.equal(theirs.model.layers[1].mlp.gate.e_score_correction_bias, bias)
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

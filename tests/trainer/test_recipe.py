@@ -32,6 +32,9 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
         ({"mixture__phases": [{"from_step": 1, "weight": {}}]}, r"phases\.0\.weight'; did you mean 'weights'"),
         ({"precision": "fp8"}, r"'precision'.*'fp32' or 'bf16'"),
         ({"optimizer__lr": -1.0}, r"'optimizer\.lr'.*greater than 0"),
+        ({"model__qk_norm": False, "model__heads": 6}, r"model\.heads \(6\) does not divide model\.d_model \(32\)"),
+        ({"model__experts": {"count": 4, "per_token": 1, "d_ff": 12}}, r"'model\.experts\.d_ff'.*multiple of 8"),
+        ({"model__experts": {"count": 4, "per_token": 1, "d_ff": 8}, "model__d_model": 36}, r"d_model \(36\).* of 8"),
     ],
 )
 def test_what_is_wrong_or_impossible_is_refused_by_key(change: dict[str, Any], message: str) -> None:
@@ -45,6 +48,12 @@ def test_a_batch_that_cannot_be_shared_is_refused(sequences: int, micro: int | N
     recipe = recipe_with(batch__sequences=sequences, batch__micro_sequences=micro)
     with pytest.raises(RecipeError, match=r"batch\."):
         recipe.batch.check_ranks(ranks)
+
+
+def test_tensor_ranks_that_split_an_expert_too_thin_are_refused() -> None:
+    recipe = recipe_with(model__experts={"count": 4, "per_token": 1, "d_ff": 24}, parallel__tensor=2)
+    with pytest.raises(RecipeError, match=r"a rank's share of model\.experts\.d_ff \(24\) is no multiple of 8"):
+        recipe.parallel.data_ranks(2, recipe.model)
 
 
 def test_files_that_are_no_recipe_are_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A small real plant for tests: stdlib text, a real tokenizer, token shards, held-out rows, and tiny Qwen3 exports, some of them trained."""
+"""A small real plant for tests: stdlib text, a real tokenizer, token shards, held-out rows, and tiny exports of each family, some of them trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 from factory.exports import folder_sha256
 from factory.ingest.tokenizer import Tokenizer, train
@@ -161,23 +172,50 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> Plant:
     return Plant(workspace, ledger, tokenizer, shard, every)
 
 
-def tiny_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "smollm3": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {"no_rope_layer_interval": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 0},
+    ),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "partial_rotary_factor": 1.0,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+}
+
+
+def tiny_model(seed: int = 0, family: str = "qwen3", **changes: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    config_class, model_class, special = FAMILIES[family]
+    config = config_class(
         **{
             "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
-            "intermediate_size": 96, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True, "initializer_range": 0.1, **changes,
+            "intermediate_size": 96, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True, "initializer_range": 0.1,
+            "rope_theta": 10_000.0, **special, **changes,
         }
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval()
-    with torch.no_grad():  # norms off one, so that a model that ignores them is found out
+    model = model_class(config).eval()
+    with torch.no_grad():  # norms off one and biases off zero, so that a model that ignores them is found out
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.mul_(1 + 0.3 * torch.randn_like(weight))
-    return model
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
+    return model  # type: ignore[no-any-return]
 
 
-def trained(model: Qwen3ForCausalLM, shard: TokenShard, steps: int, seed: int = 0) -> Qwen3ForCausalLM:
+def trained(model: PreTrainedModel, shard: TokenShard, steps: int, seed: int = 0) -> PreTrainedModel:
     """A short real training on the shard's tokens: enough to beat an untrained model clearly."""
     tokens = torch.tensor(shard.tokens.astype("int64"))
     generator = torch.Generator().manual_seed(seed)
@@ -192,7 +230,7 @@ def trained(model: Qwen3ForCausalLM, shard: TokenShard, steps: int, seed: int = 
     return model
 
 
-def save_export(model: Qwen3ForCausalLM, folder: Path, tokenizer: Tokenizer | None = None) -> Path:
+def save_export(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | None = None) -> Path:
     model.generation_config = GenerationConfig(eos_token_id=[0, 2], pad_token_id=0)
     model.save_pretrained(folder)
     if tokenizer is not None:

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from factory.evals.export_folder import ExportError
+from factory.evals import export_config, server_probe
+from factory.evals.export_config import ExportError
 from factory.evals.reference_model import ReferenceModel
-from tests.factory.evals.plant import VOCAB, save_export, tiny_model
+from tests.factory.evals.plant import FAMILIES, VOCAB, save_export, tiny_model
+
+OTHERS = {"tie_word_embeddings": False, "num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-2}
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "num_key_value_heads": 4, "rope_theta": 500.0}])
-def test_logits_equal_transformers(tmp_path: Path, changes: dict) -> None:
-    theirs = tiny_model(3, **changes)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, changes) for family in FAMILIES for changes in ({}, OTHERS)),
+        ("smollm3", {"no_rope_layers": [0, 0, 1], "num_hidden_layers": 3}),
+        ("glm4_moe", {"use_qk_norm": True, "n_shared_experts": 2, "num_hidden_layers": 3, "first_k_dense_replace": 2}),
+        ("glm4_moe", {"first_k_dense_replace": 0, "num_experts_per_tok": 1, "n_shared_experts": 0}),
+        ("glm4_moe", {"num_experts_per_tok": 6}),
+    ],
+)
+def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    theirs = tiny_model(3, family, **changes)
     ours = ReferenceModel.load(save_export(theirs, tmp_path))
     tokens = torch.randint(VOCAB, (3, 50), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = theirs(tokens).logits
     torch.testing.assert_close(ours.logits(tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_probe_loads_what_the_evaluator_knows() -> None:
+    assert server_probe.ARCHITECTURES == export_config.ARCHITECTURES
 
 
 def test_nll_is_the_cross_entropy_of_the_scored_tokens(tmp_path: Path) -> None:
@@ -35,8 +53,9 @@ def test_nll_is_the_cross_entropy_of_the_scored_tokens(tmp_path: Path) -> None:
     assert nll[0, :5].eq(0).all()
 
 
-def test_batched_greedy_generation_equals_one_by_one_and_stops(tmp_path: Path) -> None:
-    model = ReferenceModel.load(save_export(tiny_model(5), tmp_path))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batched_greedy_generation_equals_one_by_one_and_stops(tmp_path: Path, family: str) -> None:
+    model = ReferenceModel.load(save_export(tiny_model(5, family), tmp_path))
     prompts = [[5, 6, 7], [9], [100, 3, 44, 120, 8, 9, 10]]
     alone = []
     for prompt in prompts:
@@ -78,7 +97,20 @@ HOSTILE = {
     "not a number": lambda f: spoil_config(f, rms_norm_eps=float("nan")),
     "a truth as a number": lambda f: spoil_config(f, num_hidden_layers=True),
     "remote code": lambda f: spoil_config(f, auto_map={"AutoModel": "evil.Model"}),
-    "another model": lambda f: spoil_config(f, architectures=["LlamaForCausalLM"]),
+    "a number as a truth": lambda f: spoil_config(f, attention_bias=0),
+    "another class": lambda f: spoil_config(f, architectures=["LlamaForCausalLM"]),
+    "another model": lambda f: spoil_config(f, architectures=["MistralForCausalLM"], model_type="mistral"),
+    "no model": lambda f: spoil_config(f, architectures=[None], model_type="strange"),
+    "no model type": lambda f: spoil_config(f, architectures=[None], model_type=None),
+    "a key nobody knows": lambda f: spoil_config(f, attn_implementation="kernels-community/evil"),
+    "a tree in an idle key": lambda f: spoil_config(f, dtype={"a": {"b": 1}}),
+    "half the rope": lambda f: spoil_config(f, partial_rotary_factor=0.5),
+    "half the rope, hidden": lambda f: spoil_config(
+        f, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
+    "a window": lambda f: spoil_config(f, layer_types=["full_attention", "sliding_attention"]),
+    "layers without rope": lambda f: spoil_config(f, no_rope_layers=[1, 0]),
+    "experts in a dense model": lambda f: spoil_config(f, n_routed_experts=4),
     "scaled rope": lambda f: spoil_config(f, rope_parameters={"rope_type": "yarn", "factor": 4}),
     "config is a list": lambda f: (f / "config.json").write_text("[]"),
     "config is too deep": lambda f: (f / "config.json").write_text("[" * 200_000),
@@ -98,6 +130,59 @@ HOSTILE = {
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_export(tiny_model(), tmp_path_factory.mktemp("export"))
+
+
+HOSTILE_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
+    "absurd count": ({"n_routed_experts": 10**9}, "n_routed_experts"),
+    "more names than memory": ({"n_routed_experts": 4096, "num_hidden_layers": 512}, "more than 65536 experts in all"),
+    "more than there are": ({"num_experts_per_tok": 7}, r"num_experts_per_tok \(7\) is more than 6"),
+    "none": ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
+    "a truth": ({"num_experts_per_tok": True}, "num_experts_per_tok"),
+    "as many shared as you like": ({"n_shared_experts": 10**6}, "n_shared_experts"),
+    "no shared": ({"n_shared_experts": None}, "n_shared_experts"),
+    "no dense ones": ({"first_k_dense_replace": -1}, "first_k_dense_replace"),
+    "more dense ones than layers": ({"first_k_dense_replace": 3}, "3 dense of 2 layers"),
+    "wide": ({"moe_intermediate_size": 1 << 30}, "moe_intermediate_size"),
+    "groups": ({"n_group": 2}, "n_group"),
+    "unweighted": ({"norm_topk_prob": False}, "norm_topk_prob"),
+    "scaled": ({"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+    "scaled by no number": ({"routed_scaling_factor": "1.0"}, "routed_scaling_factor"),
+    "norm unsaid": ({"use_qk_norm": None}, "use_qk_norm"),
+    "another norm": ({"use_qk_norm": True}, r"4 missing \(first: model.layers.0.self_attn.k_norm"),
+    "predictions": ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+    "half the rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "half the rope, unsaid": ({"rope_parameters": {"rope_theta": 1e4}}, "partial_rotary_factor"),
+    "layers without rope": ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
+}
+
+
+@pytest.fixture(scope="module")
+def sound_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_export(tiny_model(family="glm4_moe"), tmp_path_factory.mktemp("export"))
+
+
+@pytest.mark.parametrize("harm", HOSTILE_EXPERTS)
+def test_hostile_experts_are_refused_before_anything_is_made(sound_experts: Path, tmp_path: Path, harm: str) -> None:
+    for path in sound_experts.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    ReferenceModel.load(tmp_path)
+    changes, words = HOSTILE_EXPERTS[harm]
+    spoil_config(tmp_path, **changes)
+    began = time.monotonic()
+    with pytest.raises(ExportError, match=words) as refused:
+        ReferenceModel.load(tmp_path)
+    assert str(tmp_path) in str(refused.value) and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "value", [None, [1], [1, 2], [1, True], [1, 0.0], "10", [1, 0, 1], [[1], [0]], {"0": 1}], ids=str
+)
+def test_layers_without_rope_are_zeros_and_ones_one_a_layer(tmp_path: Path, value: object) -> None:
+    save_export(tiny_model(family="smollm3"), tmp_path)
+    ReferenceModel.load(tmp_path)
+    spoil_config(tmp_path, no_rope_layers=value)
+    with pytest.raises(ExportError, match="no_rope_layers"):
+        ReferenceModel.load(tmp_path)
 
 
 @pytest.mark.parametrize("harm", HOSTILE)

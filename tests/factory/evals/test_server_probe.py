@@ -1,0 +1,63 @@
+"""The server's side on a real export of each family, in its own process; and what it must never load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factory.evals.parity import _logits, _smoke
+from factory.evals.reference_model import ReferenceModel
+from factory.evals.server import Served, probe
+from factory.ingest.tokenizer import Tokenizer, train
+from tests.factory.evals.plant import FAMILIES, VOCAB, corpus, save_export, tiny_model
+
+IDS = list(range(3, 60))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    texts = (document.content["text"] for document in corpus() if "text" in document.content)
+    return train(texts, VOCAB, tmp_path_factory.mktemp("tokenizer"))
+
+
+def ask(export: Path) -> Served:
+    request: dict[str, Any] = {
+        "export": str(export), "texts": ["def f(): pass"], "chats": [], "logits_of": IDS, "generate": IDS[:8],
+        "stop_ids": [0, 2], "max_new_tokens": 12, "memory_mib": 8192,
+    }  # fmt: skip
+    return probe(request, 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_is_served_with_the_evaluators_logits_and_stops(
+    tmp_path: Path, tokenizer: Tokenizer, family: str
+) -> None:
+    export = save_export(tiny_model(7, family), tmp_path, tokenizer)
+    served = ask(export)
+    assert not served.problem, served.problem
+    for check in (_logits(ReferenceModel.load(export), IDS, served), _smoke(served)):
+        assert check.ok, check
+    assert all(len(ids) == 3 and ids[-1] == int(stop) for stop, ids in served.answer["stopped"].items())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, {"architectures": ["Evil"]}],
+    ids=str,
+)
+def test_no_other_class_is_loaded_and_no_code_of_the_export_is_run(
+    tmp_path: Path, tokenizer: Tokenizer, changes: dict[str, Any]
+) -> None:
+    export, marker = save_export(tiny_model(), tmp_path / "export", tokenizer), tmp_path / "ran"
+    code = f"open({str(marker)!r}, 'w').close()\nclass Evil: pass\n"
+    (export / "modeling.py").write_text(code)
+    config = json.loads((export / "config.json").read_text())
+    config |= changes | {"auto_map": {"AutoModelForCausalLM": "modeling.Evil", "AutoTokenizer": "modeling.Evil"}}
+    (export / "config.json").write_text(json.dumps(config))
+    served = ask(export)
+    assert "no known architecture" in served.problem, served.problem
+    assert not marker.exists() and served.logits_TV is None
