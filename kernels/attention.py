@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kernels.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
 
@@ -107,11 +108,33 @@ RECOMPUTE = Implementation(
     devices=("cpu",),
     eager=recompute,
 )
+
+
+def flex(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+    """As ``reference``, by FlexAttention (Dong et al. 2024, arXiv 2412.05496): blocks that the mask empties are left out."""
+    B, T = document_BT.shape
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (document_BT[b, i] == document_BT[b, j])
+
+    blocks = create_block_mask(seen, B, None, T, T, device=document_BT.device)
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+    o = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
+    return o.transpose(1, 2)  # type: ignore[union-attr]
+
+
+FLEX = Implementation(
+    "flex",
+    torch.compile(flex, dynamic=False),
+    "FlexAttention over blocks of one document, compiled",
+    devices=("cuda",),
+    eager=flex,
+)
 OP = op(
     "attention",
     reference,
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1, 2),
-    implementations=(compiled(reference), RECOMPUTE),
+    implementations=(compiled(reference), RECOMPUTE, FLEX),
 )

@@ -8,6 +8,7 @@ The z-loss term keeps the logits' normaliser near one (PaLM, Chowdhery et al. 20
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -219,11 +220,31 @@ CHUNKED = Implementation("chunked", chunked, "chunks of tokens, gradients made f
 CHUNKED_COMPILED = Implementation(
     "chunked_compiled", chunked_compiled, "chunked, with the pointwise work compiled into one region", eager=chunked
 )
+saved_logits_compiled = torch.compile(saved_logits)
+
+
+def _supervised_only(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``function`` on the tokens that carry loss. Their number is read on the host: on a GPU the step would wait."""
+
+    def run(
+        x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+    ) -> tuple[Tensor, Tensor]:
+        kept = weights_N.nonzero().squeeze(1)
+        x, targets, weights = x_ND.index_select(0, kept), targets_N[kept], weights_N[kept]
+        for tensor in (x, targets, weights):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        loss, nll = function(x, weight_VD, targets, weights, z_loss)
+        return loss, nll.new_zeros(weights_N.shape).index_copy(0, kept, nll)
+
+    return run
+
+
 SAVED_LOGITS = Implementation(
     "saved_logits",
-    torch.compile(saved_logits, dynamic=False),
-    "logits kept in the inputs' dtype, their gradient in one pass, compiled",
-    eager=saved_logits,
+    _supervised_only(saved_logits_compiled),
+    "of tokens with loss only, logits kept in the inputs' dtype, their gradient in one pass, compiled",
+    devices=("cpu",),
+    eager=_supervised_only(saved_logits),
 )
 OP = op(
     "linear_cross_entropy",

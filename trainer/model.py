@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ class Block(nn.Module):
         super().__init__()
         self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
         self.has_rope = shape.nope_every is None or (layer + 1) % shape.nope_every != 0
-        self.recompute = False
+        self.recompute = self.joined = False
         D, K = shape.d_model, shape.head_dim
         empty = lambda *size: nn.Parameter(torch.empty(*size))
         self.attention_norm = empty(D)
@@ -85,9 +86,8 @@ class Block(nn.Module):
     def attend(self, h_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
         shape, weight = self.shape, self._weight
         B, T, _ = h_BTD.shape
-        # one product each: a joined copy of the matrices would be kept for the backward pass, which FSDP frees them for
         q_BTHK, k_BTGK, v_BTGK = (
-            F.linear(h_BTD, weight(matrix)).view(B, T, -1, shape.head_dim) for matrix in (self.q, self.k, self.v)
+            x_BTX.view(B, T, -1, shape.head_dim) for x_BTX in self._products(h_BTD, (self.q, self.k, self.v))
         )
         if shape.qk_norm:
             q_BTHK = self.ops.qk_norm_rope(q_BTHK, weight(self.q_norm), cos_BTK, sin_BTK, shape.norm_eps)
@@ -98,7 +98,7 @@ class Block(nn.Module):
         return F.linear(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
 
     def transform(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        gate_BTF, up_BTF = F.linear(h_BTD, self._weight(gate)), F.linear(h_BTD, self._weight(up))
+        gate_BTF, up_BTF = self._products(h_BTD, (gate, up))
         return F.linear(self.ops.swiglu(gate_BTF, up_BTF), self._weight(down))
 
     def transform_by_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,6 +112,13 @@ class Block(nn.Module):
             y_BTD = y_BTD + self.transform(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
         # every tensor rank routes every token: each takes its share of what they would all count
         return y_BTD, torch.cat((routing.z(holds_N)[None], routing.load(holds_N))) / self.tensor.size
+
+    def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+        """h matrixᵀ of each; in one product where a joined copy of the matrices is kept for the backward pass anyway."""
+        weights = [self._weight(matrix) for matrix in matrices]
+        if not self.joined:
+            return [F.linear(h_BTD, weight) for weight in weights]
+        return F.linear(h_BTD, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
 
     def _weight(self, parameter: Tensor) -> Tensor:
         return self.tensor.weight(parameter).to(self.dtype)
@@ -173,6 +180,11 @@ class Decoder(nn.Module):
         """Compile the blocks; one graph serves all. How the loss head runs is the kernel policy's choice."""
         for block in self.blocks:
             block.run = torch.compile(block.run, dynamic=False)  # type: ignore[assignment,arg-type]
+
+    def join(self) -> None:
+        """Multiply with several matrices at once. For a rank that holds all weights: FSDP would free what this keeps."""
+        for block in self.blocks:
+            block.joined = True  # type: ignore[assignment]
 
     def recompute(self) -> None:
         """Keep only each block's input for the backward pass, and run the block again there."""

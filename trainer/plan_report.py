@@ -203,7 +203,7 @@ def remarks(plan: RunPlan) -> list[str]:
             "policies/kernels.yaml has logits whole on cuda: linear_cross_entropy: chunked_compiled "
             f"would save {saved / GB:.1f} GB a GPU"
         )
-    return found + model.width_warnings()
+    return found + model.warnings()
 
 
 def as_json(plan: RunPlan) -> dict[str, Any]:

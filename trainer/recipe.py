@@ -107,8 +107,8 @@ class ModelRecipe(Strict):
                 total += 3 * self.d_model * self.experts.d_ff * (routed(self.experts) + self.experts.shared)
         return total
 
-    def width_warnings(self) -> list[str]:
-        """Sizes that matrix units pad: one line each, with the share of the padded work that is wasted."""
+    def warnings(self) -> list[str]:
+        """What costs and brings nothing, a line each: sizes that matrix units pad, a router that the loss cannot move."""
         sizes = {"vocab_size": 64, "d_model": 16, "head_dim": 16, "d_ff": 16}
         found = {f"model.{key}": (getattr(self, key), multiple) for key, multiple in sizes.items()}
         if self.experts is not None:
@@ -121,6 +121,10 @@ class ModelRecipe(Strict):
                     f"{key} ({size}) is no multiple of {multiple}: matrix units work on {padded}, "
                     f"{1 - size / padded:.1%} of that for nothing; {padded} costs the same"
                 )
+        if self.experts is not None and self.experts.per_token == 1:
+            lines.append(
+                "model.experts.per_token (1): a single weight is always one, so the loss never moves the router"
+            )
         return lines
 
     def flops_per_token(self) -> float:

@@ -71,6 +71,8 @@ class Run:
             self.order.step = spec.first_step
         self.step = self.order.step
         self.sampler = self.order.state_dict()
+        if ranks.mesh is None:
+            self.model.join()
         if recipe.parallel.recompute == "block":
             self.model.recompute()
         if recipe.compile:

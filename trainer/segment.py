@@ -53,7 +53,7 @@ def run_segment(folder: Path) -> None:
         refuse_impossible(run.order, spec.recipe, spec.first_step, spec.last_step)
         if ranks.leads:
             (folder / "parameters.txt").write_text(format_table(run.optimizer.table) + "\n")
-            for warning in spec.recipe.model.width_warnings():
+            for warning in spec.recipe.model.warnings():
                 print(f"recipe: {warning}", file=sys.stderr, flush=True)
         train(folder, run, stop)
     finally:

@@ -12,7 +12,12 @@ from kernels.registry import OPS, Implementation
 
 CASES = {case.name: case for op in OPS.values() for case in op.cases}
 UNCOMPILED = [(op, "chunked") for op in OPS if "chunked" in OPS[op].implementations]
-COMPILED = [(op, i) for op in OPS for i in OPS[op].implementations if i not in ("reference", "chunked", "triton")]
+COMPILED = [
+    (op, name)
+    for op in OPS
+    for name, i in OPS[op].implementations.items()
+    if name not in ("reference", "chunked", "triton") and i.runs_on("cpu")
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -30,6 +35,16 @@ def test_compiled_implementation_is_right(op: str, implementation: str) -> None:
     for values in HOSTILE:
         result = judge(OPS[op], implementation, CASES["small"], dtype=torch.bfloat16, values=values)
         assert result.ok, (values, result.failures())
+
+
+@pytest.mark.parametrize("case", ["small", "prime", "strided"])
+def test_flex_attention_forward_is_that_of_the_reference(case: str) -> None:
+    """What can be seen of it without a GPU: its mask and its grouping of heads. It has no backward pass on the CPU."""
+    op = OPS["attention"]
+    flex = op.implementations["flex"].eager
+    assert flex is not None and not op.implementations["flex"].runs_on("cpu")
+    inputs = [x.detach() for x in op.inputs(CASES[case])]
+    torch.testing.assert_close(flex(*inputs), op.reference(*inputs), atol=2e-6, rtol=1e-5)
 
 
 def _wrong_scale(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ def test_an_op_that_is_not_named_runs_its_reference(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("cpu: {atention: recompute}", "no op 'atention'; there are: rms_norm"),
-        ("cpu: {attention: fast}", "there are: compiled, recompute, reference"),
+        ("cpu: {attention: fast}", "there are: compiled, flex, recompute, reference"),
         ("tpu: {}", "unknown device class 'tpu'"),
         ("cpu: {swiglu: triton}", "does not run on cpu; those that do: compiled, reference"),
         ("cpu: [attention]", "expected a map"),

@@ -89,21 +89,21 @@ NOPE = {"model__qk_norm": False, "model__nope_every": 2}
 
 def test_a_layer_without_position_embedding_has_no_position_dependence() -> None:
     """Later positions, or ones in another order, change a layer with RoPE and leave one without as it is."""
-    model = make_model(recipe_with(**NOPE, model__layers=4))
+    model = make_model(recipe_with(**NOPE, model__layers=4, model__context=128))
     assert [block.has_rope for block in model.blocks] == [True, False, True, False]
     tokens, positions, documents = packed([32])
     for other in (positions * 3 + 5, positions.flip(1)):
         x_BTD = torch.randn(1, 32, 32, generator=torch.Generator().manual_seed(0))
         for block in model.blocks:
             y, moved = (
-                block(x_BTD, *rope_tables(p, 16, 10_000.0, torch.float32), documents)[0] for p in (positions, other)
+                block(x_BTD, *rope_tables(p, model.shape, torch.float32), documents)[0] for p in (positions, other)
             )
             assert torch.equal(y, moved) is not block.has_rope
     # a causal layer without positions sees its earlier tokens as a set
     nope = model.blocks[1]
     x_BTD = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(1))
     order = torch.tensor([3, 0, 5, 1, 6, 2, 4, 7])
-    tables = rope_tables(torch.arange(8)[None], 16, 10_000.0, torch.float32)
+    tables = rope_tables(torch.arange(8)[None], model.shape, torch.float32)
     for block, same in ((nope, True), (model.blocks[0], False)):
         last, shuffled = (block(x, *tables, documents[:, :8])[0][:, -1] for x in (x_BTD, x_BTD[:, order]))
         assert torch.allclose(last, shuffled, atol=1e-5) is same
