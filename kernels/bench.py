@@ -1,5 +1,5 @@
 """One implementation of an op against another, alone, interleaved in one process: ``python -m kernels.bench --op
-attention --implementation folded``.
+attention --implementation recompute``.
 
 Prints one JSON object: seconds of a forward and backward on the recipe's shapes. The median of paired ratios is the
 answer; machines are noisy.
