@@ -103,13 +103,6 @@ class Optimizer:
             decay = {row.parameter: row.weight_decay for row in self.table}
             self.muon.step(lr, shares, decay, divide_by, skip)
 
-    def momentum(self, name: str) -> tuple[Tensor, float] | None:
-        """(running mean of a parameter's gradients, the share of the newest in it); None before its first step."""
-        if self.muon is not None and name in self.muon.momentum:
-            return self.muon.momentum[name], 1 - self.recipe.muon.momentum
-        state = self.adamw.state.get(self._held[name])
-        return (state["exp_avg"], 1 - self.recipe.beta1) if state else None
-
     def state_tensors(self) -> dict[str, Tensor]:
         """``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``, ``step.<parameter>``; ``momentum.<parameter>`` of Muon's.
 
