@@ -27,11 +27,13 @@ class World:
 
     unfinished_release: int | None = None  # release number whose saga has not reached 'published'
     open_segment: int | None = None  # planned, not done
-    failed_segment: int | None = None  # the newest segment, when it failed for good
+    failed_segment: int | None = (
+        None  # the newest segment that trains, when it failed for good or its code is not certified
+    )
     arrived: tuple[Path, ...] = ()  # settled files in the inbox
     unreleased_promotion: int | None = None  # newest verdict, when it says promote and nothing was released for it
     unjudged_candidate: int | None = None
-    unexported_anneal: int | None = None
+    unexported_anneal: int | None = None  # or average
     unannealed_trunk: int | None = None  # the newest finished trunk segment, when no anneal branches off it
     trunk_steps: int = 0  # steps of the trunk segment that should come next; 0: no reason to, or too little data
 
@@ -99,13 +101,16 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
             row = db.execute(statement.limit(1)).first()
             return None if row is None else int(row[0])
 
-        newest = db.execute(sa.select(segments.c.id, segments.c.state).order_by(segments.c.id.desc()).limit(1)).first()
+        trains = sa.select(segments.c.id, segments.c.state, segments.c.code_commit).where(segments.c.kind != "average")
+        newest = db.execute(trains.order_by(segments.c.id.desc()).limit(1)).first()
         trunk = first(
             sa.select(segments.c.id)
             .where(segments.c.kind == "trunk", segments.c.state == "done")
             .order_by(segments.c.id.desc())
         )
-        anneal = sa.select(segments.c.id).where(segments.c.kind == "anneal", segments.c.parent == trunk)
+        anneal = sa.select(segments.c.id).where(
+            segments.c.kind == "anneal", segments.c.parent == trunk, segments.c.state != "uncertified"
+        )
         verdict = first(sa.select(verdicts.c.id).where(verdicts.c.gate == "release").order_by(verdicts.c.id.desc()))
         waits = verdict and first(
             sa.select(verdicts.c.id)
@@ -117,17 +122,24 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
         unexported = (
             sa.select(segments.c.id)
             .outerjoin(candidates, candidates.c.segment == segments.c.id)
-            .where(segments.c.kind == "anneal", segments.c.state == "done", candidates.c.id.is_(None))
+            .where(segments.c.kind != "trunk", segments.c.state == "done", candidates.c.id.is_(None))
         )
         return World(
             unfinished_release=first(sa.select(releases.c.number).where(releases.c.state != "published")),
             open_segment=first(sa.select(segments.c.id).where(segments.c.state == "planned").order_by(segments.c.id)),
-            failed_segment=newest.id if newest and newest.state == "failed" else None,
+            failed_segment=newest.id if newest and _waits(workspace, newest.state, newest.code_commit) else None,
             unreleased_promotion=waits if waits and automatic(workspace) else None,
             unjudged_candidate=first(sa.select(candidates.c.id).where(~judged.exists()).order_by(candidates.c.id)),
             unexported_anneal=first(unexported),
             unannealed_trunk=trunk if trunk and first(anneal) is None else None,
         )
+
+
+def _waits(workspace: Workspace, state: str, commit: str) -> bool:
+    """Does training wait for a person after a segment in that state? Not when other code is live than the one refused."""
+    from factory.repository import live_commit
+
+    return state == "failed" or (state == "uncertified" and live_commit(workspace.repository) == commit)
 
 
 def automatic(workspace: Workspace) -> bool:
@@ -191,6 +203,11 @@ def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress
     finally:
         follower.finish()
     loss = result.get("loss")
+    if row["kind"] == "average":
+        from factory.status import describe_average
+
+        progress.line(f"  segment {segment}: {describe_average(result['averaged'])}")
+        return
     progress.line(
         f"  segment {segment} ({row['kind']}): steps {row['first_step']}–{row['last_step']}, loss {loss:.3f}"
         if isinstance(loss, float)
@@ -262,8 +279,17 @@ def _say_if_failed(workspace: Workspace, ledger: Ledger, world: World) -> None:
     """Raises: SegmentError when training waits for a person."""
     if world.failed_segment is None:
         return
-    row = ledger.one(sa.select(segments.c.kind).where(segments.c.id == world.failed_segment))
+    row = ledger.one(sa.select(segments.c.kind, segments.c.state).where(segments.c.id == world.failed_segment))
     assert row is not None
+    if row["state"] == "uncertified":
+        from factory.certifying import NotCertified, certificate_of, way_on
+
+        verdict = certificate_of(ledger, world.failed_segment)
+        assert verdict is not None
+        raise NotCertified(
+            f"the code of segment {world.failed_segment} is not certified and training waits. {verdict['reasons'][0]} "
+            f"{way_on(world.failed_segment)}"
+        )
     raise SegmentError(
         f"segment {world.failed_segment} failed for good and training waits: read its log in {workspace.logs}, mend the "
         f"cause, then run 'factory {'anneal' if row['kind'] == 'anneal' else 'train'}'"

@@ -138,7 +138,7 @@ segments = sa.Table(
     "segments",
     metadata,
     C("id", SERIAL, primary_key=True),
-    C("kind", T, nullable=False),  # 'trunk' | 'anneal'
+    C("kind", T, nullable=False),  # 'trunk' | 'anneal' | 'average' (of checkpoints: no steps of its own)
     C("parent", N),  # segment whose last checkpoint it starts from
     C("generation", N, nullable=False),  # number of distinct sets of shards the trunk has seen, from 1
     C("recipe", T, nullable=False),
@@ -148,7 +148,9 @@ segments = sa.Table(
     C("code_commit", T, nullable=False),
     C("first_step", N, nullable=False),
     C("last_step", N, nullable=False),  # the step after which it ends
-    C("state", T, nullable=False),  # 'planned' | 'done' | 'failed'
+    C(
+        "state", T, nullable=False
+    ),  # 'planned' | 'done' | 'failed' | 'uncertified' (its code may not go on; not started)
     C("attempts", N, nullable=False, default=0),  # tries that failed; being stopped or killed is no failure
     C("folder", T, nullable=False),
     C("result", J),  # what result.json said, once done
@@ -206,9 +208,9 @@ verdicts = sa.Table(
     "verdicts",
     metadata,
     C("id", SERIAL, primary_key=True),
-    C("gate", T, nullable=False),  # 'release' | 'patch'
-    C("subject", T, nullable=False),  # 'candidate:2' | 'proposal:1'
-    C("against", T),  # 'candidate:1' (the champion) | base commit
+    C("gate", T, nullable=False),  # 'release' | 'patch' | 'code' (a certificate)
+    C("subject", T, nullable=False),  # 'candidate:2' | 'proposal:1' | 'segment:3'
+    C("against", T),  # 'candidate:1' (the champion) | base commit | the commit of the segment before
     C("policy_sha256", T, nullable=False),
     C("subject_sha256", T, nullable=False),  # what was judged: export or patch hash; approval binds to it
     C("outcome", T, nullable=False),  # 'promote' | 'hold' | 'reject'

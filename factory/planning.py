@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from factory.ledger import Ledger, checkpoints, data_plans, record, segments, to
 from factory.workspace import Workspace
 
 if TYPE_CHECKING:
+    from trainer.data_order import DataOrder
     from trainer.data_plan import DataPlan
     from trainer.recipe import Recipe
 
@@ -33,23 +35,25 @@ class Trunk:
 
 
 def next_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -> Trunk:
-    """What the trunk could do now. Shortened to what the shards hold under the recipe's epoch cap, an anneal's share kept back."""
+    """What the trunk could do now. Shortened to what the shards hold under the recipe's epoch cap, an anneal's share kept back.
+
+    Batches are counted as full: a packing that pads leaves data over, and never runs out of it.
+    """
     recipe = load_recipe(workspace)
     last = trunk_parent(ledger, recipe)
     wanted = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
+    first = last["last_step"] if last else 0
+    # positions of a trunk of that many steps and of the anneal off it, through the batch's warm-up
+    needs = lambda trunk: recipe.tokens_between(first, first + trunk + recipe.schedule.anneal_steps)
     shards = _every_shard(ledger, last)
     seen = {shard["id"] for shard in plan_of(ledger, last)["token_shards"]} if last else set()
     new = sum(1 for shard in shards if shard[0] not in seen)
     if not shards:
-        return Trunk(0, 0, wanted, (recipe.schedule.anneal_steps + 1) * recipe.tokens_per_step)
-    feeds = (
-        _positions_left(ledger, recipe, _data_plan(recipe, "trunk", shards), last)
-        - recipe.schedule.anneal_steps * recipe.tokens_per_step
-    )
-    possible = feeds // recipe.tokens_per_step
-    if possible >= 1:
-        return Trunk(min(wanted, possible), new, wanted, 0)
-    return Trunk(0, new, wanted, recipe.tokens_per_step - feeds)
+        return Trunk(0, 0, wanted, needs(1))
+    plan, _ = _data_plan(ledger, recipe, "trunk", shards, first, first + wanted)
+    left = _data_order(ledger, recipe, plan, last).positions_left()
+    possible = bisect_right(range(wanted + 1), left, key=needs) - 1
+    return Trunk(max(0, possible), new, wanted, max(0, needs(1) - left) if possible < 1 else 0)
 
 
 def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -> int:
@@ -139,13 +143,28 @@ def _every_shard(ledger: Ledger, last: dict[str, Any] | None) -> list[tuple[str,
     return [(row["id"], row["path"], seen.get(row["id"], newest + 1)) for row in listed]
 
 
-def _data_plan(recipe: Recipe, kind: str, shards: list[tuple[str, str, int]]) -> DataPlan:
+def _data_plan(
+    ledger: Ledger, recipe: Recipe, kind: str, shards: list[tuple[str, str, int]], first: int, last: int
+) -> tuple[DataPlan, list[str]]:
+    """The plan of the steps [first, last), and the domains it leaves out because no shard of them has arrived yet.
+
+    Raises: ConfigError naming the key, when nothing has arrived of a mixture that these steps need.
+    """
     from trainer.data_plan import DataPlan
+    from trainer.errors import TrainerError
 
-    return DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
+    ids = {shard[0] for shard in shards}
+    rows = ledger.rows(sa.select(token_shards.c.id, token_shards.c.domains))
+    held = {domain for row in rows if row["id"] in ids for domain in row["domains"]}
+    plan = DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
+    try:
+        return plan.of_arrived(held, first, last)
+    except TrainerError as error:
+        raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
 
 
-def _positions_left(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: dict[str, Any] | None) -> int:
+def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: dict[str, Any] | None) -> DataOrder:
+    """Where the segment ``last`` left the data, or its beginning. Raises: ConfigError when plan and recipe don't fit it."""
     from trainer.data_order import DataOrder
     from trainer.errors import TrainerError
 
@@ -153,16 +172,30 @@ def _positions_left(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: dict[s
     if last is not None:
         state = json.loads((Path(last_checkpoint(ledger, last["id"])["path"]) / "state.json").read_text())["sampler"]
     try:
-        order = DataOrder(
+        return DataOrder(
             plan,
             context=recipe.model.context,
-            rows=recipe.batch.sequences,
+            batch=recipe.batch,
             vocab_size=recipe.model.vocab_size,
             state=state,
         )
     except TrainerError as error:
         raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
-    return order.positions_left()
+
+
+def _refuse_padding(
+    ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: dict[str, Any] | None, last_step: int
+) -> None:
+    """Raises: ConfigError naming ``batch.max_padding`` when the plan cannot keep it."""
+    from trainer.errors import TrainerError
+    from trainer.feasible import refuse_padding
+
+    if recipe.batch.max_padding is None:
+        return
+    try:
+        refuse_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
+    except TrainerError as error:
+        raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
 
 
 def _plan(
@@ -176,8 +209,9 @@ def _plan(
     from factory.repository import live_commit
 
     recipe = load_recipe(workspace)
-    plan = _data_plan(recipe, kind, shards)
     first = parent["last_step"] if parent else 0
+    plan, left_out = _data_plan(ledger, recipe, kind, shards, first, first + length)
+    _refuse_padding(ledger, recipe, plan, parent, first + length)
     commit = live_commit(workspace.repository)
     with ledger.begin() as tx:
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
@@ -201,5 +235,6 @@ def _plan(
                 created_at=time.time(),
             )
         )
-        record(tx, "segment_planned", f"segment:{number}", {"kind": kind, "steps": [first, first + length]})
+        detail = {"kind": kind, "steps": [first, first + length], "domains_not_arrived": left_out}
+        record(tx, "segment_planned", f"segment:{number}", detail)
     return number

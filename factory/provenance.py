@@ -119,7 +119,8 @@ def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
             "data_plan",
             "code_commit",
         )
-        steps.append({key: row[key] for key in kept})
+        averaged = (row["result"] or {}).get("averaged")
+        steps.append({key: row[key] for key in kept} | ({"averaged": averaged} if averaged else {}))
     listed = ledger.rows(
         sa.select(*(token_shards.c[name] for name in ("id", "shard", "documents", "tokens", "domains")), shards.c.name)
         .join(shards, shards.c.sha256 == token_shards.c.shard).where(token_shards.c.id.in_(used)).order_by(token_shards.c.created_at)

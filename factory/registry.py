@@ -18,7 +18,7 @@ from factory.exports import folder_sha256
 from factory.ledger import Ledger, candidates, evaluations, releases, segments, verdicts
 from factory.mlflow_store import mlflow_errors, waiting_lock
 from factory.report import release_report
-from factory.tracking import Tracking, short
+from factory.tracking import Tracking, averaged_tag, short
 from factory.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ def _tags(ledger: Ledger, candidate: dict[str, Any], verdict: dict[str, Any]) ->
         "code_commit": segment["code_commit"],
         "export_sha256": candidate["export_sha256"],
         "release": number and number["number"],
+        **averaged_tag(segment["result"]),
     }
     bpb = evaluation["summary"].get("bpb", {}) if evaluation else {}
     tags |= {f"bpb.{domain}": f"{value:.4f}" for domain, value in bpb.items() if isinstance(value, int | float)}

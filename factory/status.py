@@ -40,6 +40,17 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         own = [v for v in verdicts if v["subject"] == f"candidate:{candidate['id']}"]
         candidate["verdict"] = {k: own[-1][k] for k in ("id", "outcome", "reasons", "against")} if own else None
         candidate["release"] = next((r["number"] for r in releases if r["candidate"] == candidate["id"]), None)
+    accepted = {
+        row["subject"]: {"by": row["detail"]["by"], "at": row["at"]}
+        for row in rows(
+            workspace, "SELECT subject, at, detail FROM events WHERE kind = 'certificate_accepted' ORDER BY id"
+        )
+    }
+    certificates = [
+        {"segment": int(v["subject"].removeprefix("segment:")), **v, "accepted": accepted.get(v["subject"])}
+        for v in verdicts
+        if v["gate"] == "code"
+    ]
     totals: dict[str, dict[str, int]] = {}
     for shard in shards:
         for domain, facts in (shard["domains"] or {}).items():
@@ -54,6 +65,7 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         "shards": shards,
         "domains": totals,
         "segments": segments,
+        "certificates": certificates,
         "candidates": candidates,
         "releases": releases,
         "champion": champion(workspace),
@@ -102,7 +114,21 @@ def screen(facts: dict[str, Any]) -> list[str]:
             f"segment {segment['id']:<2} {segment['kind']:<6} steps {segment['first_step']}–{segment['last_step']} "
             f"generation {segment['generation']} {segment['state']}"
             + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
+            + (
+                f", {describe_average(segment['result']['averaged'])}"
+                if "averaged" in (segment["result"] or {})
+                else ""
+            )
         )
+    trained = [segment for segment in facts["segments"] if segment["kind"] != "average"]
+    waiting = {segment["id"] for segment in trained[-1:] if segment["state"] == "uncertified"}
+    for certificate in facts["certificates"]:
+        if certificate["segment"] in waiting:
+            lines.append(f"          its code is not certified: {certificate['reasons'][0]}")
+            lines.append(
+                "          training waits for other code, or for 'factory certify --accept "
+                f"{certificate['segment']}'; all measures: 'factory certify'"
+            )
     for candidate in facts["candidates"][-6:]:
         bpb = ((candidate["summary"] or {}).get("bpb")) or {}
         words = ", ".join(f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float))
@@ -116,3 +142,13 @@ def screen(facts: dict[str, Any]) -> list[str]:
             f"proposal {proposal['number']} {proposal['branch']}: {proposal['title']} → {proposal['outcome'] or proposal['state']}"
         )
     return lines
+
+
+def describe_average(averaged: dict[str, Any]) -> str:
+    """What ``averaged`` of an average segment's result says: 'average of 3 checkpoints (steps 10, 15, 20; uniform)'."""
+    parts = averaged["sources"]
+    if averaged["rule"] == "uniform":
+        return f"average of {len(parts)} checkpoints (steps {', '.join(str(part['step']) for part in parts)}; uniform)"
+    listed = ", ".join(f"{part['step']} × {part['weight']:.2f}" for part in parts)
+    where = "the documents the gate judges on" if averaged["judged_on_the_same"] else "documents of its own"
+    return f"average of {len(parts)} checkpoints (steps {listed}; by held-out loss on {where})"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from factory.status import describe_average
 from factory.workspace import Workspace
 
 
@@ -67,6 +68,8 @@ def _training(facts: dict[str, Any]) -> list[str]:
             if isinstance(first, float) and isinstance(last, float)
             else f"loss {last:.2f}"
             if isinstance(last, float)
+            else describe_average(result["averaged"])
+            if "averaged" in result
             else segment["state"]
         )
         lines.append(

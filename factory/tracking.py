@@ -168,6 +168,7 @@ class Tracking:
             "data_plan": segment["data_plan"],
             "export_sha256": candidate["export_sha256"],
             "mlflow.source.git.commit": segment["code_commit"],
+            **averaged_tag(segment["result"]),
         }
         name = f"candidate-{candidate_id}"
         params = {"recipe": segment["recipe"]}
@@ -238,6 +239,14 @@ class Tracking:
                     words = json.dumps(content, indent=2, ensure_ascii=False).encode("utf-8", "replace").decode()
                     self.client.log_text(run, words, name)
             self.client.set_terminated(run, "FINISHED", int(at * 1000))
+
+
+def averaged_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
+    """The tag that says what an average was made of; empty for a segment that was trained."""
+    from factory.status import describe_average
+
+    averaged = (result or {}).get("averaged")
+    return {"averaged": describe_average(averaged)} if averaged else {}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

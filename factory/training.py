@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, NoReturn, Protocol
 
 import sqlalchemy as sa
 
@@ -48,33 +48,48 @@ def run_segment(
 ) -> dict[str, Any]:
     """Run, or resume, a planned segment to its end; returns what result.json says.
 
-    Raises: SegmentError when the trainer fails (its log is named). A segment that fails ``MAX_ATTEMPTS`` times is marked 'failed'.
+    An average (``factory.averaging``) is made, not trained.
+
+    Raises: NotCertified when the code changed and may not go on (nothing was started); SegmentError when the trainer fails
+    (its log is named). A segment that fails ``MAX_ATTEMPTS`` times is marked 'failed'.
     """
     row = ledger.one(sa.select(segments).where(segments.c.id == number))
     assert row is not None, number
     if row["state"] == "done":
         return dict(row["result"])
+    if row["kind"] == "average":
+        from factory.averaging import run_average
+
+        return run_average(workspace, ledger, row, progress)
+    from factory.certifying import ensure_certified
+
+    ensure_certified(workspace, ledger, row, progress)
     folder = Path(row["folder"])
     folder.mkdir(parents=True, exist_ok=True)
-    _write_spec(ledger, row, folder)
+    write_spec(folder, spec_of(ledger, row))
     code = _run_trainer(workspace, row, folder, progress, follower)
     result_path = folder / "result.json"
     if code != 0 or not result_path.exists():
-        _failed(workspace, ledger, row, code)
+        failed(workspace, ledger, row, code)
     result: dict[str, Any] = json.loads(result_path.read_text())
-    _record_done(ledger, row, folder, result)
+    record_done(ledger, row, folder, result)
     return result
 
 
-def _write_spec(ledger: Ledger, row: dict[str, Any], folder: Path) -> None:
+def spec_of(ledger: Ledger, row: dict[str, Any]) -> dict[str, Any]:
+    """What segment.json says of a segment."""
     start = None if row["parent"] is None else last_checkpoint(ledger, row["parent"])["path"]
     parent = ledger.one(sa.select(segments.c.kind).where(segments.c.id == row["parent"]))
-    rewarm = row["kind"] == "trunk" and parent is not None and parent["kind"] == "anneal"
     spec = {
         "kind": row["kind"], "recipe": row["recipe_json"], "data_plan": plan_of(ledger, row), "first_step": row["first_step"],
         "last_step": row["last_step"], "initial_checkpoint": start, "code_commit": row["code_commit"], "kernels": None,
-        "rewarm": rewarm,
     }  # fmt: skip
+    if row["kind"] == "trunk" and parent is not None and parent["kind"] == "anneal":
+        spec["rewarm"] = True  # left out where it is false: code older than the key can read the spec too
+    return spec
+
+
+def write_spec(folder: Path, spec: dict[str, Any]) -> None:
     aside = folder / "segment.json.part"
     aside.write_text(json.dumps(spec, indent=1, sort_keys=True))
     os.replace(aside, folder / "segment.json")
@@ -87,29 +102,13 @@ def _run_trainer(
 
     code = checkout_live(workspace, row["code_commit"])
     log = workspace.logs / f"segment-{row['id']:05d}.log"
-    environment = os.environ | {
-        "PYTHONPATH": str(code),
-        "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
-        "PYTHONUNBUFFERED": "1",
-    }
     title = f"{row['kind']} {row['first_step']}–{row['last_step']}"
     with (
-        _folder_lock(folder) as lock,
+        folder_lock(folder) as lock,
         open(log, "ab") as out,
         progress.task(title, row["last_step"] - row["first_step"]) as task,
     ):
-        command = [sys.executable, "-m", "trainer", str(folder)]
-        process = subprocess.Popen(
-            command,
-            cwd=code,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            pass_fds=(lock,),
-            preexec_fn=_die_with_parent,
-            start_new_session=True,  # Ctrl-C is ours: the trainer gets a SIGTERM and leaves a checkpoint
-        )
+        process = start_trainer(workspace, code, [str(folder)], out, lock)
         watch = _StepWatch(folder / "metrics.jsonl", row["first_step"])
         task.advance(0, "starting (the first time, the model is compiled)")
         try:
@@ -120,15 +119,41 @@ def _run_trainer(
                     follower.poll()
             watch.report(task)
         except BaseException:
-            process.terminate()  # it writes a checkpoint and ends
-            try:
-                process.wait(timeout=STILL_RUNNING_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            stop_trainer(process)
             raise
     if follower:
         follower.poll()
     return process.returncode
+
+
+def start_trainer(
+    workspace: Workspace, code: Path, arguments: list[str], out: IO[bytes], lock: int
+) -> subprocess.Popen[bytes]:
+    """``python -m trainer …`` of that code, with its output in ``out``; it holds ``lock`` as long as it lives."""
+    environment = os.environ | {
+        "PYTHONPATH": str(code),
+        "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer", *arguments],
+        cwd=code,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=out,
+        pass_fds=(lock,),
+        preexec_fn=_die_with_parent,
+        start_new_session=True,  # Ctrl-C is ours: the trainer gets a SIGTERM and leaves a checkpoint
+    )
+
+
+def stop_trainer(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()  # it writes a checkpoint and ends
+    try:
+        process.wait(timeout=STILL_RUNNING_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 class _StepWatch:
@@ -164,7 +189,8 @@ def last_metrics(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int) -> None:
+def failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int) -> NoReturn:
+    """Record how a process of a segment ended, with the last line of its log. Raises: SegmentError, always."""
     log = workspace.logs / f"segment-{row['id']:05d}.log"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
     said = f": {lines[0][:400]}" if lines else ""
@@ -189,7 +215,15 @@ def _failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int
     )
 
 
-def _record_done(ledger: Ledger, row: dict[str, Any], folder: Path, result: dict[str, Any]) -> None:
+def give_up(ledger: Ledger, row: dict[str, Any], why: str) -> None:
+    """Mark a segment as failed for good: trying again would not help."""
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == row["id"]).values(state="failed", finished_at=time.time()))
+        record(tx, "segment_failed", f"segment:{row['id']}", {"said": why})
+
+
+def record_done(ledger: Ledger, row: dict[str, Any], folder: Path, result: dict[str, Any]) -> None:
+    """Write down a segment's end, its checkpoint and its anomalies, all at once."""
     path = Path(result["checkpoint"])
     manifest = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
     if manifest != result["manifest_sha256"]:
@@ -215,7 +249,7 @@ def _record_done(ledger: Ledger, row: dict[str, Any], folder: Path, result: dict
 
 # -- export ------------------------------------------------------------------------------------------------------------
 def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
-    """Turn an anneal segment's last checkpoint into an HF-format export and a candidate row; returns the candidate's id. Idempotent."""
+    """Turn a segment's last checkpoint into an HF-format export and a candidate row; returns the candidate's id. Idempotent."""
     from factory.ingest.tokenizer import Tokenizer
     from factory.repository import checkout_live
 
@@ -229,15 +263,7 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     if not target.exists():
         _remove(aside)
         code = checkout_live(workspace, row["code_commit"])
-        command = [sys.executable, "-m", "trainer.export", checkpoint["path"], str(aside)]
-        done = subprocess.run(
-            command,
-            cwd=code,
-            env=os.environ | {"PYTHONPATH": str(code)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        done = run_tool(code, "-m", "trainer.export", checkpoint["path"], str(aside))
         if done.returncode:
             raise SegmentError(f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:]}")
         Tokenizer.load(workspace.tokenizer).copy_to(aside)
@@ -258,6 +284,19 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     return int(number)
 
 
+def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a short Python program of that code (``-m trainer.export …``); it dies with the factory."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=code,
+        env=os.environ | {"PYTHONPATH": str(code)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        preexec_fn=_die_with_parent,
+    )
+
+
 # -- small parts -------------------------------------------------------------------------------------------------------
 def _die_with_parent() -> None:
     """In the child: be told to stop (SIGTERM, so a checkpoint is left) when the factory dies, however it dies."""
@@ -266,7 +305,7 @@ def _die_with_parent() -> None:
 
 
 @contextmanager
-def _folder_lock(folder: Path) -> Iterator[int]:
+def folder_lock(folder: Path) -> Iterator[int]:
     """A lock that the trainer inherits: held while either lives, so that a restarted factory waits for the old trainer to end."""
     handle = os.open(folder / "segment.lock", os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + STILL_RUNNING_SECONDS

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data_order import DataOrder, Row, domain_of
+from trainer.data_order import DataOrder, Row
 
 PADDING = -1  # document number of positions that hold nothing
 
@@ -57,17 +57,18 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
     weights = np.zeros(shape, np.float32)
     documents = np.full(shape, PADDING, np.int32)
     supervised = sum(piece.supervised for row in rows for piece in row)
+    counted = np.arange(order.context)
+    domain_numbers = {name: order.domains.index(stream.domain) for name, stream in order.streams.items()}
     for b, row in enumerate(mine):
         at = 0
         for number, piece in enumerate(row):
-            stream = order.streams[piece.stream]
             place = np.s_[b, at : at + piece.positions]
-            pair = stream.tokens(piece.document, piece.start, piece.positions)
+            pair = order.streams[piece.stream].tokens(piece)
             tokens[place], targets[place] = pair[:-1], pair[1:]
-            weights[place] = stream.target_mask(piece.document, piece.start, piece.positions) / np.float32(supervised)
-            positions[place] = np.arange(piece.positions)
+            weights[place] = order.streams[piece.stream].target_mask(piece) / np.float32(supervised)
+            positions[place] = counted[: piece.positions]
             documents[place] = number
-            domains[place] = order.domains.index(domain_of(piece.stream))
+            domains[place] = domain_numbers[piece.stream]
             at += piece.positions
     return Batch(
         step,

@@ -1,4 +1,4 @@
-"""Packing: which pieces of documents share a row. Pure functions.
+"""Packing: which pieces of documents share a row. Pure functions, one a strategy, in one table: ``STRATEGIES``.
 
 A row has ``context`` positions; a position is an (input, target) pair of neighbouring tokens of one document.
 A document of L tokens therefore fills L - 1 positions: its last token is a target and never an input, its first an
@@ -7,24 +7,53 @@ input and never a target, and no pair spans two documents. With context 4:
     documents  a b c e | x y e | p q r s t u e          rows  (a b c)(.)   x y | p q r s | t u
     pairs      3         2       6 → pieces of 4 and 2        targets b c e     y e | q r s t | u e
 
-A document that fits a row is never cut. A longer one is cut every ``context`` positions, and every pair stays in
-exactly one piece. Best-fit (arXiv 2404.10830) puts each piece, longest first, into the fullest row that
-can still hold it.
+A document longer than a row is cut every ``context`` positions, and every pair stays in exactly one piece. Pieces are
+then drawn in random order, and a strategy says how they become rows. Pieces of 3, 2, 4 and 2, drawn in that order, rows
+of 4, two rows wanted (``.`` is padding, and what is left waits for the next step):
+
+    document                  a a a . | b b . .          left  c c c c, d d    one piece a row
+    token-budget              a a a . | b b . .          left  c c c c, d d    in the order drawn; here b and c won't fit
+    best-fit                  b b d d | c c c c          left  a a a           the fullest rows; the default
+    length-bucketed           a a a . | c c c c          left  b b, d d        pieces about as long as the oldest
+    truncate-and-concatenate  a a a b | b c c c          left  c, d d          b and c are cut where their rows end
+
+Only the last cuts a document that would fit a row; best-fit may cut pieces of longer ones once more, to fill gaps.
+No strategy loses a position or holds one twice.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+OLDEST_EVERY = 2  # steps; then best-fit takes the piece that has waited longest, whatever its row's fill
+CRUMBS = 32  # a thirty-second of a row is too little context to cut off, and to pad it costs little
+PARTNERS = 256  # pieces that a row for the oldest is completed from: among so many some fill it
+SPARE_ROWS = 16  # rows' worth of pieces to choose from beyond those that fill the rows
+SPARE_PIECES = 256  # and never more than this many: where pieces are short, fewer rows' worth are choice enough
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """A run of positions of one document: inputs [start, start + positions), targets one further on."""
 
     start: int
     positions: int
+
+
+class Part(NamedTuple):
+    """A run of positions of one of the pieces that a strategy was given; a whole piece, unless the strategy cuts."""
+
+    piece: int  # its index
+    start: int
+    positions: int
+
+
+Rows = list[list[Part]]
+Packed = tuple[Rows, list[Part]]  # the rows, and what is left over, oldest first
+Packer = Callable[[Sequence[int], Sequence[bool], int, int, int], Packed]
 
 
 def pieces_in(tokens: int, context: int) -> int:
@@ -38,39 +67,211 @@ def cut(tokens: int, context: int, piece: int) -> Cut:
     return Cut(start, min(context, tokens - 1 - start))
 
 
-def best_fit(lengths: Sequence[int], context: int) -> list[list[int]]:
-    """Rows of indices into ``lengths``; each row's lengths sum to at most ``context``.
+# ---- strategies: (lengths of the pieces, oldest first, and whether they are of documents longer than a row; context, rows
+# wanted, step) → rows and what is left over. Given ``enough`` pieces (below), exactly the rows wanted, none of them empty.
 
-    Every index appears exactly once. Ties are broken by index, so equal input gives equal rows.
+
+def one_a_row(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+    """Every piece alone, in the order drawn."""
+    return _whole(lengths, ([i] for i in range(min(rows, len(lengths)))))
+
+
+def in_turn(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+    """Pieces in the order drawn; where the next one doesn't fit, the next row begins (next-fit)."""
+    found: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if length > room:
+            if len(found) == rows:
+                break
+            found.append([])
+            room = context
+        found[-1].append(index)
+        room -= length
+    return _whole(lengths, found)
+
+
+def run_on(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+    """Pieces end to end in the order drawn; one that doesn't fit is cut, and its rest opens the next row."""
+    found: Rows = [[] for _ in range(min(rows, -(-sum(lengths) // context)))]
+    pour(found, lengths, range(len(lengths)), context)
+    return found, _left(found, lengths)
+
+
+def alike(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+    """The oldest piece and those nearest to it in length, best-fit into rows until one finds no room.
+
+    As in Dataset Decomposition (arXiv 2405.13226 §3.2), a batch holds sequences of one length bucket. There, documents
+    are cut into powers of two so that the buckets fill rows without padding; here nothing that fits is cut, and
+    a bucket is what lies nearest to the oldest piece, so that none waits for ever.
     """
-    rows: list[list[int]] = []
+    ratio = lambda i: max(lengths[i], lengths[0]) / min(lengths[i], lengths[0])
+    nearest = sorted(range(len(lengths)), key=lambda i: (ratio(i), i))
+    return _whole(lengths, best_fit(lengths, context, nearest, rows))
+
+
+def fullest(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+    """The fullest rows of a best-fit-decreasing packing (arXiv 2404.10830), their gaps filled from long documents.
+
+    A piece of at least half a row may have no partner; where many documents are so long, no packing of whole pieces
+    fills the rows. But a document longer than a row is cut anyway, so where is free: once there are no more full rows,
+    such pieces are poured into the gaps. Every ``OLDEST_EVERY`` steps, the last of them first, one row is
+    built around the oldest piece: fuller rows could otherwise come in for ever.
+    """
+    crumb = max(1, context // CRUMBS)
+    filled = lambda row: sum(lengths[i] for i in row)
+    fullest_first = lambda row: (-filled(row), min(row))
+    waiting = list(range(len(lengths)))
+    chosen: list[list[int]] = []
+    if step % OLDEST_EVERY == OLDEST_EVERY - 1 and waiting:
+        chosen.append(complete(lengths, context, 0, waiting[1 : PARTNERS + 1]))
+        taken = set(chosen[0])
+        waiting = [i for i in waiting if i not in taken]
+    liquid = [i for i in waiting if long[i] and 2 * lengths[i] >= context]
+    solid = [i for i in waiting if not (long[i] and 2 * lengths[i] >= context)]
+    packed = best_fit(lengths, context, sorted(solid, key=lambda i: (-lengths[i], i)))
+    packed.sort(key=fullest_first)
+    full = [row for row in packed if filled(row) > context - crumb]
+    whole = sorted([*full, *([i] for i in liquid if lengths[i] == context)], key=fullest_first)[: rows - len(chosen)]
+    if len(chosen) + len(whole) == rows:
+        chosen += whole
+    else:
+        chosen += full
+        gappy = packed[len(full) :][: rows - len(chosen)]
+        room = rows * context - sum(map(filled, chosen)) - sum(lengths[i] for i in liquid)
+        for row in gappy:  # as few as leave no more room than there is to pour
+            if room <= 0:
+                break
+            chosen.append(row)
+            room -= filled(row)
+        chosen += [[i] for i in liquid if lengths[i] == context][: rows - len(chosen)]
+    taken = {i for row in chosen for i in row}
+    found = [[Part(i, 0, lengths[i]) for i in row] for row in chosen] + [[] for _ in range(rows - len(chosen))]
+    shortest_first = sorted((i for i in liquid if i not in taken), key=lambda i: (lengths[i], i))
+    pour(found, lengths, shortest_first, context, crumb)
+    found = [row for row in found if row]
+    return found, _left(found, lengths)
+
+
+def pour(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context: int, crumb: int = 1) -> None:
+    """Fill the gaps of rows with pieces, one after the other, each cut where its row ends.
+
+    No gap of fewer than ``crumb`` positions is filled, and no part made of fewer.
+    """
+    supply = [(piece, 0) for piece in reversed(pieces)]
+    for row in rows:
+        room = context - sum(part.positions for part in row)
+        while room >= crumb and supply:
+            piece, start = supply.pop()
+            rest = lengths[piece] - start
+            positions = rest if rest <= room else min(room, rest - crumb)
+            if positions < min(rest, crumb):
+                supply.append((piece, start))
+                break
+            row.append(Part(piece, start, positions))
+            room -= positions
+            if positions < rest:
+                supply.append((piece, start + positions))
+
+
+def best_fit(lengths: Sequence[int], context: int, order: Iterable[int], rows: int | None = None) -> list[list[int]]:
+    """Rows of indices into ``lengths``, each piece in the fullest row that can still hold it, in the order given.
+
+    Each row's lengths sum to at most ``context``. With ``rows``, it ends before the first piece that would open
+    one row more; without, every index of ``order`` appears exactly once.
+    """
+    found: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (room, row), sorted: the fullest first
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in order:
         length = lengths[index]
         assert 0 < length <= context, length
         at = bisect_left(open_rows, (length, -1))
         if at < len(open_rows):
             room, row = open_rows.pop(at)
-            rows[row].append(index)
+            found[row].append(index)
+        elif len(found) == rows:
+            break
         else:
-            room, row = context, len(rows)
-            rows.append([index])
+            room, row = context, len(found)
+            found.append([index])
         if room > length:
             insort(open_rows, (room - length, row))
-    return rows
+    return found
 
 
-def choose_rows(
-    lengths: Sequence[int], context: int, rows: int, take_oldest: bool
-) -> tuple[list[list[int]], list[int]]:
-    """Pack ``lengths`` (oldest first), take the fullest ``rows`` rows, give back the indices left over, in order.
+def complete(lengths: Sequence[int], context: int, first: int, others: Sequence[int]) -> list[int]:
+    """``first`` and those of ``others`` that together fill a row best; of equals, with the longest pieces.
 
-    With ``take_oldest`` the row of the oldest piece is among them, however empty: asked for now and then, it keeps a
-    piece from waiting for ever for a partner that never comes. Fewer rows are returned when there are no more.
+    A subset-sum table; bit s of an entry says whether the pieces so far can sum to s.
     """
-    packed = best_fit(lengths, context)
-    fill = [sum(lengths[i] for i in row) for row in packed]
-    order = sorted(range(len(packed)), key=lambda r: (not (take_oldest and 0 in packed[r]), -fill[r], min(packed[r])))
-    taken = [packed[r] for r in order[:rows]]
-    left = sorted(i for r in order[rows:] for i in packed[r])
-    return taken, left
+    room = context - lengths[first]
+    mask = (1 << (room + 1)) - 1
+    longest_first = sorted(others, key=lambda i: (-lengths[i], i))
+    reachable = [1]
+    for index in longest_first:
+        reachable.append(reachable[-1] | reachable[-1] << lengths[index] & mask)
+    total = reachable[-1].bit_length() - 1
+    row = [first]
+    for index, before in zip(reversed(longest_first), reversed(reachable[:-1])):
+        if not before >> total & 1:  # without this piece the sum cannot be had
+            row.append(index)
+            total -= lengths[index]
+    assert total == 0
+    return row
+
+
+def _whole(lengths: Sequence[int], rows: Iterable[Sequence[int]]) -> Packed:
+    """Rows of whole pieces."""
+    found = [[Part(i, 0, lengths[i]) for i in row] for row in rows]
+    return found, _left(found, lengths)
+
+
+def _left(rows: Rows, lengths: Sequence[int]) -> list[Part]:
+    """What of the pieces is in no row, in their order; a piece is used up from its start."""
+    used = [0] * len(lengths)
+    for row in rows:
+        for part in row:
+            used[part.piece] += part.positions
+    return [Part(i, used[i], length - used[i]) for i, length in enumerate(lengths) if used[i] < length]
+
+
+# ---- how many pieces must wait before a strategy packs: (pieces, their positions, context, rows) → is it enough?
+
+
+def a_piece_a_row(pieces: int, positions: int, context: int, rows: int) -> bool:
+    return pieces >= rows
+
+
+def full_rows(pieces: int, positions: int, context: int, rows: int) -> bool:
+    return positions >= rows * context
+
+
+def a_row_more(pieces: int, positions: int, context: int, rows: int) -> bool:
+    """So that the last row ends because the next piece doesn't fit, not because there is none."""
+    return positions >= (rows + 1) * context
+
+
+def a_choice(pieces: int, positions: int, context: int, rows: int) -> bool:
+    """``SPARE_ROWS`` or ``SPARE_PIECES`` beyond what fills the rows."""
+    spare = positions - rows * context
+    return spare >= SPARE_ROWS * context or spare * pieces >= SPARE_PIECES * positions > 0
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How drawn pieces become rows."""
+
+    pack: Packer
+    enough: Callable[[int, int, int, int], bool]
+    cuts: bool = False  # may a document be cut that would fit a row?
+
+
+STRATEGIES: Mapping[str, Strategy] = MappingProxyType(  # by the recipe's batch.packing
+    {
+        "document": Strategy(one_a_row, a_piece_a_row),
+        "token-budget": Strategy(in_turn, a_row_more),
+        "truncate-and-concatenate": Strategy(run_on, full_rows, cuts=True),
+        "length-bucketed": Strategy(alike, a_choice),
+        "best-fit": Strategy(fullest, a_choice),
+    }
+)

@@ -63,7 +63,7 @@ class Run:
         self.order = DataOrder(
             spec.data_plan,
             context=recipe.model.context,
-            rows=recipe.batch.sequences,
+            batch=recipe.batch,
             vocab_size=recipe.model.vocab_size,
             state=state["sampler"] if state is not None and not anew else None,
         )

@@ -22,7 +22,8 @@ from trainer.batch import prefetch
 from trainer.checkpoint import Skipped
 from trainer.checkpoint_writer import Writer
 from trainer.data_order import document_keys
-from trainer.errors import CheckpointError, DataPlanError, SpecError
+from trainer.errors import CheckpointError, SpecError
+from trainer.feasible import refuse_impossible
 from trainer.metrics import Lines, matmul_rate, read_lines
 from trainer.optimizer import format_table
 from trainer.parallel import Ranks
@@ -49,7 +50,7 @@ def run_segment(folder: Path) -> None:
         start, skipped = find_start(folder, spec, ranks)
         run = Run(spec, ranks, start)
         run.skipped += skipped
-        refuse_impossible(spec, run)
+        refuse_impossible(run.order, spec.recipe, spec.first_step, spec.last_step)
         if ranks.leads:
             (folder / "parameters.txt").write_text(format_table(run.optimizer.table) + "\n")
             for warning in spec.recipe.model.width_warnings():
@@ -96,17 +97,6 @@ def shared_fault(path: Path, ranks: Ranks) -> str:
     faults: list[str] = [""] * ranks.size
     dist.all_gather_object(faults, fault)
     return next((found for found in faults if found), "")
-
-
-def refuse_impossible(spec: SegmentSpec, run: Run) -> None:
-    """Raises: DataPlanError when the plan cannot feed the steps that are left."""
-    wanted = (spec.last_step - run.step) * spec.recipe.tokens_per_step
-    left = run.order.positions_left()
-    if left < wanted * 0.99:
-        raise DataPlanError(
-            f"max_epochs: {spec.last_step - run.step} steps of {spec.recipe.tokens_per_step} tokens need {wanted}, the "
-            f"data holds {left} under max_epochs {spec.data_plan.max_epochs}: add shards, raise it or plan fewer steps"
-        )
 
 
 def train(folder: Path, run: Run, stop: list[int]) -> None:

@@ -78,6 +78,10 @@ def _release_lines(found: dict[str, Any]) -> list[str]:
             f"  segment {row['id']} {row['kind']} steps {row['first_step']}–{row['last_step']}, recipe {row['recipe']}, "
             f"code {row['code_commit'][:12]}, data plan {row['data_plan'][:12]}"
         )
+        if "averaged" in row:
+            from factory.status import describe_average
+
+            lines.append(f"    {describe_average(row['averaged'])}")
     for row in found["shards"]:
         lines.append(
             f"  shard {row['name']} (generation {row['generation']}): {row['documents']:,} documents, {row['tokens']:,} tokens"

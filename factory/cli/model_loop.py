@@ -1,4 +1,5 @@
-"""The model loop from the command line: ``init``, ``ingest``, ``run``, ``train``, ``anneal``, ``evaluate``, ``release``."""
+"""The model loop from the command line: ``init``, ``ingest``, ``run``, ``train``, ``certify``, ``anneal``, ``average``, ``evaluate``,
+``release``."""
 
 from __future__ import annotations
 
@@ -107,6 +108,43 @@ def train(
 
 
 @app.command()
+def certify(
+    where: Where = DEFAULT,
+    take: Annotated[
+        int | None,
+        typer.Option("--accept", help="Let this segment start with the code as it is; recorded with your name."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What changes of the code did to training: old and new code run on the same data, and the difference held against seed noise."""
+    from factory.certifying import accept, every_certificate
+
+    workspace, ledger, terminal = open_workspace(where)
+    if take is not None:  # one transaction: this works beside the daemon
+        accept(workspace, ledger, take, _person())
+    found = every_certificate(ledger)
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        terminal.line("  no certificate yet: the first is made when the code's commit changes between two segments")
+    for row in found:
+        state = {"promote": "certified", "hold": "not certified", "reject": "NOT CERTIFIED"}[row["outcome"]]
+        state += f", accepted by {row['accepted']['by']}" if row["accepted"] else ""
+        facts = row["evidence"]
+        ran = (
+            f", {facts['steps']} steps from {facts['first_step']}, {len(facts['seeds'])} seeds"
+            if facts["steps"]
+            else ""
+        )
+        terminal.line(
+            f"segment {row['segment']}: {state}  ({facts['old_commit'][:12]} → {facts['new_commit'][:12]}{ran}; {facts['file']})"
+        )
+        for reason in row["reasons"]:
+            terminal.line(f"    {reason}")
+
+
+@app.command()
 def anneal(where: Where = DEFAULT) -> None:
     """Branch off the trunk with a decaying rate: yields a candidate."""
     from factory.daemon import LOCK, observe
@@ -126,6 +164,42 @@ def anneal(where: Where = DEFAULT) -> None:
             number = plan_anneal(workspace, ledger)
             train_segment(workspace, ledger, number, terminal)
         terminal.line(f"  candidate {export_candidate(workspace, ledger, number)}")
+
+
+@app.command()
+def average(
+    where: Where = DEFAULT,
+    last: Annotated[
+        int | None,
+        typer.Option(min=2, help="How many of the newest kept checkpoints (default: up to 5, as there are)."),
+    ] = None,
+    by_held_out_loss: Annotated[
+        bool, typer.Option("--by-held-out-loss", help="Weigh each checkpoint by its loss on held-out documents.")
+    ] = False,
+    segment: Annotated[
+        int | None, typer.Option(help="Segment whose checkpoints are averaged (default: the newest trunk segment).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Average kept checkpoints of one run: yields a candidate, like an anneal does, without training. Safe to repeat."""
+    from factory.averaging import plan_average
+    from factory.daemon import LOCK
+    from factory.daemon import train as make
+    from factory.ledger import sa, segments
+    from factory.progress import SILENT
+    from factory.training import export_candidate
+
+    workspace, ledger, terminal = open_workspace(where)
+    with workspace.lock(LOCK):
+        number = plan_average(workspace, ledger, "held-out-loss" if by_held_out_loss else "uniform", segment, last)
+        make(workspace, ledger, number, SILENT if as_json else terminal)
+        candidate = export_candidate(workspace, ledger, number)
+    if as_json:
+        row = ledger.one(sa.select(segments.c.result).where(segments.c.id == number))
+        assert row is not None
+        print_json({"candidate": candidate, "segment": number, "averaged": row["result"]["averaged"]})
+    else:
+        terminal.line(f"  candidate {candidate}: judge it with 'factory evaluate {candidate}'")
 
 
 @app.command()
@@ -183,13 +257,16 @@ def release(
     verdict = ledger.one(sa.select(verdicts).where(of_candidate).order_by(verdicts.c.id.desc()).limit(1))
     if verdict is None:
         raise InputError(f"candidate {number} has not been judged: run 'factory evaluate {number}'")
-    person = os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
-    done = release_verdict(workspace, ledger, verdict["id"], terminal, approved_by=person)
+    done = release_verdict(workspace, ledger, verdict["id"], terminal, approved_by=_person())
     crowned = champion(ledger)
     state = (
         "is champion" if crowned and crowned["number"] == done else "stands, but another one is champion (--rollback)"
     )
     terminal.line(f"  release {done} {state}")
+
+
+def _person() -> str:
+    return os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
 
 
 def _candidate(workspace: Workspace, number: int | None) -> int:

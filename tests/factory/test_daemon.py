@@ -113,7 +113,7 @@ def test_observe_walks_with_the_ledger(workspace: Workspace, ledger: Ledger, tmp
             tokenizer="k",
             documents=40,
             tokens=tokens,
-            domains={},
+            domains={"code": {"documents": 40, "tokens": tokens, "supervised_tokens": tokens}},
             created_at=at,
         )
         return {"id": made.id, "path": str(made.path), "generation": number}
@@ -143,12 +143,12 @@ def test_observe_walks_with_the_ledger(workspace: Workspace, ledger: Ledger, tmp
     assert seen() is None, "too little data for one step and an anneal: wait for more"
     second = shard(1 + 1, enough) | {"generation": 1}
     assert seen() == Action("plan_trunk")
-    plan = DataPlan.make(
-        recipe.mixture, "trunk", [(s["id"], s["path"], s["generation"]) for s in (first, second)], recipe.seed
-    )  # type: ignore[misc]
+    listed = [(str(s["id"]), str(s["path"]), 1) for s in (first, second)]
+    plan, left_out = DataPlan.make(recipe.mixture, "trunk", listed, recipe.seed).of_arrived({"code"}, 0, 5)
+    assert left_out == ["chat", "docs"]
     put(data_plans, id="p", plan=json.loads(plan.to_json()), created_at=next(now))
     segment(1, "trunk", None)
-    order = DataOrder(plan, context=recipe.model.context, rows=recipe.batch.sequences, vocab_size=4096)
+    order = DataOrder(plan, context=recipe.model.context, batch=recipe.batch, vocab_size=4096)
     (tmp_path / "checkpoint" / "state.json").write_text(json.dumps({"sampler": order.state_dict()}))
     assert seen() == Action("plan_anneal", 1)
     segment(2, "anneal", 1)

@@ -1,135 +1,144 @@
-"""What the next segment goes on from, planned in a real ledger and run by real trainers on the tiny recipe."""
+"""Plans over a real ledger and real token shards; domains arrive one after the other."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import sqlalchemy as sa
 import yaml
 
-from factory.ledger import Ledger, checkpoints, data_plans, sa, segments, shards, token_shards
-from factory.planning import load_recipe, plan_anneal, plan_trunk, trunk_parent
-from factory.progress import SILENT
-from factory.training import run_segment
+from factory.errors import ConfigError, InputError
+from factory.ledger import Ledger, events, segments, shards, token_shards
+from factory.planning import load_recipe, next_trunk, plan_of, plan_trunk
 from factory.workspace import Workspace
-from tests.trainer.conftest import TINY, make_documents
-from trainer.token_shard import write_token_shard
+from trainer.token_shard import TokenizedDocument, write_token_shard
+
+STEP = 8 * 32  # positions of the tiny recipe's step
 
 
-def with_schedule(workspace: Workspace, **schedule: Any) -> None:
-    """The tiny recipe of this workspace, its schedule changed."""
-    raw = yaml.safe_load(TINY.read_text())
-    raw["schedule"] |= schedule
-    path = workspace.root / "policies" / "recipes" / "tiny.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(raw))
+@pytest.fixture
+def planned(plant: Workspace) -> tuple[Workspace, Ledger]:
+    return plant, Ledger.open(plant.ledger_url)
 
 
-def put_shard(ledger: Ledger, folder: Path, seed: int) -> str:
-    """An ingested shard of random documents; returns its token shard's id."""
-    documents = make_documents(seed, {"code": 400, "docs": 150, "chat": 150})
-    made = write_token_shard(folder, documents, vocab_size=512, tokenizer_sha256="test")
+def ingested(workspace: Workspace, ledger: Ledger, **positions: int) -> None:
+    """A token shard in the ledger with documents of about so many positions in each domain."""
+    rng = np.random.default_rng(len(ledger.rows(sa.select(token_shards))))
+    made = []
+    domains: dict[str, dict[str, int]] = {}
+    for domain, wanted in positions.items():
+        for i in range(wanted // 20):
+            ids = rng.integers(0, 512, 21, dtype=np.uint32)
+            key = f"{domain}-{i}-{ids[0]}"
+            made.append(TokenizedDocument(key, key, domain, "s", "MIT", ids, np.ones(21, np.bool_)))
+        domains[domain] = {"documents": wanted // 20, "tokens": wanted, "supervised_tokens": wanted}
+    shard = write_token_shard(workspace.shards, made, vocab_size=512, tokenizer_sha256="k")
     with ledger.begin() as tx:
+        common: dict[str, Any] = {"domains": domains, "tokens": sum(len(d.tokens) for d in made)}
         tx.execute(
             shards.insert().values(
-                sha256=f"s{seed}", name="s", path="s", bytes=1, state="ingested", ingested_at=float(seed)
+                sha256=shard.id, name="s", path="s", bytes=1, state="ingested", ingested_at=1.0, **common
             )
         )
         tx.execute(
             token_shards.insert().values(
-                id=made.id, shard=f"s{seed}", path=str(made.path), tokenizer="test", documents=700, tokens=made.manifest["tokens"],
-                domains={}, created_at=float(seed),
+                id=shard.id,
+                shard=shard.id,
+                path=str(shard.path),
+                tokenizer="k",
+                documents=len(made),
+                created_at=1.0,
+                **common,
             )
-        )  # fmt: skip
-    return made.id
+        )
 
 
-def segment(ledger: Ledger, number: int) -> dict[str, Any]:
+def change_recipe(workspace: Workspace, **parts: dict[str, Any]) -> None:
+    path = Path(workspace.root) / "policies" / "recipes" / "tiny.yaml"
+    raw = yaml.safe_load(load_recipe(workspace).model_dump_json())
+    for part, changes in parts.items():
+        raw[part] |= changes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(raw))
+
+
+def last_event(ledger: Ledger) -> dict[str, Any]:
+    row = ledger.one(sa.select(events).where(events.c.kind == "segment_planned").order_by(events.c.id.desc()).limit(1))
+    assert row is not None
+    return dict(row["detail"])
+
+
+def test_domains_that_have_not_arrived_are_left_out_and_recorded(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    ingested(workspace, ledger, code=40 * STEP)
+    number = plan_trunk(workspace, ledger)
     row = ledger.one(sa.select(segments).where(segments.c.id == number))
     assert row is not None
-    return row
+    assert plan_of(ledger, row)["weights"] == {"code": 0.6, "*": 0.1}
+    assert last_event(ledger) == {"kind": "trunk", "steps": [0, 20], "domains_not_arrived": ["chat", "docs"]}
 
 
-def records(row: dict[str, Any]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(row["folder"]) / "metrics.jsonl").read_text().splitlines()]
+def test_all_that_has_arrived_is_in_the_plan(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    ingested(workspace, ledger, code=40 * STEP)
+    ingested(workspace, ledger, docs=40 * STEP, chat=40 * STEP, wiki=STEP)
+    number = plan_trunk(workspace, ledger)
+    row = ledger.one(sa.select(segments).where(segments.c.id == number))
+    assert row is not None
+    assert plan_of(ledger, row)["weights"] == load_recipe(workspace).mixture.weights
+    assert last_event(ledger)["domains_not_arrived"] == []
 
 
-def put_segment(ledger: Ledger, number: int, kind: str, parent: int | None, state: str = "done") -> None:
-    with ledger.begin() as tx:
-        tx.execute(
-            segments.insert().values(
-                id=number, kind=kind, parent=parent, generation=1, recipe="r", recipe_json={}, recipe_sha256="r", data_plan="p",
-                code_commit="c", first_step=0, last_step=5, state=state, folder="f", created_at=float(number),
-            )
-        )  # fmt: skip
-        tx.execute(checkpoints.insert().values(id=f"c{number}", segment=number, step=5, path="c", created_at=1.0))
+def test_a_mixture_of_which_nothing_has_arrived_is_an_error(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    ingested(workspace, ledger, wiki=40 * STEP)
+    change_recipe(workspace, mixture={"weights": {"code": 1.0}})
+    with pytest.raises(ConfigError, match="recipe tiny .*weights: no shard holds a document of code; .*hold: wiki"):
+        plan_trunk(workspace, ledger)
+    phases = [{"from_step": 10, "weights": {"maths": 1.0}}]
+    change_recipe(workspace, mixture={"weights": {"wiki": 1.0}, "phases": phases})
+    with pytest.raises(ConfigError, match="phases.0.weights: no shard holds a document of maths"):
+        plan_trunk(workspace, ledger)
+    plan_trunk(workspace, ledger, steps=10)  # ends where the phase begins
+    assert last_event(ledger)["domains_not_arrived"] == ["maths"]
 
 
-@pytest.mark.parametrize(
-    ("continue_from", "history", "parent"),
-    [
-        ("anneal", [], None),
-        ("anneal", [("trunk", None, "done")], 1),  # no anneal yet: the trunk itself
-        ("anneal", [("trunk", None, "done"), ("anneal", 1, "done")], 2),
-        ("anneal", [("trunk", None, "done"), ("anneal", 1, "planned")], 1),
-        ("anneal", [("trunk", None, "done"), ("anneal", 1, "done"), ("trunk", 2, "done")], 3),
-        ("anneal", [("trunk", None, "done"), ("anneal", 1, "done"), ("anneal", 1, "done")], 3),
-        ("trunk", [("trunk", None, "done"), ("anneal", 1, "done")], 1),
-    ],
-)
-def test_what_the_trunk_goes_on_from(
-    plant: Workspace, continue_from: str, history: list[tuple[str, int | None, str]], parent: int | None
-) -> None:
-    ledger = Ledger.open(plant.ledger_url)
-    with_schedule(plant, continue_from=continue_from)
-    with ledger.begin() as tx:
-        tx.execute(data_plans.insert().values(id="p", plan={"token_shards": []}, created_at=1.0))
-    for number, (kind, of, state) in enumerate(history, start=1):
-        put_segment(ledger, number, kind, of, state)
-    found = trunk_parent(ledger, load_recipe(plant))
-    assert (found and found["id"]) == parent
+def test_steps_are_counted_through_the_batchs_warmup(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    change_recipe(
+        workspace,
+        batch={"warmup": [{"until_step": 8, "sequences": 2}]},
+        mixture={"weights": {"*": 1.0}, "max_epochs": 1},
+    )
+    # 8 steps of 2 rows are 2 steps of 8; an anneal of 6 steps is kept back
+    ingested(workspace, ledger, code=(2 + 4 + 6) * STEP + STEP // 2)
+    trunk = next_trunk(workspace, ledger)
+    assert (trunk.steps, trunk.missing_tokens) == (8 + 4, 0)
 
 
-@pytest.mark.slow
-def test_wsd_s_goes_on_from_the_annealed_weights(plant: Workspace, tmp_path: Path) -> None:
-    """Trunk, anneal, trunk, anneal: steps go on counting, no piece is drawn twice, the rate climbs back."""
-    ledger = Ledger.open(plant.ledger_url)
-    steps = {"first": 8, "later": 6}
-    with_schedule(plant, continue_from="anneal", rewarmup_steps=3, anneal_steps=4, shape="linear", trunk_steps=steps)
-    first = put_shard(ledger, tmp_path / "tokens", 1)
-    planned = [plan_trunk(plant, ledger)]
-    run_segment(plant, ledger, planned[0], SILENT)
-    planned.append(plan_anneal(plant, ledger))
-    run_segment(plant, ledger, planned[1], SILENT)
-    second = put_shard(ledger, tmp_path / "tokens", 2)
-    planned.append(plan_trunk(plant, ledger))
-    run_segment(plant, ledger, planned[2], SILENT)
-    planned.append(plan_anneal(plant, ledger))
+def test_what_is_missing_is_the_first_step_and_the_anneal_off_it(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    change_recipe(
+        workspace,
+        batch={"warmup": [{"until_step": 8, "sequences": 2}]},
+        mixture={"weights": {"*": 1.0}, "max_epochs": 1},
+    )
+    assert next_trunk(workspace, ledger).missing_tokens == 7 * 2 * 32
+    ingested(workspace, ledger, code=100)
+    assert next_trunk(workspace, ledger).missing_tokens == 7 * 2 * 32 - 100
+    with pytest.raises(InputError, match="too little to train on"):
+        plan_trunk(workspace, ledger)
 
-    rows = [segment(ledger, number) for number in planned]
-    assert [(r["kind"], r["parent"], r["first_step"], r["last_step"]) for r in rows] == [
-        ("trunk", None, 0, 8),
-        ("anneal", 1, 8, 12),
-        ("trunk", 2, 12, 18),
-        ("anneal", 3, 18, 22),
-    ]
-    plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == rows[2]["data_plan"]))
-    assert plan is not None
-    assert {s["id"]: s["generation"] for s in plan["plan"]["token_shards"]} == {first: 1, second: 2}
 
-    specs = [json.loads((Path(row["folder"]) / "segment.json").read_text()) for row in rows[:3]]
-    assert [spec["rewarm"] for spec in specs] == [False, False, True]
-    assert specs[2]["initial_checkpoint"] == segment(ledger, 2)["result"]["checkpoint"]
-
-    peak = load_recipe(plant).optimizer.lr
-    shares = [[record["lr"] / peak for record in records(row)] for row in rows[:3]]
-    assert shares[0] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1])
-    assert shares[1] == pytest.approx([0.8, 0.6, 0.4, 0.2])
-    assert shares[2] == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
-    state = json.loads((Path(segment(ledger, 2)["result"]["checkpoint"]) / "state.json").read_text())
-    after = json.loads((Path(segment(ledger, 3)["result"]["checkpoint"]) / "state.json").read_text())
-    seen, later = ({n: c[2:4] for n, c in s["sampler"]["streams"].items()} for s in (state, after))
-    assert all(later[name] >= seen[name] for name in seen), "every cursor goes on from where the anneal left it"
-    assert records(rows[2])[0]["tokens"] > records(rows[1])[-1]["tokens"]
+def test_padding_that_cannot_be_kept_down_is_refused_when_planning(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    ingested(workspace, ledger, code=80 * STEP)
+    change_recipe(workspace, batch={"packing": "document", "max_padding": 0.0})
+    with pytest.raises(ConfigError, match="batch.max_padding .*model.context"):
+        plan_trunk(workspace, ledger)
+    assert ledger.one(sa.select(segments)) is None
+    change_recipe(workspace, batch={"packing": "document", "max_padding": 0.5})
+    plan_trunk(workspace, ledger)

@@ -1,0 +1,285 @@
+"""Code changes between the segments of a real run: real commits, real trainer processes, old code beside new."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from factory import certificate_runs
+from factory.certifying import NotCertified, accept, certificate_of, ensure_certified, every_certificate
+from factory.daemon import Action, next_action, observe, reconcile
+from factory.errors import InputError
+from factory.ledger import Ledger, events, segments, verdicts
+from factory.planning import plan_trunk
+from factory.progress import SILENT
+from factory.status import screen, snapshot
+from factory.training import run_segment
+from factory.workspace import Workspace
+from tests.code_loop_case import make_target
+from tests.factory.test_cli import factory
+from tests.factory.trained_plant import ROOT, commit_edit, git, make_plant, segment_row
+
+STEPS = 8
+# Mistakes are made below the trainer's own code, so that the tests don't hang on its lines. The new code runs once a process.
+INIT = "trainer/__init__.py"
+BACKWARD = """'''Trainer.'''
+import torch
+backward = torch.Tensor.backward
+def changed(self, *a, **k):
+    return backward({0}, *a, **k)
+torch.Tensor.backward = changed
+"""
+STEP = """'''Trainer.'''
+import torch
+step, done = torch.optim.AdamW.step, [0]
+def changed(self, *a, **k):
+    done[0] += 1
+    times = {0}
+    for group in self.param_groups:
+        group["lr"] = group["lr"] * times
+    return step(self, *a, **k) if times else None
+torch.optim.AdamW.step = changed
+"""
+
+
+class Site:
+    """The plant, and the code that it trains with."""
+
+    def __init__(self, workspace: Workspace, ledger: Ledger, code: Path) -> None:
+        self.workspace, self.ledger, self.code = workspace, ledger, code
+        self.base = git(code, "rev-parse", "HEAD")
+
+    def edit(self, path: str, old: str, new: str) -> str:
+        return commit_edit(self.code, path, old, new)
+
+    def plan(self) -> int:
+        return plan_trunk(self.workspace, self.ledger, STEPS + 2)
+
+    def run(self, number: int) -> dict[str, Any]:
+        return run_segment(self.workspace, self.ledger, number, SILENT)
+
+    def certify(self, number: int) -> dict[str, Any]:
+        """The verdict, whatever it is."""
+        with contextlib.suppress(NotCertified):
+            ensure_certified(self.workspace, self.ledger, segment_row(self.ledger, number), SILENT)
+        found = certificate_of(self.ledger, number)
+        assert found is not None
+        return found
+
+    def action(self) -> Action | None:
+        return next_action(observe(self.workspace, self.ledger, settle=0))
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    root = tmp_path_factory.mktemp("certifying")
+    code = make_target(root / "code")
+    workspace, ledger = make_plant(root, code)
+    (workspace.root / "policies" / "gates" / "certificate.yaml").write_text(f"steps: {STEPS}\n")
+    return Site(workspace, ledger, code)
+
+
+@pytest.fixture
+def site(plant: Site) -> Iterator[Site]:
+    """The plant with the code that trained its trunk; afterwards nothing of a test's segments is open."""
+    yield plant
+    git(plant.code, "reset", "--quiet", "--hard", plant.base)
+    with plant.ledger.begin() as tx:
+        unfinished = segments.c.state.in_(("planned", "uncertified"))
+        tx.execute(segments.update().where(unfinished).values(state="failed"))
+
+
+def runs_of(site: Site, number: int) -> Path:
+    return Path(str(segment_row(site.ledger, number)["folder"])) / "certificate"
+
+
+def started(site: Site, number: int) -> bool:
+    return (Path(str(segment_row(site.ledger, number)["folder"])) / "segment.json").exists()
+
+
+def test_the_first_segment_needed_none(site: Site) -> None:
+    assert certificate_of(site.ledger, 1) is None and segment_row(site.ledger, 1)["state"] == "done"
+
+
+def test_docs_need_no_runs_and_the_record_says_so(site: Site) -> None:
+    site.edit("docs/notes.md", "", "# Notes\n")
+    number = site.plan()
+    verdict = site.certify(number)
+    assert verdict["outcome"] == "promote" and "no runs were needed" in verdict["reasons"][0]
+    assert verdict["evidence"]["steps"] == 0 and not runs_of(site, number).exists()
+
+
+@pytest.mark.slow
+def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
+    """A faster attention rounds otherwise; training goes on as before."""
+    text = (site.code / "policies" / "kernels.yaml").read_text()
+    site.edit("policies/kernels.yaml", text, text.replace("attention: reference", "attention: folded", 1))
+    number = site.plan()
+    site.run(number)
+    assert segment_row(site.ledger, number)["state"] == "done"
+    (verdict,) = [row for row in every_certificate(site.ledger) if row["segment"] == number]
+    facts = verdict["evidence"]
+    assert verdict["outcome"] == "promote" and facts["basis"] == "segment" and facts["steps"] == STEPS
+    assert facts["changed"] == ["policies/kernels.yaml"] and len(facts["seeds"]) == 3
+    assert (facts["old_commit"], facts["new_commit"]) == (site.base, git(site.code, "rev-parse", "HEAD"))
+    found = {m["name"]: m for m in facts["measures"]}
+    assert 0 < found["weights"]["share"] < 0.1 and found["weights"]["again"] == 0, "the CPU repeats itself to the bit"
+    assert len(facts["loss"]["old"]) == len(facts["loss"]["difference"]) == STEPS
+    whole = json.loads(Path(facts["file"]).read_text())
+    assert whole["outcome"] == "promote" and len(whole["evidence"]["others"]) == 3
+    lines = [json.loads(line) for line in (Path(facts["file"]).parent / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines[:STEPS]] == facts["loss"]["new"], "its first steps are the segment's own"
+    assert not runs_of(site, number).exists()
+    with site.ledger.begin() as tx:  # the other tests start from segment 1
+        tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
+
+
+@pytest.mark.parametrize(
+    ("code", "seen_by"),
+    [
+        (BACKWARD.format("2 * self"), "optimiser's exp_avg_sq"),
+        (STEP.format("1.1"), "length of the update"),
+        (STEP.format("0 if done[0] == 5 else 1"), "optimiser's step"),
+        (STEP.format("1 if done[0] < 7 else 4"), "weights"),
+    ],
+    ids=["wrong gradient scale", "another rate than it reports", "a skipped update", "right at first, wrong later"],
+)
+def test_a_wrong_change_is_refused_and_nothing_starts(site: Site, code: str, seen_by: str) -> None:
+    site.edit(INIT, "", code)
+    number = site.plan()
+    with pytest.raises(NotCertified, match=f"Outside seed noise.*certify --accept {number}"):
+        site.run(number)
+    verdict = certificate_of(site.ledger, number)
+    assert verdict and verdict["outcome"] == "reject"
+    assert any(seen_by in reason for reason in verdict["reasons"]), verdict["reasons"]
+    assert segment_row(site.ledger, number)["state"] == "uncertified" and not started(site, number)
+
+
+def test_a_crash_is_refused_with_the_trainers_words(site: Site) -> None:
+    site.edit(INIT, "", BACKWARD.format("1 / 0"))
+    verdict = site.certify(site.plan())
+    assert verdict["outcome"] == "reject" and "ZeroDivisionError" in verdict["reasons"][0]
+
+
+def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
+    site.edit(INIT, "", BACKWARD.format("self"))
+    number = site.plan()
+    with site.ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == 1).values(code_commit="f" * 40))
+    try:
+        verdict = site.certify(number)
+    finally:
+        with site.ledger.begin() as tx:
+            tx.execute(segments.update().where(segments.c.id == 1).values(code_commit=site.base))
+    assert verdict["outcome"] == "hold" and "old code could not be run" in verdict["reasons"][0]
+    assert segment_row(site.ledger, number)["state"] == "uncertified"
+
+
+@pytest.mark.slow
+def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site: Site) -> None:
+    known = '"""All that decides a run but its data, code and checkpoint."""\n'
+    site.edit("trainer/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
+    number = site.plan()
+    recipe = segment_row(site.ledger, number)["recipe_json"] | {"colour": "blue"}  # type: ignore[operator]
+    with site.ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == number).values(recipe_json=recipe))
+    verdict = site.certify(number)
+    assert verdict["outcome"] == "promote", verdict["reasons"]
+    assert verdict["evidence"]["basis"] == "parent" and "to the last bit" in verdict["reasons"][0]
+
+
+@pytest.mark.slow
+def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.edit(INIT, "", STEP.format("2"))
+    number = site.plan()
+    for _ in range(2):  # the second pass does not try again
+        with pytest.raises(NotCertified, match=f"--accept {number}"):
+            reconcile(site.workspace, site.ledger, SILENT, settle=0)
+    assert len([row for row in every_certificate(site.ledger) if row["segment"] == number]) == 1
+    words = "\n".join(screen(snapshot(site.workspace)))
+    assert "uncertified" in words and f"factory certify --accept {number}" in words and "Outside seed noise" in words
+    with pytest.raises(InputError, match=f"those that do: {number}"):
+        accept(site.workspace, site.ledger, 1, "somebody")
+
+    bad = git(site.code, "rev-parse", "HEAD")
+    git(site.code, "revert", "--no-edit", "HEAD")
+    assert site.action() != Action("train", number)
+    assert observe(site.workspace, site.ledger).failed_segment is None, "other code is live: training goes on"
+    git(site.code, "reset", "--quiet", "--hard", bad)
+
+    done = factory("certify", "--accept", str(number), "--json", "-w", str(site.workspace.root))
+    assert done.returncode == 0, done.stderr
+    (shown,) = [row for row in json.loads(done.stdout) if row["segment"] == number]
+    assert shown["outcome"] == "reject" and shown["accepted"]["by"] and shown["accepted"]["at"]
+    event = site.ledger.one(sa.select(events).where(events.c.kind == "certificate_accepted"))
+    assert event and event["subject"] == f"segment:{number}"
+    assert site.action() == Action("train", number)
+    site.run(number)
+    assert segment_row(site.ledger, number)["state"] == "done"
+    assert "accepted by" in factory("certify", "-w", str(site.workspace.root)).stdout
+    with site.ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
+
+
+def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.edit(INIT, "", BACKWARD.format("3 * self"))
+    first = site.certify(site.plan())
+    monkeypatch.setattr(certificate_runs, "gather", lambda *_: pytest.fail("measured again"))
+    number = site.plan()
+    again = site.certify(number)
+    assert (again["outcome"], again["reasons"]) == ("reject", first["reasons"]) and again["id"] != first["id"]
+    with pytest.raises(InputError, match=f"segment {number} has taken the place"):
+        accept(site.workspace, site.ledger, number - 1, "somebody")
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_where_it_was(site: Site) -> None:
+    """The factory's process is killed while the old code's noise runs; the runs that ended are not run again."""
+    site.edit(INIT, "", BACKWARD.format("1.000001 * self"))
+    number = site.plan()
+    script = (
+        "import sys; from pathlib import Path; from factory.workspace import Workspace; from factory.ledger import Ledger\n"
+        "from factory.training import run_segment; from factory.progress import SILENT\n"
+        "w = Workspace.open(Path(sys.argv[1])); run_segment(w, Ledger.open(w.ledger_url), int(sys.argv[2]), SILENT)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(site.workspace.root), str(number)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    pair = runs_of(site, number) / "segment" / "old" / "pair" / "result.json"
+    deadline = time.monotonic() + 60
+    while not pair.exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert certificate_of(site.ledger, number) is None and not started(site, number)
+    before = pair.stat().st_mtime_ns
+
+    seen: list[int] = []
+    compare = certificate_runs.compare
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(pair.stat().st_mtime_ns)
+        return compare(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificate_runs, "compare", watched)
+        verdict = site.certify(number)
+    assert seen == [before], "a run that had ended is kept"
+    assert verdict["outcome"] == "promote", verdict["reasons"]
+    assert {m["name"]: m["again"] for m in verdict["evidence"]["measures"]}["weights"] == 0
+    assert len(site.ledger.rows(sa.select(verdicts.c.id).where(verdicts.c.subject == f"segment:{number}"))) == 1
