@@ -58,7 +58,7 @@ class Monitor:
         self.layers: dict[str, list[str]] = {}
         for name in optimizer.parameters:
             self.layers.setdefault(layer_of(name), []).append(name)
-        self.sums: dict[str, list[float]] = {}  # layer → smoothed [tr(Σ), |G|²]
+        self.sums: dict[str, list[float]] = {}  # layer → [tr(Σ), |G|², 1], smoothed from zero on
 
     def layer_at(self, step: int) -> str:
         return list(self.layers)[step % len(self.layers)]
@@ -107,14 +107,18 @@ class Monitor:
         record: dict[str, Any] = {f"update_ratio/{layer}": (moved_square / max(weight_square, 1e-30)) ** 0.5}
         if not skipped and 0 < half_tokens < tokens:
             signal = agreement * tokens**2 / (half_tokens * (tokens - half_tokens))
-            found = [tokens * (grad_norm**2 - signal), signal]
-            held = self.sums.get(layer, found)
+            held, found = self.sums.get(layer, [0.0] * 3), (tokens * (grad_norm**2 - signal), signal, 1.0)
             self.sums[layer] = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(held, found)]
         if len(self.sums) == len(self.layers):
-            noise, signal = (sum(held) for held in zip(*self.sums.values()))
+            noise, signal = self.noise_and_signal()
             # without agreement there is no signal to tell from the noise
             record["noise_scale"] = max(0.0, noise) / signal if signal > 0 else None
         return record
+
+    def noise_and_signal(self) -> tuple[float, float]:
+        """(tr(Σ), |G|²) of all layers together, smoothed. Summed in one order, whichever the state came in."""
+        held = [self.sums[layer] for layer in self.layers if layer in self.sums]
+        return sum(noise / weight for noise, _, weight in held), sum(signal / weight for _, signal, weight in held)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.sums)

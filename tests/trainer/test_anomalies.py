@@ -14,7 +14,7 @@ from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer,
 from tests.trainer.test_monitor import run_of
 from tests.trainer.test_segment import result
 from trainer.batch import Batch, make_batch
-from trainer.data_order import DataOrder, documents_of
+from trainer.data_order import DataOrder, document_keys
 from trainer.data_plan import DataPlan
 from trainer.metrics import read_lines
 from trainer.run import Run
@@ -48,10 +48,10 @@ def test_a_rate_that_no_run_stands_is_told_as_a_divergence_with_step_and_documen
 def documents_at(plan: DataPlan, step: int) -> list[str]:
     """Worked out anew from the plan, from the first step on."""
     recipe = recipe_with()
-    order = DataOrder(
-        plan, context=recipe.model.context, rows=recipe.batch.sequences, vocab_size=recipe.model.vocab_size
-    )
-    return documents_of(order, step)
+    order = DataOrder(plan, context=recipe.model.context, batch=recipe.batch, vocab_size=recipe.model.vocab_size)
+    while order.step < step:
+        order.next_rows()
+    return document_keys(order, order.next_rows())
 
 
 def test_a_poisoned_shard_is_told_and_its_documents_are_among_those_named(

@@ -101,8 +101,7 @@ def test_the_noise_scale_of_training_is_that_of_two_batch_sizes(
             theirs.append(two_batches(run, batch))
         run.train_step(batch)
         if step >= 80:
-            noise, signal = (sum(held) for held in zip(*run.monitor.sums.values()))
-            ours.append((noise, signal))
+            ours.append(run.monitor.noise_and_signal())
     of = lambda pairs: sum(noise for noise, _ in pairs) / sum(signal for _, signal in pairs)
     assert of(ours) == pytest.approx(of(theirs), rel=0.15)
 
