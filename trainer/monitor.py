@@ -3,10 +3,15 @@
 Exact numbers need passes over weights and gradients that the step itself does not make. One layer a step makes their
 cost that of one layer; after as many steps as there are layers all have been measured.
 
-The gradient noise scale B = tr(Σ) / |G|² (McCandlish et al. 2018, arXiv 1812.06162 §2.2) is the batch size, in
-supervised tokens, at which noise and signal are equal. Their estimator compares two batch sizes; a run has one. Here
-the optimiser's running mean m of past gradients stands in for a second, independent sample of the same gradient:
-E[g · m] = |G|², E[|g|²] = |G|² + tr(Σ) / tokens. It lags by as many steps as m looks back on.
+The gradient noise scale B = tr(Σ) / |G|² is the batch size, in supervised tokens, at which noise and signal are equal
+(McCandlish et al. 2018, arXiv 1812.06162 §2.2; the estimator is their appendix A.1 with both halves of a batch as small
+batches). With h₁ and h₂ = g − h₁ what n₁ and n₂ of a batch's N supervised tokens add to its gradient g, both at the same
+weights: E[h₁ · h₂] = n₁ n₂ / N² |G|² and E[|g|²] = |G|² + tr(Σ) / N. Both sums are smoothed, their ratio is taken last.
+
+Limits: it needs two micro-batches a step or more (``batch.micro_sequences``) and is not given otherwise: the running mean
+of past gradients is no second sample, it is a few times to hundreds of times off at a training rate, where gradients of
+neighbouring steps work against each other. It is of the batches as they are drawn: tokens of one document are not
+independent, so that it holds for batches of more documents, not of longer ones. It is smoothed over about 20 rounds.
 """
 
 from __future__ import annotations
@@ -29,66 +34,91 @@ def layer_of(name: str) -> str:
 
 
 @dataclass(frozen=True)
+class Half:
+    """Of the layer whose turn it is, what the first half of a step's micro-batches adds to its gradient."""
+
+    gradients: dict[str, Tensor]  # by parameter, this rank's share
+
+
+@dataclass(frozen=True)
 class Before:
     """Of the layer whose turn it is, before the update."""
 
     layer: str
     weights: dict[str, Tensor]
-    sums: Tensor  # [|g|², g · m], this rank's share
+    agreement: Tensor  # h₁ · h₂, this rank's share, fp32 scalar; zero without halves
 
 
 class Monitor:
-    """``begin`` before an update and ``end`` after it. Its state is in the checkpoint."""
+    """``half`` amid the backward passes, ``begin`` before the update, ``measure`` after it, and ``record`` with the rest
+    of the step's numbers on the host. Its state is in the checkpoint."""
 
     def __init__(self, optimizer: Optimizer, ranks: Ranks) -> None:
         self.optimizer, self.ranks = optimizer, ranks
         self.layers: dict[str, list[str]] = {}
         for name in optimizer.parameters:
             self.layers.setdefault(layer_of(name), []).append(name)
-        self.sums: dict[str, list[float]] = {}  # layer → smoothed [|g|², g · m]
+        self.sums: dict[str, list[float]] = {}  # layer → [tr(Σ), |G|², 1], smoothed from zero on
+
+    def layer_at(self, step: int) -> str:
+        return list(self.layers)[step % len(self.layers)]
 
     def layer_norms(self, squares: Tensor) -> dict[str, Tensor]:
         """Gradient norm by layer from Σ gradient² by parameter, in the order of ``optimizer.parameters``."""
         by_name = dict(zip(self.optimizer.parameters, squares.unbind()))
         return {layer: torch.stack([by_name[n] for n in names]).sum().sqrt() for layer, names in self.layers.items()}
 
-    @torch.no_grad()
-    def begin(self, step: int, gradients: dict[str, Tensor], divide_by: Tensor, momentum_steps: int) -> Before:
-        layer = list(self.layers)[step % len(self.layers)]
-        sums = torch.zeros(2, device=divide_by.device)
-        for name in self.layers[layer]:
-            found = self.optimizer.momentum(name)
-            if found is None or not momentum_steps:
-                continue
-            running, newest = found
-            share = 1 / copies(self.optimizer.parameters[name])
-            grad = gradients[name].flatten() / divide_by
-            unbiased = 1 - (1 - newest) ** momentum_steps
-            sums += torch.stack((grad @ grad, grad @ running.flatten() / unbiased)) * share
-        weights = {name: local(self.optimizer.parameters[name]).clone() for name in self.layers[layer]}
-        return Before(layer, weights, sums)
+    def half(self, step: int) -> Half:
+        """To be called once half of the step's micro-batches are through."""
+        gradients = self.optimizer.gradients()
+        return Half({name: gradients[name].clone() for name in self.layers[self.layer_at(step)]})
 
     @torch.no_grad()
-    def end(self, before: Before, tokens: int, skipped: bool) -> dict[str, Any]:
-        """The record of this step: ``update_ratio/<layer>`` and, once every layer had its turn, ``noise_scale``."""
-        sums = torch.zeros(4, device=before.sums.device)
-        sums[:2] = before.sums
+    def begin(self, step: int, half: Half | None, gradients: dict[str, Tensor]) -> Before:
+        layer = self.layer_at(step)
+        agreement = torch.zeros((), device=self.ranks.device)
+        for name, first in half.gradients.items() if half is not None else ():
+            first, whole = first.flatten(), gradients[name].flatten()
+            agreement += (first @ (whole - first)) / copies(self.optimizer.parameters[name])
+        weights = {name: local(self.optimizer.parameters[name]).clone() for name in self.layers[layer]}
+        return Before(layer, weights, agreement)
+
+    @torch.no_grad()
+    def measure(self, before: Before) -> Tensor:
+        """[h₁ · h₂, Σ update², Σ weight²] of the layer over all ranks, fp32 [3], left on the device."""
+        sums = torch.zeros(3, device=self.ranks.device)
+        sums[0] = before.agreement
         for name, old in before.weights.items():
             parameter = self.optimizer.parameters[name]
             moved = local(parameter) - old
-            sums[2:] += torch.stack((moved.square().sum(), old.square().sum())) / copies(parameter)
+            sums[1:] += torch.stack((moved.norm(), old.norm())).square() / copies(parameter)
         self.ranks.sum_(sums)
-        grad_square, agreement, moved_square, weight_square = sums.tolist()
-        record: dict[str, Any] = {f"update_ratio/{before.layer}": (moved_square / max(weight_square, 1e-30)) ** 0.5}
-        if not skipped and grad_square:
-            old_sums = self.sums.get(before.layer, [grad_square, agreement])
-            new_sums = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(old_sums, (grad_square, agreement))]
-            self.sums[before.layer] = new_sums
+        return sums
+
+    def record(
+        self, layer: str, measured: list[float], grad_norm: float, tokens: int, half_tokens: float, skipped: bool
+    ) -> dict[str, Any]:
+        """``update_ratio/<layer>`` and, once every layer had its turn, ``noise_scale``.
+
+        ``measured``: what ``measure`` gave. ``grad_norm``: the layer's, unclipped. ``half_tokens``: how many of the
+        batch's supervised ``tokens`` are in the first half; without halves none.
+        """
+        agreement, moved_square, weight_square = measured
+        record: dict[str, Any] = {f"update_ratio/{layer}": (moved_square / max(weight_square, 1e-30)) ** 0.5}
+        if not skipped and 0 < half_tokens < tokens:
+            signal = agreement * tokens**2 / (half_tokens * (tokens - half_tokens))
+            held, found = self.sums.get(layer, [0.0] * 3), (tokens * (grad_norm**2 - signal), signal, 1.0)
+            self.sums[layer] = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(held, found)]
         if len(self.sums) == len(self.layers):
-            whole, signal = (sum(held) for held in zip(*self.sums.values()))
+            noise, signal = self.noise_and_signal()
             # without agreement there is no signal to tell from the noise
-            record["noise_scale"] = tokens * max(0.0, whole - signal) / signal if signal > 0 else None
+            record["noise_scale"] = max(0.0, noise) / signal if signal > 0 else None
         return record
+
+    def noise_and_signal(self) -> tuple[float, float]:
+        """(tr(Σ), |G|²) of all layers together, smoothed. Summed in one order, whichever the state came in."""
+        held = [self.sums[layer] for layer in self.layers if layer in self.sums]
+        return sum(noise / weight for noise, _, weight in held), sum(signal / weight for _, signal, weight in held)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.sums)

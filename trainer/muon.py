@@ -18,15 +18,20 @@ RMS = 0.2  # of AdamW's updates in long runs, arXiv 2502.16982 §2.2
 
 
 def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
-    """[…, rows, columns] → nearly U Vᵀ of each, in bf16: singular values end up in about [0.7, 1.2]."""
+    """[rows, columns] or [E, rows, columns] → nearly U Vᵀ of each, in bf16.
+
+    After five steps singular values of at least 0.3 % of the matrix's norm lie in about [0.68, 1.21]; a smaller one has
+    grown 3.4445⁵ ≈ 485 times.
+    """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
+    multiply = torch.addmm if matrices.ndim == 2 else torch.baddbmm  # one rounding a product
     x = matrices.bfloat16()
     x = x.mT if tall else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + LEAST_NORM)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
@@ -36,7 +41,11 @@ def adamw_like_scale(size: torch.Size) -> float:
 
 
 class Muon:
-    """Over matrices [rows, columns] or stacks of them [E, rows, columns]. State: one momentum a matrix, split as it is."""
+    """Over matrices [rows, columns] or stacks of them [E, rows, columns]. State: one momentum a matrix, split as it is.
+
+    On a matrix its numbers are those of ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, which knows no
+    stacks, no ranks and no skipping.
+    """
 
     def __init__(self, parameters: dict[str, Tensor], recipe: MuonRecipe) -> None:
         self.recipe = recipe
@@ -49,19 +58,19 @@ class Muon:
     ) -> None:
         """One update at lr · rate share of each; nothing is changed where ``skip`` is one.
 
-        Gradients that must be skipped are replaced before anything is worked out from them.
+        What a skipped update would write is chosen against, never multiplied by zero: its NaN stays where it is.
         """
         recipe = self.recipe
         skipped = skip > 0
-        moves = torch.where(skipped, 0.0, 1.0)
-        pull = torch.where(skipped, 0.0, 1 - recipe.momentum)
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None, name
-            grad = torch.where(skipped, 0.0, local(parameter.grad) / divide_by)
+            grad = local(parameter.grad) / divide_by
             momentum, held = self.momentum[name], local(parameter)
-            momentum.lerp_(grad, pull)
-            update = grad.lerp(momentum, recipe.momentum) if recipe.nesterov else momentum
-            orthogonal = Region.of(parameter).cut(orthogonalise(whole(update, parameter), recipe.steps))
+            mean = momentum.lerp(grad, 1 - recipe.momentum)
+            update = grad.lerp(mean, recipe.momentum) if recipe.nesterov else mean
+            orthogonal = Region.of(parameter).cut(orthogonalise(whole(update.bfloat16(), parameter), recipe.steps))
             rate = lr * rate_shares[name]
-            held.mul_(1 - moves * (rate * decay[name]))
-            held.sub_(orthogonal.to(held.dtype) * (moves * (rate * adamw_like_scale(parameter.shape))))
+            moved = held * (1 - rate * decay[name])
+            moved.add_(orthogonal, alpha=-rate * adamw_like_scale(parameter.shape))
+            torch.where(skipped, momentum, mean, out=momentum)
+            torch.where(skipped, held, moved, out=held)

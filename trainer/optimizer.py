@@ -6,7 +6,6 @@ Which parameter is in which group is decided by one rule and is a table that can
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +29,17 @@ class GroupRow:
 def group_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0) -> list[GroupRow]:
     """Every trainable parameter once, by one rule: matrices inside the layers, and everything else.
 
-    Only those matrices decay, go to Muon, and change their rate with the width (muP, arXiv 2203.03466 table 8): AdamW's
-    falls as 1 / width; Muon's scale grows as sqrt(width), its rate falls by that much, and its updates keep their
-    spectral norm. Decay per step stays the same (arXiv 2405.13698 §3).
+    Only those matrices decay and go to Muon. What sums over the width changes its rate with it (muP, arXiv 2203.03466
+    table 8), which is those matrices and the router: AdamW's falls as 1 / width; Muon's scale grows as sqrt(width), its
+    rate falls by that much, and its updates keep their spectral norm. Decay per step stays the same (arXiv 2405.13698
+    §3). The embedding keeps its rate: where it is the head, ``Decoder`` divides its input.
     """
     rows = []
     for name, parameter in model.named_parameters():
-        matrix = parameter.ndim >= 2 and "embedding" not in name and "router" not in name
+        over_width = parameter.ndim >= 2 and "embedding" not in name
+        matrix = over_width and "router" not in name
         rule = recipe.name if matrix else "adamw"
-        share = 1.0 if not matrix else width_share**0.5 if rule == "muon" else width_share
+        share = 1.0 if not over_width else width_share**0.5 if rule == "muon" else width_share
         decay = recipe.weight_decay / share if matrix else 0.0
         rows.append(GroupRow(name, tuple(parameter.shape), rule, share, decay))
     return rows
@@ -102,13 +103,6 @@ class Optimizer:
             decay = {row.parameter: row.weight_decay for row in self.table}
             self.muon.step(lr, shares, decay, divide_by, skip)
 
-    def momentum(self, name: str) -> tuple[Tensor, float] | None:
-        """(running mean of a parameter's gradients, the share of the newest in it); None before its first step."""
-        if self.muon is not None and name in self.muon.momentum:
-            return self.muon.momentum[name], 1 - self.recipe.muon.momentum
-        state = self.adamw.state.get(self._held[name])
-        return (state["exp_avg"], 1 - self.recipe.beta1) if state else None
-
     def state_tensors(self) -> dict[str, Tensor]:
         """``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``, ``step.<parameter>``; ``momentum.<parameter>`` of Muon's.
 
@@ -124,13 +118,13 @@ class Optimizer:
         return tensors | {f"momentum.{name}": value for name, value in momentum.items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what ``state_tensors`` gave; raises KeyError for what is missing once a step was made."""
+        """Take over what ``state_tensors`` gave. Raises: KeyError for what is missing, once a step was made."""
+        if not any(key.startswith("step.") for key in tensors):
+            return
         for name, held in self._held.items():
-            if f"step.{name}" in tensors:
-                state: dict[str, Any] = {
-                    key: tensors[f"{key}.{name}"].clone().to(held.device) for key in ("exp_avg", "exp_avg_sq", "step")
-                }
-                self.adamw.state[held] = state
+            self.adamw.state[held] = {
+                key: tensors[f"{key}.{name}"].clone().to(held.device) for key in ("exp_avg", "exp_avg_sq", "step")
+            }
         if self.muon is not None:
             for name, momentum in self.muon.momentum.items():
                 momentum.copy_(tensors[f"momentum.{name}"])

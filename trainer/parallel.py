@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainer.errors import RecipeError
 from trainer.recipe import ModelRecipe, ParallelRecipe
 
 
@@ -51,7 +52,7 @@ class Ranks:
             torch.cuda.set_device(device)
         if size == 1:
             return cls(rank, size, device)
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", store=rendezvous(), rank=rank, world_size=size)
         shape = (parallel.replicas, data_ranks // parallel.replicas, parallel.tensor)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard", "tensor"))
         return cls(rank, size, device, mesh, rank // parallel.tensor, data_ranks)
@@ -87,6 +88,27 @@ class Ranks:
     def leave(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def rendezvous() -> dist.Store | None:
+    """Where ranks find one another; None: as torch does by itself.
+
+    torchrun may lend its own store (c10d and static rendezvous), which after a restart still holds the addresses of the
+    ranks that died (pytorch/pytorch#135712). Each attempt gets its own names there. Attempts are counted by each node
+    alone, so that this is for one node.
+
+    Raises: RecipeError for several nodes with restarts on torchrun's store.
+    """
+    found = os.environ.get
+    if found("TORCHELASTIC_USE_AGENT_STORE") != "True" or found("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return None
+    if found("GROUP_WORLD_SIZE", "1") != "1":
+        raise RecipeError(
+            "torchrun --max-restarts over several nodes needs --rdzv-backend=c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            "in its environment: restarted ranks would look for one another where the dead ones were"
+        )
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 class TensorRanks:

@@ -19,7 +19,7 @@ from trainer.errors import CheckpointError
 from trainer.experts import move_bias
 from trainer.metrics import memory_bytes
 from trainer.model import Decoder
-from trainer.monitor import Monitor
+from trainer.monitor import Half, Monitor
 from trainer.optimizer import Optimizer, squares
 from trainer.parallel import Ranks, Region, copies, distribute, first_holder, local
 from trainer.schedule import lr_share
@@ -82,7 +82,7 @@ class Run:
         """One update. Returns the record of the step."""
         recipe, spec = self.recipe, self.spec
         lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
-        sums, load = self._backward(batch)
+        sums, load, half = self._backward(batch)
         gradients = self.optimizer.gradients()
         shares = torch.tensor([1 / copies(p) for p in self.optimizer.parameters.values()], device=sums.device)
         domains = len(self.order.domains)
@@ -93,17 +93,19 @@ class Run:
         sums, squares_P, asked = message.split((len(sums), len(gradients), 1))
         norm = squares_P.sum().sqrt()
         divide_by, skip = clip_and_skip(sums[0], norm, recipe.stability.grad_clip, self.detector.grad_norm_limit())
-        before = self.monitor.begin(batch.step, gradients, divide_by, self.counters["updates"])
+        before = self.monitor.begin(batch.step, half, gradients)
         if self.writer is not None:
             self.writer.wait_until_copied()
         self.optimizer.step(lr, divide_by, skip)
         self._balance(load, skip)
         self.optimizer.zero_grad()
+        measured = self.monitor.measure(before)
         layer_norms = self.monitor.layer_norms(squares_P)
-        numbers = torch.cat((torch.stack((norm, skip, *layer_norms.values())), asked, sums)).tolist()
-        grad_norm, skipped = numbers[0], bool(numbers[1])
-        by_layer, (stop, total, *by_domain) = numbers[2 : 2 + len(layer_norms)], numbers[2 + len(layer_norms) :]
-        nll, count = by_domain[:domains], by_domain[domains:]
+        numbers = torch.cat((torch.stack((norm, skip, *layer_norms.values())), measured, asked, sums)).tolist()
+        grad_norm, skipped, numbers = numbers[0], bool(numbers[1]), numbers[2:]
+        by_layer, numbers = dict(zip(layer_norms, numbers)), numbers[len(layer_norms) :]
+        measured_here, (stop, total, *by_domain) = numbers[:3], numbers[3:]
+        nll, count, half_tokens = by_domain[:domains], by_domain[domains:-1], by_domain[-1]
         loss = sum(nll) / max(1.0, sum(count))
         self.stop_asked = bool(stop)
         self.counters["tokens"] += batch.used
@@ -120,25 +122,30 @@ class Run:
             "z_loss": total - loss,
             **{f"loss/{name}": n / c for name, n, c in zip(self.order.domains, nll, count) if c},
             "grad_norm": grad_norm,
-            **{f"grad_norm/{layer}": value for layer, value in zip(layer_norms, by_layer)},
-            **self.monitor.end(before, batch.supervised, skipped),
+            **{f"grad_norm/{layer}": value for layer, value in by_layer.items()},
+            **self.monitor.record(
+                before.layer, measured_here, by_layer[before.layer], batch.supervised, half_tokens, skipped
+            ),
             "lr": lr,
             "skipped": skipped,
             "memory": memory_bytes(self.ranks.device),
         }
 
-    def _backward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _backward(self, batch: Batch) -> tuple[Tensor, Tensor | None, Half | None]:
         """Gradients of this rank's rows.
 
-        Returns ([loss, nll by domain…, supervised tokens by domain…], fp32; tokens [expert layers, experts] or None).
+        Returns ([loss, nll by domain…, supervised tokens by domain…, those of the first half], fp32; tokens [expert
+        layers, experts] or None; what the monitor keeps of the first half of several micro-batches).
         """
         domains = len(self.order.domains)
-        sums = torch.zeros(1 + 2 * domains, device=self.ranks.device)
+        sums = torch.zeros(2 + 2 * domains, device=self.ranks.device)
+        half: Half | None = None
         load: Tensor | None = None
         part_of = self.model.tensor.part
         experts = self.recipe.model.experts
         router_z_share = experts.z_loss / (len(batch.rows) * self.recipe.model.context) if experts else 0.0
-        for part in batch.split(self.recipe.batch.micro_sequences):
+        parts = batch.split(self.recipe.batch.micro_sequences)
+        for done, part in enumerate(parts, start=1):
             domains_BS = part_of(part.pop("domains_BT"))
             loss, nll_BS, found = self.model.loss(
                 **part, z_loss=self.recipe.stability.z_loss, router_z_share=router_z_share
@@ -148,10 +155,13 @@ class Run:
             at = domains_BS[carries_BS]
             sums[0] += loss.detach()
             sums[1 : 1 + domains].index_add_(0, at, nll_BS[carries_BS])
-            sums[1 + domains :].index_add_(0, at, torch.ones_like(nll_BS[carries_BS]))
+            sums[1 + domains : -1].index_add_(0, at, torch.ones_like(nll_BS[carries_BS]))
+            if done == len(parts) // 2:
+                sums[-1] = sums[1 + domains : -1].sum()
+                half = self.monitor.half(batch.step)
             if found is not None:
                 load = found if load is None else load + found
-        return sums, load
+        return sums, load, half
 
     def _balance(self, load: Tensor | None, skip: Tensor) -> None:
         """Move the routers' biases by the tokens that each expert got in the whole batch."""

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor
 from trainer.recipe import StabilityRecipe
 
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution: Rousseeuw and Croux 1993
-MEDIAN_ERROR = 1.2533  # standard error of a median, in deviations / sqrt(n): sqrt(pi / 2)
+MOST_BLOCKS = 64  # that a run's course is kept in
+MAY_FALL, FALLS = 1.0, 3.0  # standard errors of a fall: below the first begins a plateau, above the second ends it
+RECENT_SHARE = 4  # a fourth of the run so far is what a plateau is judged by
 LEAST_DEVIATION = 0.02  # share of the median: a window that hardly moves must not call every ripple a spike
 
 
@@ -29,8 +31,8 @@ class Anomaly:
     step: int
     kind: str  # non_finite · skipped_outlier · loss_spike · grad_norm_jump · divergence · plateau · throughput_drop
     value: float
-    usual: float  # what it is compared with: the window's median, or the best one so far
-    deviations: float  # how many robust deviations above it; of a throughput drop, the share of the usual that is left
+    usual: float  # what it is compared with: the window's median, the best one so far, what was before a plateau
+    deviations: float  # robust deviations above it; of a throughput drop the share of the usual that is left
     skipped: bool  # was the update skipped?
 
 
@@ -58,6 +60,62 @@ class Window:
         self.values.extend(values)
 
 
+class Course:
+    """The loss from the first step on, in at most ``MOST_BLOCKS`` blocks of equal length: the mean of window medians.
+
+    A plateau is judged over the last quarter of a run, and never over less than ``least`` windows: what a loss still
+    falls in a given number of steps shrinks as a run grows old (arXiv 2001.08361 §5), and drowns in its noise.
+    """
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+        self.blocks: list[float] = []
+        self.windows = 1  # in a block
+        self.partial: list[float] = []  # medians of the windows of the block that is not full yet
+        self.seen = 0  # steps of the window that is not full yet
+
+    def observe(self, window: Window) -> bool:
+        """To be called once for each value that joined a window. Is a new block full?"""
+        self.seen += 1
+        if self.seen < (window.values.maxlen or 0):
+            return False
+        self.seen = 0
+        self.partial.append(median(window.values))
+        if len(self.partial) < self.windows:
+            return False
+        self.blocks.append(fmean(self.partial))
+        self.partial = []
+        if len(self.blocks) == MOST_BLOCKS:
+            self.blocks = [fmean(pair) for pair in zip(self.blocks[::2], self.blocks[1::2])]
+            self.windows *= 2
+        return True
+
+    def halves(self) -> tuple[float, float, float] | None:
+        """(mean of the earlier half of the recent blocks, of the later half, the standard error of their difference).
+
+        The error is from neighbouring blocks' differences, which a slow fall hardly touches.
+        """
+        count = max(self.least, len(self.blocks) // RECENT_SHARE)
+        if len(self.blocks) < count:
+            return None
+        recent = self.blocks[-count:]
+        earlier, later = recent[: count // 2], recent[count // 2 :]
+        square = fmean((a - b) ** 2 for a, b in zip(recent, recent[1:])) / 2
+        return fmean(earlier), fmean(later), math.sqrt(square * (1 / len(earlier) + 1 / len(later)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "blocks": list(self.blocks),
+            "windows": self.windows,
+            "partial": list(self.partial),
+            "seen": self.seen,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.blocks, self.partial = list(state["blocks"]), list(state["partial"])
+        self.windows, self.seen = state["windows"], state["seen"]
+
+
 class Detector:
     """Watches loss and gradient norm, step by step and over windows. Its state is in the checkpoint."""
 
@@ -66,7 +124,7 @@ class Detector:
         self.loss = Window(recipe.window)
         self.grad_norm = Window(recipe.window)
         self.best = math.inf  # lowest median of a full window of losses
-        self.windows_since_best = 0.0
+        self.course = Course(recipe.plateau_windows)
         self.told: list[str] = []  # lasting states that were reported and still hold
 
     def grad_norm_limit(self) -> float:
@@ -79,7 +137,7 @@ class Detector:
     def observe(self, step: int, loss: float, grad_norm: float, skipped: bool) -> list[Anomaly]:
         """Anomalies of this step, judged by those before it. Finite values join the window, so that it can follow."""
         found = list(self._sudden(step, loss, grad_norm, skipped))
-        found += self._lasting(step)
+        found += self._lasting(step, loss)
         return found
 
     def _sudden(self, step: int, loss: float, grad_norm: float, skipped: bool) -> Iterator[Anomaly]:
@@ -98,30 +156,37 @@ class Detector:
                     yield Anomaly(step, kind, value, center, above, skipped)
             window.values.append(value)
 
-    def _lasting(self, step: int) -> Iterator[Anomaly]:
-        """Divergence and plateau of the loss's median over a whole window; each is told once until it ends."""
+    def _lasting(self, step: int, loss: float) -> Iterator[Anomaly]:
+        """Divergence of the loss's median over a whole window, and plateau; each is told once until it ends."""
+        if not math.isfinite(loss):
+            return
+        grown = self.course.observe(self.loss)
         if not self.loss.full:
             return
         center, deviation = self.loss.center_and_deviation()
-        if center < self.best - MEDIAN_ERROR * deviation / math.sqrt(self.recipe.window):
-            self.best, self.windows_since_best = center, 0.0
-        else:
-            self.windows_since_best += 1 / self.recipe.window
-        states = {
-            "divergence": center > self.recipe.divergence * self.best,
-            "plateau": self.windows_since_best >= self.recipe.plateau_windows,
-        }
-        for kind, holds in states.items():
-            if holds and kind not in self.told:
-                yield Anomaly(step, kind, center, self.best, (center - self.best) / deviation, False)
-        self.told = [kind for kind, holds in states.items() if holds]
+        self.best = min(self.best, center)
+        diverged = center > self.recipe.divergence * self.best
+        if self._news("divergence", diverged):
+            yield Anomaly(step, "divergence", center, self.best, (center - self.best) / deviation, False)
+        if grown and (halves := self.course.halves()) is not None:
+            earlier, later, error = halves
+            falls = (earlier - later) / max(error, 1e-12)
+            flat = falls < (FALLS if "plateau" in self.told else MAY_FALL)
+            if self._news("plateau", flat and not diverged):
+                yield Anomaly(step, "plateau", later, earlier, -falls, False)
+
+    def _news(self, kind: str, holds: bool) -> bool:
+        """Does a state hold that was not told yet?"""
+        news = holds and kind not in self.told
+        self.told = [told for told in self.told if told != kind] + [kind] * holds
+        return news
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "loss": list(self.loss.values),
             "grad_norm": list(self.grad_norm.values),
             "best": self.best if math.isfinite(self.best) else None,
-            "windows_since_best": self.windows_since_best,
+            "course": self.course.state_dict(),
             "told": self.told,
         }
 
@@ -129,7 +194,8 @@ class Detector:
         self.loss.restore(state["loss"])
         self.grad_norm.restore(state["grad_norm"])
         self.best = math.inf if state["best"] is None else state["best"]
-        self.windows_since_best, self.told = state["windows_since_best"], list(state["told"])
+        self.course.load_state_dict(state["course"])
+        self.told = list(state["told"])
 
 
 class ThroughputDetector:

@@ -31,7 +31,7 @@ def assert_near(ours: Path, theirs: Path, loss: float = 2e-5, weight: float = 5e
         assert mine["loss"] == pytest.approx(other["loss"], abs=loss)
         assert mine["tokens"] == other["tokens"]
         for key in mine:
-            if key.startswith(("grad_norm", "update_ratio")):
+            if key.startswith(("grad_norm", "update_ratio", "noise_scale")):
                 assert mine[key] == pytest.approx(other[key], rel=2e-2), key
     one, two = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
     assert one.state["sampler"] == two.state["sampler"]
@@ -48,9 +48,9 @@ def assert_near(ours: Path, theirs: Path, loss: float = 2e-5, weight: float = 5e
     ("ranks", "changes"),
     [
         (2, {"parallel__tensor": 2}),
-        (2, {"parallel__replicas": 2}),
-        (2, {"parallel__tensor": 2, "model__experts": EXPERTS}),
-        (2, {"model__experts": EXPERTS, "optimizer__name": "muon"}),
+        (2, {"parallel__replicas": 2, "batch__micro_sequences": 2}),
+        (2, {"parallel__tensor": 2, "model__experts": EXPERTS, "batch__micro_sequences": 4}),
+        (2, {"model__experts": EXPERTS, "optimizer__name": "muon", "batch__micro_sequences": 2}),
         (4, {"parallel__tensor": 2, "optimizer__name": "muon", "parallel__recompute": "block"}),
     ],
     ids=["tensor", "replicas", "tensor-experts", "shard-experts-muon", "shard-tensor-muon-recompute"],

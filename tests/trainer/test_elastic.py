@@ -1,0 +1,61 @@
+"""torchrun starts the ranks again when one dies, and they go on from the newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, start_trainer, write_spec
+from tests.trainer.test_segment import assert_same_run, records, wait_for_step
+from trainer import checkpoint as checkpoints
+from trainer.errors import RecipeError
+from trainer.parallel import rendezvous
+
+
+def start_elastic(folder: Path) -> subprocess.Popen[str]:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1")
+    return start_trainer(folder, *launcher, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+
+
+def ranks_of(agent: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    """The trainers that torchrun started, by rank."""
+    children = [p for p in psutil.Process(agent.pid).children() if "trainer" in p.cmdline()]
+    return {int(child.environ()["RANK"]): child for child in children}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_dies_and_the_run_ends_as_if_none_had(tmp_path: Path, make_shard: MakeShard, dies: int) -> None:
+    plan = plan_of(make_shard(counts={"code": 300, "docs": 100, "chat": 100}))
+    recipe = recipe_with(checkpoint_every=4, batch__micro_sequences=2)
+    straight, killed = (write_spec(tmp_path / name, plan, recipe, last_step=24) for name in ("straight", "killed"))
+    agents = {folder: start_elastic(folder) for folder in (straight, killed)}
+    wait_for_step(killed, 8)
+    before = ranks_of(agents[killed])
+    os.kill(before[dies].pid, signal.SIGKILL)
+    reached = checkpoints.steps_in(killed / "checkpoints")[-1][0]
+    for folder, agent in agents.items():
+        _, errors = agent.communicate(timeout=90)
+        assert agent.returncode == 0, errors
+        if folder == killed:
+            assert f"(exitcode: -9) local_rank: {dies}" in errors
+    assert 8 <= reached < 24
+    assert len(records(killed)) == 24
+    assert_same_run(straight, killed)
+    assert not list((killed / "checkpoints").glob(".writing-*"))
+    assert all(not process.is_running() for process in before.values())
+
+
+def test_restarts_over_several_nodes_on_torchruns_own_store_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "1", "GROUP_WORLD_SIZE": "2"}
+    for key, value in started.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(RecipeError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        rendezvous()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert rendezvous() is None

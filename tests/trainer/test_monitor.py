@@ -1,0 +1,183 @@
+"""Each number of the monitor against one worked out another way."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, write_spec
+from trainer.batch import Batch, make_batch
+from trainer.monitor import Monitor, layer_of
+from trainer.optimizer import Optimizer
+from trainer.parallel import Ranks
+from trainer.run import Run
+from trainer.spec import SegmentSpec
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
+
+
+def run_of(tmp_path: Path, make_shard: MakeShard, documents: int = 200, **changes: Any) -> Run:
+    plan = plan_of(make_shard(counts={"code": 3 * documents, "docs": documents, "chat": documents}))
+    folder = write_spec(tmp_path / "run", plan, recipe_with(**changes), last_step=10_000)
+    return Run(SegmentSpec.load(folder), ALONE, None)
+
+
+def test_the_noise_scale_of_a_known_gradient_and_noise() -> None:
+    """g = G + noise of covariance Σ / tokens, with halves and batches of changing size, per round of all layers."""
+    parameters = {"blocks.0.q": (40, 30), "blocks.1.q": (20, 10), "embedding": (50, 20)}
+    held = {name: nn.Parameter(torch.zeros(shape)) for name, shape in parameters.items()}
+    optimizer = Optimizer.__new__(Optimizer)
+    optimizer.parameters = held
+    monitor = Monitor(optimizer, ALONE)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda name: torch.randn(parameters[name], generator=generator)
+    signal = {name: 0.1 * draw(name) for name in held}
+    spread = {
+        name: (1 + 3 * torch.rand(parameters[name], generator=generator)) for name in held
+    }  # sqrt of Σ's diagonal
+    truth = sum(float(s.square().sum()) for s in spread.values()) / sum(
+        float(g.square().sum()) for g in signal.values()
+    )
+    scales = []
+    for step in range(3 * 400):
+        tokens = 2000 if step < 600 else 6000
+        first = tokens // 2 if step % 2 else tokens // 5
+        one, two = (
+            {n: (signal[n] + spread[n] * draw(n) / math.sqrt(part)) * part / tokens for n in held}
+            for part in (first, tokens - first)
+        )
+        for n, parameter in held.items():
+            parameter.grad = one[n]
+        half = monitor.half(step)
+        for n, parameter in held.items():
+            parameter.grad = one[n] + two[n]
+        before = monitor.begin(step, half, optimizer.gradients())
+        grad_norm = norm([one[n] + two[n] for n in before.weights])
+        record = monitor.record(before.layer, monitor.measure(before).tolist(), grad_norm, tokens, first, False)
+        if step >= 3:
+            scales.append(record["noise_scale"])
+    for part_of_run in (scales[60:600], scales[660:]):
+        assert sum(part_of_run) / len(part_of_run) == pytest.approx(truth, rel=0.05)
+
+
+def two_batches(run: Run, batch: Batch) -> tuple[float, float]:
+    """(tr(Σ), |G|²) of the weights as they are: McCandlish et al., arXiv 1812.06162, appendix A.1, eq. A.1 and A.2.
+
+    Each half of the batch once as the small batch; gradients of their own losses, by autograd.
+    """
+    halves = []
+    for part in batch.split(len(batch.tokens_BT) // 2):
+        part.pop("domains_BT")
+        carries = (part.pop("weights_BT") > 0).float()
+        loss, _, _ = run.model.loss(**part, weights_BT=carries / carries.sum(), z_loss=run.recipe.stability.z_loss)
+        gradients = torch.autograd.grad(loss, list(run.model.parameters()))
+        halves.append((float(carries.sum()), torch.cat([g.flatten() for g in gradients]).double()))
+    (n, g), (m, h) = halves
+    big, tokens = (n * g + m * h) / (n + m), n + m
+    square = lambda x: float(x @ x)
+    signals = [(tokens * square(big) - b * square(x)) / (tokens - b) for b, x in halves]
+    noises = [(square(x) - square(big)) / (1 / b - 1 / tokens) for b, x in halves]
+    return sum(noises) / 2, sum(signals) / 2
+
+
+@pytest.mark.parametrize(("name", "clip"), [("adamw", 1e9), ("adamw", 0.2), ("muon", 1.0)])
+def test_the_noise_scale_of_training_is_that_of_two_batch_sizes(
+    tmp_path: Path, make_shard: MakeShard, name: str, clip: float
+) -> None:
+    """At a training rate, clipped or not: the mean of 120 steps."""
+    changes = {"batch__sequences": 16, "batch__micro_sequences": 4, "optimizer__name": name}
+    run = run_of(tmp_path, make_shard, 1500, stability__grad_clip=clip, stability__skip_deviations=1e9, **changes)
+    ours, theirs = [], []
+    for step in range(200):
+        batch = make_batch(run.order)
+        if step >= 80:
+            theirs.append(two_batches(run, batch))
+        run.train_step(batch)
+        if step >= 80:
+            ours.append(run.monitor.noise_and_signal())
+    of = lambda pairs: sum(noise for noise, _ in pairs) / sum(signal for _, signal in pairs)
+    assert of(ours) == pytest.approx(of(theirs), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optimizer__name": "muon", "batch__micro_sequences": 2, "stability__grad_clip": 0.1},
+        {"model__experts": EXPERTS, "batch__micro_sequences": 4},
+    ],
+    ids=["plain", "muon-clipped", "experts"],
+)
+def test_norms_and_ratios_are_those_worked_out_from_all_weights(
+    tmp_path: Path, make_shard: MakeShard, changes: dict[str, Any]
+) -> None:
+    run = run_of(tmp_path, make_shard, **changes)
+    seen = set()
+    for _ in range(2 * len(run.monitor.layers)):
+        batch = make_batch(run.order)
+        by_layer = gradient_squares(run, batch)
+        before = {n: p.detach().double() for n, p in run.model.named_parameters()}
+        record = run.train_step(batch)
+        for layer, square in by_layer.items():
+            assert record[f"grad_norm/{layer}"] == pytest.approx(math.sqrt(square), rel=1e-4)
+        assert record["grad_norm"] == pytest.approx(math.sqrt(sum(by_layer.values())), rel=1e-4)
+        written = [key for key in record if key.startswith("update_ratio/")]
+        assert len(written) == 1
+        layer = written[0].partition("/")[2]
+        moved = norm([p.detach() - before[n] for n, p in run.model.named_parameters() if layer_of(n) == layer])
+        held = norm([before[n] for n in before if layer_of(n) == layer])
+        assert record[written[0]] == pytest.approx(moved / held, rel=1e-4) and moved > 0
+        seen.add(layer)
+    assert seen == {"embedding", "blocks.0", "blocks.1"}
+    assert ("noise_scale" in record) == ("batch__micro_sequences" in changes)
+
+
+def gradient_squares(run: Run, batch: Batch) -> dict[str, float]:
+    """Σ gradient² by layer, by autograd over the whole batch at once."""
+    part = batch.split(None)[0]
+    part.pop("domains_BT")
+    experts = run.recipe.model.experts
+    z_share = experts.z_loss / batch.tokens_BT.numel() if experts else 0.0
+    loss, _, _ = run.model.loss(**part, z_loss=run.recipe.stability.z_loss, router_z_share=z_share)
+    names, parameters = zip(*run.model.named_parameters())
+    found: dict[str, float] = {}
+    for name, gradient in zip(names, torch.autograd.grad(loss, parameters)):
+        found[layer_of(name)] = found.get(layer_of(name), 0.0) + float(gradient.double().square().sum())
+    return found
+
+
+def norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+
+
+def test_a_skipped_step_leaves_no_trace_but_a_ratio_of_zero(tmp_path: Path, make_shard: MakeShard) -> None:
+    run = run_of(tmp_path, make_shard, batch__micro_sequences=4)
+    for _ in range(4):
+        run.train_step(make_batch(run.order))
+    state = json.dumps(run.monitor.state_dict())
+    weights = {n: p.detach().clone() for n, p in run.model.named_parameters()}
+    batch = make_batch(run.order)
+    batch.weights_BT[0, 0] = math.nan
+    record = run.train_step(batch)
+    assert record["skipped"] and [v for k, v in record.items() if k.startswith("update_ratio")] == [0.0]
+    assert json.dumps(run.monitor.state_dict()) == state
+    assert all(torch.equal(p, weights[n]) for n, p in run.model.named_parameters())
+    assert math.isfinite(record["noise_scale"]) and not run.train_step(make_batch(run.order))["skipped"]
+
+
+def test_state_goes_through_json(tmp_path: Path, make_shard: MakeShard) -> None:
+    run = run_of(tmp_path, make_shard, batch__micro_sequences=4)
+    for _ in range(5):
+        run.train_step(make_batch(run.order))
+    again = Monitor(run.optimizer, ALONE)
+    again.load_state_dict(json.loads(json.dumps(run.monitor.state_dict())))
+    numbers: tuple[Any, ...] = ("blocks.0", [0.1, 0.2, 0.3], 1.0, 100, 50.0, False)
+    assert again.record(*numbers) == run.monitor.record(*numbers)
+    assert again.record(*numbers) != Monitor(run.optimizer, ALONE).record(*numbers)
