@@ -27,6 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agents.line_profiler.workload import make_run
 from kernels.host_memory import keep_freed_memory
+from kernels.precision import matrix_units
 from trainer.batch import Batch, make_batch, prefetch
 from trainer.export import hf_config
 from trainer.metrics import matmul_rate
@@ -65,7 +66,12 @@ def ours(recipe: Recipe, folder: Path) -> Step:
     steps = 200
     run = make_run(recipe, KERNELS, folder, steps=steps, compile=True)
     batches = prefetch(run.order, steps)
-    return lambda: run.train_step(next(batches).to(run.ranks.device))
+
+    def step() -> None:
+        with matrix_units(torch.bfloat16):
+            run.train_step(next(batches).to(run.ranks.device))
+
+    return step
 
 
 def theirs(recipe: Recipe, batches: list[Batch], how: str) -> Step:

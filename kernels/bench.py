@@ -23,6 +23,7 @@ import yaml
 
 from kernels.host_memory import keep_freed_memory
 from kernels.op import Case, KernelError, Shape
+from kernels.precision import matrix_units
 from kernels.registry import OPS, check, get
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -168,20 +169,16 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(table, indent=1))
             return 0
         setting = Setting.of_recipe(chosen.recipe) if chosen.recipe else Setting()
-        print(
-            json.dumps(
-                asdict(
-                    compare(
-                        chosen.op,
-                        chosen.implementation,
-                        chosen.against,
-                        setting,
-                        device=chosen.device,
-                        pairs=chosen.pairs,
-                    )
-                )
+        with matrix_units(DTYPES[setting.precision]):  # as the trainer does
+            found = compare(
+                chosen.op,
+                chosen.implementation,
+                chosen.against,
+                setting,
+                device=chosen.device,
+                pairs=chosen.pairs,
             )
-        )
+        print(json.dumps(asdict(found)))
     except KernelError as error:
         print(error, file=sys.stderr)
         return 2

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from kernels.precision import matrix_units
 from trainer import checkpoint as checkpoints
 from trainer.batch import prefetch
 from trainer.checkpoint import Skipped
@@ -55,7 +56,8 @@ def run_segment(folder: Path) -> None:
             (folder / "parameters.txt").write_text(format_table(run.optimizer.table) + "\n")
             for warning in spec.recipe.model.warnings():
                 print(f"recipe: {warning}", file=sys.stderr, flush=True)
-        train(folder, run, stop)
+        with matrix_units(DTYPES[spec.recipe.precision]):
+            train(folder, run, stop)
     finally:
         ranks.leave()
 

@@ -18,6 +18,7 @@ import torch
 
 from agents.line_profiler.capture import ROOT, Line, LineTime, Recorder, mode_overhead, traced_lines
 from agents.line_profiler.workload import make_run
+from kernels.precision import matrix_units
 from kernels.registry import Ops, load_choice
 from trainer.batch import make_batch
 from trainer.metrics import matmul_rate
@@ -109,7 +110,7 @@ def profile(
     report: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Profile ``steps`` eager steps. Raises: TrainerError, KernelError."""
-    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+    with matrix_units(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
         report("eager step")
         run = make_run(recipe, kernels, Path(folder), steps=WARMUP + 2 * steps + 4, compile=False)
         synchronize = torch.cuda.synchronize if run.ranks.device.type == "cuda" else None
