@@ -44,7 +44,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return q, k, v, starts.cumsum(1).to(device)
 
 
-BLOCKS = 2  # of queries: later keys are left out of a block's scores
+BLOCK = 128  # queries at least, an eighth of the row: later keys are left out of a block's scores
 
 
 class Recompute(torch.autograd.Function):
@@ -79,14 +79,14 @@ class Recompute(torch.autograd.Function):
         q_wide, do_wide, k_wide, v_wide = (x.float() for x in (q, do, k, v))
         seen_BTT = document_mask(document_BT)
         dq, dk, dv = [], [], []
-        step = -(-T // BLOCKS)
+        step = max(BLOCK, -(-T // 8))
         for first in range(0, T, step):
             last = min(first + step, T)
             rows, rest = slice(first * R, last * R), (0, 0, 0, T - last)
             seen = seen_BTT[:, None, first:last, None, :last].expand(B, G, -1, R, -1).reshape(B * G, -1, last)
             score = torch.bmm(q_wide[:, rows], k_wide[:, :last].transpose(1, 2)) * K**-0.5
-            weight = score.masked_fill(~seen, float("-inf")).softmax(-1)
             dweight = torch.bmm(do_wide[:, rows], v_wide[:, :last].transpose(1, 2))
+            weight = score.masked_fill(~seen, float("-inf")).softmax(-1)  # after both products: one pass to the end
             dscore = (weight * (dweight - (weight * dweight).sum(-1, keepdim=True)) * K**-0.5).to(dtype)
             dq.append(torch.bmm(dscore, k[:, :last]))
             dk.append(F.pad(torch.bmm(dscore.transpose(1, 2), q[:, rows]).float(), rest))

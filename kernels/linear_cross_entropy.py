@@ -8,7 +8,6 @@ The z-loss term keeps the logits' normaliser near one (PaLM, Chowdhery et al. 20
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -200,12 +199,11 @@ class SavedLogits(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None, None, None]:
         x_ND, weight_VD, targets_N, weights_N, logits_NV, logsumexp_N = ctx.saved_tensors
         weights_N = weights_N * upstream
-        scale_N1 = (weights_N * (1 + 2 * ctx.z_loss * logsumexp_N)).unsqueeze(1)
-        gradient = lambda logits: torch.exp(logits.to(logsumexp_N.dtype) - logsumexp_N.unsqueeze(1)) * scale_N1
-        # The target's own entry is worked out apart, in fp32: a comparison with every entry would take as long as exp.
-        targets_N1 = targets_N.long().unsqueeze(1)
-        hit_N1 = gradient(logits_NV.gather(1, targets_N1)) - weights_N.unsqueeze(1)
-        dlogits_NV = gradient(logits_NV).to(logits_NV.dtype).scatter(1, targets_N1, hit_N1.to(logits_NV.dtype))
+        softmax_NV = torch.exp(logits_NV.to(logsumexp_N.dtype) - logsumexp_N.unsqueeze(1))
+        dlogits_NV = softmax_NV * (weights_N * (1 + 2 * ctx.z_loss * logsumexp_N)).unsqueeze(1)
+        columns = torch.arange(logits_NV.shape[1], dtype=torch.int32, device=logits_NV.device)
+        hit_NV = columns == targets_N.int().unsqueeze(1)  # int32: as wide as the values, so that one vector holds both
+        dlogits_NV = torch.where(hit_NV, dlogits_NV - weights_N.unsqueeze(1), dlogits_NV).to(logits_NV.dtype)
         return dlogits_NV @ weight_VD, dlogits_NV.t() @ x_ND, None, None, None
 
 
@@ -220,31 +218,11 @@ CHUNKED = Implementation("chunked", chunked, "chunks of tokens, gradients made f
 CHUNKED_COMPILED = Implementation(
     "chunked_compiled", chunked_compiled, "chunked, with the pointwise work compiled into one region", eager=chunked
 )
-saved_logits_compiled = torch.compile(saved_logits)
-
-
-def _supervised_only(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``function`` on the tokens that carry loss. Their number is read on the host: on a GPU the step would wait."""
-
-    def run(
-        x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
-    ) -> tuple[Tensor, Tensor]:
-        kept = weights_N.nonzero().squeeze(1)
-        x, targets, weights = x_ND.index_select(0, kept), targets_N[kept], weights_N[kept]
-        for tensor in (x, targets, weights):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        loss, nll = function(x, weight_VD, targets, weights, z_loss)
-        return loss, nll.new_zeros(weights_N.shape).index_copy(0, kept, nll)
-
-    return run
-
-
 SAVED_LOGITS = Implementation(
     "saved_logits",
-    _supervised_only(saved_logits_compiled),
-    "of tokens with loss only, logits kept in the inputs' dtype, their gradient in one pass, compiled",
-    devices=("cpu",),
-    eager=_supervised_only(saved_logits),
+    torch.compile(saved_logits, dynamic=False),
+    "logits kept in the inputs' dtype, their gradient in one pass, compiled",
+    eager=saved_logits,
 )
 OP = op(
     "linear_cross_entropy",
