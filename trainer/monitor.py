@@ -11,7 +11,8 @@ weights: E[h₁ · h₂] = n₁ n₂ / N² |G|² and E[|g|²] = |G|² + tr(Σ) /
 Limits: it needs two micro-batches a step or more (``batch.micro_sequences``) and is not given otherwise: the running mean
 of past gradients is no second sample, it is a few times to hundreds of times off at a training rate, where gradients of
 neighbouring steps work against each other. It is of the batches as they are drawn: tokens of one document are not
-independent, so that it holds for batches of more documents, not of longer ones. It is smoothed over about 20 rounds.
+independent, so that it holds for batches of more documents, not of longer ones. It is smoothed over about 20
+measurements, and at a noise scale of more than about a hundred batches they are too few.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torch import Tensor
 from trainer.optimizer import Optimizer
 from trainer.parallel import Ranks, copies, local
 
-SMOOTHING = 0.9  # of the two sums of the noise scale, per round of all layers
+NOISE_ROUNDS = 2  # every second round of all layers measures the noise scale, which costs as much as all the rest
+SMOOTHING = 0.9  # of the two sums of the noise scale, per measurement
 
 
 def layer_of(name: str) -> str:
@@ -37,7 +39,8 @@ def layer_of(name: str) -> str:
 class Half:
     """Of the layer whose turn it is, what the first half of a step's micro-batches adds to its gradient."""
 
-    gradients: dict[str, Tensor]  # by parameter, this rank's share
+    gradients: list[Tensor]  # by parameter, this rank's share, flat
+    squares: Tensor  # Σ of each, squared
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Before:
     """Of the layer whose turn it is, before the update."""
 
     layer: str
-    weights: dict[str, Tensor]
+    weights: list[Tensor]  # by parameter, this rank's share
+    norms: Tensor  # of each
     agreement: Tensor  # h₁ · h₂, this rank's share, fp32 scalar; zero without halves
 
 
@@ -58,42 +62,64 @@ class Monitor:
         self.layers: dict[str, list[str]] = {}
         for name in optimizer.parameters:
             self.layers.setdefault(layer_of(name), []).append(name)
+        # by parameter: 1 / how many ranks hold each of its elements
+        self.shares = self._on_device([1 / copies(parameter) for parameter in optimizer.parameters.values()])
+        self._shares = {
+            layer: self._on_device([1 / copies(optimizer.parameters[name]) for name in names])
+            for layer, names in self.layers.items()
+        }
+        self._is_in = self._on_device(  # [layers, parameters]
+            [[layer_of(name) == layer for name in optimizer.parameters] for layer in self.layers]
+        )
         self.sums: dict[str, list[float]] = {}  # layer → [tr(Σ), |G|², 1], smoothed from zero on
 
     def layer_at(self, step: int) -> str:
         return list(self.layers)[step % len(self.layers)]
 
-    def layer_norms(self, squares: Tensor) -> dict[str, Tensor]:
-        """Gradient norm by layer from Σ gradient² by parameter, in the order of ``optimizer.parameters``."""
-        by_name = dict(zip(self.optimizer.parameters, squares.unbind()))
-        return {layer: torch.stack([by_name[n] for n in names]).sum().sqrt() for layer, names in self.layers.items()}
+    def layer_norms(self, squares: Tensor) -> Tensor:
+        """Gradient norm by layer, in the order of ``layers``, from Σ gradient² by parameter."""
+        return torch.where(self._is_in, squares, 0.0).sum(1).sqrt()
 
-    def half(self, step: int) -> Half:
-        """To be called once half of the step's micro-batches are through."""
+    def half(self, step: int) -> Half | None:
+        """To be called once half of the step's micro-batches are through. None: not in this round."""
+        if step // len(self.layers) % NOISE_ROUNDS:
+            return None
         gradients = self.optimizer.gradients()
-        return Half({name: gradients[name].clone() for name in self.layers[self.layer_at(step)]})
+        flat, squares = [], []
+        for name in self.layers[self.layer_at(step)]:
+            flat.append(gradients[name].flatten().clone())
+            squares.append(flat[-1] @ flat[-1])  # at once, while it is in the cache
+        return Half(flat, torch.stack(squares))
 
     @torch.no_grad()
     def begin(self, step: int, half: Half | None, gradients: dict[str, Tensor]) -> Before:
         layer = self.layer_at(step)
         agreement = torch.zeros((), device=self.ranks.device)
-        for name, first in half.gradients.items() if half is not None else ():
-            first, whole = first.flatten(), gradients[name].flatten()
-            agreement += (first @ (whole - first)) / copies(self.optimizer.parameters[name])
-        weights = {name: local(self.optimizer.parameters[name]).clone() for name in self.layers[layer]}
-        return Before(layer, weights, agreement)
+        if half is not None:
+            wholes = (gradients[name].flatten() for name in self.layers[layer])
+            across = torch.stack([first @ whole for first, whole in zip(half.gradients, wholes)])
+            agreement = (self._shares[layer] * (across - half.squares)).sum()
+        weights, norms = [], []
+        for name in self.layers[layer]:
+            weights.append(local(self.optimizer.parameters[name]).clone())
+            norms.append(weights[-1].norm())
+        return Before(layer, weights, torch.stack(norms), agreement)
 
     @torch.no_grad()
     def measure(self, before: Before) -> Tensor:
-        """[h₁ · h₂, Σ update², Σ weight²] of the layer over all ranks, fp32 [3], left on the device."""
-        sums = torch.zeros(3, device=self.ranks.device)
-        sums[0] = before.agreement
-        for name, old in before.weights.items():
-            parameter = self.optimizer.parameters[name]
-            moved = local(parameter) - old
-            sums[1:] += torch.stack((moved.norm(), old.norm())).square() / copies(parameter)
+        """[h₁ · h₂, Σ update², Σ weight²] of the layer over all ranks, fp32 [3], left on the device.
+
+        Uses up the copies of the weights.
+        """
+        moved = before.weights
+        torch._foreach_sub_(moved, [local(self.optimizer.parameters[name]) for name in self.layers[before.layer]])
+        norms = torch.stack((torch.stack(torch._foreach_norm(moved)), before.norms))
+        sums = torch.cat((before.agreement[None], (norms.square() * self._shares[before.layer]).sum(1)))
         self.ranks.sum_(sums)
         return sums
+
+    def _on_device(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=self.ranks.device)
 
     def record(
         self, layer: str, measured: list[float], grad_norm: float, tokens: int, half_tokens: float, skipped: bool

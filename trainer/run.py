@@ -21,7 +21,7 @@ from trainer.metrics import memory_bytes
 from trainer.model import Decoder
 from trainer.monitor import Half, Monitor
 from trainer.optimizer import Optimizer, squares
-from trainer.parallel import Ranks, Region, copies, distribute, first_holder, local
+from trainer.parallel import Ranks, Region, distribute, first_holder, local
 from trainer.schedule import lr_share
 from trainer.spec import SegmentSpec
 from trainer.stability import Detector, clip_and_skip
@@ -84,11 +84,10 @@ class Run:
         lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
         sums, load, half = self._backward(batch)
         gradients = self.optimizer.gradients()
-        shares = torch.tensor([1 / copies(p) for p in self.optimizer.parameters.values()], device=sums.device)
         domains = len(self.order.domains)
         # one message: the sums, the square of each gradient, and whether any rank was asked to stop
         asked = torch.tensor([float(self.stop_asked)], device=sums.device)
-        message = torch.cat((sums, squares(gradients) * shares, asked))
+        message = torch.cat((sums, squares(gradients) * self.monitor.shares, asked))
         self.ranks.sum_(message)
         sums, squares_P, asked = message.split((len(sums), len(gradients), 1))
         norm = squares_P.sum().sqrt()
@@ -101,9 +100,9 @@ class Run:
         self.optimizer.zero_grad()
         measured = self.monitor.measure(before)
         layer_norms = self.monitor.layer_norms(squares_P)
-        numbers = torch.cat((torch.stack((norm, skip, *layer_norms.values())), measured, asked, sums)).tolist()
+        numbers = torch.cat((torch.stack((norm, skip)), layer_norms, measured, asked, sums)).tolist()
         grad_norm, skipped, numbers = numbers[0], bool(numbers[1]), numbers[2:]
-        by_layer, numbers = dict(zip(layer_norms, numbers)), numbers[len(layer_norms) :]
+        by_layer, numbers = dict(zip(self.monitor.layers, numbers)), numbers[len(layer_norms) :]
         measured_here, (stop, total, *by_domain) = numbers[:3], numbers[3:]
         nll, count, half_tokens = by_domain[:domains], by_domain[domains:-1], by_domain[-1]
         loss = sum(nll) / max(1.0, sum(count))
@@ -139,6 +138,7 @@ class Run:
         """
         domains = len(self.order.domains)
         sums = torch.zeros(2 + 2 * domains, device=self.ranks.device)
+        numbers_D1 = torch.arange(domains, device=self.ranks.device)[:, None]
         half: Half | None = None
         load: Tensor | None = None
         part_of = self.model.tensor.part
@@ -151,14 +151,14 @@ class Run:
                 **part, z_loss=self.recipe.stability.z_loss, router_z_share=router_z_share
             )
             loss.backward()  # type: ignore[no-untyped-call]
-            carries_BS = part_of(part["weights_BT"]) > 0
-            at = domains_BS[carries_BS]
+            carries_N = part_of(part["weights_BT"]).flatten() > 0
+            # no indexing by a mask, which would wait for the device; no scattered adds, whose order may change
+            counts_DN = (domains_BS.flatten() == numbers_D1) & carries_N
             sums[0] += loss.detach()
-            sums[1 : 1 + domains].index_add_(0, at, nll_BS[carries_BS])
-            sums[1 + domains : -1].index_add_(0, at, torch.ones_like(nll_BS[carries_BS]))
-            if done == len(parts) // 2:
+            sums[1 : 1 + domains] += torch.where(counts_DN, nll_BS.flatten(), 0.0).sum(1)
+            sums[1 + domains : -1] += counts_DN.sum(1)
+            if done == len(parts) // 2 and (half := self.monitor.half(batch.step)) is not None:
                 sums[-1] = sums[1 + domains : -1].sum()
-                half = self.monitor.half(batch.step)
             if found is not None:
                 load = found if load is None else load + found
         return sums, load, half
