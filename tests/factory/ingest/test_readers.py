@@ -77,9 +77,9 @@ def test_a_line_over_the_limit_is_a_row_and_is_not_held(tmp_path: Path) -> None:
     ("name", "data", "reason"),
     [
         ("a.jsonl", b"", "empty"),
-        ("a.jsonl.gz", gzip.compress(b""), "empty once decompressed"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0), "empty once decompressed"),
         ("a.jsonl.gz", b"not gzip at all", "cannot be decompressed"),
-        ("a.jsonl.gz", gzip.compress(b'{"text":"a"}\n' * 1000)[:-20], "cannot be decompressed"),
+        ("a.jsonl.gz", gzip.compress(b'{"text":"a"}\n' * 1000, mtime=0)[:-20], "cannot be decompressed"),
         ("a.jsonl.zst", b"not zstd at all", "cannot be decompressed"),
         ("a.jsonl", '{"text":"a"}'.encode("utf-16"), "UTF-16"),
         ("a.txt", "café".encode("latin-1"), "not UTF-8 at byte 3"),
@@ -87,7 +87,7 @@ def test_a_line_over_the_limit_is_a_row_and_is_not_held(tmp_path: Path) -> None:
         ("a.exe", b"MZ", "not a kind of file"),
         ("noname", b"x", "not a kind of file"),
         ("a.parquet", b"PAR1 but not really", "not readable as Parquet"),
-        ("a.jsonl.gz", gzip.compress(b"\0" * 100_000_000), "expands more than"),
+        ("a.jsonl.gz", gzip.compress(b"\0" * 100_000_000, mtime=0), "expands more than"),
     ],
 )
 def test_what_is_wrong_with_a_whole_file_is_said(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
