@@ -135,6 +135,10 @@ def judge_certificate(policy: CertificatePolicy, evidence: Evidence) -> Judgemen
         facts = [f"The same to the last bit over {evidence.steps} steps."]
     series = [name for name in SERIES if (name in evidence.old.series) != (name in evidence.new.series)]
     state = sorted(evidence.old.optimizer.keys() ^ evidence.new.optimizer.keys())
+    lost = [name for name in SERIES if name in evidence.old.series and name not in evidence.new.series]
+    lost += sorted(evidence.old.optimizer.keys() - evidence.new.optimizer.keys())[:3]
+    if lost:
+        return Judgement("hold", [f"The new code no longer leaves what it is judged by: {', '.join(lost)}."], found)
     if series or state:
         uncompared = [*series, *([f"{len(state)} tensors of the optimiser's state, first {state[0]}"] if state else [])]
         facts.append(f"Not compared, because only one of them left it: {', '.join(uncompared)}.")

@@ -126,9 +126,15 @@ def load_recipe(workspace: Workspace) -> Recipe:
     from trainer.recipe import Recipe
 
     try:
-        return Recipe.load(workspace.recipe_path())
+        recipe = Recipe.load(workspace.recipe_path())
     except TrainerError as error:
         raise ConfigError(str(error)) from error
+    if recipe.parallel.tensor > 1 or recipe.parallel.replicas > 1:
+        raise ConfigError(
+            f"{workspace.recipe_path()}: parallel: the factory starts one rank; take tensor and replicas out, or run "
+            "segments by hand with 'torchrun -m trainer'"
+        )
+    return recipe
 
 
 def _every_shard(ledger: Ledger, last: dict[str, Any] | None) -> list[tuple[str, str, int]]:

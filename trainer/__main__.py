@@ -9,12 +9,10 @@ checkpoint written: start it again to go on.
 
 from __future__ import annotations
 
-import errno
 import sys
 import time
 from pathlib import Path
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 WAIT_SECONDS = 0.002
 
 
@@ -28,7 +26,7 @@ def main(arguments: list[str]) -> int:
 
     keep_freed_memory()
     from kernels.registry import KernelError
-    from trainer.errors import TrainerError
+    from trainer.errors import EXIT_FULL, FULL, TrainerError
     from trainer.segment import Stopped, run_segment
     from trainer.token_shard import TokenShardError
 
@@ -48,7 +46,7 @@ def main(arguments: list[str]) -> int:
             raise
         where = error.filename or folder
         print(f"trainer: {error.strerror}: {where}; free some space and start again", file=sys.stderr)
-        return 74
+        return EXIT_FULL
     return 0
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer import checkpoint as checkpoints
 from trainer.checkpoint import Checkpoint
-from trainer.errors import CheckpointError, TrainerError
+from trainer.errors import EXIT_FULL, FULL, CheckpointError, TrainerError
 
 
 class AverageError(TrainerError):
@@ -125,6 +125,11 @@ def main(arguments: list[str]) -> int:
     except TrainerError as error:
         print(f"trainer.average: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"trainer.average: {error.strerror}: {error.filename}; free some space and start again", file=sys.stderr)
+        return EXIT_FULL
     return 0
 
 

@@ -24,7 +24,9 @@ class Writer:
 
     def __init__(self, parent: Path, keep: int, rank: int = 0, ranks: int = 1) -> None:
         self.parent, self.keep, self.rank, self.ranks = parent, keep, rank, ranks
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # CUDA's current device is each thread's own
+        device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else (None, ())
+        self._pool = ThreadPoolExecutor(1, "checkpoint", *device)
         self._pending: Future[Path] | None = None
         self._copied = threading.Event()
         self._copied.set()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,12 +112,39 @@ class DataOrder:
 
     def positions_left(self) -> int:
         """Positions that can still be drawn under the epoch cap: an upper bound on what is left to train on."""
-        left = sum(piece.positions for piece in self.pending)
-        for name in self.shares():
-            stream, cursor = self.streams[name], self.cursors[name]
-            epochs = self.plan.max_epochs + cursor.joined - cursor.place / stream.pieces
-            left += max(0, round(stream.positions * epochs))
-        return left
+        return sum(piece.positions for piece in self.pending) + sum(self._left(name) for name in self.shares())
+
+    def _left(self, name: str) -> int:
+        stream, cursor = self.streams[name], self.cursors[name]
+        epochs = self.plan.max_epochs + cursor.joined - cursor.place / stream.pieces
+        return max(0, round(stream.positions * epochs))
+
+    def positions_until(self, last_step: int, positions: Callable[[int, int], int]) -> int:
+        """How many of the positions of the steps to ``last_step`` the data can fill, mixture by mixture.
+
+        ``positions(first, last)`` says how many the steps [first, last) have. Where a domain runs out, the others of its
+        mixture take its share; where all have, the run ends.
+        """
+        left = {name: float(self._left(name)) for name in self.streams}
+        spare, filled = float(sum(piece.positions for piece in self.pending)), 0.0
+        for mixture in self.plan.mixtures():
+            first, last = max(self.step, mixture.start), min(last_step, mixture.stop)
+            if first >= last:
+                continue
+            wanted = float(positions(first, int(last)))
+            taken = min(wanted, spare)
+            spare -= taken
+            shares = stream_shares(self.plan, self.streams, mixture.weights)
+            while wanted - taken > 0.5 and (here := {n: s for n, s in shares.items() if left[n] > 0}):
+                need = wanted - taken
+                for name, share in here.items():
+                    part = min(left[name], need * share / sum(here.values()))
+                    left[name] -= part
+                    taken += part
+            filled += taken
+            if wanted - taken > 0.5:
+                break
+        return round(filled)
 
     def fork(self, step: int | None = None) -> DataOrder:
         """One that stands here, or at ``step`` with the same documents next, and walks apart from this one."""

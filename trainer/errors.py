@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of an OSError: the disk is full
+EXIT_FULL = 74
 
 
 class TrainerError(Exception):

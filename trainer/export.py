@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer import checkpoint as checkpoints
-from trainer.errors import TrainerError
+from trainer.errors import EXIT_FULL, FULL, TrainerError
 from trainer.recipe import ModelRecipe, Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
@@ -184,6 +184,11 @@ def main(arguments: list[str]) -> int:
     except TrainerError as error:
         print(f"trainer.export: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"trainer.export: {error.strerror}: {error.filename}; free some space and start again", file=sys.stderr)
+        return EXIT_FULL
     return 0
 
 

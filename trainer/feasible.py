@@ -49,9 +49,12 @@ def refuse_impossible(order: DataOrder, recipe: Recipe, first_step: int, last_st
     """Raises: DataPlanError naming the key, when the plan cannot feed or fill the steps from where ``order`` stands."""
     if order.step == first_step:  # what was begun is not refused when it goes on: other steps are rehearsed then
         refuse_padding(order, recipe, last_step)
-    steps, wanted, left = last_step - order.step, recipe.tokens_between(order.step, last_step), order.positions_left()
+    steps, wanted = last_step - order.step, recipe.tokens_between(order.step, last_step)
+    left = order.positions_until(last_step, recipe.tokens_between)
     if left < wanted * 0.99 and (rehearsal := rehearse(order, order.step, last_step)):
-        wanted = round(wanted * rehearsal.used / rehearsal.positions)  # padding needs no data
+        used = rehearsal.used / rehearsal.positions  # padding needs no data
+        wanted = round(wanted * used)
+        left = order.positions_until(last_step, lambda first, last: round(recipe.tokens_between(first, last) * used))
     if left < wanted * 0.99:
         raise DataPlanError(
             f"max_epochs: {steps} steps of {recipe.tokens_per_step} tokens need {wanted}, the "

@@ -176,8 +176,17 @@ class Decoder(nn.Module):
             std /= math.sqrt(2 * self.shape.layers)
         return torch.randn(size, generator=generator) * std
 
-    def compile(self) -> None:  # type: ignore[override]
-        """Compile the blocks; one graph serves all. How the loss head runs is the kernel policy's choice."""
+    def compile(self, batch_sizes: int = 1) -> None:  # type: ignore[override]
+        """Compile the blocks; one graph serves all of a kind. How the loss head runs is the kernel policy's choice.
+
+        ``batch_sizes``: how many a run will see. Torch would go on uncompiled, and round otherwise, past eight graphs.
+        """
+        kinds = len({(block.has_rope, block.experts is None) for block in self.blocks})
+        pieces = 8 if self.shape.experts is not None else 1  # what the compiler cuts a layer of experts into
+        limit = 4 * kinds * pieces * batch_sizes  # with and without gradients, and as many again to spare
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+        accumulated = torch._dynamo.config.accumulated_recompile_limit
+        torch._dynamo.config.accumulated_recompile_limit = max(accumulated, 8 * limit)
         for block in self.blocks:
             block.run = torch.compile(block.run, dynamic=False)  # type: ignore[assignment,arg-type]
 

@@ -67,8 +67,9 @@ class Run:
             vocab_size=recipe.model.vocab_size,
             state=state["sampler"] if state is not None and not anew else None,
         )
-        if anew:
+        if anew:  # its documents are counted anew too
             self.order.step = spec.first_step
+            self.counters["documents"] = self.at_start["documents"] = 0
         self.step = self.order.step
         self.sampler = self.order.state_dict()
         if ranks.mesh is None:
@@ -76,7 +77,7 @@ class Run:
         if recipe.parallel.recompute == "block":
             self.model.recompute()
         if recipe.compile:
-            self.model.compile()
+            self.model.compile(1 + len(recipe.batch.warmup))
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """One update. Returns the record of the step."""
@@ -86,7 +87,7 @@ class Run:
         gradients = self.optimizer.gradients()
         domains = len(self.order.domains)
         # one message: the sums, the square of each gradient, and whether any rank was asked to stop
-        asked = torch.tensor([float(self.stop_asked)], device=sums.device)
+        asked = sums.new_full((1,), float(self.stop_asked))
         message = torch.cat((sums, squares(gradients) * self.monitor.shares, asked))
         self.ranks.sum_(message)
         sums, squares_P, asked = message.split((len(sums), len(gradients), 1))

@@ -183,8 +183,9 @@ def mean_of(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+_received: list[int] = []  # SIGTERMs of this process: one that comes between two segments stops the second
+
+
 def _on_sigterm() -> list[int]:
-    """A list that a SIGTERM is put into."""
-    received: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    return received
+    signal.signal(signal.SIGTERM, lambda number, frame: _received.append(number))
+    return _received

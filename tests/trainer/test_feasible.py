@@ -104,3 +104,22 @@ def test_the_trainer_refuses_before_a_step(tmp_path: Path, make_shard: MakeShard
     code, errors = run_trainer(folder)
     assert code == 2 and "batch.max_padding" in errors and "model.context" in errors
     assert not (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "feeds"),
+    [("docs", "chat", False), ("chat", "docs", True)],  # little of chat: enough for its three steps, not for forty
+)
+def test_data_is_counted_mixture_by_mixture(make_shard: MakeShard, first: str, then: str, feeds: bool) -> None:
+    shard = make_shard(counts={"docs": 900, "chat": 40})
+    recipe = recipe_with(batch__sequences=8)
+    phases = [{"from_step": 3 if feeds else 20, "weights": {then: 1.0}}]
+    plan = plan_of(shard, weights={first: 1.0}, phases=phases, max_epochs=1)
+    order = DataOrder(plan, context=32, batch=recipe.batch, vocab_size=512)
+    if feeds:
+        refuse_impossible(order, recipe, 0, 60)
+        for _ in range(60):
+            order.next_rows()
+    else:
+        with pytest.raises(DataPlanError, match="max_epochs"):
+            refuse_impossible(order, recipe, 0, 60)
