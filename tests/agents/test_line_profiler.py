@@ -34,7 +34,7 @@ def test_backward_time_stands_at_the_forward_line(found: Profile) -> None:
     for text, op in [
         ("scaled_dot_product_attention", "attention"),
         ("F.silu(gate_XF)", "swiglu"),
-        ("F.linear(h_BTD, weight(matrix))", ""),
+        ("F.linear(h_BTD, torch.cat(weights))", ""),
     ]:
         forward, backward = _line(found, text, op)
         assert forward > 0 and backward > 0, text

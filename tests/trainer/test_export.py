@@ -21,7 +21,8 @@ from trainer.recipe import Recipe
 def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
     """A checkpoint after a few real steps, so that norms are not all one and the router's biases not all zero."""
     write_spec(folder, plan_of(make_shard()), recipe_with(**changes), last_step=10)
-    assert run_trainer(folder) == (0, "")
+    code, said = run_trainer(folder)
+    assert code == 0 and all(line.startswith("recipe: ") for line in said.splitlines()), said
     return Path(json.loads((folder / "result.json").read_text())["checkpoint"])
 
 

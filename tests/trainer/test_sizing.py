@@ -60,7 +60,7 @@ def test_shapes_are_near_llama_3s(name: str, layers: int, d_model: int) -> None:
 def test_any_count_has_a_shape_near_it(parameters: float, vocab_size: int) -> None:
     found = shape_of(parameters, vocab_size, 4096)
     assert found.parameters == pytest.approx(parameters, rel=0.05)
-    assert found.width_warnings() == [], "nothing that matrix units pad"
+    assert found.warnings() == [], "nothing that matrix units pad"
 
 
 def test_an_embedding_can_be_too_large() -> None:
