@@ -124,7 +124,7 @@ def test_docs_need_no_runs_and_the_record_says_so(site: Site) -> None:
 def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
     """A faster attention rounds otherwise; training goes on as before."""
     text = (site.code / "policies" / "kernels.yaml").read_text()
-    site.edit("policies/kernels.yaml", text, text.replace("attention: recompute", "attention: reference", 1))
+    site.edit("policies/kernels.yaml", text, text.replace("attention: reference", "attention: recompute", 1))
     number = site.plan()
     site.run(number)
     assert segment_row(site.ledger, number)["state"] == "done"
