@@ -44,7 +44,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return q, k, v, starts.cumsum(1).to(device)
 
 
-BLOCK = 128  # queries at least, an eighth of the row: later keys are left out of a block's scores
+BLOCK = 64  # queries at least, an eighth of the row: later keys are left out of a block's scores
 
 
 class Recompute(torch.autograd.Function):
