@@ -290,7 +290,7 @@ class StabilityRecipe(Strict):
     spike_deviations: Annotated[float, Field(gt=0)] = 8.0  # robust deviations above the median: an anomaly
     skip_deviations: Annotated[float, Field(gt=0)] = 40.0  # of the gradient norm: the update is skipped
     divergence: Annotated[float, Field(gt=1)] = 1.3  # the loss's recent median over the best one so far
-    plateau_windows: Annotated[int, Field(ge=2)] = 8  # this many windows without a better median: a plateau
+    plateau_windows: Annotated[int, Field(ge=2)] = 8  # a plateau is judged over at least this many windows
     throughput_drop: Annotated[float, Field(gt=0, lt=1)] = 0.5  # recent tokens/s below this share of the usual
     embedding_grad_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the input embedding; GLM-130B, 2210.02414 §3.3
 
