@@ -9,14 +9,16 @@
 * limits: wall and CPU seconds, memory of one process and of the tree, size of one file and of the output folder,
   processes, log bytes
 
-What the kernel does not enforce for a tree (memory, processes of root, bytes in the output folder) is watched from
-outside ten times a second, and the tree is killed when it goes over. Killing is certain: every process lives in a pid
+The kernel limits the tree's tasks (by control group where one can be made, else by rlimit, from which it exempts root).
+What it does not enforce for a tree (memory, bytes in the output folder) is watched from outside ten times a second,
+as are processes, and the tree is killed when it goes over. Killing is certain: every process lives in a pid
 namespace whose init dies with bubblewrap. Time is measured here, outside. Without bubblewrap or user namespaces ``run``
 refuses: IsolationError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -31,12 +33,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from factory import sandbox_filter
+from factory import sandbox_cgroup, sandbox_filter
 from factory.errors import IsolationError
 from factory.sandbox_watch import folder_size, tree
 
 WATCH_SECONDS = 0.1
 TAIL_BYTES = 64 * 1024
+TASKS = 8  # tasks a process, on average: the kernel counts threads, the watch counts processes
 MIB = 1 << 20
 LAUNCHER = Path(__file__).with_name("sandbox_launch.py")
 LAUNCHER_INSIDE = "/run/launch.py"
@@ -109,11 +112,12 @@ def run(
     output.mkdir(parents=True, exist_ok=True)
     status_read, status_write = os.pipe()
     alive_read, alive_write = os.pipe()
+    block_read, block_write = os.pipe()
     filter_read = _as_descriptor(sandbox_filter.program())
     passwd_read = _as_descriptor(b"sandbox:x:1000:1000::/tmp:/bin/sh\n")
     arguments = [
         _bubblewrap(),
-        *("--json-status-fd", str(status_write), "--sync-fd", str(alive_write)),
+        *("--json-status-fd", str(status_write), "--sync-fd", str(alive_write), "--block-fd", str(block_read)),
         *(("--seccomp", str(filter_read)) if sandbox_filter.program() else ()),
         *_mounts(output, readonly, limits, passwd_read),
         *("--chdir", str(cwd or output)),
@@ -121,7 +125,7 @@ def run(
         "--",
         *(sys.executable, "-I", "-S", LAUNCHER_INSIDE, json.dumps(_rules(output, limits)), *map(str, command)),
     ]
-    inherited = (status_write, alive_write, filter_read, passwd_read)
+    inherited = (status_write, alive_write, block_read, filter_read, passwd_read)
     started = time.monotonic()
     try:
         process = subprocess.Popen(
@@ -137,20 +141,27 @@ def run(
         for descriptor in inherited:
             os.close(descriptor)
     held = _Held(process, started, limits, output)
-    try:
-        held.watch()
-    finally:
-        # Reached with the tree alive only when this process is interrupted.
-        process.kill()
-        process.wait()
-        while os.read(alive_read, 1):  # its other end closes when the namespace's init is gone, and everything with it
-            pass
-        os.close(alive_read)
-        with os.fdopen(status_read, "rb") as status:
-            events = [json.loads(line) for line in status.read().splitlines()]
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
+    first = b""
+    with os.fdopen(status_read, "rb") as status, sandbox_cgroup.task_limit(limits.processes * TASKS) as group:
+        try:
+            first = status.readline()  # there at once, and empty when bubblewrap failed
+            if group is not None and first:
+                sandbox_cgroup.put(group, json.loads(first)["child-pid"])
+            with contextlib.suppress(BrokenPipeError):
+                os.write(block_write, b".")
+            held.watch()
+        finally:
+            # Reached with the tree alive only when this process is interrupted.
+            process.kill()
+            process.wait()
+            os.close(block_write)
+            while os.read(alive_read, 1):  # its other end closes when the namespace's init is gone, and all with it
+                pass
+            os.close(alive_read)
+            events = [json.loads(line) for line in (first, *status.read().splitlines()) if line]
+            for pipe in (process.stdout, process.stderr):
+                assert pipe is not None
+                pipe.close()
     code = next((event["exit-code"] for event in events if "exit-code" in event), None)
     stderr = held.tail(process.stderr)
     if held.stopped is None and code is None and process.returncode != -9:
@@ -259,7 +270,6 @@ def describe() -> dict[str, str]:
         inside = json.loads(probe.stdout)
     except (IsolationError, ValueError) as error:
         return {"isolation": f"none: {error}"}
-    root = os.geteuid() == 0
     rules = len(sandbox_filter.program()) // 8
     return {
         "isolation": f"{_bubblewrap_version()}: user, pid, ipc, net, uts and cgroup namespaces",
@@ -270,11 +280,16 @@ def describe() -> dict[str, str]:
         if inside["landlock"]
         else "none here; the read-only mounts stand alone",
         "memory": "rlimit for each process; tree watched ten times a second",
-        "processes": "watched ten times a second"
-        + (" (the kernel exempts root from the rlimit)" if root else "; rlimit"),
+        "processes": f"watched ten times a second; {_task_limit()}",
         "output": "rlimit for each file; folder watched",
-        "cgroup": "own namespace; no cgroup limits are set",
     }
+
+
+def _task_limit() -> str:
+    with sandbox_cgroup.task_limit(1) as group:
+        if group is not None:
+            return "a control group limits tasks"
+    return "no control group can be made, and root has no rlimit" if os.geteuid() == 0 else "rlimit"
 
 
 def _mounts(output: Path, readonly: Sequence[Path], limits: Limits, passwd: int) -> list[str]:
@@ -340,7 +355,7 @@ def _rules(output: Path, limits: Limits) -> dict[str, object]:
             "RLIMIT_CPU": limits.cpu_seconds,
             "RLIMIT_DATA": limits.memory,
             "RLIMIT_FSIZE": limits.file,
-            "RLIMIT_NPROC": limits.processes * 8,  # counts threads; the watch counts processes
+            "RLIMIT_NPROC": limits.processes * TASKS,
             "RLIMIT_NOFILE": 4096,
             "RLIMIT_CORE": 0,
         },

@@ -89,8 +89,10 @@ def missing(name: str, step: int) -> Trace:
         ({"others": tuple(trace(s, series={"loss": [None] * STEPS, "lr": [1.0] * STEPS}) for s in (1, 2, 3))}, "hold", "loss"),
         ({"old": trace(series={"loss": [None] * STEPS})}, "hold", "no losses"),
         ({"steps": 0}, "hold", "no losses"),
-        # what only one of them writes is not compared, and said
-        ({"new": trace(series={"loss": trace().series["loss"]})}, "promote", "Not compared, because only one of them left it: grad_norm, lr"),
+        # a witness that the new code no longer leaves: a person decides
+        ({"new": trace(series={"loss": trace().series["loss"]})}, "hold", "no longer leaves what it is judged by: grad_norm, lr"),
+        # what only the new code writes is not compared, and said
+        ({"old": trace(series={"loss": trace().series["loss"]})}, "promote", "Not compared, because only one of them left it: grad_norm, lr"),
     ],
 )  # fmt: skip
 def test_judgement(changes: dict[str, object], outcome: str, said: str) -> None:
@@ -100,8 +102,13 @@ def test_judgement(changes: dict[str, object], outcome: str, said: str) -> None:
 
 
 def test_state_that_only_one_of_them_has_is_named() -> None:
-    new = trace(optimizer={name.replace("exp_avg", "momentum"): value for name, value in trace().optimizer.items()})
-    assert "left it: 4 tensors of the optimiser's state" in judge_certificate(POLICY, evidence(new=new)).reasons[-1]
+    more = trace(optimizer=trace().optimizer | {f"momentum.{name}": 1.0 for name in TENSORS})
+    added = judge_certificate(POLICY, evidence(new=more))
+    assert added.outcome == "promote"
+    assert "left it: 2 tensors of the optimiser's state, first momentum.blocks.0.qkv" in added.reasons[-1]
+    renamed = trace(optimizer={name.replace("exp_avg", "momentum"): value for name, value in trace().optimizer.items()})
+    lost = judge_certificate(POLICY, evidence(new=renamed))
+    assert lost.outcome == "hold" and "judged by: exp_avg.blocks.0.qkv, exp_avg.embedding" in lost.reasons[0]
 
 
 def test_a_tighter_policy_refuses_what_the_noise_would_let_through() -> None:

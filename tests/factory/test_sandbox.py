@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from factory import sandbox, sandbox_filter
+from factory import sandbox, sandbox_cgroup, sandbox_filter
 from factory.errors import IsolationError
 from factory.ledger import Ledger
 from factory.sandbox import MIB, Limits, Result
@@ -253,6 +253,35 @@ def test_a_fork_bomb(tmp_path: Path) -> None:
     result = inside(tmp_path, code, word, limits=Limits(wall_seconds=10, processes=64))
     assert result.stopped in ("processes", "wall") and result.seconds < 12
     assert processes_naming(word) == []
+
+
+def groups_of_ours() -> list[Path]:
+    mount = sandbox_cgroup.MOUNT
+    return [made for made in mount.rglob(f"{sandbox_cgroup.PREFIX}{os.getpid()}-*") if made.is_dir()]
+
+
+def test_the_kernel_limits_tasks_that_no_watch_counts(tmp_path: Path) -> None:
+    """Threads are no processes; root has no rlimit: where control groups can be made, one holds them."""
+    if "no control group" in sandbox.describe()["processes"]:
+        pytest.skip("no control group can be made here")
+    code = """
+    import threading
+    held = threading.Event()
+    try:
+        for started in range(1000):
+            threading.Thread(target=held.wait, daemon=True).start()
+    except RuntimeError as error:
+        print(started, error)
+    held.set()
+    """
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=15, processes=32))
+    assert result.returncode == 0, result.why()
+    assert int(result.stdout.split()[0]) <= 32 * sandbox.TASKS and "can't start new thread" in result.stdout
+    deadline = time.monotonic() + 3  # a group with a process that nobody has buried yet is removed by the next one
+    while (left := groups_of_ours()) and time.monotonic() < deadline:
+        with sandbox_cgroup.task_limit(1):
+            pass
+    assert left == []
 
 
 def test_a_memory_bomb_in_one_process(tmp_path: Path) -> None:
