@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from kernels import attention_native
 from kernels.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
 
 
@@ -110,6 +111,21 @@ RECOMPUTE = Implementation(
 )
 
 
+def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+    """As ``reference``, in C++ on the matrix units; as ``recompute`` where there are none, or in another dtype."""
+    if q_BTHK.dtype == torch.bfloat16 and attention_native.usable(q_BTHK.shape[-1]):
+        return attention_native.forward_op(q_BTHK, k_BTGK, v_BTGK, document_BT)
+    return recompute(q_BTHK, k_BTGK, v_BTGK, document_BT)
+
+
+NATIVE = Implementation(
+    "native",
+    native,
+    "C++: a key head's rows stay in cache, blocks of other documents are left out",
+    devices=("cpu",),
+)
+
+
 def flex(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
     """As ``reference``, by FlexAttention (Dong et al. 2024, arXiv 2412.05496): blocks that the mask empties are left out."""
     B, T = document_BT.shape
@@ -136,5 +152,5 @@ OP = op(
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1, 2),
-    implementations=(compiled(reference), RECOMPUTE, FLEX),
+    implementations=(compiled(reference), RECOMPUTE, NATIVE, FLEX),
 )

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from kernels import linear_cross_entropy_native
 from kernels.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
 
 Z_LOSS = 1e-4
@@ -214,6 +215,20 @@ def saved_logits(
     return SavedLogits.apply(x_ND, weight_VD, targets_N, weights_N, z_loss)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def native(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """As ``reference``, with the pointwise work in C++; as ``saved_logits`` in another dtype than fp32 and bf16."""
+    if x_ND.dtype not in linear_cross_entropy_native.FUNCTIONS or x_ND.dtype != weight_VD.dtype:
+        return saved_logits(x_ND, weight_VD, targets_N, weights_N, z_loss)
+    gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    loss, nll_N, _, _ = linear_cross_entropy_native.native_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients)
+    return loss, nll_N.detach()
+
+
+NATIVE = Implementation(
+    "native", native, "chunks of tokens, gradients made forward in the logits' place, in C++", devices=("cpu",)
+)
 CHUNKED = Implementation("chunked", chunked, "chunks of tokens, gradients made forward, tokens without loss left out")
 CHUNKED_COMPILED = Implementation(
     "chunked_compiled", chunked_compiled, "chunked, with the pointwise work compiled into one region", eager=chunked
@@ -231,5 +246,5 @@ OP = op(
     make_inputs=make_inputs,
     gradients=(0, 1),
     in_block=False,
-    implementations=(compiled(reference), CHUNKED, CHUNKED_COMPILED, SAVED_LOGITS),
+    implementations=(compiled(reference), CHUNKED, CHUNKED_COMPILED, SAVED_LOGITS, NATIVE),
 )

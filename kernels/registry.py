@@ -96,7 +96,7 @@ def bind(
     dtype: torch.dtype = torch.float32,
     compile: bool = True,
 ) -> Ops:
-    """The callables of a choice on a device; without ``compile`` none of them starts the compiler.
+    """The callables of a choice on a device; without ``compile`` none of them starts torch.compile.
 
     Raises: KernelError for what does not exist or does not run there.
     """

@@ -17,10 +17,11 @@ def test_the_shipped_choice_names_every_op_and_binds() -> None:
         choice = load_choice(SHIPPED, device)
         assert choice.keys() == OPS.keys()
     choice = load_choice(SHIPPED, "cpu")
-    fast = {"attention": "recompute", "linear_cross_entropy": "saved_logits"}
+    fast = {"attention": "native", "linear_cross_entropy": "native"}
     assert choice == dict.fromkeys(OPS, "reference") | fast
-    assert bind(choice).attention is OPS["attention"].implementations["recompute"].function
-    eager = bind(choice, compile=False)  # the same maths, and the compiler is not started
+    assert bind(choice).attention is OPS["attention"].implementations["native"].function
+    compiled = choice | {"attention": "recompute"}
+    eager = bind(compiled, compile=False)  # the same maths, and torch.compile is not started
     assert eager.attention is OPS["attention"].implementations["recompute"].eager
 
 
@@ -38,7 +39,7 @@ def test_an_op_that_is_not_named_runs_its_reference(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("cpu: {atention: recompute}", "no op 'atention'; there are: rms_norm"),
-        ("cpu: {attention: fast}", "there are: compiled, flex, recompute, reference"),
+        ("cpu: {attention: fast}", "there are: compiled, flex, native, recompute, reference"),
         ("tpu: {}", "unknown device class 'tpu'"),
         ("cpu: {swiglu: triton}", "does not run on cpu; those that do: compiled, reference"),
         ("cpu: [attention]", "expected a map"),

@@ -1,0 +1,99 @@
+"""Attention in C++ for CPUs with bf16 matrix units (``native/attention.cpp``), as torch.library ops.
+
+For bf16 on such a machine; anything else takes ``attention.recompute``, which has the same maths in torch's own ops.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kernels.native_library import library
+
+
+class Sizes(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_int64) for name in "BTHGK"), ("scale", ctypes.c_float)]
+
+
+@torch.compiler.assume_constant_result
+def usable(head_dim: int) -> bool:
+    """Can this machine's matrix units take heads of that size?"""
+    return head_dim % 2 == 0 and bool(library("attention").attention_usable())
+
+
+def call(function: str, inputs: list[Tensor], document_BT: Tensor, outputs: list[Tensor]) -> None:
+    """Inputs [B, T, heads, K] with a dense last dimension, the first q and the second k; outputs contiguous."""
+    (B, T, H, K), G = inputs[0].shape, inputs[1].shape[2]
+    # Two documents of a row differ in the lower half of their numbers too: the row would have to hold 2³² of them.
+    document_BT = document_BT.to(torch.int32).contiguous()
+    sizes = Sizes(B, T, H, G, K, K**-0.5)
+    strides = [step for x in inputs for step in x.stride()[:3]]
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (*inputs[:3], document_BT, *inputs[3:], *outputs)]
+    getattr(library("attention"), function)(
+        *pointers,
+        ctypes.byref(sizes),
+        (ctypes.c_int64 * len(strides))(*strides),
+        ctypes.c_int64(torch.get_num_threads()),
+    )
+
+
+def dense(x: Tensor) -> Tensor:
+    """Pairs of neighbours are moved as one: the last dimension must be dense, and every row begin with a pair."""
+    return x if x.stride(-1) == 1 and not any(step % 2 for step in x.stride()[:-1]) else x.contiguous()
+
+
+@torch.library.custom_op("factory::attention", mutates_args=())
+def forward_op(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+    o_BTHK = torch.empty_like(q_BTHK, memory_format=torch.contiguous_format)
+    call("attention_forward", [dense(x) for x in (q_BTHK, k_BTGK, v_BTGK)], document_BT, [o_BTHK])
+    return o_BTHK
+
+
+@torch.library.custom_op("factory::attention_backward", mutates_args=())
+def backward_op(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor, do_BTHK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = [dense(x) for x in (q_BTHK, k_BTGK, v_BTGK, do_BTHK)]
+    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
+    call("attention_backward", inputs, document_BT, gradients)
+    return gradients[0], gradients[1], gradients[2]
+
+
+@forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@backward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, document: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def gradients(ctx: Any, do_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    return *backward_op(*ctx.saved_tensors, do_BTHK), None  # type: ignore[return-value]
+
+
+forward_op.register_autograd(gradients, setup_context=keep)
+
+
+@register_flop_formula(torch.ops.factory.attention)
+def forward_flops(q: Any, k: Any, v: Any, document: Any, **_: Any) -> int:
+    """Two products, as SDPA's formula counts them: the whole square, because shapes do not say what is masked."""
+    B, T, H, K = q
+    return int(4 * B * H * T * T * K)
+
+
+@register_flop_formula(torch.ops.factory.attention_backward)
+def backward_flops(q: Any, k: Any, v: Any, document: Any, do: Any, **_: Any) -> int:
+    """Five products: the scores are computed again."""
+    B, T, H, K = q
+    return int(10 * B * H * T * T * K)

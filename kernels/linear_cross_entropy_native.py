@@ -1,0 +1,100 @@
+"""The loss head with its pointwise work in C++ (``native/cross_entropy.cpp``), for CPUs.
+
+The gradient by the logits is made in the forward pass, in the logits' own place, a bounded number of tokens at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kernels.native_library import library
+
+CHUNK = 1 << 24  # logits at a time: what they take is 32 MiB in bf16
+FUNCTIONS = {torch.bfloat16: "cross_entropy_bf16", torch.float32: "cross_entropy_fp32"}
+
+
+def rows(
+    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
+) -> tuple[Tensor, Tensor]:
+    """(weights · (nll + z_loss · logsumexp²), nll), both [C]; ``logits`` become their gradient, if asked, or stay.
+
+    Raises: IndexError for a target that is no token.
+    """
+    (C, V), function = logits_CV.shape, FUNCTIONS[logits_CV.dtype]
+    terms_C, nll_C = weights_C.new_empty(C), weights_C.new_empty(C)
+    outside = getattr(library("cross_entropy"), function)(
+        *(ctypes.c_void_p(x.data_ptr()) for x in (logits_CV, targets_C, weights_C)),
+        ctypes.c_float(z_loss),
+        *(ctypes.c_void_p(x.data_ptr()) for x in (terms_C, nll_C)),
+        *(ctypes.c_int64(n) for n in (C, V, gradients, torch.get_num_threads())),
+    )
+    if outside:
+        raise IndexError(f"{outside} targets are outside the vocabulary of {V}")
+    return terms_C, nll_C
+
+
+@torch.library.custom_op("factory::linear_cross_entropy_native", mutates_args=())
+def native_op(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two empty unless asked for."""
+    N, V = x_ND.shape[0], weight_VD.shape[0]
+    targets_N, weights_N = targets_N.long().contiguous(), weights_N.float().contiguous()
+    size = max(1, min(N, CHUNK // V))
+    losses, nlls, dxs = [], [], []
+    dweight_VD = weight_VD.new_empty(0)
+    for first in range(0, N, size):
+        part = slice(first, first + size)
+        logits_CV = x_ND[part] @ weight_VD.t()
+        terms_C, nll_C = rows(logits_CV, targets_N[part], weights_N[part], z_loss, gradients)
+        losses.append(terms_C.sum())
+        nlls.append(nll_C)
+        if gradients:
+            dxs.append(logits_CV @ weight_VD)
+            product_VD = logits_CV.t() @ x_ND[part]
+            # a sum over chunks is kept in fp32, or each addition would round it
+            dweight_VD = product_VD if size >= N else dweight_VD.add_(product_VD) if first else product_VD.float()
+    if not losses:  # no token at all
+        empty = x_ND.new_empty(0)
+        dweight_VD = torch.zeros_like(weight_VD) if gradients else empty
+        return (
+            weights_N.new_zeros(()),
+            weights_N.new_empty(0),
+            x_ND.new_empty(x_ND.shape) if gradients else empty,
+            dweight_VD,
+        )
+    return torch.stack(losses).sum(), torch.cat(nlls), torch.cat(dxs) if dxs else x_ND.new_empty(0), dweight_VD
+
+
+@native_op.register_fake
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    N, V = x.shape[0], weight.shape[0]
+    wide = torch.float32 if 0 < CHUNK // V < N else weight.dtype
+    dx, dweight = (torch.empty_like(x), torch.empty_like(weight, dtype=wide)) if gradients else (x.new_empty(0),) * 2
+    return weights.new_empty((), dtype=torch.float32), weights.new_empty(N, dtype=torch.float32), dx, dweight
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[2], output[3])
+    ctx.dtype = inputs[1].dtype
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def scale(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    dx_ND, dweight_VD = ctx.saved_tensors
+    return dx_ND * upstream[0], (dweight_VD * upstream[0]).to(ctx.dtype), None, None, None, None
+
+
+native_op.register_autograd(scale, setup_context=keep)
+
+
+@register_flop_formula(torch.ops.factory.linear_cross_entropy_native)
+def flops(x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, **_: Any) -> int:
+    return int(2 * x[0] * x[1] * weight[0] * (3 if gradients else 1))

@@ -1,0 +1,199 @@
+"""What the C++ kernels must do beyond the oracle's cases: any layout of memory, any documents, any threads, NaN, chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import attention, attention_native, linear_cross_entropy, linear_cross_entropy_native
+
+Call = Callable[..., Tensor]
+B, T, H, G, K = 3, 150, 4, 2, 32  # three blocks of queries, the last one short
+
+pytestmark = pytest.mark.skipif(not attention_native.usable(K), reason="this CPU has no bf16 matrix units")
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def made(seed: int = 0) -> tuple[list[Tensor], Tensor]:
+    """(q, k, v), and the gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (torch.randn(B, T, heads, K, generator=generator).bfloat16() for heads in (H, G, G, H))
+    return [q, k, v], do
+
+
+def documents(kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "one": torch.zeros(B, T),
+        "packed": (torch.rand(B, T, generator=generator) < 0.05).cumsum(1),
+        "each token its own": torch.arange(T).expand(B, T),
+        "padded": torch.where(torch.arange(T) < 100, 0, -1).expand(B, T),
+        "scattered": torch.randint(0, 4, (B, T), generator=generator),
+    }[kind].long()
+
+
+def gradients(call: Call, qkv: list[Tensor], document: Tensor, do: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    o = call(*leaves, document)
+    o.backward(do.to(o.dtype))
+    return [o.detach(), *(x.grad for x in leaves)]  # type: ignore[list-item]
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("kind", ["one", "packed", "each token its own", "padded", "scattered"])
+def test_no_further_from_fp64_than_the_reference_whatever_the_documents(kind: str) -> None:
+    qkv, do = made()
+    exact = gradients(attention.reference, [x.double() for x in qkv], documents(kind), do)
+    theirs = gradients(attention.reference, qkv, documents(kind), do)
+    ours = gradients(attention.native, qkv, documents(kind), do)
+    for mine, other, right in zip(ours, theirs, exact):
+        assert error(mine, right) <= 1.1 * error(other, right) + 1e-3
+
+
+def test_any_layout_in_memory_gives_the_same_bits() -> None:
+    """Views of one joined product, other dimensions outside, rows that begin between two pairs of numbers."""
+    qkv, do = made()
+    plain = gradients(attention.native, qkv, documents("packed"), do)
+    joined = torch.cat(qkv, dim=2).split([H, G, G], dim=2)
+    heads_outside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
+    odd_rows = [torch.cat((x.flatten(2), x.flatten(2)[..., :1]), dim=-1)[..., :-1].unflatten(2, (-1, K)) for x in qkv]
+    reversed_last = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in qkv]
+    for views in (joined, heads_outside, odd_rows, reversed_last):
+        found = [attention_native.forward_op(*views, documents("packed"))]
+        found += attention_native.backward_op(
+            *views, documents("packed"), do.transpose(1, 2).contiguous().transpose(1, 2)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, plain))
+
+
+def test_the_number_of_threads_changes_no_bit(threads: Callable[[int], None]) -> None:
+    qkv, do = made()
+    found = []
+    for count in (1, 2, 5):
+        threads(count)
+        found.append(gradients(attention.native, qkv, documents("packed"), do))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so_and_stays_in_its_document(value: float) -> None:
+    """The trainer's guard looks for NaN: a kernel that made numbers of it would hide a broken step.
+
+    Inside a block of 64 a masked weight of zero times NaN is NaN, as in the reference; other blocks never meet it.
+    """
+    qkv, do = made()
+    for x in qkv[:2]:
+        x[0, 70] = value
+    document = documents("one")
+    document[0, 128:] = 1
+    found = gradients(attention.native, qkv, document, do)
+    assert not found[0][0, 70:128].isfinite().any() and not found[1][0, 70].isfinite().any()
+    for x in found:
+        assert x[0, 128:].isfinite().all() and x[1:].isfinite().all()
+
+
+def test_inside_a_compiled_block_it_is_the_same() -> None:
+    qkv, do = made()
+
+    def block(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
+        return attention.native(q * 2, k, v, document) + 1
+
+    plain = gradients(block, qkv, documents("packed"), do)
+    compiled = gradients(torch.compile(block, dynamic=False, fullgraph=True), qkv, documents("packed"), do)
+    assert all(torch.equal(a, b) for a, b in zip(plain, compiled))
+
+
+def test_another_dtype_is_the_other_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, do = made()
+    wide = [x.float() for x in qkv]
+    ours, theirs = (gradients(f, wide, documents("packed"), do) for f in (attention.native, attention.recompute))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    monkeypatch.setattr(attention_native, "usable", lambda head_dim: False)
+    ours, theirs = (gradients(f, qkv, documents("packed"), do) for f in (attention.native, attention.recompute))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def head(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(size, 48, generator=generator).to(dtype).requires_grad_() for size in (301, 131))
+    targets = torch.randint(131, (301,), generator=generator)
+    weights = (torch.rand(301, generator=generator) < 0.7).float() / 301
+    return x, weight, targets, weights
+
+
+def losses(call: Callable[..., tuple[Tensor, Tensor]], inputs: tuple[Tensor, ...], upstream: float) -> list[Tensor]:
+    x, weight = inputs[:2]
+    x.grad = weight.grad = None
+    loss, nll = call(*inputs, 1e-3)
+    (loss * upstream).backward()
+    assert x.grad is not None and weight.grad is not None
+    return [loss.detach(), nll, x.grad, weight.grad]
+
+
+def check_against_fp64(inputs: tuple[Tensor, ...], upstream: float) -> list[Tensor]:
+    """No further from fp64 than the reference in the same dtype."""
+    wide = [x.detach().double().requires_grad_() for x in inputs[:2]]
+    exact = losses(linear_cross_entropy.reference, (*wide, *inputs[2:]), upstream)
+    theirs = losses(linear_cross_entropy.reference, inputs, upstream)
+    found = losses(linear_cross_entropy.native, inputs, upstream)
+    for mine, other, right in zip(found, theirs, exact):
+        assert error(mine, right) <= 1.1 * error(other, right) + 1e-6
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [131 * 301, 131 * 100, 131 * 7, 1])
+def test_chunks_change_the_loss_by_rounding_only(
+    dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_cross_entropy_native, "CHUNK", chunk)
+    found = check_against_fp64(head(dtype), 3.0)
+    assert found[3].dtype == dtype
+
+
+def test_logits_far_apart_are_neither_slow_nor_wrong() -> None:
+    """Softmax values below the smallest normal number: each product with one took a hundred cycles."""
+    inputs = head(torch.bfloat16)
+    with torch.no_grad():
+        inputs[1].mul_(20)
+    check_against_fp64(inputs, 1.0)
+    logits = (inputs[0] @ inputs[1].t()).detach()
+    linear_cross_entropy_native.rows(logits, inputs[2], inputs[3], 1e-3, True)
+    assert logits[logits != 0].abs().min() > torch.finfo(torch.float32).tiny
+
+
+def test_a_target_outside_the_vocabulary_is_an_error_and_no_token_is_no_loss() -> None:
+    x, weight, targets, weights = head(torch.bfloat16)
+    for wrong in (-1, 131):
+        with pytest.raises(IndexError, match="1 targets are outside the vocabulary of 131"):
+            linear_cross_entropy.native(x, weight, targets.index_fill(0, torch.tensor([5]), wrong), weights, 0.0)
+    loss, nll = linear_cross_entropy.native(x[:0], weight, targets[:0], weights[:0], 0.0)
+    loss.backward()
+    assert loss == 0 and nll.shape == (0,) and not weight.grad.any()  # type: ignore[union-attr]
+
+
+def test_a_poisoned_token_makes_the_loss_nan_and_no_other_tokens_gradient() -> None:
+    x, weight, targets, weights = head(torch.bfloat16)
+    kept, masked = int(weights.nonzero()[0]), int((weights == 0).nonzero()[0])
+    with torch.no_grad():
+        x[masked] = float("nan")
+    loss, nll = linear_cross_entropy.native(x, weight, targets, weights, 0.0)
+    assert loss.isfinite() and nll[masked] == 0, "a token without loss takes no part"
+    with torch.no_grad():
+        x[kept] = float("nan")
+    loss, nll = linear_cross_entropy.native(x, weight, targets, weights, 0.0)
+    loss.backward()
+    assert loss.isnan() and nll[kept].isnan() and int(nll.isnan().sum()) == 1
+    assert x.grad is not None and x.grad[kept].isnan().all() and int(x.grad.isnan().any(-1).sum()) == 1
