@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from factory.certificate import SERIES, TRAINED_WITH, CertificatePolicy, Evidence, Series, Trace
 from factory.errors import SegmentError
+from factory.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forget_exit, start_trainer, stop_trainer
 from factory.ledger import Ledger
 from factory.planning import plan_of
 from factory.progress import Progress
 from factory.repository import RepositoryError, changes, checkout_live
-from factory.training import EXIT_DISK_FULL, EXIT_STOPPED, folder_lock, spec_of, start_trainer, stop_trainer, write_spec
+from factory.training import folder_lock, spec_of, write_spec
 from factory.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ class Runs:
             log = self.scratch / self.basis / side / "trainer.log"
             title = f"certificate, {side} code"
             with open(log, "wb") as out, self.progress.task(title, len(names) * self.steps) as task:
+                for folder in folders:
+                    forget_exit(folder)
                 process = start_trainer(self.workspace, code, ["--wait", *map(str, folders)], out, lock)
                 done = 0
                 try:
@@ -127,7 +130,7 @@ class Runs:
                 except BaseException:
                     stop_trainer(process)
                     raise
-        return self._outcome(side, process.returncode, folders, log)
+        return self._outcome(side, exit_code(process, folders), folders, log)
 
     def _spec_of(self, name: str) -> Row:
         if name in ("pair", "again"):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from factory.errors import ConfigError, InputError
+from factory.launching import ranks
 from factory.ledger import Ledger, checkpoints, data_plans, record, segments, token_shards
 from factory.workspace import Workspace
 
@@ -129,11 +130,12 @@ def load_recipe(workspace: Workspace) -> Recipe:
         recipe = Recipe.load(workspace.recipe_path())
     except TrainerError as error:
         raise ConfigError(str(error)) from error
-    if recipe.parallel.tensor > 1 or recipe.parallel.replicas > 1:
-        raise ConfigError(
-            f"{workspace.recipe_path()}: parallel: the factory starts one rank; take tensor and replicas out, or run "
-            "segments by hand with 'torchrun -m trainer'"
-        )
+    count = ranks(workspace)
+    try:
+        recipe.batch.check_ranks(recipe.parallel.data_ranks(count, recipe.model))
+    except TrainerError as error:
+        hint = f"{count} ranks train ('ranks' in {workspace.root / 'factory.yaml'}, by default one for each GPU)"
+        raise ConfigError(f"{workspace.recipe_path()}: {error}; {hint}") from error
     return recipe
 
 

@@ -1,4 +1,4 @@
-"""Runs the trainer: one process a segment, from the worktree of the live code (DESIGN §2, §5).
+"""Runs the trainer: once a segment, from the worktree of the live code (DESIGN §2, §5).
 
 The ledger row of a segment is written before its folder, and says all that the folder needs; a killed factory runs the same segment
 again and the trainer resumes from its newest good checkpoint. What the trainer says is read from files; its exit ends the segment.
@@ -6,7 +6,6 @@ again and the trainer resumes from its newest good checkpoint. What the trainer 
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -18,12 +17,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import sqlalchemy as sa
 
 from factory.errors import SegmentError
 from factory.exports import folder_sha256
+from factory.launching import (
+    EXIT_DISK_FULL,
+    EXIT_STOPPED,
+    STILL_RUNNING_SECONDS,
+    die_with_parent,
+    exit_code,
+    forget_exit,
+    start_trainer,
+    stop_trainer,
+)
 from factory.ledger import Ledger, anomalies, candidates, checkpoints, record, segments
 from factory.planning import last_checkpoint, plan_of
 from factory.progress import Progress
@@ -31,9 +40,6 @@ from factory.workspace import Workspace
 
 MAX_ATTEMPTS = 3
 POLL_SECONDS = 1.0
-STILL_RUNNING_SECONDS = 120.0  # how long a trainer of a killed factory gets to write its last checkpoint
-EXIT_STOPPED = 75  # the trainer was told to stop and left a checkpoint
-EXIT_DISK_FULL = 74
 
 
 class Follower(Protocol):
@@ -108,6 +114,7 @@ def _run_trainer(
         open(log, "ab") as out,
         progress.task(title, row["last_step"] - row["first_step"]) as task,
     ):
+        forget_exit(folder)
         process = start_trainer(workspace, code, [str(folder)], out, lock)
         watch = _StepWatch(folder / "metrics.jsonl", row["first_step"])
         task.advance(0, "starting (the first time, the model is compiled)")
@@ -123,37 +130,7 @@ def _run_trainer(
             raise
     if follower:
         follower.poll()
-    return process.returncode
-
-
-def start_trainer(
-    workspace: Workspace, code: Path, arguments: list[str], out: IO[bytes], lock: int
-) -> subprocess.Popen[bytes]:
-    """``python -m trainer …`` of that code, with its output in ``out``; it holds ``lock`` as long as it lives."""
-    environment = os.environ | {
-        "PYTHONPATH": str(code),
-        "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
-        "PYTHONUNBUFFERED": "1",
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "trainer", *arguments],
-        cwd=code,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=out,
-        pass_fds=(lock,),
-        preexec_fn=_die_with_parent,
-        start_new_session=True,  # Ctrl-C is ours: the trainer gets a SIGTERM and leaves a checkpoint
-    )
-
-
-def stop_trainer(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()  # it writes a checkpoint and ends
-    try:
-        process.wait(timeout=STILL_RUNNING_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    return exit_code(process, [folder])
 
 
 class _StepWatch:
@@ -293,17 +270,11 @@ def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     )
 
 
 # -- small parts -------------------------------------------------------------------------------------------------------
-def _die_with_parent() -> None:
-    """In the child: be told to stop (SIGTERM, so a checkpoint is left) when the factory dies, however it dies."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[int]:
     """A lock that the trainer inherits: held while either lives, so that a restarted factory waits for the old trainer to end."""

@@ -39,6 +39,9 @@ class Config:
     recipe: name of a file in ``policies/recipes/``.
     repository: the git repository whose code is trained with and patched, relative to the workspace; the factory's own by default.
     ledger_url, mlflow_uri: SQLAlchemy / MLflow addresses; SQLite files of the workspace by default.
+    ranks: how many ranks train; 0, the default: one for each GPU of this machine, one without any.
+    launcher: what starts the ranks in place of torchrun on this machine, for several machines that share the workspace:
+        ``srun --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500``.
     """
 
     version: int = VERSION
@@ -46,6 +49,8 @@ class Config:
     repository: str = ""
     ledger_url: str = ""
     mlflow_uri: str = ""
+    ranks: int = 0
+    launcher: str = ""
 
 
 def code_root() -> Path:
@@ -206,7 +211,7 @@ class Workspace:
 
 def _write_config(path: Path, config: Config) -> None:
     lines = ["# This factory's configuration. Every key is optional; an unknown key is an error.\n"]
-    lines += [f"{key}: {value}\n" for key, value in vars(config).items() if value != ""]
+    lines += [f"{key}: {value}\n" for key, value in vars(config).items() if value not in ("", 0)]
     path.write_text("".join(lines))
 
 
@@ -223,4 +228,6 @@ def _read_config(path: Path) -> Config:
             raise ConfigError(f"{path}: unknown key {key!r}{nearest(str(key), known)}")
         if not isinstance(value, known[key]):
             raise ConfigError(f"{path}: {key}: expected {known[key].__name__}, got {value!r}")
+    if isinstance(ranks := data.get("ranks", 0), bool) or ranks < 0:
+        raise ConfigError(f"{path}: ranks: expected a number of ranks, got {ranks!r}")
     return Config(**data)

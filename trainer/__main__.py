@@ -4,11 +4,15 @@
 FOLDER/ready says that the trainer waits for it. So steps can be timed apart from start-up and compilation.
 
 Exit codes: 0 done · 2 the spec, recipe, data or a checkpoint is wrong · 74 the disk is full · 75 stopped by SIGTERM,
-checkpoint written: start it again to go on.
+checkpoint written: start it again to go on. A rank of torchrun, which would hide it, leaves its code in FOLDER/exit-code.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -30,24 +34,38 @@ def main(arguments: list[str]) -> int:
     from trainer.segment import Stopped, run_segment
     from trainer.token_shard import TokenShardError
 
+    if "RANK" in os.environ:
+        die_with_launcher()
+    folder = folders[0]
     try:
         for folder in folders:
             if wait:
                 await_spec(folder)
             run_segment(folder)
+        return 0
     except (TrainerError, TokenShardError, KernelError) as error:
         print(f"trainer: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, TrainerError) else 2
+        code = error.exit_code if isinstance(error, TrainerError) else 2
     except Stopped as stopped:
         print(f"trainer: {stopped}", file=sys.stderr)
-        return 75
+        code = 75
     except OSError as error:
         if error.errno not in FULL:
             raise
         where = error.filename or folder
         print(f"trainer: {error.strerror}: {where}; free some space and start again", file=sys.stderr)
-        return EXIT_FULL
-    return 0
+        code = EXIT_FULL
+    if "RANK" in os.environ:
+        with contextlib.suppress(OSError), open(folder / "exit-code", "x") as left:  # the first to end knows why
+            left.write(f"{code}\n")
+    return code
+
+
+def die_with_launcher() -> None:
+    """A rank whose launcher was killed would train on beside the ranks that take its place."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def await_spec(folder: Path) -> None:

@@ -9,6 +9,7 @@ A batch's weights already hold the global normaliser, so that the sum over ranks
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,25 +91,28 @@ class Ranks:
             dist.destroy_process_group()
 
 
+_joined = itertools.count()  # of this process, and the same in every rank
+
+
 def rendezvous() -> dist.Store | None:
     """Where ranks find one another; None: as torch does by itself.
 
-    torchrun may lend its own store (c10d and static rendezvous), which after a restart still holds the addresses of the
-    ranks that died (pytorch/pytorch#135712). Each attempt gets its own names there. Attempts are counted by each node
-    alone, so that this is for one node.
+    torchrun may lend its own store (c10d and static rendezvous), which still holds the addresses of ranks that died
+    (pytorch/pytorch#135712) or left the group that a process was in before. Each attempt, and each group of a process, gets
+    its own names there. Attempts are counted by each node alone, so that restarts are for one node.
 
     Raises: RecipeError for several nodes with restarts on torchrun's store.
     """
     found = os.environ.get
-    if found("TORCHELASTIC_USE_AGENT_STORE") != "True" or found("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+    if found("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    if found("GROUP_WORLD_SIZE", "1") != "1":
+    if found("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and found("GROUP_WORLD_SIZE", "1") != "1":
         raise RecipeError(
             "torchrun --max-restarts over several nodes needs --rdzv-backend=c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
             "in its environment: restarted ranks would look for one another where the dead ones were"
         )
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}-group-{next(_joined)}", store)
 
 
 class TensorRanks:

@@ -1,0 +1,103 @@
+"""Starts the trainer: one process, or as many ranks as ``factory.yaml`` says, through torchrun (torch elastic).
+
+Whatever starts them, the ranks die with the factory, and how the trainer ended is known here by its own exit code: torchrun
+tells only that a rank failed, so ranks leave theirs in the segment's folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+from factory.errors import ConfigError
+from factory.workspace import Workspace
+
+STILL_RUNNING_SECONDS = 120.0  # how long a trainer that was told to end gets to write its last checkpoint
+EXIT_STOPPED = 75  # the trainer was told to stop and left a checkpoint
+EXIT_DISK_FULL = 74
+TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=0")
+
+
+def ranks(workspace: Workspace) -> int:
+    """How many ranks train: what ``factory.yaml`` says; by default one for each GPU of this machine, one without any."""
+    if workspace.config.ranks:
+        return workspace.config.ranks
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def launcher(workspace: Workspace) -> list[str]:
+    """The words before ``-m trainer``. Raises: ConfigError for a ``launcher`` that is no shell line, or without ``ranks``."""
+    where = workspace.root / "factory.yaml"
+    if workspace.config.launcher:
+        if not workspace.config.ranks:
+            raise ConfigError(f"{where}: launcher: say in 'ranks' how many ranks it starts")
+        try:
+            return shlex.split(workspace.config.launcher)
+        except ValueError as error:
+            raise ConfigError(f"{where}: launcher: {error}: {workspace.config.launcher!r}") from error
+    count = ranks(workspace)
+    return [sys.executable, *((*TORCHRUN, f"--nproc-per-node={count}") if count > 1 else ())]
+
+
+def start_trainer(
+    workspace: Workspace, code: Path, arguments: list[str], out: IO[bytes], lock: int
+) -> subprocess.Popen[bytes]:
+    """``-m trainer …`` of that code, with its output in ``out``; it holds ``lock`` as long as it lives.
+
+    Raises: ConfigError when the launcher cannot be started.
+    """
+    environment = os.environ | {
+        "PYTHONPATH": str(code),
+        "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(STILL_RUNNING_SECONDS * 0.9)),
+    }
+    words = [*launcher(workspace), "-m", "trainer", *arguments]
+    try:
+        return subprocess.Popen(
+            words,
+            cwd=code,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            pass_fds=(lock,),
+            preexec_fn=die_with_parent,
+            start_new_session=True,  # Ctrl-C is ours: the trainer gets a SIGTERM and leaves a checkpoint
+        )
+    except OSError as error:
+        raise ConfigError(f"{workspace.root / 'factory.yaml'}: launcher: {words[0]}: {error.strerror}") from error
+
+
+def stop_trainer(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()  # it writes a checkpoint and ends
+    try:
+        process.wait(timeout=STILL_RUNNING_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def forget_exit(folder: Path) -> None:
+    """Before a start: what an earlier process said of its end is old."""
+    (folder / "exit-code").unlink(missing_ok=True)
+
+
+def exit_code(process: subprocess.Popen[bytes], folders: Iterable[Path]) -> int:
+    """How the trainer ended: by what a rank left in one of the folders, else as its process ended."""
+    left = [int(path.read_text()) for folder in folders if (path := folder / "exit-code").exists()]
+    return left[0] if process.returncode and left else process.returncode
+
+
+def die_with_parent() -> None:
+    """In the child: be told to stop (SIGTERM, so a checkpoint is left) when the factory dies, however it dies."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
