@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kernels import attention_native
-from kernels.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+from kernels.op import Cost, Implementation, Inputs, Shape, compiled, lazily_compiled, normal, op
 
 
 def document_mask(document_BT: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def recompute(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tenso
 
 RECOMPUTE = Implementation(
     "recompute",
-    torch.compile(recompute, dynamic=False),
+    lazily_compiled(recompute),
     "SDPA forward; backward by matrix products on recomputed fp32 scores, compiled",
     devices=("cpu",),
     eager=recompute,
@@ -141,7 +141,7 @@ def flex(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) ->
 
 FLEX = Implementation(
     "flex",
-    torch.compile(flex, dynamic=False),
+    lazily_compiled(flex),
     "FlexAttention over blocks of one document, compiled",
     devices=("cuda",),
     eager=flex,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kernels import linear_cross_entropy_native
-from kernels.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+from kernels.op import Cost, Implementation, Inputs, Shape, compiled, lazily_compiled, normal, op
 
 Z_LOSS = 1e-4
 ROWS = 1024  # tokens a chunk: fewer re-read the weight and its gradient more often than they save in cache
@@ -72,7 +72,7 @@ def rows_eager(
     return term, nll, dlogits.to(logits_CV.dtype)
 
 
-rows_compiled = torch.compile(rows_eager)
+rows_compiled = lazily_compiled(rows_eager, dynamic=None)
 
 
 @torch.library.custom_op("factory::linear_cross_entropy_chunked", mutates_args=())
@@ -235,7 +235,7 @@ CHUNKED_COMPILED = Implementation(
 )
 SAVED_LOGITS = Implementation(
     "saved_logits",
-    torch.compile(saved_logits, dynamic=False),
+    lazily_compiled(saved_logits),
     "logits kept in the inputs' dtype, their gradient in one pass, compiled",
     eager=saved_logits,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -130,11 +131,30 @@ def normal(
     return (torch.randn(size, generator=generator) * scale).to(device=device, dtype=dtype)
 
 
+def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
+    """``torch.compile`` at the first call: loading the compiler takes a second, which a run without it need not wait for.
+
+    Inside a region that is being compiled, the function becomes part of it. Not ``dynamic``: fixed sizes give the
+    fastest code, and a training run has few of them.
+    """
+    made: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*arguments)
+        if not made:
+            made.append(torch.compile(function, dynamic=dynamic))
+        return made[0](*arguments)
+
+    return call
+
+
 def compiled(reference: Callable[..., Any]) -> Implementation:
     """The reference as one region of torch.compile; one inside a compiled block becomes part of it."""
-    # dynamic=False: fixed sizes give the fastest code, and a training run has few of them.
-    about = "the reference through torch.compile"
-    return Implementation("compiled", torch.compile(reference, dynamic=False), about, eager=reference)
+    return Implementation(
+        "compiled", lazily_compiled(reference), "the reference through torch.compile", eager=reference
+    )
 
 
 def op(

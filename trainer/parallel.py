@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch import Tensor
 
 from trainer.errors import RecipeError
 from trainer.recipe import ModelRecipe, ParallelRecipe
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,8 @@ class Ranks:
         if size == 1:
             return cls(rank, size, device)
         dist.init_process_group("nccl" if cuda else "gloo", store=rendezvous(), rank=rank, world_size=size)
+        from torch.distributed.device_mesh import init_device_mesh
+
         shape = (parallel.replicas, data_ranks // parallel.replicas, parallel.tensor)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard", "tensor"))
         return cls(rank, size, device, mesh, rank // parallel.tensor, data_ranks)
@@ -65,8 +65,11 @@ class Ranks:
 
     @property
     def tensor(self) -> TensorRanks:
-        mesh = self.mesh["tensor"] if self.mesh is not None else None
-        return TensorRanks(mesh if mesh is not None and mesh.size() > 1 else None)
+        if self.mesh is None or self.mesh["tensor"].size() == 1:
+            return TensorRanks()
+        from trainer.split import SplitTensorRanks
+
+        return SplitTensorRanks(self.mesh["tensor"])
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
@@ -116,69 +119,30 @@ def rendezvous() -> dist.Store | None:
 
 
 class TensorRanks:
-    """The ranks that split each matrix, and each row's positions S of T. Alone, everything is left as it is."""
+    """One rank that has each matrix and each row whole. Where several split them: ``trainer.split``."""
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self.mesh = mesh
-        self.size = 1 if mesh is None else mesh.size()
+    size = 1
 
     def part(self, x_BT: Tensor) -> Tensor:
         """This rank's positions, [B, S, …]."""
-        return x_BT if self.mesh is None else x_BT.chunk(self.size, dim=1)[self.mesh.get_local_rank()]
+        return x_BT
 
     def gather(self, x_BSD: Tensor) -> Tensor:
-        """All positions, before a matrix that is split by rows; backward sums what each rank found and splits it."""
-        if self.mesh is None:
-            return x_BSD
-        whole = DTensor.from_local(x_BSD, self.mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Partial()])
+        """All positions, before a matrix that is split by rows."""
+        return x_BSD
 
     def scatter(self, y_BTD: Tensor) -> Tensor:
         """The sum over the ranks, of this rank's positions: after a matrix that is split by columns."""
-        if self.mesh is None:
-            return y_BTD
-        return (
-            DTensor.from_local(y_BTD, self.mesh, [Partial()], run_check=False)
-            .redistribute(placements=[Shard(1)])
-            .to_local()
-        )
+        return y_BTD
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """This rank's share of a parameter, or all of one that is not split: then each rank finds a part of its gradient."""
-        if not isinstance(parameter, DTensor):
-            return parameter
-        grads = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
-        return parameter.to_local(grad_placements=grads)  # type: ignore[no-any-return]
+        """This rank's share of a parameter, or all of one that is not split."""
+        return parameter
 
 
-def distribute(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, dtype: torch.dtype) -> None:
-    """Split a model's parameters (on the meta device still) over the mesh. Values come after.
-
-    ``model.split_dimension(name)`` says along which dimension *tensor* ranks split a parameter; None: all hold it.
-    """
-    if ranks.mesh is None:
-        return
-    tensor_mesh = ranks.tensor.mesh
-    if tensor_mesh is not None:
-        for name, parameter in list(model.named_parameters()):
-            dimension = model.split_dimension(name)  # type: ignore[operator]
-            placement: Placement = Replicate() if dimension is None else Shard(dimension)
-            owner_name, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner_name), key, nn.Parameter(_split(parameter, tensor_mesh, placement)))
-    replicas = ranks.mesh["replica"].size() > 1
-    mesh = ranks.mesh["replica", "shard"] if replicas else ranks.mesh["shard"]
-    # Weights are fp32; what is gathered for a block is in ``dtype``, and gradients are summed in fp32.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not model)
-        module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
-        module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-
-
-def _split(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, [placement])
-    local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-    return DTensor.from_local(local, mesh, [placement], run_check=False)
+def is_split(tensor: Tensor) -> bool:
+    """Is it a DTensor? Asked without importing it, for those who only read tensors."""
+    return hasattr(tensor, "placements")
 
 
 @dataclass(frozen=True)
@@ -190,10 +154,12 @@ class Region:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Region:
+    def of(cls, tensor: Any) -> Region:
         whole = tuple(tensor.shape)
-        if not isinstance(tensor, DTensor):
+        if not is_split(tensor):
             return cls(whole, (0,) * len(whole), whole)
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
         return cls(whole, tuple(offset), tuple(shape))
 
@@ -208,12 +174,12 @@ class Region:
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; shares its memory."""
     held: Any = tensor.detach()
-    return held.to_local() if isinstance(held, DTensor) else held
+    return held.to_local() if is_split(held) else held  # type: ignore[no-any-return]
 
 
-def copies(tensor: Tensor) -> int:
+def copies(tensor: Any) -> int:
     """How many ranks hold each element of a tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_split(tensor):
         return 1
     count = 1
     for size, placement in zip(tensor.device_mesh.shape, tensor.placements):
@@ -221,9 +187,9 @@ def copies(tensor: Tensor) -> int:
     return count
 
 
-def first_holder(tensor: Tensor) -> bool:
+def first_holder(tensor: Any) -> bool:
     """Is this the first of the ranks that hold what this one holds of a tensor?"""
-    if not isinstance(tensor, DTensor):
+    if not is_split(tensor):
         return True
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
@@ -232,7 +198,7 @@ def first_holder(tensor: Tensor) -> bool:
 
 def whole(value: Tensor, like: Tensor) -> Tensor:
     """All of a tensor of which each rank has ``value``, split as ``like`` is: a sum over ranks, each in its region."""
-    if not isinstance(like, DTensor):
+    if not is_split(like):
         return value
     total = value.new_zeros(like.shape)
     if first_holder(like):

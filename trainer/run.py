@@ -21,7 +21,7 @@ from trainer.metrics import memory_bytes
 from trainer.model import Decoder
 from trainer.monitor import Half, Monitor
 from trainer.optimizer import Optimizer, squares
-from trainer.parallel import Ranks, Region, distribute, first_holder, local
+from trainer.parallel import Ranks, Region, first_holder, local
 from trainer.schedule import lr_share
 from trainer.spec import SegmentSpec
 from trainer.stability import Detector, clip_and_skip
@@ -39,7 +39,10 @@ class Run:
         ops = bind(load_choice(spec.kernels_path, ranks.device.type), ranks.device, dtype, recipe.compile)
         with torch.device("meta"):
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
-        distribute(self.model, self.model.blocks, ranks, dtype)
+        if ranks.mesh is not None:
+            from trainer.split import distribute
+
+            distribute(self.model, self.model.blocks, ranks, dtype)
         self.model.to_empty(device=ranks.device)
         self.optimizer = Optimizer(self.model, recipe.optimizer, recipe.model.width_share)
         self.monitor = Monitor(self.optimizer, ranks)
