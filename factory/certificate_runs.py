@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from factory.certificate import SERIES, TRAINED_WITH, CertificatePolicy, Evidence, Series, Trace
 from factory.errors import SegmentError
-from factory.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forget_exit, start_trainer, stop_trainer
+from factory.launching import EXIT_DISK_FULL, EXIT_STOPPED, ended, exit_code, forget_exit, start_trainer, stop_trainer
 from factory.ledger import Ledger
 from factory.planning import plan_of
 from factory.progress import Progress
@@ -30,7 +29,7 @@ from factory.workspace import Workspace
 if TYPE_CHECKING:
     from torch import Tensor
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 1.0
 EXIT_WRONG_INPUT = 2  # the trainer cannot run this spec, recipe, data or checkpoint
 Row = dict[str, Any]
 
@@ -119,14 +118,12 @@ class Runs:
                 process = start_trainer(self.workspace, code, ["--wait", *map(str, folders)], out, lock)
                 done = 0
                 try:
-                    while True:
-                        ended = process.poll() is not None
+                    over = False
+                    while not over:
+                        over = ended(process, POLL_SECONDS)
                         now = sum(_lines(folder / "metrics.jsonl") for folder in folders)
                         task.advance(now - done, commit[:12])
                         done = now
-                        if ended:
-                            break
-                        time.sleep(POLL_SECONDS)
                 except BaseException:
                     stop_trainer(process)
                     raise

@@ -78,11 +78,18 @@ def start_trainer(
         raise ConfigError(f"{workspace.root / 'factory.yaml'}: launcher: {words[0]}: {error.strerror}") from error
 
 
+def ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Has it ended? Waits so long for it, and no longer than it takes."""
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
 def stop_trainer(process: subprocess.Popen[bytes]) -> None:
     process.terminate()  # it writes a checkpoint and ends
-    try:
-        process.wait(timeout=STILL_RUNNING_SECONDS)
-    except subprocess.TimeoutExpired:
+    if not ended(process, STILL_RUNNING_SECONDS):
         process.kill()
 
 

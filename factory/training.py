@@ -28,6 +28,7 @@ from factory.launching import (
     EXIT_STOPPED,
     STILL_RUNNING_SECONDS,
     die_with_parent,
+    ended,
     exit_code,
     forget_exit,
     start_trainer,
@@ -119,8 +120,7 @@ def _run_trainer(
         watch = _StepWatch(folder / "metrics.jsonl", row["first_step"])
         task.advance(0, "starting (the first time, the model is compiled)")
         try:
-            while process.poll() is None:
-                time.sleep(POLL_SECONDS)
+            while not ended(process, POLL_SECONDS):
                 watch.report(task)
                 if follower:
                     follower.poll()

@@ -225,7 +225,7 @@ def _with(target: Path, op: str, source: str) -> str:
     return head + "\n\n" + source + "\n\n" + extra
 
 
-def _judge(target: Path, tmp_path: Path, op: str, source: str) -> dict[str, object]:
+def _judge(target: Path, tmp_path: Path, op: str, source: str, policy: OraclePolicy = ORACLE) -> dict[str, object]:
     base = repository.live_commit(target)
     text = _with(target, op, source)
     applied = repository.apply_proposal(
@@ -240,7 +240,7 @@ def _judge(target: Path, tmp_path: Path, op: str, source: str) -> dict[str, obje
     baseline = repository.checkout(target, base, tmp_path / "base")
     try:
         return patch_ops.oracle(
-            ORACLE, [ChangedOp(op, "reference", "fast")], "fp32", baseline, applied.worktree, tmp_path / "work"
+            policy, [ChangedOp(op, "reference", "fast")], "fp32", baseline, applied.worktree, tmp_path / "work"
         )
     finally:
         repository.remove_worktree(target, applied.worktree)
@@ -261,7 +261,7 @@ EXITS = {"an early exit": "import os\n\nos._exit(0)\n", "an endless import": "wh
 @pytest.mark.parametrize("name", EXITS)
 def test_processes_that_end_or_never_end(target: Path, tmp_path: Path, name: str) -> None:
     source = EXITS[name] + "\n\ndef fast(gate_XF, up_XF):\n    return gate_XF\n"
-    found = _judge(target, tmp_path, "swiglu", source)
+    found = _judge(target, tmp_path, "swiglu", source, OraclePolicy(cases=["small"], wall_seconds=15))
     assert found["state"] == "failed", found
 
 
