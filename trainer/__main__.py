@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -29,36 +30,23 @@ def main(arguments: list[str]) -> int:
     from kernels.host_memory import keep_freed_memory
 
     keep_freed_memory()
-    from kernels.registry import KernelError
-    from trainer.errors import EXIT_FULL, FULL, TrainerError
-    from trainer.segment import Stopped, run_segment
-    from trainer.token_shard import TokenShardError
+    from kernels.op import KernelError
+    from trainer.errors import exit_code_of
+    from trainer.segment import run_segment
 
     if "RANK" in os.environ:
         die_with_launcher()
-    folder = folders[0]
-    try:
-        for folder in folders:
-            if wait:
-                await_spec(folder)
-            run_segment(folder)
-        return 0
-    except (TrainerError, TokenShardError, KernelError) as error:
-        print(f"trainer: {error}", file=sys.stderr)
-        code = error.exit_code if isinstance(error, TrainerError) else 2
-    except Stopped as stopped:
-        print(f"trainer: {stopped}", file=sys.stderr)
-        code = 75
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        where = error.filename or folder
-        print(f"trainer: {error.strerror}: {where}; free some space and start again", file=sys.stderr)
-        code = EXIT_FULL
-    if "RANK" in os.environ:
-        with contextlib.suppress(OSError), open(folder / "exit-code", "x") as left:  # the first to end knows why
-            left.write(f"{code}\n")
-    return code
+    for folder in folders:
+        if wait:
+            await_spec(folder)
+        code = exit_code_of("trainer", functools.partial(run_segment, folder), KernelError)
+        if code:
+            if "RANK" in os.environ:
+                # "x": the first rank to end knows why
+                with contextlib.suppress(OSError), open(folder / "exit-code", "x") as left:
+                    left.write(f"{code}\n")
+            return code
+    return 0
 
 
 def die_with_launcher() -> None:

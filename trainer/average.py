@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer import checkpoint as checkpoints
 from trainer.checkpoint import Checkpoint
-from trainer.errors import EXIT_FULL, FULL, CheckpointError, TrainerError
+from trainer.errors import CheckpointError, TrainerError, exit_code_of
 
 
 class AverageError(TrainerError):
@@ -120,17 +120,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     out, *sources = map(Path, arguments)
-    try:
-        print(checkpoints.save(out, average(sources, weights)))
-    except TrainerError as error:
-        print(f"trainer.average: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        print(f"trainer.average: {error.strerror}: {error.filename}; free some space and start again", file=sys.stderr)
-        return EXIT_FULL
-    return 0
+    return exit_code_of("trainer.average", lambda: print(checkpoints.save(out, average(sources, weights))))
 
 
 if __name__ == "__main__":

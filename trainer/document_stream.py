@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data_plan import DataPlan
-from trainer.errors import DataPlanError
+from trainer.errors import DataPlanError, TokenShardError
 from trainer.permutation import BLOCK, Permutation
-from trainer.token_shard import TokenShard, TokenShardError
+from trainer.token_shard import TokenShard
 
 
 class Piece(NamedTuple):

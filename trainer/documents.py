@@ -19,7 +19,6 @@ from typing import Any
 from trainer.data_order import DataOrder, documents_at
 from trainer.errors import CheckpointError, SpecError, TrainerError
 from trainer.spec import SegmentSpec
-from trainer.token_shard import TokenShardError
 
 
 def documents_of(segment: Path, step: int) -> list[str]:
@@ -86,9 +85,9 @@ def main(arguments: list[str]) -> int:
     asked = parser.parse_args(arguments)
     try:
         found = documents_of(asked.segment, asked.step)
-    except (TrainerError, TokenShardError) as error:
+    except TrainerError as error:
         print(f"trainer.documents: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     print(json.dumps({"step": asked.step, "documents": found}) if asked.json else "\n".join(found))
     return 0
 

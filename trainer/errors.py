@@ -1,19 +1,20 @@
-"""What a user can cause in a training run. Each is printed as one line; its ``exit_code`` is the process's."""
+"""What a user can cause in a training run, and how a program of this package tells it: one line and an exit code."""
 
 from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of an OSError: the disk is full
-EXIT_FULL = 74
+EXIT_WRONG, EXIT_FULL, EXIT_STOPPED = 2, 74, 75
 
 
 class TrainerError(Exception):
     """The root of everything a user can cause here."""
 
-    exit_code = 2
+    exit_code = EXIT_WRONG
 
 
 class RecipeError(TrainerError):
@@ -30,6 +31,38 @@ class DataPlanError(TrainerError):
 
 class CheckpointError(TrainerError):
     """A checkpoint is missing, torn, altered, or belongs to another model."""
+
+
+class TokenShardError(TrainerError):
+    """The folder is no token shard, or its bytes are not those its manifest names."""
+
+
+class Stopped(TrainerError):
+    """Asked to stop (SIGTERM); a checkpoint of the last whole step is on disk."""
+
+    exit_code = EXIT_STOPPED
+
+
+def exit_code_of(program: str, work: Callable[[], object], wrong: type[Exception] = TrainerError) -> int:
+    """Do the work; 0, or the exit code of what a user can mend, which is told in one line on stderr.
+
+    ``wrong``: another package's error that a user can cause.
+    """
+    try:
+        work()
+    except TrainerError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return error.exit_code
+    except wrong as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return EXIT_WRONG
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        print(f"{program}: {error.strerror}{where}; free some space and start again", file=sys.stderr)
+        return EXIT_FULL
+    return 0
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

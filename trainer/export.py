@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer import checkpoint as checkpoints
-from trainer.errors import EXIT_FULL, FULL, TrainerError
+from trainer.errors import exit_code_of
 from trainer.recipe import ModelRecipe, Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
@@ -179,17 +179,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
         print(__doc__, file=sys.stderr)
         return 2
-    try:
-        export(Path(arguments[0]), Path(arguments[1]))
-    except TrainerError as error:
-        print(f"trainer.export: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        print(f"trainer.export: {error.strerror}: {error.filename}; free some space and start again", file=sys.stderr)
-        return EXIT_FULL
-    return 0
+    return exit_code_of("trainer.export", lambda: export(Path(arguments[0]), Path(arguments[1])))
 
 
 if __name__ == "__main__":

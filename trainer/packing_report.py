@@ -37,7 +37,7 @@ from trainer.errors import DataPlanError, SpecError, TrainerError
 from trainer.packing import STRATEGIES
 from trainer.recipe import Recipe
 from trainer.spec import SegmentSpec
-from trainer.token_shard import TokenShard, TokenShardError
+from trainer.token_shard import TokenShard
 
 STEPS = 100
 
@@ -190,9 +190,9 @@ def main(arguments: list[str]) -> int:
     try:
         recipe, plan = read_inputs(asked.paths)
         found = reports(plan, recipe, asked.steps)
-    except (TrainerError, TokenShardError) as error:
+    except TrainerError as error:
         print(f"trainer.packing_report: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     if asked.json:
         print(json.dumps([asdict(report) | {"used_share": report.used_share} for report in found], indent=1))
         return 0

@@ -23,7 +23,7 @@ from trainer.batch import prefetch
 from trainer.checkpoint import Skipped
 from trainer.checkpoint_writer import Writer
 from trainer.data_order import document_keys
-from trainer.errors import CheckpointError, SpecError
+from trainer.errors import CheckpointError, SpecError, Stopped
 from trainer.feasible import refuse_impossible
 from trainer.metrics import Lines, matmul_rate, read_lines
 from trainer.optimizer import format_table
@@ -33,10 +33,6 @@ from trainer.spec import SegmentSpec
 from trainer.stability import ThroughputDetector
 
 LAST_STEPS = 20  # steps that the result's loss is the mean of
-
-
-class Stopped(Exception):
-    """Asked to stop (SIGTERM); a checkpoint of the last whole step is on disk."""
 
 
 def run_segment(folder: Path) -> None:

@@ -25,6 +25,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trainer.errors import TokenShardError
+
 FORMAT = 1
 FILES = ("tokens.bin", "loss_mask.bin", "documents.parquet")
 
@@ -40,10 +42,6 @@ class TokenizedDocument:
     license: str
     tokens: npt.NDArray[np.uint32]  # [L]
     loss_mask: npt.NDArray[np.bool_]  # [L]
-
-
-class TokenShardError(Exception):
-    """The folder is no token shard, or its bytes are not those its manifest names."""
 
 
 def write_token_shard(

@@ -42,7 +42,8 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import Ledger, candidates, data_plans, eval_items, evaluations, record, segments
 from factory.progress import Progress
 from factory.workspace import Workspace
-from trainer.token_shard import TokenShard, TokenShardError
+from trainer.errors import TokenShardError
+from trainer.token_shard import TokenShard
 
 
 def current_suite(workspace: Workspace, ledger: Ledger) -> Suite:
