@@ -29,6 +29,7 @@ def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
         opened = workspace
         checks += [
             ("workspace", lambda: _workspace(opened)),
+            ("ranks", lambda: _ranks(opened)),
             ("repository", lambda: _repository(opened)),
             ("policies", lambda: _policies(opened)),
             ("ledger", lambda: _ledger(opened)),
@@ -67,6 +68,8 @@ def _torch() -> tuple[bool | None, str]:
 
 
 def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
+    import torch
+
     from kernels.registry import OPS, load_choice
 
     path = (
@@ -74,7 +77,7 @@ def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
         if workspace
         else Path(__file__).resolve().parent.parent / "policies" / "kernels.yaml"
     )
-    choice = load_choice(path)
+    choice = load_choice(path, "cuda" if torch.cuda.is_available() else "cpu")
     return True, "; ".join(
         f"{name}: {choice.get(name, 'reference')} of {', '.join(op.implementations)}" for name, op in OPS.items()
     )
@@ -95,6 +98,13 @@ def _endpoint() -> tuple[bool | None, str]:
 def _workspace(workspace: Workspace) -> tuple[bool | None, str]:
     free = shutil.disk_usage(workspace.root).free / 2**30
     return free > 1, f"{workspace.root}, {free:.1f} GiB free"
+
+
+def _ranks(workspace: Workspace) -> tuple[bool | None, str]:
+    from factory.launching import launcher, ranks
+
+    count = ranks(workspace)
+    return True, f"{count}, started by: {' '.join(launcher(workspace))} -m trainer" if count > 1 else "1: one process"
 
 
 def _repository(workspace: Workspace) -> tuple[bool | None, str]:
