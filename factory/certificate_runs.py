@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from factory.certificate import SERIES, TRAINED_WITH, CertificatePolicy, Evidence, Series, Trace
 from factory.errors import SegmentError
-from factory.launching import EXIT_DISK_FULL, EXIT_STOPPED, ended, exit_code, forget_exit, start_trainer, stop_trainer
+from factory.launching import (
+    EXIT_DISK_FULL,
+    EXIT_STOPPED,
+    ended,
+    exit_code,
+    forget_exit,
+    last_words,
+    start_trainer,
+    stop_trainer,
+)
 from factory.ledger import Ledger
 from factory.planning import plan_of
 from factory.progress import Progress
@@ -135,8 +144,7 @@ class Runs:
         return self.spec | {"data_plan": self.spec["data_plan"] | {"seed": int(name)}, "restart_data": True}
 
     def _outcome(self, side: str, code: int, folders: Sequence[Path], log: Path) -> tuple[int, str]:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        said = lines[-1][:400] if lines else "nothing"
+        said = last_words(log) or "nothing"
         if code == EXIT_STOPPED:
             raise SegmentError(f"the certificate's {side} run was stopped; run the same command again to go on")
         if code == EXIT_DISK_FULL:

@@ -41,11 +41,14 @@ def launcher(workspace: Workspace) -> list[str]:
         if not workspace.config.ranks:
             raise ConfigError(f"{where}: launcher: say in 'ranks' how many ranks it starts")
         try:
-            return shlex.split(workspace.config.launcher)
+            if words := shlex.split(workspace.config.launcher):
+                return words
+            raise ValueError("no words")
         except ValueError as error:
             raise ConfigError(f"{where}: launcher: {error}: {workspace.config.launcher!r}") from error
     count = ranks(workspace)
-    return [sys.executable, *((*TORCHRUN, f"--nproc-per-node={count}") if count > 1 else ())]
+    torchrun = (*TORCHRUN, f"--nproc-per-node={count}", f"--log-dir={workspace.logs / 'torchrun'}")
+    return [sys.executable, *(torchrun if count > 1 else ())]
 
 
 def start_trainer(
@@ -61,6 +64,8 @@ def start_trainer(
         "PYTHONUNBUFFERED": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(STILL_RUNNING_SECONDS * 0.9)),
     }
+    if (count := ranks(workspace)) > 1:  # torchrun would give each rank one thread
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     words = [*launcher(workspace), "-m", "trainer", *arguments]
     try:
         return subprocess.Popen(
@@ -95,13 +100,25 @@ def stop_trainer(process: subprocess.Popen[bytes]) -> None:
 
 def forget_exit(folder: Path) -> None:
     """Before a start: what an earlier process said of its end is old."""
-    (folder / "exit-code").unlink(missing_ok=True)
+    for path in folder.glob("exit-*"):
+        path.unlink(missing_ok=True)
 
 
 def exit_code(process: subprocess.Popen[bytes], folders: Iterable[Path]) -> int:
-    """How the trainer ended: by what a rank left in one of the folders, else as its process ended."""
-    left = [int(path.read_text()) for folder in folders if (path := folder / "exit-code").exists()]
-    return left[0] if process.returncode and left else process.returncode
+    """How the trainer ended: as a rank left it in one of the folders, else as its process ended."""
+    names = [path.name.removeprefix("exit-") for folder in folders for path in folder.glob("exit-*")]
+    left = [int(name) for name in names if name.isdigit()]
+    # a rank that failed before one that was stopped because of it: the lower number is the cause
+    return min(left) if process.returncode and left else process.returncode
+
+
+def last_words(log: Path) -> str:
+    """The line of a log that says best why it ended: the trainer's own, one of a rank's, else the last."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    for start in ("trainer: ", "[rank"):
+        if found := [line for line in lines[-200:] if line.startswith(start)]:
+            return found[-1][:400]
+    return lines[-1][:400] if lines else ""
 
 
 def die_with_parent() -> None:

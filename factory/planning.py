@@ -130,13 +130,20 @@ def load_recipe(workspace: Workspace) -> Recipe:
         recipe = Recipe.load(workspace.recipe_path())
     except TrainerError as error:
         raise ConfigError(str(error)) from error
+    check_ranks(workspace, recipe)
+    return recipe
+
+
+def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
+    """Raises: ConfigError when as many ranks as would be started now cannot share the recipe's work."""
+    from trainer.errors import TrainerError
+
     count = ranks(workspace)
     try:
         recipe.batch.check_ranks(recipe.parallel.data_ranks(count, recipe.model))
     except TrainerError as error:
         hint = f"{count} ranks train ('ranks' in {workspace.root / 'factory.yaml'}, by default one for each GPU)"
-        raise ConfigError(f"{workspace.recipe_path()}: {error}; {hint}") from error
-    return recipe
+        raise ConfigError(f"recipe {recipe.name}: {error}; {hint}") from error
 
 
 def _every_shard(ledger: Ledger, last: dict[str, Any] | None) -> list[tuple[str, str, int]]:

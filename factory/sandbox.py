@@ -22,8 +22,10 @@ import contextlib
 import functools
 import json
 import os
+import select
 import selectors
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,18 +33,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from factory import sandbox_cgroup, sandbox_filter
 from factory.errors import IsolationError
 from factory.sandbox_watch import folder_size, tree
 
 WATCH_SECONDS = 0.1
+SETUP_SECONDS = 5.0  # how long bubblewrap may take to start its child
 TAIL_BYTES = 64 * 1024
 TASKS = 8  # tasks a process, on average: the kernel counts threads, the watch counts processes
 MIB = 1 << 20
 LAUNCHER = Path(__file__).with_name("sandbox_launch.py")
 LAUNCHER_INSIDE = "/run/launch.py"
+PASSWD = b"sandbox:x:1000:1000::/tmp:/bin/sh\n"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 
@@ -110,58 +114,61 @@ def run(
     limits = limits or Limits()
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    status_read, status_write = os.pipe()
-    alive_read, alive_write = os.pipe()
-    block_read, block_write = os.pipe()
-    filter_read = _as_descriptor(sandbox_filter.program())
-    passwd_read = _as_descriptor(b"sandbox:x:1000:1000::/tmp:/bin/sh\n")
-    arguments = [
-        _bubblewrap(),
-        *("--json-status-fd", str(status_write), "--sync-fd", str(alive_write), "--block-fd", str(block_read)),
-        *(("--seccomp", str(filter_read)) if sandbox_filter.program() else ()),
-        *_mounts(output, readonly, limits, passwd_read),
-        *("--chdir", str(cwd or output)),
-        *_environment(output, environment or {}),
-        "--",
-        *(sys.executable, "-I", "-S", LAUNCHER_INSIDE, json.dumps(_rules(output, limits)), *map(str, command)),
-    ]
-    inherited = (status_write, alive_write, block_read, filter_read, passwd_read)
-    started = time.monotonic()
-    try:
+    with contextlib.ExitStack() as opened:
+        pipe = lambda: [opened.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"))]
+        (status, status_write), (alive, alive_write), (go_read, go) = pipe(), pipe(), pipe()
+        given = [opened.enter_context(_in_memory(data)) for data in (sandbox_filter.program(), PASSWD)]
+        rules = json.dumps(_rules(output, limits) | {"go": go_read.fileno()})
+        arguments = [
+            _bubblewrap(),
+            *("--json-status-fd", str(status_write.fileno()), "--sync-fd", str(alive_write.fileno())),
+            *(("--seccomp", str(given[0].fileno())) if sandbox_filter.program() else ()),
+            *_mounts(output, readonly, limits, given[1].fileno()),
+            *("--chdir", str(cwd or output)),
+            *_environment(output, environment or {}),
+            *("--", sys.executable, "-I", "-S", LAUNCHER_INSIDE, rules, *map(str, command)),
+        ]
+        inherited = (status_write, alive_write, go_read, *given)
+        started = time.monotonic()
         process = subprocess.Popen(
             arguments,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=inherited,
+            pass_fds=[end.fileno() for end in inherited],
             env={},
             start_new_session=True,
         )
-    finally:
-        for descriptor in inherited:
-            os.close(descriptor)
-    held = _Held(process, started, limits, output)
-    first = b""
-    with os.fdopen(status_read, "rb") as status, sandbox_cgroup.task_limit(limits.processes * TASKS) as group:
-        try:
-            first = status.readline()  # there at once, and empty when bubblewrap failed
-            if group is not None and first:
-                sandbox_cgroup.put(group, json.loads(first)["child-pid"])
-            with contextlib.suppress(BrokenPipeError):
-                os.write(block_write, b".")
-            held.watch()
-        finally:
-            # Reached with the tree alive only when this process is interrupted.
-            process.kill()
-            process.wait()
-            os.close(block_write)
-            while os.read(alive_read, 1):  # its other end closes when the namespace's init is gone, and all with it
-                pass
-            os.close(alive_read)
-            events = [json.loads(line) for line in (first, *status.read().splitlines()) if line]
-            for pipe in (process.stdout, process.stderr):
-                assert pipe is not None
-                pipe.close()
+        for end in inherited:
+            end.close()
+        held = _Held(process, started, limits, output)
+        child: int | None = None
+        told = _Told(status.fileno())
+        with sandbox_cgroup.task_limit(limits.processes * TASKS) as group:
+            try:
+                child = told.child()  # there before anything runs; None when bubblewrap failed
+                if group is not None and child is not None:
+                    sandbox_cgroup.put(group, child)
+                with contextlib.suppress(BrokenPipeError):
+                    go.write(b".")
+                held.watch()
+            finally:
+                # Reached with the tree alive only when this process is interrupted. Bubblewrap alone is not enough to
+                # kill: while it sets up, its child waits for it and does not yet die with it. So the child's number is
+                # awaited, which bubblewrap tells at once. A launcher that reads no "." ends.
+                if told.anything() or select.select([status], [], [], SETUP_SECONDS)[0]:
+                    child = told.child()
+                process.kill()
+                process.wait()
+                if child is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+                while alive.read(1):  # its other end closes when the namespace's init is gone, and all with it
+                    pass
+                events = told.all()
+                for tail in (process.stdout, process.stderr):
+                    assert tail is not None
+                    tail.close()
     code = next((event["exit-code"] for event in events if "exit-code" in event), None)
     stderr = held.tail(process.stderr)
     if held.stopped is None and code is None and process.returncode != -9:
@@ -175,6 +182,37 @@ def run(
         peak_memory=held.peak_memory,
         output=folder_size(output)[0],
     )
+
+
+class _Told:
+    """What bubblewrap tells on its status pipe: lines of JSON. What was read is kept, also by an interrupted read."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.buffer = bytearray(64 * 1024)  # far more than it tells; zeros follow what was read
+
+    def _more(self) -> bool:
+        return os.readv(self.descriptor, [memoryview(self.buffer)[self.buffer.index(0) :]]) > 0
+
+    def _lines(self) -> list[bytes]:
+        """Whole ones."""
+        return bytes(self.buffer).split(b"\n")[:-1]
+
+    def anything(self) -> bool:
+        return self.buffer[0] != 0
+
+    def child(self) -> int | None:
+        """The namespace's init, by its number here; waits for it. None: bubblewrap ended without one."""
+        while not self._lines():
+            if not self._more():
+                return None
+        return int(json.loads(self._lines()[0])["child-pid"])
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every event, once its other end is closed."""
+        while self._more():
+            pass
+        return [json.loads(line) for line in self._lines()]
 
 
 class _Held:
@@ -363,11 +401,12 @@ def _rules(output: Path, limits: Limits) -> dict[str, object]:
     }
 
 
-def _as_descriptor(data: bytes) -> int:
-    descriptor = os.memfd_create("sandbox")
-    os.write(descriptor, data)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
+def _in_memory(data: bytes) -> IO[bytes]:
+    """A file without a name, at its beginning."""
+    file = os.fdopen(os.memfd_create("sandbox"), "r+b", 0)
+    file.write(data)
+    file.seek(0)
+    return file
 
 
 def _inside(path: str, folder: str) -> bool:

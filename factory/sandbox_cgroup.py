@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,14 +28,20 @@ def task_limit(tasks: int) -> Iterator[Path | None]:
         yield group
     finally:
         if group is not None:
+            _remove(group)  # refused while the kernel has not buried its last process: a later factory clears it away
             _clear(group.parent)
 
 
-def put(group: Path, process: int) -> None:
-    """Move a process into the group; what it starts later is born there. Raises: IsolationError."""
+def put(group: Path, init: int) -> None:
+    """Move a namespace's init and its child, the launcher that waits, into the group; what they start later is born there.
+
+    Raises: IsolationError.
+    """
     try:
-        (group / "cgroup.procs").write_text(str(process))
-    except ProcessLookupError:
+        (group / "cgroup.procs").write_text(str(init))  # first, so that a child it has not started yet is born there
+        for child in Path(f"/proc/{init}/task/{init}/children").read_text().split():
+            (group / "cgroup.procs").write_text(child)
+    except (ProcessLookupError, FileNotFoundError):
         pass  # it ended at once: whoever waits for it finds out why
     except OSError as error:
         raise IsolationError(f"the sandbox cannot be put into its control group {group}: {error}") from error
@@ -62,14 +69,23 @@ def _make(parent: Path, tasks: int) -> Path | None:
         (group / "pids.max").write_text(str(tasks))
         return group
     except OSError:
-        group.rmdir()
+        _remove(group)
         return None
 
 
+def _remove(group: Path) -> None:
+    for _ in range(20):
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        if not group.exists():
+            break
+        time.sleep(0.005)
+
+
 def _clear(parent: Path) -> None:
-    """Remove our groups, and those that killed factories left; the kernel refuses while a process is in one."""
+    """Remove the groups that dead factories left."""
     for group in parent.glob(f"{PREFIX}*"):
-        maker = int(group.name.removeprefix(PREFIX).partition("-")[0])
-        if maker == os.getpid() or not Path(f"/proc/{maker}").exists():
+        maker = group.name.removeprefix(PREFIX).partition("-")[0]
+        if maker.isdigit() and not Path(f"/proc/{maker}").exists():
             with contextlib.suppress(OSError):
                 group.rmdir()

@@ -31,11 +31,12 @@ from factory.launching import (
     ended,
     exit_code,
     forget_exit,
+    last_words,
     start_trainer,
     stop_trainer,
 )
 from factory.ledger import Ledger, anomalies, candidates, checkpoints, record, segments
-from factory.planning import last_checkpoint, plan_of
+from factory.planning import check_ranks, last_checkpoint, plan_of
 from factory.progress import Progress
 from factory.workspace import Workspace
 
@@ -69,7 +70,9 @@ def run_segment(
 
         return run_average(workspace, ledger, row, progress)
     from factory.certifying import ensure_certified
+    from trainer.recipe import Recipe
 
+    check_ranks(workspace, Recipe.parse(row["recipe_json"]))  # planned on another number of GPUs, say
     ensure_certified(workspace, ledger, row, progress)
     folder = Path(row["folder"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,8 +172,8 @@ def last_metrics(path: Path) -> dict[str, Any] | None:
 def failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int) -> NoReturn:
     """Record how a process of a segment ended, with the last line of its log. Raises: SegmentError, always."""
     log = workspace.logs / f"segment-{row['id']:05d}.log"
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-    said = f": {lines[0][:400]}" if lines else ""
+    words = last_words(log)
+    said = f": {words}" if words else ""
     if code == EXIT_STOPPED:
         raise SegmentError(
             f"segment {row['id']} was stopped and left a checkpoint; run the same command again to go on"

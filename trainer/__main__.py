@@ -4,7 +4,7 @@
 FOLDER/ready says that the trainer waits for it. So steps can be timed apart from start-up and compilation.
 
 Exit codes: 0 done · 2 the spec, recipe, data or a checkpoint is wrong · 74 the disk is full · 75 stopped by SIGTERM,
-checkpoint written: start it again to go on. A rank of torchrun, which would hide it, leaves its code in FOLDER/exit-code.
+checkpoint written: start it again to go on. A rank of torchrun, which would hide it, leaves FOLDER/exit-CODE.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ WAIT_SECONDS = 0.002
 def main(arguments: list[str]) -> int:
     wait = arguments[:1] == ["--wait"]
     folders = [Path(name) for name in arguments[wait:]]
+    if "RANK" in os.environ:
+        die_with_launcher()
     if not folders or len(folders) > 1 and not wait or any(name.startswith("-") for name in arguments[wait:]):
         print(__doc__, file=sys.stderr)
         return 2
@@ -34,17 +36,14 @@ def main(arguments: list[str]) -> int:
     from trainer.errors import exit_code_of
     from trainer.segment import run_segment
 
-    if "RANK" in os.environ:
-        die_with_launcher()
     for folder in folders:
         if wait:
             await_spec(folder)
-        code = exit_code_of("trainer", functools.partial(run_segment, folder), KernelError)
+        code = exit_code_of("trainer", functools.partial(run_segment, folder), KernelError, folder)
         if code:
             if "RANK" in os.environ:
-                # "x": the first rank to end knows why
-                with contextlib.suppress(OSError), open(folder / "exit-code", "x") as left:
-                    left.write(f"{code}\n")
+                with contextlib.suppress(OSError):
+                    (folder / f"exit-{code}").touch()  # empty: a full disk takes it too
             return code
     return 0
 

@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     out, *sources = map(Path, arguments)
-    return exit_code_of("trainer.average", lambda: print(checkpoints.save(out, average(sources, weights))))
+    return exit_code_of("trainer.average", lambda: print(checkpoints.save(out, average(sources, weights))), where=out)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import difflib
 import errno
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of an OSError: the disk is full
 EXIT_WRONG, EXIT_FULL, EXIT_STOPPED = 2, 74, 75
@@ -43,10 +44,12 @@ class Stopped(TrainerError):
     exit_code = EXIT_STOPPED
 
 
-def exit_code_of(program: str, work: Callable[[], object], wrong: type[Exception] = TrainerError) -> int:
+def exit_code_of(
+    program: str, work: Callable[[], object], wrong: type[Exception] = TrainerError, where: Path | None = None
+) -> int:
     """Do the work; 0, or the exit code of what a user can mend, which is told in one line on stderr.
 
-    ``wrong``: another package's error that a user can cause.
+    ``wrong``: another package's error that a user can cause. ``where``: what is being written, for a full disk.
     """
     try:
         work()
@@ -59,8 +62,9 @@ def exit_code_of(program: str, work: Callable[[], object], wrong: type[Exception
     except OSError as error:
         if error.errno not in FULL:
             raise
-        where = f": {error.filename}" if error.filename else ""
-        print(f"{program}: {error.strerror}{where}; free some space and start again", file=sys.stderr)
+        full = error.filename or where
+        place = f": {full}" if full else ""
+        print(f"{program}: {error.strerror}{place}; free some space and start again", file=sys.stderr)
         return EXIT_FULL
     return 0
 

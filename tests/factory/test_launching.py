@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import sqlalchemy as sa
 
 from factory.certifying import certificate_of
 from factory.errors import ConfigError, SegmentError
 from factory.launching import launcher, ranks
-from factory.ledger import Ledger
+from factory.ledger import Ledger, data_plans, segments
 from factory.planning import plan_trunk
 from factory.progress import SILENT
 from factory.repository import checkout_live
@@ -93,7 +94,7 @@ def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -
     assert process.returncode != 0, said
     assert not psutil.wait_procs(trainers, timeout=10)[1]
     row = segment_row(ledger, number)
-    assert row["state"] != "failed" and row["attempts"] == 0 and (folder / "exit-code").read_text() == "75\n"
+    assert row["state"] != "failed" and row["attempts"] == 0 and (folder / "exit-75").exists()
 
     process = training(workspace, folder, 3)
     try:
@@ -116,11 +117,29 @@ def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Plant) ->
     row = segment_row(ledger, number)
     folder = Path(str(row["folder"]))
     folder.mkdir(parents=True)
-    (folder / "checkpoints").write_text("no folder")
-    (folder / "exit-code").write_text("75\n")  # of an earlier process
-    with pytest.raises(SegmentError, match="exit"):
+    (folder / "exit-75").touch()  # of an earlier process
+    plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == row["data_plan"]))
+    assert plan is not None
+    wrong = plan["plan"] | {"weights": {"nothing-of-it-here": 1.0}}
+    with ledger.begin() as tx:
+        tx.execute(data_plans.insert().values(id="wrong", plan=wrong, created_at=0.0))
+        tx.execute(segments.update().where(segments.c.id == number).values(data_plan="wrong"))
+    with pytest.raises(SegmentError, match=r"ended with exit 2: trainer: .*nothing-of-it-here") as raised:
         run_segment(workspace, ledger, number, SILENT)
-    assert not (folder / "exit-code").exists() or (folder / "exit-code").read_text() != "75\n"
+    assert "====" not in str(raised.value) and segment_row(ledger, number)["state"] == "failed"
+
+
+def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Plant) -> None:
+    """A GPU less than yesterday: the segment waits for a person."""
+    workspace, ledger = plant
+    number = plan_trunk(workspace, ledger, 6)
+    with pytest.raises(ConfigError, match="does not divide by the 3 ranks"):
+        run_segment(configured(workspace, "ranks: 3"), ledger, number, SILENT)
+    row = segment_row(ledger, number)
+    assert row["state"] == "planned" and row["attempts"] == 0
+    configured(workspace, "ranks: 2")
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
 
 
 def test_a_change_of_the_code_is_certified_over_ranks(plant: Plant) -> None:
@@ -150,6 +169,8 @@ def test_what_cannot_be_started_is_refused_when_planning(plant: Plant) -> None:
         launcher(configured(workspace, "launcher: torchrun --nnodes=2"))
     with pytest.raises(ConfigError, match="No closing quotation"):
         launcher(configured(workspace, "ranks: 2", 'launcher: "srun \'torchrun"'))
+    with pytest.raises(ConfigError, match="launcher: no words"):
+        launcher(configured(workspace, "ranks: 2", "launcher: ' '"))
     words = launcher(configured(workspace, "ranks: 16", "launcher: srun torchrun --nnodes=2 --nproc-per-node=8"))
     assert words == ["srun", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
     assert launcher(configured(workspace, "ranks: 1")) == [sys.executable]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 import textwrap
@@ -282,6 +283,48 @@ def test_the_kernel_limits_tasks_that_no_watch_counts(tmp_path: Path) -> None:
         with sandbox_cgroup.task_limit(1):
             pass
     assert left == []
+
+
+@pytest.mark.parametrize("failure", [IsolationError("no group"), KeyboardInterrupt()])
+def test_nothing_runs_when_its_limits_could_not_be_set(
+    tmp_path: Path, failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(group: Path, init: int) -> None:
+        raise failure
+
+    monkeypatch.setattr(sandbox_cgroup, "put", put)
+    monkeypatch.setattr(sandbox_cgroup, "_make", lambda parent, tasks: tmp_path)
+    with pytest.raises(type(failure)):
+        inside(tmp_path, "open('ran', 'w')")
+    time.sleep(0.5)
+    assert not (tmp_path / "out" / "ran").exists()
+
+
+def test_an_interrupt_at_any_moment_ends_everything(tmp_path: Path) -> None:
+    code = f"""
+    import sys
+    from pathlib import Path
+    from factory import sandbox
+    sandbox.sandbox_filter.program(), sandbox.interpreter_paths()
+    print(flush=True)
+    sys.stdin.readline()
+    sandbox.run(["/bin/sleep", "{{}}"], output=Path({str(tmp_path / "out")!r}))
+    """
+    for trial in range(12):
+        seconds = f"30.{os.getpid()}{trial}"
+        words = [sys.executable, "-c", textwrap.dedent(code.format(seconds))]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        time.sleep(trial * 0.003)
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=10)
+        finally:
+            process.kill()
+        assert processes_naming(seconds) == []
 
 
 def test_a_memory_bomb_in_one_process(tmp_path: Path) -> None:
