@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from kernels import attention, linear_cross_entropy, qk_norm_rope, rms_norm, swiglu
+from kernels import add_rms_norm, attention, linear_cross_entropy, qk_norm_rope, rms_norm, swiglu
 from kernels.op import Case, Cost, Implementation, KernelError, Op, Shape
 
 __all__ = [
@@ -32,7 +32,17 @@ __all__ = [
 ]
 
 OPS: Mapping[str, Op] = MappingProxyType(
-    {o.name: o for o in (rms_norm.OP, qk_norm_rope.OP, swiglu.OP, attention.OP, linear_cross_entropy.OP)}
+    {
+        o.name: o
+        for o in (
+            rms_norm.OP,
+            add_rms_norm.OP,
+            qk_norm_rope.OP,
+            swiglu.OP,
+            attention.OP,
+            linear_cross_entropy.OP,
+        )
+    }
 )
 DEVICE_CLASSES = ("cpu", "cuda")
 Choice = dict[str, str]  # op → implementation; an op that is not named runs its reference
@@ -43,6 +53,7 @@ class Ops:
     """What the model calls; signatures and shapes stand at each op's ``reference``."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     qk_norm_rope: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
     swiglu: Callable[[Tensor, Tensor], Tensor]
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
