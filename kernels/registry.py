@@ -12,7 +12,17 @@ import torch
 import yaml
 from torch import Tensor
 
-from kernels import add_rms_norm, attention, linear_cross_entropy, qk_norm_rope, rms_norm, swiglu
+from kernels import (
+    adamw,
+    add_rms_norm,
+    attention,
+    embedding,
+    linear_cross_entropy,
+    newton_schulz,
+    qk_norm_rope,
+    rms_norm,
+    swiglu,
+)
 from kernels.op import Case, Cost, Implementation, KernelError, Op, Shape
 
 __all__ = [
@@ -41,6 +51,9 @@ OPS: Mapping[str, Op] = MappingProxyType(
             swiglu.OP,
             attention.OP,
             linear_cross_entropy.OP,
+            embedding.OP,
+            newton_schulz.OP,
+            adamw.OP,
         )
     }
 )
@@ -58,6 +71,9 @@ class Ops:
     swiglu: Callable[[Tensor, Tensor], Tensor]
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    embedding: Callable[[Tensor, Tensor], Tensor]
+    newton_schulz: Callable[[Tensor, int], Tensor]
+    adamw: Callable[..., None]
 
 
 def get(name: str) -> Op:
