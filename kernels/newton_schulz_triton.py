@@ -3,6 +3,8 @@ diagonal and stores each twice."""
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from kernels.newton_schulz import COEFFICIENTS, begin
 
+# triton 3.9's interpreter multiplies the bits of bf16, not its values, and truncates to it: it is given fp32 instead
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK, DEPTH = 64, 32  # rows and columns of a tile of the result, and what it sums over at a time
 
 
@@ -51,12 +55,14 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
 def symmetric(a: Tensor, alpha: float = 1.0, beta: float | None = None) -> Tensor:
     """alpha · a aᵀ (+ beta · a, of symmetric a) of matrices [E, rows, columns], contiguous; sums in fp32."""
     E, rows, columns = a.shape
+    dtype = a.dtype
+    a = a.float() if INTERPRETED else a
     out = a.new_empty((E, rows, rows))
     tiles = triton.cdiv(rows, BLOCK)
     symmetric_kernel[(tiles, tiles, E)](
         a, out, rows, columns, alpha, beta or 0.0, ADD=beta is not None, BLOCK=BLOCK, DEPTH=DEPTH
     )
-    return out
+    return out.to(dtype)
 
 
 @torch.library.custom_op("factory::newton_schulz_triton", mutates_args=())

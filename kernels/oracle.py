@@ -66,13 +66,20 @@ def _constant_rows(x: Tensor) -> Tensor:
     return x[..., :1].expand(x.shape).clone()
 
 
+def _every_61st(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), device=x.device).view(x.shape) % 61 == 7
+
+
 HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x,
     "large": lambda x: x * 1e3,
     "tiny": lambda x: x * 1e-12,
     "zero": torch.zeros_like,
     "constant": _constant_rows,
-    "outlier": lambda x: torch.where(torch.arange(x.numel(), device=x.device).view(x.shape) % 61 == 7, x * 1e4, x),
+    "infinite": lambda x: torch.where(
+        _every_61st(x), float("inf"), x
+    ),  # where eager and fp64 stay finite, so must others
+    "outlier": lambda x: torch.where(_every_61st(x), x * 1e4, x),
 }
 
 

@@ -11,13 +11,14 @@ from kernels.oracle import HOSTILE, judge
 from kernels.registry import OPS, Implementation
 
 CASES = {case.name: case for op in OPS.values() for case in op.cases}
-UNCOMPILED = [(op, "chunked") for op in OPS if "chunked" in OPS[op].implementations]
-COMPILED = [
+HERE = [
     (op, name)
     for op in OPS
     for name, i in OPS[op].implementations.items()
-    if name not in ("reference", "chunked", "triton") and i.runs_on("cpu")
+    if name not in ("reference", "triton") and i.runs_on("cpu")
 ]
+UNCOMPILED = [(op, name) for op, name in HERE if OPS[op].implementations[name].eager is None]
+COMPILED = [pair for pair in HERE if pair not in UNCOMPILED]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
