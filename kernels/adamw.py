@@ -63,10 +63,14 @@ def fused(
         return
     lists = (weights, gradients, exp_avgs, exp_avg_sqs)
     dense = [[x.contiguous() for x in tensors] for tensors in lists]
+    held, grads, means, squares = dense
     # torch leaves this to its optimiser: the count goes on first, and back where the kernel changed nothing
     torch._foreach_add_(steps, 1.0)
     torch._fused_adamw_(
-        *dense,
+        held,
+        grads,
+        means,
+        squares,
         [],
         steps,
         lr=lr,
@@ -79,7 +83,7 @@ def fused(
         grad_scale=divide_by,
         found_inf=skip,
     )
-    torch._foreach_sub_(steps, skip)
+    torch._foreach_sub_(steps, [skip] * len(steps))
     for tensors, copies in zip(lists, dense):
         for x, copy in zip(tensors, copies):
             if copy is not x:

@@ -41,7 +41,8 @@ class Run:
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
         distribute(self.model, self.model.blocks, ranks, dtype)
         self.model.to_empty(device=ranks.device)
-        self.optimizer = Optimizer(self.model, recipe.optimizer, recipe.model.width_share)
+        width_share = recipe.model.width_share
+        self.optimizer = Optimizer(self.model, recipe.optimizer, width_share, ops.adamw, ops.newton_schulz)
         self.monitor = Monitor(self.optimizer, ranks)
         self.detector = Detector(recipe.stability)
         self.counters: dict[str, Any] = {

@@ -17,7 +17,7 @@ def test_the_shipped_choice_names_every_op_and_binds() -> None:
         choice = load_choice(SHIPPED, device)
         assert choice.keys() == OPS.keys()
     choice = load_choice(SHIPPED, "cpu")
-    fast = {"attention": "native", "linear_cross_entropy": "native"}
+    fast = {"attention": "native", "linear_cross_entropy": "native", "adamw": "fused"}
     assert choice == dict.fromkeys(OPS, "reference") | fast
     assert bind(choice).attention is OPS["attention"].implementations["native"].function
     compiled = choice | {"attention": "recompute"}
