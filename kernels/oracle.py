@@ -99,9 +99,9 @@ def judge(
     inputs = list(op.inputs(case, device=device, dtype=dtype, seed=seed))
     for position in op.hostile:
         inputs[position] = tree_map_only(Tensor, lambda x: _like(HOSTILE[values](x), x), _detached(inputs[position]))
-    exact = _run(op, op.reference, tree_map_only(Tensor, _double, tuple(inputs)), seed)
-    eager = _run(op, op.reference, tuple(inputs), seed)
-    found = _run(op, function, tuple(inputs), seed)
+    exact = outcome(op, op.reference, tree_map_only(Tensor, _double, tuple(inputs)), seed)
+    eager = outcome(op, op.reference, tuple(inputs), seed)
+    found = outcome(op, function, tuple(inputs), seed)
     eps = max(torch.finfo(dtype).eps, 16 * torch.finfo(torch.float32).eps)
     tensors = tuple(_compare(name, found[name], eager[name], exact[name], eps, factor) for name in exact)
     return OracleResult(op.name, implementation, case.name, str(dtype).removeprefix("torch."), device, values, tensors)
@@ -120,9 +120,11 @@ def _detached(x: Any) -> Any:
     return tree_map_only(Tensor, torch.Tensor.detach, x)
 
 
-def _run(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dict[str, Tensor]:
-    """Outputs and gradients by name, for an upstream gradient of normal values that only the seed decides. What an op
-    writes in place is its output."""
+def outcome(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dict[str, Tensor]:
+    """Run once: outputs and gradients by name, for an upstream gradient of normal values that only the seed decides.
+
+    What an op writes in place are copies, and its outputs.
+    """
     arguments = list(_detached(inputs))
     for position in op.writes:
         arguments[position] = tree_map_only(Tensor, lambda x: _like(x, x), arguments[position])
