@@ -56,9 +56,14 @@ def kernels() -> list[tuple[str, str, str]]:
 
 
 def measure(name: str, implementation: str, shape: str) -> Ratio:
-    with matrix_units(torch.bfloat16):  # as the trainer does
-        setting = Setting(SHAPES[shape], "bf16", False)
-        found = compare(name, implementation, setting=setting, device=DEVICE, pairs=PAIRS, warmup=2)
+    """On a CPU with one thread: a second waits for whatever else runs there, and ratios differ with their number."""
+    setting, threads = Setting(SHAPES[shape], "bf16", False), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with matrix_units(torch.bfloat16):  # as the trainer does
+            found = compare(name, implementation, setting=setting, device=DEVICE, pairs=PAIRS, warmup=2)
+    finally:
+        torch.set_num_threads(threads)
     return Ratio(found.ratio, found.ratio_low, found.ratio_high, found.seconds)
 
 
@@ -97,7 +102,7 @@ def machine() -> dict[str, str]:
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     return {
         "device_class": device_class(),
-        "processor": f"{processor}, {torch.get_num_threads()} threads",
+        "processor": processor if DEVICE == "cuda" else f"one thread of {processor}",
         "torch": torch.__version__,
         "commit": git.stdout.strip(),
     }
