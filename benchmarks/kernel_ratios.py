@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kernels.attention_native import usable
 from kernels.bench import Setting, compare
 from kernels.op import Shape
 from kernels.precision import matrix_units
@@ -68,9 +69,9 @@ def measure(name: str, implementation: str, shape: str) -> Ratio:
 
 
 def device_class() -> str:
-    """The name of a baseline: ``cpu``, or the GPU's."""
+    """The name of a baseline: ``cpu-amx`` (with bf16 matrix units), ``cpu``, or the GPU's."""
     if DEVICE == "cpu":
-        return "cpu"
+        return "cpu-amx" if usable(head_dim=64) else "cpu"
     return re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
 
 

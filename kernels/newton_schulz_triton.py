@@ -74,7 +74,7 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         gram = symmetric(x)
         x = torch.baddbmm(x, symmetric(gram, c, b), x, beta=a)
-    return (x.mT if tall else x).reshape(matrices.shape)
+    return (x.mT if tall else x).reshape(matrices.shape).contiguous()
 
 
 @newton_schulz.register_fake
