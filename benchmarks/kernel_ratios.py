@@ -26,12 +26,13 @@ from kernels.registry import OPS
 ROOT = Path(__file__).parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {"recipe": Shape(batch=8), "long": Shape(batch=2, context=1024)}
-PAIRS = 15
+PAIRS, MOST_PAIRS, SECONDS = 15, 101, 1.0  # at least, at most, and how long a measurement may take between them
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Eager's time over an implementation's, forward and backward: the median of pairs, and the range it spans."""
+    """Eager's time over an implementation's, forward and backward: the median of pairs, and where it lies in 95 % of
+    measurements (the notch of McGill, Tukey & Larsen 1978, doi 10.2307/2683468: 1.57 · quartile range / sqrt(pairs))."""
 
     ratio: float
     low: float
@@ -62,10 +63,14 @@ def measure(name: str, implementation: str, shape: str) -> Ratio:
     torch.set_num_threads(1)
     try:
         with matrix_units(torch.bfloat16):  # as the trainer does
-            found = compare(name, implementation, setting=setting, device=DEVICE, pairs=PAIRS, warmup=2)
+            pilot = compare(name, implementation, setting=setting, device=DEVICE, pairs=3, warmup=2)
+            affordable = int(SECONDS / (pilot.seconds + pilot.against_seconds))
+            pairs = max(PAIRS, min(MOST_PAIRS, affordable))
+            found = compare(name, implementation, setting=setting, device=DEVICE, pairs=pairs, warmup=2)
     finally:
         torch.set_num_threads(threads)
-    return Ratio(found.ratio, found.ratio_low, found.ratio_high, found.seconds)
+    notch = 1.57 * (found.ratio_high - found.ratio_low) / found.pairs**0.5
+    return Ratio(found.ratio, found.ratio - notch, found.ratio + notch, found.seconds)
 
 
 def device_class() -> str:
