@@ -42,7 +42,7 @@ def test_backward_time_stands_at_the_forward_line(found: Profile) -> None:
 
 
 def test_optimiser_and_data_have_lines(found: Profile) -> None:
-    assert any(line.phase == "optimizer" and "adamw.step" in line.source and line.forward_s > 0 for line in found.lines)
+    assert any(line.phase == "optimizer" and "_fused_adamw_" in line.source and line.forward_s > 0 for line in found.lines)
     assert any(line.phase == "data" and line.file == "trainer/batch.py" for line in found.lines)
 
 
