@@ -44,7 +44,7 @@ def test_an_op_that_is_not_named_runs_its_reference(tmp_path: Path) -> None:
         ("cpu: {atention: recompute}", "no op 'atention'; there are: rms_norm"),
         ("cpu: {attention: fast}", "there are: compiled, flex, native, recompute, reference"),
         ("tpu: {}", "unknown device class 'tpu'"),
-        ("cpu: {swiglu: triton}", "does not run on cpu; those that do: compiled, reference"),
+        ("cpu: {swiglu: triton}", "does not run on cpu; those that do: compiled, native, reference"),
         ("fallback: eager", "'eager' is none of fail, reference"),
         ("fallback: true", "True is none of fail, reference"),
         ("cpu: [attention]", "expected a map"),
