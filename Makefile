@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test check lint types bench clean
+.PHONY: setup demo test check lint types bench bench-report bench-baseline clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,13 @@ check: lint types
 
 bench: $(STAMP)
 	@$(BIN)/python -m pytest benchmarks --benchmark-enable
+
+# Three processes over every op × implementation × shape; some minutes.
+bench-report: $(STAMP)
+	@$(BIN)/python -m benchmarks.kernel_report
+
+bench-baseline: $(STAMP)
+	@$(BIN)/python -m benchmarks.kernel_report --baseline
 
 clean:
 	rm -rf $(VENV) workspace .pytest_cache .mypy_cache .ruff_cache

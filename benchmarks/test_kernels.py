@@ -1,46 +1,86 @@
 """Every op × implementation on this device against eager, interleaved in one process: ``make bench``.
 
-Asserted only as a ratio: no registered implementation is much slower than the reference it stands in for, unless it
-says so.
-pytest-benchmark times the implementation; the ratio to eager, from pairs run in turn, is printed and kept in
-``extra_info``.
+A ratio that falls below the committed baseline's (``benchmarks/baselines``), by more than both ranges of noise, fails.
+torch.compile of the plain expression is the implementation ``compiled``. pytest-benchmark times the implementation; the
+ratio to eager is printed and kept in ``extra_info``.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from kernels.bench import Setting, compare
-from kernels.op import Case, Shape
+from benchmarks.kernel_ratios import (
+    DEVICE,
+    PAIRS,
+    SHAPES,
+    Ratio,
+    baseline_path,
+    kernels,
+    liger,
+    load_baseline,
+    measure,
+)
+from kernels.host_memory import keep_freed_memory
+from kernels.op import Case
 from kernels.oracle import judge
 from kernels.registry import OPS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = {"recipe": Shape(batch=8), "long": Shape(batch=2, context=1024)}
-PAIRS = [
-    (op.name, i.name)
-    for op in OPS.values()
-    for i in op.implementations.values()
-    if i.name != "reference" and i.runs_on(DEVICE)
-]
-FLOOR = 0.5  # times eager's speed; machines are noisy, and a pointwise op may be call-bound at these sizes
+BASELINE = load_baseline(baseline_path())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("op", "implementation"), PAIRS)
-def test_against_eager(benchmark: Any, op: str, implementation: str, shape: str) -> None:
-    result = judge(OPS[op], implementation, Case(shape, SHAPES[shape]), dtype=torch.bfloat16, device=DEVICE)
+@pytest.fixture(autouse=True, scope="module")
+def _memory() -> None:
+    keep_freed_memory()  # as the trainer does: page faults would drown what is measured
+
+
+@pytest.mark.parametrize(("op", "implementation", "shape"), kernels())
+def test_no_slower_beside_eager_than_it_was(benchmark: Any, op: str, implementation: str, shape: str) -> None:
+    case = Case(shape, SHAPES[shape])
+    result = judge(OPS[op], implementation, case, dtype=torch.bfloat16, device=DEVICE)
     assert result.ok, result.failures()
-    found = compare(op, implementation, setting=Setting(SHAPES[shape], "bf16", False), device=DEVICE, pairs=5, warmup=1)
-    benchmark.extra_info.update(ratio=found.ratio, ratio_low=found.ratio_low, ratio_high=found.ratio_high)
+    found = measure(op, implementation, shape)
+    benchmark.extra_info.update(ratio=found.ratio, ratio_low=found.low, ratio_high=found.high)
     function = OPS[op].implementations[implementation].function
-    inputs = OPS[op].inputs(Case(shape, SHAPES[shape]), device=DEVICE, dtype=torch.bfloat16)
+    inputs = OPS[op].inputs(case, device=DEVICE, dtype=torch.bfloat16)
     benchmark.pedantic(function, args=inputs, rounds=3, warmup_rounds=1)
     print(
-        f"\n{op}: {implementation} is {found.ratio:.2f} times as fast as eager "
-        f"({found.ratio_low:.2f}–{found.ratio_high:.2f}), {shape}"
+        f"\n{op}: {implementation} is {found.ratio:.2f} times as fast as eager ({found.low:.2f}–{found.high:.2f}), {shape}"
     )
-    assert found.ratio > FLOOR
+    before = BASELINE.get(f"{op}/{implementation}/{shape}")
+    if before is None:
+        pytest.skip(f"no baseline of {op}/{implementation}/{shape} in {baseline_path().name}: make bench-baseline")
+    assert not found.regressed_from(before), f"{found} is below the baseline {before}"
+
+
+@pytest.mark.parametrize("op", [name for name in OPS if liger(name) is not None])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_triton_is_no_slower_than_liger(op: str, shape: str) -> None:
+    rival, ours = liger(op), OPS[op].implementations["triton"].function
+    assert rival is not None
+
+    def seconds(function: Callable[..., Any]) -> float:
+        inputs = OPS[op].inputs(Case(shape, SHAPES[shape]), device=DEVICE, dtype=torch.bfloat16)
+        began = time.perf_counter()
+        out = function(*inputs)
+        torch.autograd.grad(out, [inputs[p] for p in OPS[op].gradients], torch.ones_like(out))
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    pairs = [(seconds(rival), seconds(ours)) for _ in range(3 + PAIRS)][3:]
+    ratio = statistics.median(theirs / mine for theirs, mine in pairs)
+    print(f"\n{op}: triton is {ratio:.2f} times as fast as Liger, {shape}")
+    assert ratio >= 0.95
+
+
+def test_a_regression_is_a_range_below_the_baselines() -> None:
+    before = Ratio.over([Ratio(1.5, 1.4, 1.6, 0.1), Ratio(1.3, 1.2, 1.5, 0.2), Ratio(1.45, 1.3, 1.7, 0.3)])
+    assert before == Ratio(1.45, 1.2, 1.7, 0.3)
+    assert Ratio(1.0, 0.9, 1.19, 0.1).regressed_from(before)
+    assert not Ratio(1.0, 0.9, 1.21, 0.1).regressed_from(before)
+    assert not Ratio(3.0, 2.9, 3.1, 0.1).regressed_from(before)

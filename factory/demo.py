@@ -84,7 +84,7 @@ def plain_kernels(policy: str) -> str:
     from agents.search_proposer import choose
 
     for device, choice in yaml.safe_load(policy).items():
-        for op in choice:
+        for op in choice if isinstance(choice, dict) else ():
             policy = choose(policy, device, op, "reference")
     return policy
 

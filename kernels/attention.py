@@ -84,7 +84,11 @@ class Recompute(torch.autograd.Function):
         for first in range(0, T, step):
             last = min(first + step, T)
             rows, rest = slice(first * R, last * R), (0, 0, 0, T - last)
-            seen = seen_BTT[:, None, first:last, None, :last].expand(B, G, -1, R, -1).reshape(B * G, -1, last)
+            seen = (
+                seen_BTT[:, None, first:last, None, :last]
+                .expand(B, G, -1, R, -1)
+                .reshape(B * G, (last - first) * R, last)
+            )
             score = torch.bmm(q_wide[:, rows], k_wide[:, :last].transpose(1, 2)) * K**-0.5
             dweight = torch.bmm(do_wide[:, rows], v_wide[:, :last].transpose(1, 2))
             weight = score.masked_fill(~seen, float("-inf")).softmax(-1)  # after both products: one pass to the end

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from kernels.host_memory import keep_freed_memory
 from kernels.op import Case, KernelError, Shape
@@ -131,17 +132,21 @@ def _step(
     """One forward and backward that ends when the device has finished. Upstream gradients are dense and made
     beforehand."""
     leaves = [inputs[p] for p in gradients]
-    out = function(*inputs)
-    first = out[0] if isinstance(out, tuple) else out
-    upstream = torch.ones_like(first) if first.ndim == 0 else torch.randn_like(first)
+    upstream = [torch.ones_like(o) if o.ndim == 0 else torch.randn_like(o) for o in _wanted(function(*inputs))]
 
     def step() -> None:
-        result = function(*inputs)
-        torch.autograd.grad(result[0] if isinstance(result, tuple) else result, leaves, upstream)
+        outputs = function(*inputs)
+        if leaves:
+            torch.autograd.grad(_wanted(outputs), leaves, upstream)
         if device != "cpu":
             torch.cuda.synchronize()
 
     return step
+
+
+def _wanted(outputs: Any) -> list[Tensor]:
+    """Those that a gradient comes in by."""
+    return [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o is not None and o.requires_grad]
 
 
 def main(arguments: list[str] | None = None) -> int:

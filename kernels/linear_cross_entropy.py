@@ -226,6 +226,21 @@ def native(
     return loss, nll_N.detach()
 
 
+def fused(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    from kernels.linear_cross_entropy_triton import linear_cross_entropy  # triton is imported only where it is used
+
+    return linear_cross_entropy(x_ND, weight_VD, targets_N, weights_N, z_loss)
+
+
+TRITON = Implementation(
+    "triton",
+    fused,
+    "chunks of tokens, gradients made forward in the logits' place, in Triton",
+    devices=("cuda",),
+    needs_triton=True,
+)
 NATIVE = Implementation(
     "native", native, "chunks of tokens, gradients made forward in the logits' place, in C++", devices=("cpu",)
 )
@@ -246,5 +261,5 @@ OP = op(
     make_inputs=make_inputs,
     gradients=(0, 1),
     in_block=False,
-    implementations=(compiled(reference), CHUNKED, CHUNKED_COMPILED, SAVED_LOGITS, NATIVE),
+    implementations=(compiled(reference), CHUNKED, CHUNKED_COMPILED, SAVED_LOGITS, NATIVE, TRITON),
 )

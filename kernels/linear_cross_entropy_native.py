@@ -6,6 +6,7 @@ The gradient by the logits is made in the forward pass, in the logits' own place
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,11 +39,22 @@ def rows(
     return terms_C, nll_C
 
 
-@torch.library.custom_op("factory::linear_cross_entropy_native", mutates_args=())
-def native_op(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
+Rows = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+
+
+def in_chunks(
+    rows: Rows,
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    z_loss: float,
+    gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two empty unless asked for."""
+    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two empty unless asked for.
+
+    ``rows`` does the pointwise work of a chunk.
+    """
     N, V = x_ND.shape[0], weight_VD.shape[0]
     targets_N, weights_N = targets_N.long().contiguous(), weights_N.float().contiguous()
     size = max(1, min(N, CHUNK // V))
@@ -71,8 +83,14 @@ def native_op(
     return torch.stack(losses).sum(), torch.cat(nlls), torch.cat(dxs) if dxs else x_ND.new_empty(0), dweight_VD
 
 
-@native_op.register_fake
-def _(
+@torch.library.custom_op("factory::linear_cross_entropy_native", mutates_args=())
+def native_op(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients)
+
+
+def fake(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     N, V = x.shape[0], weight.shape[0]
@@ -92,9 +110,10 @@ def scale(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
     return dx_ND * upstream[0], (dweight_VD * upstream[0]).to(ctx.dtype), None, None, None, None
 
 
-native_op.register_autograd(scale, setup_context=keep)
-
-
-@register_flop_formula(torch.ops.factory.linear_cross_entropy_native)
 def flops(x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, **_: Any) -> int:
     return int(2 * x[0] * x[1] * weight[0] * (3 if gradients else 1))
+
+
+native_op.register_fake(fake)
+native_op.register_autograd(scale, setup_context=keep)
+register_flop_formula(torch.ops.factory.linear_cross_entropy_native)(flops)

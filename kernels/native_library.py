@@ -6,7 +6,11 @@ import ctypes
 import functools
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 SOURCES = Path(__file__).with_name("native")
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of the dtypes, as functions end in them
 FLAGS = ("-ftree-loop-vectorize",)  # torch's flags leave it out: its own loops are written with vectors
 
 
@@ -25,3 +29,18 @@ def library(name: str) -> ctypes.CDLL:
     loaded = CppCodeCache.load(text, device_type="cpu", extra_flags=FLAGS)
     assert isinstance(loaded, ctypes.CDLL)
     return loaded
+
+
+def call(name: str, function: str, *arguments: Tensor | int | float) -> None:
+    """A function of ``native/<name>.cpp``: tensors by address, numbers as int64 and float; the threads come last."""
+    passed = [
+        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_float(x) if isinstance(x, float) else x
+        for x in (*arguments, torch.get_num_threads())
+    ]
+    getattr(library(name), function)(*(ctypes.c_int64(x) if isinstance(x, int) else x for x in passed))
+
+
+def rows_of(x_XD: Tensor) -> Tensor:
+    """[N, D] with a dense last dimension: a view of x wherever one step leads from row to row."""
+    x_ND = x_XD.reshape(x_XD.shape[:-1].numel(), x_XD.shape[-1])
+    return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()

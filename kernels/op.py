@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 class KernelError(Exception):
@@ -79,8 +80,12 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Op:
-    """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments; ``gradients`` are the
-    positions that get one."""
+    """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments: tensors, lists of tensors, and
+    plain numbers.
+
+    ``gradients`` are the positions that get one: none for an op of the optimiser, which autograd never sees. ``writes``
+    are the positions that an op changes in place; they are its outputs then, and it returns None.
+    """
 
     name: str
     reference: Callable[..., Any]
@@ -89,6 +94,8 @@ class Op:
     gradients: tuple[int, ...]
     implementations: Mapping[str, Implementation] = field(default_factory=dict)
     in_block: bool = True  # part of a layer: compiled with it where the recipe compiles its blocks
+    hostile: tuple[int, ...] = ()  # positions that hostile values replace; empty: those that get a gradient
+    writes: tuple[int, ...] = ()
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -109,11 +116,10 @@ class Op:
         device = torch.device(device)
         generator = torch.Generator("cpu").manual_seed(seed)
         made = list(self.make_inputs(case.shape, generator, device, dtype))
-        for position, value in enumerate(made):
-            if isinstance(value, Tensor):
-                made[position] = value if case.contiguous else strided(value)
-                if position in self.gradients:
-                    made[position] = made[position].detach().requires_grad_()
+        if not case.contiguous:
+            made = tree_map_only(Tensor, strided, made)
+        for position in self.gradients:
+            made[position] = made[position].detach().requires_grad_()
         return tuple(made)
 
 
@@ -166,10 +172,13 @@ def op(
     gradients: tuple[int, ...],
     implementations: tuple[Implementation, ...] = (),
     in_block: bool = True,
+    hostile: tuple[int, ...] = (),
+    writes: tuple[int, ...] = (),
 ) -> Op:
     """Every op has its reference as the implementation ``reference``."""
     everything = (Implementation("reference", reference, "the plain eager expression"), *implementations)
-    return Op(name, reference, cost, make_inputs, gradients, {i.name: i for i in everything}, in_block)
+    by_name = {i.name: i for i in everything}
+    return Op(name, reference, cost, make_inputs, gradients, by_name, in_block, hostile or gradients, writes)
 
 
 _SMALL = Shape(batch=2, context=32, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab_size=128)
@@ -178,5 +187,6 @@ CASES = (
     Case("one", Shape(batch=1, context=1, d_model=2, heads=1, kv_heads=1, head_dim=2, d_ff=1, vocab_size=2)),
     Case("prime", Shape(batch=3, context=37, d_model=53, heads=6, kv_heads=2, head_dim=22, d_ff=97, vocab_size=131)),
     Case("strided", replace(_SMALL, batch=3, context=17), contiguous=False),
+    Case("empty", replace(_SMALL, batch=0)),
     Case("recipe", Shape(batch=2, context=128)),
 )

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kernels.op import Case, Inputs, Op
 
@@ -65,13 +66,20 @@ def _constant_rows(x: Tensor) -> Tensor:
     return x[..., :1].expand(x.shape).clone()
 
 
+def _every_61st(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), device=x.device).view(x.shape) % 61 == 7
+
+
 HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x,
     "large": lambda x: x * 1e3,
     "tiny": lambda x: x * 1e-12,
     "zero": torch.zeros_like,
     "constant": _constant_rows,
-    "outlier": lambda x: torch.where(torch.arange(x.numel(), device=x.device).view(x.shape) % 61 == 7, x * 1e4, x),
+    "infinite": lambda x: torch.where(
+        _every_61st(x), float("inf"), x
+    ),  # where eager and fp64 stay finite, so must others
+    "outlier": lambda x: torch.where(_every_61st(x), x * 1e4, x),
 }
 
 
@@ -89,13 +97,11 @@ def judge(
     """Run implementation and eager at ``dtype`` and the reference in fp64 on the same inputs and upstream gradients."""
     function = op.implementation(implementation).function
     inputs = list(op.inputs(case, device=device, dtype=dtype, seed=seed))
-    for position in op.gradients:
-        with torch.no_grad():
-            changed = HOSTILE[values](inputs[position].detach())
-        inputs[position] = changed if case.contiguous else _like(changed, inputs[position])
-    exact = _run(op, op.reference, tuple(_double(x) for x in inputs), seed)
-    eager = _run(op, op.reference, tuple(inputs), seed)
-    found = _run(op, function, tuple(inputs), seed)
+    for position in op.hostile:
+        inputs[position] = tree_map_only(Tensor, lambda x: _like(HOSTILE[values](x), x), _detached(inputs[position]))
+    exact = outcome(op, op.reference, tree_map_only(Tensor, _double, tuple(inputs)), seed)
+    eager = outcome(op, op.reference, tuple(inputs), seed)
+    found = outcome(op, function, tuple(inputs), seed)
     eps = max(torch.finfo(dtype).eps, 16 * torch.finfo(torch.float32).eps)
     tensors = tuple(_compare(name, found[name], eager[name], exact[name], eps, factor) for name in exact)
     return OracleResult(op.name, implementation, case.name, str(dtype).removeprefix("torch."), device, values, tensors)
@@ -106,17 +112,30 @@ def _like(values: Tensor, layout: Tensor) -> Tensor:
     return out.copy_(values)
 
 
-def _double(x: Any) -> Any:
-    return x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x
+def _double(x: Tensor) -> Tensor:
+    return x.detach().double() if x.is_floating_point() else x
 
 
-def _run(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dict[str, Tensor]:
-    """Outputs and gradients by name, for an upstream gradient of normal values that only the seed decides."""
-    arguments = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+def _detached(x: Any) -> Any:
+    return tree_map_only(Tensor, torch.Tensor.detach, x)
+
+
+def outcome(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dict[str, Tensor]:
+    """Run once: outputs and gradients by name, for an upstream gradient of normal values that only the seed decides.
+
+    What an op writes in place are copies, and its outputs.
+    """
+    arguments = list(_detached(inputs))
+    for position in op.writes:
+        arguments[position] = tree_map_only(Tensor, lambda x: _like(x, x), arguments[position])
     for position in op.gradients:
         arguments[position] = arguments[position].requires_grad_()
     outputs = function(*arguments)
+    outputs = tuple(tree_leaves([arguments[p] for p in op.writes])) if op.writes else outputs
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    named = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    if not op.gradients:
+        return named
     generator = torch.Generator().manual_seed(seed + 1)
     wanted = [o for o in outputs if o.requires_grad]
     # A loss's upstream is a power of two: another number would round once more what an op made in its forward pass,
@@ -124,7 +143,6 @@ def _run(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dic
     drawn = [torch.randn(o.shape, generator=generator) if o.ndim else torch.tensor(-0.5) for o in wanted]
     upstream = [u.to(dtype=o.dtype, device=o.device) for u, o in zip(drawn, wanted)]
     gradients = torch.autograd.grad(wanted, [arguments[p] for p in op.gradients], upstream)
-    named = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     return named | {f"gradient of argument {p}": g for p, g in zip(op.gradients, gradients, strict=True)}
 
 

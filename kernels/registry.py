@@ -3,38 +3,69 @@ device class."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import yaml
 from torch import Tensor
 
-from kernels import attention, linear_cross_entropy, qk_norm_rope, rms_norm, swiglu
-from kernels.op import Case, Cost, Implementation, KernelError, Op, Shape
+from kernels import (
+    adamw,
+    add_rms_norm,
+    attention,
+    embedding,
+    linear_cross_entropy,
+    newton_schulz,
+    qk_norm_rope,
+    rms_norm,
+    swiglu,
+)
+from kernels.op import CASES, Case, Cost, Implementation, KernelError, Op, Shape
+from kernels.oracle import outcome
 
 __all__ = [
     "DEVICE_CLASSES",
+    "FALLBACKS",
     "OPS",
     "Case",
     "Choice",
     "Cost",
     "Implementation",
     "KernelError",
+    "KernelWarning",
     "Op",
     "Ops",
     "Shape",
     "bind",
     "get",
     "load_choice",
+    "load_fallback",
 ]
 
 OPS: Mapping[str, Op] = MappingProxyType(
-    {o.name: o for o in (rms_norm.OP, qk_norm_rope.OP, swiglu.OP, attention.OP, linear_cross_entropy.OP)}
+    {
+        o.name: o
+        for o in (
+            rms_norm.OP,
+            add_rms_norm.OP,
+            qk_norm_rope.OP,
+            swiglu.OP,
+            attention.OP,
+            linear_cross_entropy.OP,
+            embedding.OP,
+            newton_schulz.OP,
+            adamw.OP,
+        )
+    }
 )
 DEVICE_CLASSES = ("cpu", "cuda")
+FALLBACKS = ("fail", "reference")  # what a chosen kernel that cannot be compiled or run does; the first is the default
 Choice = dict[str, str]  # op → implementation; an op that is not named runs its reference
 
 
@@ -43,10 +74,18 @@ class Ops:
     """What the model calls; signatures and shapes stand at each op's ``reference``."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     qk_norm_rope: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
     swiglu: Callable[[Tensor, Tensor], Tensor]
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    embedding: Callable[[Tensor, Tensor], Tensor]
+    newton_schulz: Callable[[Tensor, int], Tensor]
+    adamw: Callable[..., None]
+
+
+class KernelWarning(UserWarning):
+    """A chosen implementation does not work here, and the policy says to go on with the reference."""
 
 
 def get(name: str) -> Op:
@@ -62,23 +101,36 @@ def load_choice(path: Path | str, device: str = "cpu") -> Choice:
 
     Raises: KernelError that names the file and the key, and lists what there is.
     """
+    return dict.fromkeys(OPS, "reference") | _read(path).get(torch.device(device).type, {})
+
+
+def load_fallback(path: Path | str) -> str:
+    """The key ``fallback`` of ``kernels.yaml``, one of FALLBACKS. Raises: KernelError, as ``load_choice``."""
+    return str(_read(path).get("fallback", FALLBACKS[0]))
+
+
+def _read(path: Path | str) -> dict[str, Any]:
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise KernelError(f"{path}: cannot be read: {error}") from error
     if not isinstance(document, dict):
         raise KernelError(f"{path}: expected a map of device class → (op → implementation)")
-    for device_class, choice in document.items():
-        if device_class not in DEVICE_CLASSES:
-            raise KernelError(f"{path}: unknown device class {device_class!r}; there are: {', '.join(DEVICE_CLASSES)}")
-        if not isinstance(choice, dict):
-            raise KernelError(f"{path}: {device_class}: expected a map op → implementation")
-        for name, implementation in choice.items():
+    for key, value in document.items():
+        if key == "fallback":
+            if value not in FALLBACKS:
+                raise KernelError(f"{path}: fallback: {value!r} is none of {', '.join(FALLBACKS)}")
+            continue
+        if key not in DEVICE_CLASSES:
+            raise KernelError(f"{path}: unknown device class {key!r}; there are: {', '.join(DEVICE_CLASSES)}")
+        if not isinstance(value, dict):
+            raise KernelError(f"{path}: {key}: expected a map op → implementation")
+        for name, implementation in value.items():
             try:
-                check(str(name), str(implementation), device_class)
+                check(str(name), str(implementation), key)
             except KernelError as error:
-                raise KernelError(f"{path}: {device_class}: {error}") from error
-    return dict.fromkeys(OPS, "reference") | document.get(torch.device(device).type, {})
+                raise KernelError(f"{path}: {key}: {error}") from error
+    return document
 
 
 def check(name: str, implementation: str, device_class: str) -> Implementation:
@@ -90,21 +142,55 @@ def check(name: str, implementation: str, device_class: str) -> Implementation:
     return found
 
 
+@functools.cache
+def failure(name: str, implementation: str, device_class: str, dtype: torch.dtype, compile: bool = True) -> str | None:
+    """What goes wrong when an implementation runs once, forward and backward, on small sizes; None: nothing does.
+
+    A kernel is compiled when it is first called: without a trial it would fail in the midst of a training step.
+    """
+    op = get(name)
+    inputs = op.inputs(CASES[0], device=device_class, dtype=dtype)
+    try:
+        outcome(op, _function(op.implementation(implementation), compile), inputs, seed=0)
+    except Exception as error:  # compilers raise what they like
+        return f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+    return None
+
+
+def _function(implementation: Implementation, compile: bool) -> Callable[..., Any]:
+    return implementation.function if compile or implementation.eager is None else implementation.eager
+
+
 def bind(
     choice: Mapping[str, str],
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     compile: bool = True,
+    fallback: str = FALLBACKS[0],
 ) -> Ops:
-    """The callables of a choice on a device; without ``compile`` none of them starts torch.compile.
+    """The callables of a choice on a device, each tried once; without ``compile`` none of them starts torch.compile.
 
-    Raises: KernelError for what does not exist or does not run there.
+    Where one fails, ``fallback`` decides: "reference" warns (KernelWarning) and takes the op's reference.
+    Raises: KernelError for what does not exist, does not run there, or fails.
     """
     if not dtype.is_floating_point:
-        raise KernelError(f"{dtype} is no dtype to train in")
+        raise KernelError(f"{dtype} is no dtype to train in; there are: torch.float32, torch.bfloat16")
     device_class = torch.device(device).type
     if device_class not in DEVICE_CLASSES:
         raise KernelError(f"unknown device class {device_class!r}; there are: {', '.join(DEVICE_CLASSES)}")
-    chosen = dict.fromkeys(OPS, "reference") | dict(choice)
-    found = {name: check(name, implementation, device_class) for name, implementation in chosen.items()}
-    return Ops(**{name: i.function if compile or i.eager is None else i.eager for name, i in found.items()})
+    if fallback not in FALLBACKS:
+        raise KernelError(f"unknown fallback {fallback!r}; there are: {', '.join(FALLBACKS)}")
+    bound = {}
+    for name, chosen in (dict.fromkeys(OPS, "reference") | dict(choice)).items():
+        found = check(name, chosen, device_class)
+        problem = None if chosen == "reference" else failure(name, chosen, device_class, dtype, compile)
+        if problem is not None and fallback == "fail":
+            raise KernelError(
+                f"{name}: {chosen} fails on {device_class} in {dtype}: {problem}\n"
+                f"Choose another ({', '.join(OPS[name].implementations)}), or set 'fallback: reference' in kernels.yaml"
+            )
+        if problem is not None:
+            message = f"{name}: {chosen} fails on {device_class} in {dtype}, the reference runs instead: {problem}"
+            warnings.warn(message, KernelWarning, stacklevel=2)
+        bound[name] = _function(found, compile) if problem is None else OPS[name].reference
+    return Ops(**bound)

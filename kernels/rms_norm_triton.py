@@ -46,34 +46,66 @@ def backward_kernel(dy, x, weight, scale, dx, partial, rows, columns, rows_each,
     tl.store(partial + program * columns + column, dw, mask=inside)
 
 
-class RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        columns = x_XD.shape[-1]
-        x = x_XD.reshape(-1, columns).contiguous()
-        weight = weight_D.contiguous()
-        y = torch.empty_like(x)
-        scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-        BLOCK = triton.next_power_of_2(columns)
-        assert BLOCK <= WIDEST, columns
-        forward_kernel[(x.shape[0],)](x, weight, y, scale, columns, eps, BLOCK=BLOCK)
-        ctx.save_for_backward(x, weight, scale)
-        ctx.BLOCK = BLOCK
-        return y.view(x_XD.shape)
+def block_of(columns: int) -> int:
+    """The least power of two that holds a row."""
+    block = int(triton.next_power_of_2(columns))
+    assert block <= WIDEST, columns
+    return block
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        rows, columns = x.shape
-        dy = gradients[0].reshape(-1, columns).contiguous()
-        dx = torch.empty_like(x)
-        rows_each = -(-rows // PROGRAMS)
-        programs = -(-rows // rows_each)
-        partial = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
-        backward_kernel[(programs,)](dy, x, weight, scale, dx, partial, rows, columns, rows_each, BLOCK=ctx.BLOCK)
-        return dx.view(gradients[0].shape), partial.sum(0).to(weight.dtype), None
+
+def shares(rows: int) -> tuple[int, int]:
+    """(programs of a backward pass, rows each)."""
+    rows_each = max(1, -(-rows // PROGRAMS))
+    return -(-rows // rows_each), rows_each
+
+
+@torch.library.custom_op("factory::rms_norm_triton", mutates_args=())
+def forward_op(x_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normalised, 1 / root mean square [rows] fp32)."""
+    columns = x_XD.shape[-1]
+    x_ND = x_XD.reshape(-1, columns).contiguous()
+    y_ND = torch.empty_like(x_ND)
+    scale_N = torch.empty(len(x_ND), dtype=torch.float32, device=x_XD.device)
+    forward_kernel[(len(x_ND),)](x_ND, weight_D.contiguous(), y_ND, scale_N, columns, eps, BLOCK=block_of(columns))
+    return y_ND.view(x_XD.shape), scale_N
+
+
+@torch.library.custom_op("factory::rms_norm_triton_backward", mutates_args=())
+def backward_op(dy_XD: Tensor, x_XD: Tensor, weight_D: Tensor, scale_N: Tensor) -> tuple[Tensor, Tensor]:
+    columns, rows = x_XD.shape[-1], len(scale_N)
+    dy_ND, x_ND = (x.reshape(rows, columns).contiguous() for x in (dy_XD, x_XD))
+    dx_ND = torch.empty_like(x_ND)
+    programs, rows_each = shares(rows)
+    partial = torch.empty((programs, columns), dtype=torch.float32, device=x_XD.device)
+    backward_kernel[(programs,)](
+        dy_ND, x_ND, weight_D.contiguous(), scale_N, dx_ND, partial, rows, columns, rows_each, BLOCK=block_of(columns)
+    )
+    return dx_ND.view(x_XD.shape), partial.sum(0).to(weight_D.dtype)
+
+
+@forward_op.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+
+
+@backward_op.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def gradients(ctx: Any, dy_XD: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+    dx_XD, dweight_D = backward_op(dy_XD, *ctx.saved_tensors)
+    return dx_XD, dweight_D, None
+
+
+forward_op.register_autograd(gradients, setup_context=keep)
 
 
 def rms_norm(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """As ``kernels.rms_norm.reference``; any leading shape, fp32 and bf16 (statistics in fp32)."""
-    return RMSNorm.apply(x_XD, weight_D, eps)
+    return forward_op(x_XD, weight_D, eps)[0]

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import swiglu_native
+from kernels.native_library import NAMES
 from kernels.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
 
 
@@ -33,11 +35,21 @@ def fused(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
 TRITON = Implementation(
     "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
 )
+
+
+def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
+    """As ``reference``, in C++; as ``reference`` itself in another dtype than fp32 and bf16."""
+    if gate_XF.dtype in NAMES and up_XF.dtype == gate_XF.dtype:
+        return swiglu_native.forward_op(gate_XF, up_XF)
+    return reference(gate_XF, up_XF)
+
+
+NATIVE = Implementation("native", native, "C++: one pass forward, one backward", devices=("cpu",))
 OP = op(
     "swiglu",
     reference,
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1),
-    implementations=(compiled(reference), TRITON),
+    implementations=(compiled(reference), TRITON, NATIVE),
 )

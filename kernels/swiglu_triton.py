@@ -34,24 +34,43 @@ def backward_kernel(dout, gate, up, dgate, dup, count, BLOCK: tl.constexpr):  # 
     tl.store(dup + index, upstream * g * sigmoid, mask=inside)
 
 
-class SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_XF: Tensor, up_XF: Tensor) -> Tensor:
-        gate, up = gate_XF.contiguous(), up_XF.contiguous()
-        out = torch.empty_like(gate)
-        forward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK)
-        ctx.save_for_backward(gate, up)
-        return out
+@torch.library.custom_op("factory::swiglu_triton", mutates_args=())
+def forward_op(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
+    gate, up = gate_XF.contiguous(), up_XF.contiguous()
+    out = torch.empty_like(gate)
+    forward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK)
+    return out
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        upstream = gradients[0].contiguous()
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](upstream, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK)
-        return dgate, dup
+
+@torch.library.custom_op("factory::swiglu_triton_backward", mutates_args=())
+def backward_op(dout_XF: Tensor, gate_XF: Tensor, up_XF: Tensor) -> tuple[Tensor, Tensor]:
+    dout, gate, up = (x.contiguous() for x in (dout_XF, gate_XF, up_XF))
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](dout, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK)
+    return dgate, dup
+
+
+@forward_op.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@backward_op.register_fake
+def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def gradients(ctx: Any, dout_XF: Tensor) -> tuple[Tensor, Tensor]:
+    return backward_op(dout_XF, *ctx.saved_tensors)
+
+
+forward_op.register_autograd(gradients, setup_context=keep)
 
 
 def swiglu(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
     """As ``kernels.swiglu.reference``; fp32 and bf16."""
-    return SwiGLU.apply(gate_XF, up_XF)
+    return forward_op(gate_XF, up_XF)

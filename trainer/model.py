@@ -76,8 +76,9 @@ class Block(nn.Module):
         """What is compiled: FSDP's hooks stand around ``forward``."""
         tensor, eps = self.tensor, self.shape.norm_eps
         h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self._weight(self.attention_norm), eps))
-        x_BSD = x_BSD + tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, documents_BT))
-        h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self._weight(self.mlp_norm), eps))
+        y_BSD = tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, documents_BT))
+        x_BSD, h_BSD = self.ops.add_rms_norm(x_BSD, y_BSD, self._weight(self.mlp_norm), eps)
+        h_BTD = tensor.gather(h_BSD)
         if self.experts is None:
             return x_BSD + tensor.scatter(self.transform(h_BTD, self.gate, self.up, self.down)), None
         y_BTD, extras = self.transform_by_experts(h_BTD, documents_BT)
@@ -206,7 +207,7 @@ class Decoder(nn.Module):
             documents_BT = documents_BT.clamp(max=0)
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
         embedding = self.tensor.weight(self.embedding)
-        x_BSD = F.embedding(self.tensor.part(tokens_BT), embedding).to(self.dtype)
+        x_BSD = self.ops.embedding(self.tensor.part(tokens_BT), embedding).to(self.dtype)
         if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
             x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
         cos_BTK, sin_BTK = rope_tables(positions_BT, self.shape, self.dtype)

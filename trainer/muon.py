@@ -6,33 +6,16 @@ are as large as AdamW's and one rate serves both (Liu et al. 2025, arXiv 2502.16
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from kernels import newton_schulz
 from trainer.parallel import Region, local, whole
 from trainer.recipe import MuonRecipe
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic; Jordan 2024
-LEAST_NORM = 1e-7
 RMS = 0.2  # of AdamW's updates in long runs, arXiv 2502.16982 §2.2
-
-
-def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
-    """[rows, columns] or [E, rows, columns] → nearly U Vᵀ of each, in bf16.
-
-    After five steps singular values of at least 0.3 % of the matrix's norm lie in about [0.68, 1.21]; a smaller one has
-    grown 3.4445⁵ ≈ 485 times.
-    """
-    a, b, c = COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    multiply = torch.addmm if matrices.ndim == 2 else torch.baddbmm  # one rounding a product
-    x = matrices.bfloat16()
-    x = x.mT if tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
 
 
 def adamw_like_scale(size: torch.Size) -> float:
@@ -47,8 +30,13 @@ class Muon:
     stacks, no ranks and no skipping.
     """
 
-    def __init__(self, parameters: dict[str, Tensor], recipe: MuonRecipe) -> None:
-        self.recipe = recipe
+    def __init__(
+        self,
+        parameters: dict[str, Tensor],
+        recipe: MuonRecipe,
+        newton_schulz: Callable[[Tensor, int], Tensor] = newton_schulz.reference,
+    ) -> None:
+        self.recipe, self.orthogonalise = recipe, newton_schulz
         self.parameters = parameters
         self.momentum = {name: torch.zeros_like(local(parameter)) for name, parameter in parameters.items()}
 
@@ -68,7 +56,7 @@ class Muon:
             momentum, held = self.momentum[name], local(parameter)
             mean = momentum.lerp(grad, 1 - recipe.momentum)
             update = grad.lerp(mean, recipe.momentum) if recipe.nesterov else mean
-            orthogonal = Region.of(parameter).cut(orthogonalise(whole(update.bfloat16(), parameter), recipe.steps))
+            orthogonal = Region.of(parameter).cut(self.orthogonalise(whole(update.bfloat16(), parameter), recipe.steps))
             rate = lr * rate_shares[name]
             moved = held * (1 - rate * decay[name])
             moved.add_(orthogonal, alpha=-rate * adamw_like_scale(parameter.shape))

@@ -1,18 +1,22 @@
-"""The optimiser: fused AdamW, or Muon for the matrices inside the layers and AdamW for the rest.
+"""The optimiser: AdamW, or Muon for the matrices inside the layers and AdamW for the rest.
 
 Which parameter is in which group is decided by one rule and is a table that can be printed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from kernels import adamw, newton_schulz
 from trainer.muon import Muon
 from trainer.parallel import local
 from trainer.recipe import OptimizerRecipe
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, as torch names them
 
 
 @dataclass(frozen=True)
@@ -58,46 +62,62 @@ def format_table(rows: list[GroupRow]) -> str:
 class Optimizer:
     """Works on what this rank holds of each parameter. ``step`` clips and skips inside the update."""
 
-    def __init__(self, model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0) -> None:
-        self.recipe = recipe
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: OptimizerRecipe,
+        width_share: float = 1.0,
+        adamw: Callable[..., None] = adamw.fused,
+        newton_schulz: Callable[[Tensor, int], Tensor] = newton_schulz.reference,
+    ) -> None:
+        self.recipe, self.adamw = recipe, adamw
         self.parameters = dict(model.named_parameters())
         self.table = group_table(model, recipe, width_share)
         muon: dict[str, Tensor] = {r.parameter: self.parameters[r.parameter] for r in self.table if r.rule == "muon"}
-        self.muon = Muon(muon, recipe.muon) if muon else None
-        self._held = {r.parameter: local(self.parameters[r.parameter]) for r in self.table if r.rule == "adamw"}
-        by_group: dict[tuple[float, float], list[Tensor]] = {}
+        self.muon = Muon(muon, recipe.muon, newton_schulz) if muon else None
+        self.groups: dict[tuple[float, float], list[str]] = {}  # AdamW's, by share of the rate and decay
         for row in self.table:
             if row.rule == "adamw":
-                by_group.setdefault((row.lr_share, row.weight_decay), []).append(self._held[row.parameter])
-        groups = [
-            {"params": held, "weight_decay": decay, "lr_share": share} for (share, decay), held in by_group.items()
-        ]
-        self.adamw = torch.optim.AdamW(
-            groups, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, fused=True
-        )
+                self.groups.setdefault((row.lr_share, row.weight_decay), []).append(row.parameter)
+        self.state: dict[str, dict[str, Tensor]] = {}  # AdamW's, by parameter, from its first gradient on
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
-        self.adamw.zero_grad(set_to_none=True)
 
     def gradients(self) -> dict[str, Tensor]:
         """By parameter, what this rank holds of each."""
         return {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        if name not in self.state:
+            held = local(self.parameters[name])
+            zeros = torch.zeros_like(held), torch.zeros_like(held), torch.zeros((), device=held.device)
+            self.state[name] = dict(zip(MOMENTS, zeros))
+        return self.state[name]
+
+    @torch.no_grad()
     def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
         """One update with gradients / ``divide_by``; nothing is changed where ``skip`` is one. Both fp32 scalars.
 
-        These are the two inputs that torch's fused update takes from its gradient scaler: the kernel itself returns
-        early, so that a NaN in the gradients is never multiplied into a weight.
+        The update itself leaves early, so that a NaN in the gradients is never multiplied into a weight.
         """
-        for group in self.adamw.param_groups:
-            group["lr"] = lr * group["lr_share"]
-        for name, held in self._held.items():
-            grad = self.parameters[name].grad
-            held.grad = None if grad is None else local(grad)
-        self.adamw.grad_scale, self.adamw.found_inf = divide_by, skip  # type: ignore[attr-defined]
-        self.adamw.step()
+        recipe = self.recipe
+        for (lr_share, weight_decay), group in self.groups.items():
+            gradients = {name: local(grad) for name in group if (grad := self.parameters[name].grad) is not None}
+            states = [self._state_of(name) for name in gradients]
+            self.adamw(
+                [local(self.parameters[name]) for name in gradients],
+                list(gradients.values()),
+                *([state[key] for state in states] for key in MOMENTS),
+                divide_by,
+                skip,
+                lr * lr_share,
+                recipe.beta1,
+                recipe.beta2,
+                recipe.eps,
+                weight_decay,
+            )
         if self.muon is not None:
             shares = {row.parameter: row.lr_share for row in self.table}
             decay = {row.parameter: row.weight_decay for row in self.table}
@@ -108,12 +128,7 @@ class Optimizer:
 
         All but ``step`` are split as their parameter is.
         """
-        tensors = {
-            f"{key}.{name}": self.adamw.state[held][key]
-            for name, held in self._held.items()
-            if held in self.adamw.state
-            for key in ("exp_avg", "exp_avg_sq", "step")
-        }
+        tensors = {f"{key}.{name}": state[key] for name, state in self.state.items() for key in MOMENTS}
         momentum = self.muon.momentum if self.muon is not None else {}
         return tensors | {f"momentum.{name}": value for name, value in momentum.items()}
 
@@ -121,10 +136,9 @@ class Optimizer:
         """Take over what ``state_tensors`` gave. Raises: KeyError for what is missing, once a step was made."""
         if not any(key.startswith("step.") for key in tensors):
             return
-        for name, held in self._held.items():
-            self.adamw.state[held] = {
-                key: tensors[f"{key}.{name}"].clone().to(held.device) for key in ("exp_avg", "exp_avg_sq", "step")
-            }
+        for name in (name for group in self.groups.values() for name in group):
+            device = local(self.parameters[name]).device
+            self.state[name] = {key: tensors[f"{key}.{name}"].clone().to(device) for key in MOMENTS}
         if self.muon is not None:
             for name, momentum in self.muon.momentum.items():
                 momentum.copy_(tensors[f"momentum.{name}"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.registry import bind, load_choice
+from kernels.registry import bind, load_choice, load_fallback
 from trainer import checkpoint as checkpoints
 from trainer.batch import Batch
 from trainer.checkpoint import Regions, Skipped, Tensors
@@ -36,7 +36,8 @@ class Run:
         self.spec, self.ranks = spec, ranks
         recipe = self.recipe = spec.recipe
         dtype = DTYPES[recipe.precision]
-        ops = bind(load_choice(spec.kernels_path, ranks.device.type), ranks.device, dtype, recipe.compile)
+        choice, fallback = load_choice(spec.kernels_path, ranks.device.type), load_fallback(spec.kernels_path)
+        ops = bind(choice, ranks.device, dtype, recipe.compile, fallback)
         with torch.device("meta"):
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
         if ranks.mesh is not None:
@@ -44,7 +45,8 @@ class Run:
 
             distribute(self.model, self.model.blocks, ranks, dtype)
         self.model.to_empty(device=ranks.device)
-        self.optimizer = Optimizer(self.model, recipe.optimizer, recipe.model.width_share)
+        width_share = recipe.model.width_share
+        self.optimizer = Optimizer(self.model, recipe.optimizer, width_share, ops.adamw, ops.newton_schulz)
         self.monitor = Monitor(self.optimizer, ranks)
         self.detector = Detector(recipe.stability)
         self.counters: dict[str, Any] = {

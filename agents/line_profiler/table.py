@@ -27,7 +27,7 @@ from trainer.run import DTYPES, Run
 
 FORMAT = 1
 WARMUP = 1
-OPTIMIZER_FILES = ("trainer/optimizer.py", "trainer/stability.py")
+OPTIMIZER_FILES = ("trainer/optimizer.py", "trainer/stability.py", "kernels/adamw.py", "kernels/newton_schulz.py")
 LAUNCH_BOUND = 0.1  # a line that reaches less than this share of the roofline with short operations waits for the host
 SHORT_OPERATION_S = 20e-6
 

@@ -20,6 +20,7 @@ sys.path[0] = os.getcwd()  # the worktree's packages, not this file's neighbours
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 from kernels.registry import OPS, get  # noqa: E402
 
@@ -35,23 +36,26 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
     for number, job in enumerate(jobs):
         op = OPS[job["op"]]
         case = next(c for c in op.cases if c.name == job["case"])
-        inputs = [
-            x.detach() if isinstance(x, Tensor) else x
-            for x in op.inputs(case, dtype=DTYPES[job["dtype"]], seed=job["seed"])
-        ]
-        for position in op.gradients:
-            inputs[position] = HOSTILE[job["values"]](inputs[position])
-        upstream = _upstream(op, inputs, job["seed"])
-        exact = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
-        save_file(
-            results(op.reference, exact, op.gradients, [u.double() for u in upstream]),
-            truth / f"exact-{number}.safetensors",
+        inputs: list[Any] = tree_map_only(
+            Tensor, Tensor.detach, list(op.inputs(case, dtype=DTYPES[job["dtype"]], seed=job["seed"]))
         )
-        save_file(results(op.reference, inputs, op.gradients, upstream), truth / f"eager-{number}.safetensors")
-        tensors = {f"input {i}": x.contiguous() for i, x in enumerate(inputs) if isinstance(x, Tensor)}
+        for position in op.hostile:
+            inputs[position] = tree_map_only(Tensor, HOSTILE[job["values"]], inputs[position])
+        upstream = _upstream(op, inputs, job["seed"])
+        exact = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
+        for kind, arguments, by in (("exact", exact, [u.double() for u in upstream]), ("eager", inputs, upstream)):
+            found = results(op.reference, arguments, op.gradients, op.writes, by)
+            save_file(found, truth / f"{kind}-{number}.safetensors")
+        tensors = {_name(i, j): x.contiguous() for i, value in enumerate(inputs) for j, x in _tensors(value)}
         save_file(tensors | {f"upstream {i}": u for i, u in enumerate(upstream)}, out / f"given-{number}.safetensors")
-        plain = {str(i): x for i, x in enumerate(inputs) if not isinstance(x, Tensor)}
-        words = {"plain": plain, "count": len(inputs), "gradients": op.gradients, "contiguous": case.contiguous}
+        words = {
+            "plain": {str(i): x for i, x in enumerate(inputs) if not isinstance(x, (Tensor, list))},
+            "lists": {str(i): len(x) for i, x in enumerate(inputs) if isinstance(x, list)},
+            "count": len(inputs),
+            "gradients": op.gradients,
+            "writes": op.writes,
+            "contiguous": case.contiguous,
+        }
         (out / f"given-{number}.json").write_text(json.dumps(words))
 
 
@@ -59,35 +63,41 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
     for number, job in enumerate(jobs):
         words = json.loads((given / f"given-{number}.json").read_text())
         tensors = load_file(given / f"given-{number}.safetensors")
-        inputs = [
-            tensors[f"input {i}"] if f"input {i}" in tensors else words["plain"][str(i)] for i in range(words["count"])
-        ]
+        inputs = [_given(tensors, words, i) for i in range(words["count"])]
         if not words["contiguous"]:
-            inputs = [_strided(x) if isinstance(x, Tensor) else x for x in inputs]
+            inputs = tree_map_only(Tensor, _strided, inputs)
         upstream = [tensors[f"upstream {i}"] for i in range(sum(name.startswith("upstream") for name in tensors))]
-        before = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
-        found = results(
-            get(job["op"]).implementation(job["implementation"]).function, inputs, words["gradients"], upstream
-        )
-        changed = [i for i, (a, b) in enumerate(zip(before, inputs)) if isinstance(a, Tensor) and not torch.equal(a, b)]
+        before = tree_map_only(Tensor, Tensor.clone, inputs)
+        function = get(job["op"]).implementation(job["implementation"]).function
+        found = results(function, inputs, words["gradients"], words["writes"], upstream)
+        changed = [i for i, (a, b) in enumerate(zip(before, inputs)) if not _same(a, b)]
         found["inputs changed"] = torch.tensor(changed, dtype=torch.int64)
         save_file(found, out / f"answer-{number}.safetensors")
 
 
-def results(function: Any, inputs: list[Any], gradients: Sequence[int], upstream: list[Tensor]) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
+def results(
+    function: Any, inputs: list[Any], gradients: Sequence[int], writes: Sequence[int], upstream: list[Tensor]
+) -> dict[str, Tensor]:
+    """Outputs and gradients by name. What the op writes in place are copies, and its outputs."""
     arguments = list(inputs)
+    for position in writes:
+        arguments[position] = tree_map_only(Tensor, _copy, arguments[position])
     for position in gradients:
         arguments[position] = arguments[position].detach().requires_grad_()
     outputs = function(*arguments)
+    outputs = tuple(tree_leaves([arguments[p] for p in writes])) if writes else outputs
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    named = {f"output {i}": o.detach().contiguous().clone() for i, o in enumerate(outputs)}
+    if not gradients:
+        return named
     wanted = [o for o in outputs if o.requires_grad]
     found = torch.autograd.grad(wanted, [arguments[p] for p in gradients], upstream)
-    named = {f"output {i}": o.detach().contiguous().clone() for i, o in enumerate(outputs)}
     return named | {f"gradient {p}": g.contiguous().clone() for p, g in zip(gradients, found)}
 
 
 def _upstream(op: Any, inputs: list[Any], seed: int) -> list[Tensor]:
+    if not op.gradients:
+        return []
     arguments = list(inputs)
     arguments[op.gradients[0]] = arguments[op.gradients[0]].detach().requires_grad_()
     outputs = op.reference(*arguments)
@@ -96,6 +106,34 @@ def _upstream(op: Any, inputs: list[Any], seed: int) -> list[Tensor]:
     draw = lambda o: torch.randn(o.shape, generator=generator).to(o.dtype)
     # A loss's gradient is one: a power of two scales every gradient without rounding it once more.
     return [draw(o) if o.ndim else torch.full((), -0.5, dtype=o.dtype) for o in outputs if o.requires_grad]
+
+
+def _tensors(value: Any) -> list[tuple[int | None, Tensor]]:
+    """The tensors of one argument, each with its place if the argument is a list."""
+    if isinstance(value, list):
+        return list(enumerate(value))
+    return [(None, value)] if isinstance(value, Tensor) else []
+
+
+def _name(argument: int, place: int | None) -> str:
+    return f"input {argument}" if place is None else f"input {argument} {place}"
+
+
+def _given(tensors: dict[str, Tensor], words: dict[str, Any], argument: int) -> Any:
+    if str(argument) in words["plain"]:
+        return words["plain"][str(argument)]
+    if str(argument) in words["lists"]:
+        return [tensors[_name(argument, place)] for place in range(words["lists"][str(argument)])]
+    return tensors[_name(argument, None)]
+
+
+def _same(before: Any, after: Any) -> bool:
+    return all(torch.equal(a, b) for (_, a), (_, b) in zip(_tensors(before), _tensors(after)))
+
+
+def _copy(x: Tensor) -> Tensor:
+    """The same values in the same layout: a plain clone would be contiguous."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _strided(x: Tensor) -> Tensor:

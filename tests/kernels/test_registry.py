@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.registry import OPS, KernelError, bind, load_choice
+from kernels import native_library, registry
+from kernels.registry import OPS, KernelError, KernelWarning, bind, load_choice, load_fallback
 
 SHIPPED = Path(__file__).parents[2] / "policies" / "kernels.yaml"
 
@@ -17,7 +20,7 @@ def test_the_shipped_choice_names_every_op_and_binds() -> None:
         choice = load_choice(SHIPPED, device)
         assert choice.keys() == OPS.keys()
     choice = load_choice(SHIPPED, "cpu")
-    fast = {"attention": "native", "linear_cross_entropy": "native"}
+    fast = {"attention": "native", "linear_cross_entropy": "native", "adamw": "fused"}
     assert choice == dict.fromkeys(OPS, "reference") | fast
     assert bind(choice).attention is OPS["attention"].implementations["native"].function
     compiled = choice | {"attention": "recompute"}
@@ -41,7 +44,9 @@ def test_an_op_that_is_not_named_runs_its_reference(tmp_path: Path) -> None:
         ("cpu: {atention: recompute}", "no op 'atention'; there are: rms_norm"),
         ("cpu: {attention: fast}", "there are: compiled, flex, native, recompute, reference"),
         ("tpu: {}", "unknown device class 'tpu'"),
-        ("cpu: {swiglu: triton}", "does not run on cpu; those that do: compiled, reference"),
+        ("cpu: {swiglu: triton}", "does not run on cpu; those that do: compiled, native, reference"),
+        ("fallback: eager", "'eager' is none of fail, reference"),
+        ("fallback: true", "True is none of fail, reference"),
         ("cpu: [attention]", "expected a map"),
         ("[", "cannot be read"),
         ("", "expected a map"),
@@ -59,3 +64,43 @@ def test_what_is_refused(tmp_path: Path, text: str, says: str, monkeypatch: pyte
 def test_integers_are_no_dtype_to_train_in() -> None:
     with pytest.raises(KernelError, match="no dtype"):
         bind({}, "cpu", torch.int64)
+
+
+def test_unknown_devices_and_fallbacks_are_refused() -> None:
+    with pytest.raises(KernelError, match="unknown device class 'meta'; there are: cpu, cuda"):
+        bind({}, "meta")
+    with pytest.raises(KernelError, match="unknown fallback 'eager'; there are: fail, reference"):
+        bind({}, fallback="eager")
+
+
+def test_the_fallback_is_a_choice_and_to_fail_is_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.yaml"
+    path.write_text("fallback: reference\ncpu: {attention: native}\n")
+    assert load_fallback(path) == "reference" and load_fallback(SHIPPED) == "fail"
+    assert load_choice(path)["attention"] == "native"
+
+
+@pytest.fixture
+def broken_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """C++ that does not compile, in the place of the native loss head's."""
+    for source in native_library.SOURCES.iterdir():
+        shutil.copy(source, tmp_path)
+    (tmp_path / "cross_entropy.cpp").write_text("this is no C++;\n")
+    monkeypatch.setattr(native_library, "SOURCES", tmp_path)
+    caches = (native_library.library, registry.failure)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("broken_source")
+def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_policy_says() -> None:
+    choice = {"linear_cross_entropy": "native"}
+    with pytest.raises(KernelError, match="linear_cross_entropy: native fails on cpu") as raised:
+        bind(choice)
+    assert "CppCompileError" in str(raised.value) and "fallback: reference" in str(raised.value)
+    with pytest.warns(KernelWarning, match="linear_cross_entropy: native fails on cpu in torch.float32, the reference"):
+        ops = bind(choice, fallback="reference")
+    assert ops.linear_cross_entropy is OPS["linear_cross_entropy"].reference

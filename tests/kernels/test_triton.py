@@ -1,5 +1,5 @@
 """The Triton kernels, forward and backward, in triton's interpreter; it needs its switch set before triton is
-imported: a process of its own."""
+imported: processes of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = """
+from kernels.registry import OPS
+
+ROOT = Path(__file__).parents[2]
+ORACLE = """
 import sys, torch
 from kernels.oracle import HOSTILE, judge
 from kernels.registry import OPS
@@ -30,9 +33,142 @@ sys.exit(bool(wrong))
 """
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "swiglu"])
-def test_triton_in_the_interpreter(op: str) -> None:
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, op], env=environment, capture_output=True, text=True, cwd=root)
+def run(script: str, *arguments: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("op", [name for name, op in OPS.items() if "triton" in op.implementations])
+def test_triton_in_the_interpreter(op: str) -> None:
+    run(ORACLE, op)
+
+
+REGISTRATION = """
+import torch
+from kernels.registry import OPS
+from kernels.op import CASES
+from kernels import (add_rms_norm_triton, embedding_triton, linear_cross_entropy_triton, newton_schulz_triton,
+                     qk_norm_rope_triton, rms_norm_triton, swiglu_triton)
+ops = {
+    "rms_norm": rms_norm_triton.forward_op,
+    "add_rms_norm": add_rms_norm_triton.forward_op,
+    "qk_norm_rope": qk_norm_rope_triton.forward_op,
+    "swiglu": swiglu_triton.forward_op,
+    "embedding": embedding_triton.forward_op,
+    "newton_schulz": newton_schulz_triton.newton_schulz,
+    "linear_cross_entropy": linear_cross_entropy_triton.triton_op,
+}
+tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+for case in (c for c in CASES if c.name in ("prime", "empty")):
+    for name, op in ops.items():
+        extra = (True,) if name == "linear_cross_entropy" else ()
+        torch.library.opcheck(op, (*OPS[name].inputs(case), *extra), test_utils=tests)
+"""
+
+
+def test_registrations_are_sound() -> None:
+    run(REGISTRATION)
+
+
+LOSS_HEAD = """
+import torch
+from kernels import linear_cross_entropy as head, linear_cross_entropy_native as chunks
+from kernels import linear_cross_entropy_triton as fused
+generator = torch.Generator().manual_seed(0)
+V = 2 * fused.BLOCK + 77  # a row takes three pieces
+x, weight = (torch.randn(n, 8, generator=generator).requires_grad_() for n in (7, V))
+targets = torch.tensor([0, V - 1, fused.BLOCK, 5, 6, 7, 8])
+weights = torch.tensor([0.3, 0.2, 0.1, 0.0, 0.2, 0.1, 0.1])
+for chunk in (1 << 24, 3 * V, 1):
+    chunks.CHUNK = chunk
+    found, expected = (f(x, weight, targets, weights, 1e-2) for f in (fused.linear_cross_entropy, head.reference))
+    for a, b in zip((*found, *torch.autograd.grad(found[0], (x, weight))),
+                    (*expected, *torch.autograd.grad(expected[0], (x, weight)))):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+with torch.no_grad():
+    assert torch.equal(fused.linear_cross_entropy(x, weight, targets, weights, 1e-2)[0], found[0])
+    masked = fused.linear_cross_entropy(x.index_fill(0, torch.tensor([3]), float("nan")), weight, targets, weights, 0.0)
+    assert masked[0].isfinite() and masked[1][3] == 0, "a token without loss takes no part"
+    for wrong in (-1, V):
+        loss, nll = fused.linear_cross_entropy(x, weight, targets.index_fill(0, torch.tensor([1]), wrong), weights, 0.0)
+        assert loss.isnan() and nll.isnan().tolist() == [False, True] + [False] * 5
+loss, nll = fused.linear_cross_entropy(x.index_fill(0, torch.tensor([1]), float("inf")), weight, targets, weights, 0.0)
+(dx,) = torch.autograd.grad(loss, x)
+assert loss.isnan() and nll[1].isnan() and int(nll.isnan().sum()) == 1
+"""
+
+
+def test_the_loss_head_over_pieces_of_a_row_chunks_and_poison() -> None:
+    run(LOSS_HEAD)
+
+
+OPTIMISER = """
+import torch
+from kernels import adamw, newton_schulz
+from kernels.adamw_triton import BLOCK, adamw as update
+from kernels.newton_schulz_triton import BLOCK as TILE, newton_schulz as orthogonalise, symmetric
+generator = torch.Generator().manual_seed(0)
+
+a = torch.randn(2, 2 * TILE + 9, 70, generator=generator)  # tiles beside the diagonal, a rest in both directions
+gram = symmetric(a)
+torch.testing.assert_close(gram, a @ a.mT, rtol=1e-4, atol=1e-4)
+assert torch.equal(gram, gram.mT), "each tile is stored twice"
+torch.testing.assert_close(symmetric(gram, 0.5, -2.0), 0.5 * gram @ gram - 2 * gram, rtol=1e-4, atol=1e-2)
+for shape in ((150, 200), (200, 150), (3, 150, 70)):
+    matrices = torch.randn(shape, generator=generator)
+    mine, theirs = orthogonalise(matrices, 5).double(), newton_schulz.reference(matrices, 5).double()
+    exact = newton_schulz.reference(matrices.double(), 5)
+    assert mine.shape == exact.shape and (mine - exact).norm() <= 1.5 * (theirs - exact).norm(), shape
+
+def state():
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((3, BLOCK), (7,), (0, 4), (BLOCK + 1,))  # several programs a tensor, and none
+    lists = [[torch.randn(s, generator=generator) for s in sizes] for _ in range(3)]
+    return *lists, [x.square() for x in lists[2]], [torch.tensor(float(i)) for i in range(4)]
+
+settings = (1e-2, 0.9, 0.999, 1e-8, 0.1)
+mine, theirs = state(), state()
+for f, held in ((update, mine), (adamw.reference, theirs)):
+    f(*held, torch.tensor(1.7), torch.tensor(0.0), *settings)
+for a, b in zip(mine, theirs):
+    for x, y in zip(a, b):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+before = [[x.clone() for x in held] for held in mine]
+sick = [torch.full_like(x, float("nan")) for x in mine[1]]
+update(mine[0], sick, *mine[2:], torch.tensor(1.7), torch.tensor(1.0), *settings)
+assert all(torch.equal(x, y) for a, b in zip(mine, before) for x, y in zip(a, b)), "skipped"
+"""
+
+
+def test_the_optimisers_ops_over_tiles_blocks_and_a_skipped_update() -> None:
+    run(OPTIMISER)
+
+
+EMBEDDING = """
+import torch
+from kernels.embedding import reference
+from kernels.embedding_triton import embedding
+generator = torch.Generator().manual_seed(0)
+weight = torch.randn(11, 200, generator=generator).bfloat16().requires_grad_()  # two blocks of columns
+tokens = torch.randint(0, 11, (300,), generator=generator).clamp(max=4)  # token 4 has most places, 5 to 10 none
+upstream = torch.randn(300, 200, generator=generator).bfloat16()
+first, again = (torch.autograd.grad(embedding(tokens, weight), weight, upstream)[0] for _ in range(2))
+assert torch.equal(first, again) and not first[5:].any()
+exact = torch.zeros(11, 200, dtype=torch.float64).index_add_(0, tokens, upstream.double())
+eager = torch.autograd.grad(reference(tokens, weight), weight, upstream)[0]
+rounding = (exact.bfloat16().double() - exact).norm()
+assert (first.double() - exact).norm() <= 2.5 * rounding, "summed in fp32, rounded once (the interpreter truncates)"
+print((eager.double() - exact).norm() / rounding)
+try:
+    embedding(torch.tensor([11]), weight)
+except IndexError:
+    pass
+else:
+    raise AssertionError("a token that is none")
+"""
+
+
+def test_the_embeddings_gradient_is_summed_in_fp32_in_one_order() -> None:
+    run(EMBEDDING)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.newton_schulz import COEFFICIENTS, LEAST_NORM
+from kernels.newton_schulz import reference as orthogonalise
 from tests.trainer.conftest import recipe_with
 from tests.trainer.test_model import make_model
-from trainer.muon import COEFFICIENTS, LEAST_NORM, Muon, adamw_like_scale, orthogonalise
+from trainer.muon import Muon, adamw_like_scale
 from trainer.optimizer import Optimizer, squares
 from trainer.recipe import MuonRecipe
 from trainer.stability import clip_and_skip

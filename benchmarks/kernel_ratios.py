@@ -1,0 +1,130 @@
+"""How fast an implementation is, as a ratio to eager measured in one process; and when a ratio has fallen.
+
+A ratio of paired runs says more than seconds on a noisy machine, and still moves from process to process. So a
+baseline is measured in several processes and keeps the range they spanned; a regression is a range wholly below it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.attention_native import usable
+from kernels.bench import Setting, compare
+from kernels.op import Shape
+from kernels.precision import matrix_units
+from kernels.registry import OPS
+
+ROOT = Path(__file__).parents[1]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = {"recipe": Shape(batch=8), "long": Shape(batch=2, context=1024)}
+PAIRS, MOST_PAIRS, SECONDS = 15, 101, 1.0  # at least, at most, and how long a measurement may take between them
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Eager's time over an implementation's, forward and backward: the median of pairs, and where it lies in 95 % of
+    measurements (the notch of McGill, Tukey & Larsen 1978, doi 10.2307/2683468: 1.57 · quartile range / sqrt(pairs))."""
+
+    ratio: float
+    low: float
+    high: float
+    seconds: float
+
+    @classmethod
+    def over(cls, processes: Iterable[Ratio]) -> Ratio:
+        """One range for what several processes measured, with the ratio and seconds of the middle one."""
+        ordered = sorted(processes, key=lambda r: r.ratio)
+        middle = ordered[len(ordered) // 2]
+        return cls(middle.ratio, min(r.low for r in ordered), max(r.high for r in ordered), middle.seconds)
+
+    def regressed_from(self, before: Ratio) -> bool:
+        """Is all of this range below all of that one?"""
+        return self.high < before.low
+
+
+def kernels() -> list[tuple[str, str, str]]:
+    """Every (op, implementation, shape) that runs on this device, but the references."""
+    pairs = [(o.name, i.name) for o in OPS.values() for i in o.implementations.values() if i.runs_on(DEVICE)]
+    return [(name, i, shape) for name, i in pairs if i != "reference" for shape in SHAPES]
+
+
+def measure(name: str, implementation: str, shape: str) -> Ratio:
+    """On a CPU with one thread: a second waits for whatever else runs there, and ratios differ with their number."""
+    setting, threads = Setting(SHAPES[shape], "bf16", False), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with matrix_units(torch.bfloat16):  # as the trainer does
+            pilot = compare(name, implementation, setting=setting, device=DEVICE, pairs=3, warmup=2)
+            affordable = int(SECONDS / (pilot.seconds + pilot.against_seconds))
+            pairs = max(PAIRS, min(MOST_PAIRS, affordable))
+            found = compare(name, implementation, setting=setting, device=DEVICE, pairs=pairs, warmup=2)
+    finally:
+        torch.set_num_threads(threads)
+    notch = 1.57 * (found.ratio_high - found.ratio_low) / found.pairs**0.5
+    return Ratio(found.ratio, found.ratio - notch, found.ratio + notch, found.seconds)
+
+
+def device_class() -> str:
+    """The name of a baseline: ``cpu-amx`` (with bf16 matrix units), ``cpu``, or the GPU's."""
+    if DEVICE == "cpu":
+        return "cpu-amx" if usable(head_dim=64) else "cpu"
+    return re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
+
+
+def baseline_path() -> Path:
+    return ROOT / "benchmarks" / "baselines" / f"{device_class()}.json"
+
+
+def load_baseline(path: Path) -> dict[str, Ratio]:
+    """By ``op/implementation/shape``; empty where none was committed for this device class."""
+    if not path.is_file():
+        return {}
+    return {key: Ratio(**value) for key, value in json.loads(path.read_text())["ratios"].items()}
+
+
+def save_baseline(path: Path, ratios: dict[str, Ratio]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    document: dict[str, Any] = machine() | {"ratios": {key: asdict(ratio) for key, ratio in sorted(ratios.items())}}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def machine() -> dict[str, str]:
+    """What was measured on: class, processor, torch and commit."""
+    processor = platform.processor() or platform.machine()
+    if DEVICE == "cuda":
+        processor = torch.cuda.get_device_name()
+    elif (facts := Path("/proc/cpuinfo")).is_file():
+        found = re.search(r"model name\s*:\s*(.+)", facts.read_text())
+        processor = found.group(1) if found else processor
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {
+        "device_class": device_class(),
+        "processor": processor if DEVICE == "cuda" else f"one thread of {processor}",
+        "torch": torch.__version__,
+        "commit": git.stdout.strip(),
+    }
+
+
+def liger(name: str) -> Callable[..., Any] | None:
+    """Liger-Kernel's function of that op; None where it has none, or is not installed, or there is no GPU."""
+    if DEVICE == "cpu":
+        return None
+    try:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    except ImportError:
+        return None
+    functions = {
+        "rms_norm": lambda x, weight, eps: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False),
+        "swiglu": LigerSiLUMulFunction.apply,
+    }
+    return functions.get(name)
