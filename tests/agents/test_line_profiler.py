@@ -79,4 +79,4 @@ def test_time_is_not_counted_outside_of_the_mode() -> None:
     torch.ones(3).sum()
     with recorder:
         pass
-    assert not recorder.lines
+    assert not recorder.events
