@@ -155,7 +155,7 @@ def stream_candidates(events: Sequence[Event], step_s: float) -> list[StreamCand
     for producer, readers in forks.items():
         for a, i in enumerate(readers):
             for j in readers[a + 1 :]:
-                if above[j] >> i & 1 or places[i] == places[j]:
+                if above[j] >> i & 1 or places[i] == places[j] or working[i].backward != working[j].backward:
                     continue
                 mine, other = _members((1 << i | below[i]) & ~below[j]), _members((1 << j | below[j]) & ~below[i])
                 gain = min(sum(working[n].seconds for n in branch) for branch in (mine, other))

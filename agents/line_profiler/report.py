@@ -69,7 +69,7 @@ def candidates(profile: Profile, top: int = 5) -> RenderableType:
         what = f"fuse, saves {chain.bytes_saved / 1e6:,.0f} MB"
         found.add_row(what, Text(shortened(chain.lines)), f"{chain.gain_s * 1e3:.2f}", f"{chain.gain_share:.1%}")
     for pair in profile.stream_candidates[:top]:
-        lines = f"{shortened(pair.branches[0])}  ∥  {shortened(pair.branches[1])}"
+        lines = f"{shortened(pair.branches[0], 2)}  ∥  {shortened(pair.branches[1], 2)}"
         what = "two streams, backward" if pair.backward else "two streams"
         found.add_row(what, Text(lines), f"{pair.gain_s * 1e3:.2f}", f"{pair.gain_share:.1%}")
     return found
