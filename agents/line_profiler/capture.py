@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         line, call, backward = self._locate(sys._getframe(1))
         signature = self._describe(func, args, kwargs)
-        reads = () if func.is_view else self._numbers((args, kwargs))
+        reads = () if moves_nothing(func) else self._numbers((args, kwargs))
         began = time.perf_counter()
         out = func(*args, **kwargs)
         if self.synchronize:
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         host = max(0.0, gap - self.crossing_s)
         seconds = max(0.0, ended - began - max(0.0, self.crossing_s - gap))
         self._seen_s += ended - began
-        writes = () if func.is_view else self._written(func, args, kwargs, out)
+        writes = () if moves_nothing(func) else self._written(func, args, kwargs, out)
         moved = _bytes(args, kwargs, out, func)
         flops = _flops(func, args, kwargs, out)
         self.events.append(
@@ -231,17 +231,48 @@ class Recorder(TorchDispatchMode):
         node.register_hook(lambda *_: self._hidden(line, True, *started.pop()))
 
 
+def moves_nothing(func: Any) -> bool:
+    """Is it a view, or a tensor without values yet?"""
+    return func.is_view or func._overloadpacket in MOVE_NOTHING
+
+
 def _bytes(args: Any, kwargs: Any, out: Any, func: Any) -> float:
-    """Read once and written once; views move nothing."""
-    if func.is_view:
+    """Read once and written once."""
+    if moves_nothing(func):
         return 0.0
     return float(sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)))
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Of matrix products, attention and the native kernels (torch's FLOP registry); 0 of everything else."""
+    """Of matrix products, attention and the native kernels (torch's FLOP registry and ours); 0 of everything else."""
+    if func._overloadpacket in MORE_FLOPS:
+        return float(MORE_FLOPS[func._overloadpacket](*args))
     formula = flop_registry.get(func._overloadpacket) or flop_registry.get(func)
     return float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+
+
+def _grouped_mm_flops(a: Tensor, b: Tensor, *_: Any) -> int:
+    """[M, K] by [E, K, N], each row by its group's matrix; or [K, M] by [M, N], a product a group of M."""
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _attention_flops(q_BHTK: Tensor, k_BHSK: Tensor, *_: Any) -> int:
+    """Two products of the whole square, as torch counts its other attention kernels."""
+    return 4 * q_BHTK.numel() * k_BHSK.shape[-2]
+
+
+def _attention_backward_flops(grad: Tensor, q_BHTK: Tensor, k_BHSK: Tensor, *_: Any) -> int:
+    """Five products for the forward pass's two."""
+    return 5 * _attention_flops(q_BHTK, k_BHSK) // 2
+
+
+aten = torch.ops.aten
+MOVE_NOTHING = frozenset((aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided))
+MORE_FLOPS: dict[Any, Callable[..., int]] = {  # what torch's registry leaves out
+    aten._grouped_mm: _grouped_mm_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
 
 
 def crossing(calls: int = 60) -> float:

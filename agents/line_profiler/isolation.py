@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
+from agents.line_profiler.capture import moves_nothing
+from agents.line_profiler.fresh import inputs
 from agents.line_profiler.signature import Samples, Signature, TensorSpec
 
 WARMUP, ITERATIONS = 10, 100
@@ -47,9 +48,9 @@ def measure_all(
 ) -> dict[Signature, Isolated]:
     """Measure each signature once, within ``budget_s`` in all, dividing what is left by the estimated cost of the rest.
 
-    ``estimates``: seconds of one call, as the step saw it. Views move nothing and are left out.
+    ``estimates``: seconds of one call, as the step saw it. What moves nothing is left out.
     """
-    wanted = [signature for signature in recorded if not signature.func.is_view]
+    wanted = [signature for signature in recorded if not moves_nothing(signature.func)]
     cost = {signature: (WARMUP + ITERATIONS) * max(LEAST_S, estimates.get(signature, 0.0)) for signature in wanted}
     wanted.sort(key=cost.__getitem__)  # what the cheap ones leave over goes to the dear ones
     ends, left = time.perf_counter() + budget_s, sum(cost.values())
@@ -76,10 +77,10 @@ def measure(signature: Signature, values: Samples, device: torch.device, budget_
 def _measure(signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int) -> Isolated:
     began = time.perf_counter()
     generator = torch.Generator(device).manual_seed(seed)
-    sets = [_inputs(signature, values, device, generator)]
+    sets = [inputs(signature, values, device, generator)]
     written = _written(signature)
     pristine = [sets[0][i].clone() for i in written]  # torch.clone keeps the strides of a dense tensor
-    clock = _cuda_seconds if device.type == "cuda" else _seconds
+    clock = clock_of(device)
 
     def call(number: int) -> float:
         leaves = sets[number % len(sets)]
@@ -90,18 +91,30 @@ def _measure(signature: Signature, values: Samples, device: torch.device, budget
 
     first = call(0)
     making = time.perf_counter() - began - first
-    affordable = int(max(0.0, budget_s - making) / max(1e-9, first))
     more_sets = min(MOST_SETS, -(-CACHE_BYTES // max(1, signature.bytes))) - 1
     if more_sets * making < budget_s / 4:
-        sets += [_inputs(signature, values, device, generator) for _ in range(more_sets)]
-    warmup = min(WARMUP, max(LEAST_WARMUP, affordable // 10)) - 1
-    for number in range(warmup):
+        sets += [inputs(signature, values, device, generator) for _ in range(more_sets)]
+    return repeated(call, first, began + budget_s)
+
+
+def repeated(call: Callable[[int], float], first: float, ends: float) -> Isolated:
+    """``call(number)`` returns its seconds: warm-ups, then the timed ones, fewer where ``ends`` comes before.
+
+    ``first``: seconds of one call that was made already.
+    """
+    affordable = int(max(0.0, ends - time.perf_counter()) / max(1e-9, first))
+    for number in range(min(WARMUP, max(LEAST_WARMUP, affordable // 10)) - 1):
         call(number + 1)
     times: list[float] = []
-    while len(times) < ITERATIONS and (len(times) < LEAST_ITERATIONS or time.perf_counter() - began < budget_s):
+    while len(times) < ITERATIONS and (len(times) < LEAST_ITERATIONS or time.perf_counter() < ends):
         times.append(call(len(times)))
     quartiles = statistics.quantiles(times, n=4)
     return Isolated(statistics.median(times), quartiles[2] - quartiles[0], len(times))
+
+
+def clock_of(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+    """Seconds of one call of a function on a device."""
+    return _cuda_seconds if device.type == "cuda" else _seconds
 
 
 def _seconds(function: Callable[[], Any]) -> float:
@@ -118,32 +131,6 @@ def _cuda_seconds(function: Callable[[], Any]) -> float:
     after.record()
     after.synchronize()
     return before.elapsed_time(after) / 1e3
-
-
-def _inputs(signature: Signature, values: Samples, device: torch.device, generator: torch.Generator) -> list[Any]:
-    leaves: list[Any] = []
-    for spec, value in zip(signature.leaves, values):
-        if not isinstance(spec, TensorSpec):
-            leaves.append(spec)
-        elif spec.same_as >= 0:
-            leaves.append(leaves[spec.same_as])
-        else:
-            leaves.append(_fresh(spec, value, device, generator))
-    return leaves
-
-
-def _fresh(spec: TensorSpec, value: Tensor | None, device: torch.device, generator: torch.Generator) -> Tensor:
-    storage = torch.empty(spec.span, dtype=spec.dtype, device=device)
-    tensor = storage.as_strided(spec.shape, spec.stride)
-    if value is None and spec.dtype.is_floating_point:
-        storage.normal_(generator=generator)
-    elif value is None:
-        storage.zero_()
-    elif any(stride == 0 and size > 1 for size, stride in zip(spec.shape, spec.stride)):
-        return value.to(device).as_strided(spec.shape, value.stride())  # expanded: many elements, one place
-    else:
-        tensor.copy_(value)
-    return tensor
 
 
 def _written(signature: Signature) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from agents.line_profiler.capture import ROOT, Event, Line
+from agents.line_profiler.capture import ROOT, Event, Line, moves_nothing
 from agents.line_profiler.isolation import Isolated
 from agents.line_profiler.signature import Signature
 from agents.line_profiler.table import ProfiledLine, ProfiledOp
@@ -97,8 +97,8 @@ def _isolated(events: list[Event], alone: Mapping[Signature, Isolated] | None) -
         return None, None
     found = []
     for event in events:
-        is_view = event.signature is not None and event.signature.func.is_view
-        one = NOTHING_ALONE if is_view else alone.get(event.signature) if event.signature else None
+        still = event.signature is not None and moves_nothing(event.signature.func)
+        one = NOTHING_ALONE if still else alone.get(event.signature) if event.signature else None
         if one is None or one.why_not:
             return None, None
         found.append(one)

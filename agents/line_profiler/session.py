@@ -105,7 +105,7 @@ def measure(
         format=FORMAT,
         recipe=recipe.model_dump(),
         kernels=choice,
-        device=_device_name(device),
+        device=device_name(device),
         torch=torch.__version__,
         eager_step_s=step_s,
         recipe_step_s=recipe_step if recipe.compile else step_s,
@@ -237,7 +237,7 @@ def memory_rate(device: torch.device, size: int = COPY_BYTES) -> float:
     return 2 * size / best
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
