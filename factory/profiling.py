@@ -102,6 +102,32 @@ def profile_checkout(out: Path, progress: Progress, options: Options = Options()
     return out / "profile.json"
 
 
+@dataclass(frozen=True)
+class SweepOptions:
+    """As the flags of ``python -m agents.line_profiler.sweep``; None is its own default."""
+
+    models: str | None = None
+    batches: str | None = None
+    sequences: str | None = None
+    workers: int | None = None
+    ray: str | None = None
+    budget_s: float | None = None
+
+    def arguments(self) -> list[str]:
+        given = {"--models": self.models, "--batches": self.batches, "--sequences": self.sequences}
+        given |= {"--workers": self.workers, "--ray": self.ray, "--budget": self.budget_s}  # type: ignore[dict-item]
+        return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+
+
+def sweep(out: Path, progress: Progress, options: SweepOptions) -> Path:
+    """Sweep over model shapes with this checkout's code; returns the path of sweep.json. Raises: InputError, ProfileError."""
+    make_folder(out)
+    code = code_root()
+    arguments = ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(out.resolve())]
+    run_profiler(code, [*arguments, *options.arguments()], progress, module="agents.line_profiler.sweep")
+    return out / "sweep.json"
+
+
 def run_profiler(
     code: Path,
     arguments: list[str],

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -85,6 +86,16 @@ class Sweep:
     busy: float  # share of the workers' time that went into items
     slices: tuple[SweptSlice, ...]
     items: tuple[SweptItem, ...]
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> Sweep:
+        """From parsed ``sweep.json``. Raises: ValueError for another format."""
+        if raw.get("format") != FORMAT:
+            raise ValueError(f"sweep.json: format {raw.get('format')!r}, this code reads {FORMAT}")
+        slices = tuple(
+            SweptSlice(**{**s, "lines": tuple(SweptLine(**line) for line in s["lines"])}) for s in raw["slices"]
+        )
+        return cls(**{**raw, "slices": slices, "items": tuple(SweptItem(**item) for item in raw["items"])})
 
 
 def sweep(
