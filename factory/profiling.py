@@ -24,6 +24,7 @@ from factory.progress import Progress
 from factory.workspace import Workspace, code_root
 
 SAID = "profile: "  # how the profiler's lines of progress begin
+USERS = 2  # the profiler's exit code for what its user can mend
 FILES = ("profile.json", "profile.html", "trace.json")
 
 
@@ -135,7 +136,7 @@ def run_profiler(
     cache: Path | None = None,
     module: str = "agents.line_profiler",
 ) -> None:
-    """``python -m module arguments`` from ``code``; what it reports moves a bar. Raises: ProfileError."""
+    """``python -m module arguments`` from ``code``; what it reports moves a bar. Raises: InputError, ProfileError."""
     command = [sys.executable, "-m", module, "--json", *arguments]
     environment = os.environ | {"PYTHONPATH": str(code)} | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})
     said: list[str] = []
@@ -161,6 +162,8 @@ def run_profiler(
             if process.poll() is None:
                 process.terminate()
                 process.wait()
+    if code_of == USERS:
+        raise InputError(" ".join(said[-1:])[:500])
     if code_of:
         raise ProfileError(f"the line profiler ended with code {code_of}: {' '.join(said[-1:])[:500]}")
 

@@ -129,6 +129,12 @@ def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
         pipe.send(function(item))
 
 
+def require_ray() -> None:
+    """Raises: SweepError where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise SweepError("--ray: Ray is not installed here: pip install ray, or use --workers for local processes")
+
+
 class RayActors:
     """``workers`` actors of a Ray cluster, one GPU each where it has any. Imported only here.
 
@@ -136,8 +142,7 @@ class RayActors:
     """
 
     def __init__(self, function: Callable[[Any], Any], workers: int, address: str) -> None:
-        if importlib.util.find_spec("ray") is None:
-            raise SweepError("--ray: Ray is not installed here: pip install ray, or use --workers for local processes")
+        require_ray()
         import ray
 
         self.ray, self.function, self.workers = ray, function, workers

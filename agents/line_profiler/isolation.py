@@ -26,7 +26,6 @@ LEAST_ITERATIONS = 3
 LEAST_WARMUP = 1
 CACHE_BYTES = 64 << 20  # the sets of inputs together take more than a last-level cache
 MOST_SETS = 8
-LEAST_S = 5e-5  # of one call and the clock around it, for the division of the budget
 
 
 @dataclass(frozen=True)
@@ -46,19 +45,18 @@ def measure_all(
     budget_s: float,
     report: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[Signature, Isolated]:
-    """Measure each signature once, within ``budget_s`` in all, dividing what is left by the estimated cost of the rest.
+    """Measure each signature once, within ``budget_s`` in all: the cheapest first, each with an equal part of what is left,
+    so that what they leave over goes to the dear ones.
 
     ``estimates``: seconds of one call, as the step saw it. What moves nothing is left out.
     """
     wanted = [signature for signature in recorded if not moves_nothing(signature.func)]
-    cost = {signature: (WARMUP + ITERATIONS) * max(LEAST_S, estimates.get(signature, 0.0)) for signature in wanted}
-    wanted.sort(key=cost.__getitem__)  # what the cheap ones leave over goes to the dear ones
-    ends, left = time.perf_counter() + budget_s, sum(cost.values())
+    wanted.sort(key=lambda signature: estimates.get(signature, 0.0))
+    ends = time.perf_counter() + budget_s
     found = {}
     for done, signature in enumerate(wanted):
-        mine = max(0.0, ends - time.perf_counter()) * cost[signature] / left if left else 0.0
-        found[signature] = measure(signature, recorded[signature], device, mine)
-        left -= cost[signature]
+        part = max(0.0, ends - time.perf_counter()) / (len(wanted) - done)
+        found[signature] = measure(signature, recorded[signature], device, part)
         report(done + 1, len(wanted))
     return found
 

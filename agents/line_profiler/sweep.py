@@ -21,13 +21,22 @@ from typing import Any
 import torch
 
 from agents.line_profiler.capture import ROOT, moves_nothing
-from agents.line_profiler.crew import Crew, Lost, Processes, RayActors, SweepError, measure_on
+from agents.line_profiler.crew import Crew, Lost, Processes, RayActors, SweepError, measure_on, require_ray
 from agents.line_profiler.isolation import Isolated
 from agents.line_profiler.lines import Roof, source
 from agents.line_profiler.session import device_name, memory_rate
 from agents.line_profiler.shapes import SHAPES
 from agents.line_profiler.slices import ATTENTION, DTYPE, Slice, events
-from agents.line_profiler.sweep_items import Item, Limits, Task, attention_key, collect, fit, measure_item
+from agents.line_profiler.sweep_items import (
+    Item,
+    Limits,
+    Task,
+    attention_key,
+    build_attention,
+    collect,
+    fit,
+    measure_item,
+)
 from agents.line_profiler.table import line_name
 from kernels.registry import KernelError, load_choice
 from trainer.metrics import matmul_rate
@@ -114,6 +123,7 @@ def sweep(
     report(
         f"{len(slices)} slices, {len(items)} different operations, {len(wanted)} of them to measure on {workers} workers"
     )
+    build_attention(attention, device)
     began = time.perf_counter()
     results: list[tuple[Isolated, float] | Lost] = []
     if wanted:
@@ -232,6 +242,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         slices = parse_slices(chosen.models, chosen.batches, chosen.sequences)
+        if chosen.ray:
+            require_ray()  # before anything is measured
         workers = max(1, chosen.workers)
         memory = chosen.memory_gb * 1e9 if chosen.memory_gb else MEMORY_SHARE * free_memory() / workers
         limits = Limits(memory, chosen.item_seconds, chosen.budget, max(1, torch.get_num_threads() // workers))

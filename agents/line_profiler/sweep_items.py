@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -12,6 +13,7 @@ from agents.line_profiler.capture import moves_nothing
 from agents.line_profiler.isolation import Isolated, clock_of, measure, repeated
 from agents.line_profiler.lines import Roof
 from agents.line_profiler.slices import ATTENTION, DTYPE, Slice, events
+from kernels.host_memory import keep_freed_memory
 from kernels.op import Case
 from kernels.precision import matrix_units
 from kernels.registry import OPS, check
@@ -92,7 +94,7 @@ def _sized(item: Item, limits: Limits) -> Item:
         why = f"needs {item.bytes / 1e9:.1f} GB of {limits.memory_bytes / 1e9:.1f}"
     elif least > limits.item_s:
         why = f"needs about {least:.1f} s of {limits.item_s:.1f}"
-    return replace(item, estimated_s=max(least, min(limits.item_s, making + 110 * SLOWER * item.roof_s)), fits=why)
+    return replace(item, estimated_s=least + min(limits.item_s, 110 * SLOWER * item.roof_s), fits=why)
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def measure_item(task: Task) -> tuple[Isolated, float]:
     """(the measurement, seconds that it took in all). Runs in a worker."""
     began = time.perf_counter()
     device = torch.device(task.device)
+    _prepare_worker()
     if device.type == "cpu":
         torch.set_num_threads(task.limits.threads)
     with matrix_units(DTYPE):
@@ -119,6 +122,18 @@ def measure_item(task: Task) -> tuple[Isolated, float]:
             assert signature is not None
             found = measure(signature, (None,) * len(signature.leaves), device, task.limits.item_s)
     return found, time.perf_counter() - began
+
+
+@cache
+def _prepare_worker() -> None:
+    keep_freed_memory()
+
+
+def build_attention(implementation: str, device: torch.device) -> None:
+    """Have its native library compiled once, before every worker waits for it."""
+    op = OPS[ATTENTION]
+    made = op.inputs(op.cases[0], device=device, dtype=DTYPE)
+    check(ATTENTION, implementation, device.type).function(*made)
 
 
 def _attention(task: Task, device: torch.device) -> Isolated:

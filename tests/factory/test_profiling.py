@@ -55,7 +55,9 @@ def test_an_unknown_recipe_is_named_with_the_nearest() -> None:
 
 
 def test_what_the_profiler_says_is_in_the_error(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="no.such.module"):
+        run_profiler(code_root(), [], SILENT, module="no.such.module")
     recipe = tmp_path / "bad.yaml"
     recipe.write_text("name: x\n")
-    with pytest.raises(ProfileError, match="bad.yaml"):
+    with pytest.raises(InputError, match="bad.yaml"):
         run_profiler(code_root(), ["--recipe", str(recipe), "--out", str(tmp_path)], SILENT)
