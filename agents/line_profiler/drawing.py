@@ -46,7 +46,7 @@ def graph(profile: Profile) -> str:
         text = f"{name}  {line.source}" if line else name
         parts.append(
             f'<rect x="{LEFT}" y="{y + 2}" width="480" height="{ROW - 4}" fill="{heat(share, hottest)}" stroke="#999"/>'
-            f'<text x="{LEFT + 6}" y="{y + 15}">{escape(text[:76])}<title>{escape(text)}</title></text>'
+            f'<text x="{LEFT + 6}" y="{y + 15}">{escape(text[:62])}<title>{escape(text)}</title></text>'
             f'<text x="{right - 6}" y="{y + 15}" text-anchor="end">{share:.1%}</text>'
         )
     return f'<svg viewBox="0 0 {WIDE} {len(names) * ROW + 4}" width="{WIDE}" role="img">{"".join(parts)}</svg>'

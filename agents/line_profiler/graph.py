@@ -9,6 +9,7 @@ import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import combinations
 
 from agents.line_profiler.capture import Event, Line
 from agents.line_profiler.lines import source_lines
@@ -80,8 +81,8 @@ def fusion_candidates(
     A line is joined to the next when that one alone reads what it makes, in the forward pass and in the backward pass of
     both: a fused kernel's backward makes the intermediate again. A line of several operations may be a chain by itself.
     """
-    took = {(line.file, line.line, line.op): line.seconds for line in lines if line.bound == "memory"}
-    memory_bound = took.keys()
+    by_line = {(line.file, line.line, line.op): line for line in lines if line.bound == "memory"}
+    memory_bound = by_line.keys()
     makers: defaultdict[int, set[Line]] = defaultdict(set)
     readers: defaultdict[int, set[Line]] = defaultdict(set)
     made_by: defaultdict[Line, set[int]] = defaultdict(set)  # in the forward pass
@@ -117,7 +118,10 @@ def fusion_candidates(
     found = []
     for root, total in saved.items():
         members = sorted((line for line in chain if chain[line] == root and line in order), key=order.__getitem__)
-        gain = min(total / bytes_per_s, sum(took[member] for member in members))
+        chained = [by_line[member] for member in members]
+        # What stays in cache moves faster than a copy: never more than the share of the chain's time that the bytes are.
+        reached = sum(line.bytes for line in chained) / sum(line.seconds for line in chained)
+        gain = total / max(bytes_per_s, reached)
         if gain >= LEAST_GAIN * step_s:
             names = tuple(line_name(*line) for line in members)
             found.append(FusionCandidate(names, len(inside[root]), total, gain, gain / step_s))
@@ -151,23 +155,41 @@ def stream_candidates(events: Sequence[Event], step_s: float) -> list[StreamCand
     places = [event.called_from or line_name(*event.line) for event in working]
     above, forks = _ancestors(working)
     below = _descendants(above)
-    found: dict[tuple[str, str, str, bool], list[tuple[float, list[int], list[int]]]] = defaultdict(list)
+    seconds = lambda bits: sum(working[n].seconds for n in _members(bits))
+    found: defaultdict[tuple[str, str, bool], list[tuple[float, int, int, int]]] = defaultdict(list)
     for producer, readers in forks.items():
-        for a, i in enumerate(readers):
-            for j in readers[a + 1 :]:
-                if above[j] >> i & 1 or places[i] == places[j] or working[i].backward != working[j].backward:
-                    continue
-                mine, other = _members((1 << i | below[i]) & ~below[j]), _members((1 << j | below[j]) & ~below[i])
-                gain = min(sum(working[n].seconds for n in branch) for branch in (mine, other))
-                found[places[producer], places[i], places[j], working[i].backward].append((gain, mine, other))
+        starts: defaultdict[tuple[str, bool], int] = defaultdict(int)
+        for n in readers:
+            starts[places[n], working[n].backward] |= 1 << n
+        for (one, first), (another, second) in combinations(starts.items(), 2):
+            if one[1] != another[1]:
+                continue
+            follows, others = (_united(below, bits) for bits in (first, second))
+            if not follows & second and not others & first:
+                mine, other = follows & ~others, others & ~follows
+                gain = min(seconds(mine), seconds(other))
+                found[one[0], another[0], one[1]].append((gain, producer, mine, other))
     candidates = []
-    for (fork, _, _, backward), pairs in found.items():
-        gain = sum(gain for gain, _, _ in pairs)
-        longest = max(pairs, key=lambda pair: len(pair[1]) + len(pair[2]))
-        first, second = (tuple(dict.fromkeys(places[n] for n in branch)) for branch in longest[1:])
+    for (_, _, backward), pairs in found.items():
+        pairs.sort(reverse=True)
+        used, gain, times = 0, 0.0, 0
+        for each, _, mine, other in pairs:  # several forks may lead to the same branches: each operation counts once
+            if not used & (mine | other):
+                used, gain, times = used | mine | other, gain + each, times + 1
+        _, producer, mine, other = pairs[0]
+        branches = tuple(tuple(dict.fromkeys(places[n] for n in _members(bits))) for bits in (mine, other))
         if gain >= LEAST_GAIN * step_s:
-            candidates.append(StreamCandidate(fork, (first, second), backward, len(pairs), gain, gain / step_s))
+            fork = places[producer]
+            candidates.append(StreamCandidate(fork, (branches[0], branches[1]), backward, times, gain, gain / step_s))
     return sorted(candidates, key=lambda c: -c.gain_s)[:MOST_LISTED]
+
+
+def _united(below: Sequence[int], starts: int) -> int:
+    """The operations that are given, and all that follow from them."""
+    bits = starts
+    for n in _members(starts):
+        bits |= below[n]
+    return bits
 
 
 def _ancestors(events: Sequence[Event]) -> tuple[list[int], dict[int, list[int]]]:

@@ -98,7 +98,7 @@ class FusionCandidate:
     """Memory-bound lines that hand tensors to one another that no other line reads, forward or backward.
 
     One kernel could keep those on the chip: ``bytes_saved`` are their writes and reads, ``gain_s`` that traffic at the
-    measured bandwidth. A bound, not a promise: on a CPU, what stays in cache is cheaper than that.
+    measured bandwidth, or at the chain's own where caches make that higher. A bound, not a promise.
     """
 
     lines: tuple[str, ...]  # in the order in which they run

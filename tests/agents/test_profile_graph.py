@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from agents.line_profiler.capture import Event, Line
@@ -41,6 +43,12 @@ def test_a_chain_is_found_and_its_intermediates_are_counted() -> None:
     assert found[0].gain_s == pytest.approx(4 * MB / 1e9) and found[0].intermediates == 2
 
 
+def test_a_chain_in_cache_gains_no_more_than_its_share() -> None:
+    events = [replace(event(n, (n - 1,), (n,)), seconds=1e-4) for n in (1, 2, 3)]  # 20 GB/s where a copy reaches one
+    (found,) = fusion_candidates(events, fold(events, {}, 0.01, ROOF), ROOF.bytes_per_s, 0.01)
+    assert found.bytes_saved == 4 * MB and found.gain_s == pytest.approx(3e-4 * 4 / 6)
+
+
 def test_an_intermediate_that_another_line_reads_stays_in_memory() -> None:
     events = [event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (2,), (3,)), event(4, (1,), (4,))]
     assert candidates(events) == {names(2, 3): 2 * MB}
@@ -72,6 +80,19 @@ def test_branches_are_independent_until_they_join() -> None:
     (found,) = stream_candidates(events, 0.1)
     assert (found.fork, found.branches) == (names(1)[0], (names(2), names(3, 4)))
     assert found.gain_s == pytest.approx(events[1].seconds)  # the shorter branch
+
+
+def test_an_operation_counts_once_however_many_forks_lead_to_it() -> None:
+    tables = [event(8, (6,), (8,)), event(9, (7,), (9,))]  # both branches read both of these as well
+    events = [
+        event(1, (0,), (1,)),
+        *tables,
+        event(2, (1, 8, 9), (2,)),
+        event(3, (1, 8, 9), (3,)),
+        event(5, (2, 3), (5,)),
+    ]
+    (found,) = stream_candidates(events, 0.1)
+    assert found.times == 1 and found.gain_s == pytest.approx(events[3].seconds)
 
 
 def test_a_line_that_needs_the_other_is_no_branch() -> None:
