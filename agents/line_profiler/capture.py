@@ -2,7 +2,7 @@
 
 *Forward*: an operation belongs to the innermost frame in ``trainer/`` or ``kernels/``. *Backward*: the node that autograd
 runs carries the sequence number it got in the forward pass, at the moment its operation was dispatched; that operation's
-line caused it. A hand-written backward has frames of its own and keeps them. Regions through torch.compile cannot be seen
+line caused it. A hand-written backward has frames of its own and keeps them, for the op that caused it. Regions through torch.compile cannot be seen
 into: their call, and their backward node, are timed whole and belong to the line that calls them.
 
 *Host* time of an operation: since the one before it ended, Python and dispatch on the way to it. The recorder times
@@ -159,20 +159,29 @@ class Recorder(TorchDispatchMode):
                 break  # nothing of ours runs inside the engine: the node says whose it is
             where = self._ours(frame)
             if where is not None:
-                line = (where, frame.f_lineno, self.current_op)
+                op, call = self._op_of_node() if backward else (self.current_op, self.current_call)
+                line = (where, frame.f_lineno, op)
                 if line not in self.callers:
                     self.callers[line] = self._above(frame)
                 if not backward:
                     # Autograd makes an operation's node just before dispatching it: the newest number is this one's,
                     # if it is new.
-                    self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, (line, self.current_call))
-                return line, self.current_call, backward
+                    self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, (line, call))
+                return line, call, backward
             frame = frame.f_back
-        if backward:
-            node = torch._C._current_autograd_node()
-            if node is not None and node._sequence_nr() in self._by_sequence:
-                return (*self._by_sequence[node._sequence_nr()], True)
+        if backward and (caused_by := self._caused_by()) is not None:
+            return (*caused_by, True)
         return ("(gradient accumulation)" if backward else "(outside)", 0, ""), "", backward
+
+    def _caused_by(self) -> tuple[Line, str] | None:
+        """The forward line, and its call, that made the node which autograd is running."""
+        node = torch._C._current_autograd_node()
+        return self._by_sequence.get(node._sequence_nr()) if node is not None else None
+
+    def _op_of_node(self) -> tuple[str, str]:
+        """(kernel op, line that called it) of a backward written by hand."""
+        caused_by = self._caused_by()
+        return (caused_by[0][2], caused_by[1]) if caused_by is not None else ("", "")
 
     def _ours(self, frame: FrameType) -> str | None:
         name = frame.f_code.co_filename

@@ -154,3 +154,11 @@ def test_source_lines_are_escaped(found: Profile) -> None:
     line = replace(found.lines[0], source="</script><script>alert(1)</script>", op="<img src=x>", file="<b>")
     page = html(replace(found, lines=(line, *found.lines[1:]), device="<i>"))
     assert "<script" not in page and "<img" not in page and "<b>" not in page and "<i>" not in page
+
+
+def test_a_backward_written_by_hand_belongs_to_its_op() -> None:
+    recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
+    found = profile(recipe, ROOT / "policies" / "kernels.yaml", steps=1, measure_recipe_step=False, isolate=False)
+    assert found.kernels["attention"] != "reference"
+    backward = {op.op: op.backward_s for op in found.ops}
+    assert all(seconds > 0 for seconds in backward.values()), backward
