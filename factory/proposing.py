@@ -8,9 +8,7 @@ goes on: a proposal is 'drafted' before its branch exists and 'judged' in the tr
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,62 +22,20 @@ from agents import search_proposer
 from agents.proposal import Proposal
 from agents.workbench import Workbench
 from factory import proposal_report, repository, sandbox
-from factory.errors import FactoryError, InputError, nearest
+from factory.errors import InputError, nearest
 from factory.gates.judge import Verdict
 from factory.gates.patch_gate import decide
 from factory.gates.patch_scope import AgentsPolicy
 from factory.gates.patch_training import find_start
 from factory.ledger import Ledger, profiles, proposals, record, verdicts
+from factory.profiling import Options, profile
 from factory.progress import Progress
 from factory.repository import ScopeError
 from factory.sandbox import Limits
 from factory.workbench import Bench, history
 from factory.workspace import Workspace
 
-
-class ProfileError(FactoryError):
-    """The line profiler failed; what it said last is in the message."""
-
-
-def profile(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
-    """Time every line of the live code's training step, in a process of its own; returns the profile's id.
-
-    Raises: RepositoryError, ConfigError; ProfileError when the profiler fails.
-    """
-    commit = repository.live_commit(workspace.repository)
-    code = repository.checkout_live(workspace, commit)
-    changed = repository.changed_files(workspace.repository)
-    if changed:
-        progress.line(f"  not committed, so not part of the live code: {', '.join(changed[:5])}")
-    folder = workspace.reports / "profiles" / f"{commit[:12]}-{time.time_ns()}"
-    folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "agents.line_profiler", "--recipe", str(workspace.recipe_path()), "--json"]
-    command += ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(folder)]
-    environment = os.environ | {
-        "PYTHONPATH": str(code),
-        "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
-    }
-    with progress.task("profiling the training step") as task:
-        # Live code is approved code: it runs as training does, outside the sandbox.
-        done = subprocess.run(
-            command, cwd=code, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
-        task.advance(1)
-    path = folder / "profile.json"
-    if done.returncode or not path.is_file():
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        shutil.rmtree(folder, ignore_errors=True)
-        raise ProfileError(f"the line profiler ended with code {done.returncode}: {' '.join(said)[:500]}")
-    found = json.loads(path.read_text())
-    summary = {key: value for key, value in found.items() if isinstance(value, (str, int, float, bool))}
-    with ledger.begin() as tx:
-        row = tx.execute(
-            profiles.insert().values(code_commit=commit, path=str(path), summary=summary, created_at=time.time())
-        )
-        assert row.inserted_primary_key is not None
-        number = int(row.inserted_primary_key[0])
-        record(tx, "profiled", f"profile:{number}", {"commit": commit})
-    return number
+QUICK = Options(isolation_s=0)  # the search proposer has implementations measured, not lines
 
 
 def propose(workspace: Workspace, ledger: Ledger, progress: Progress, *, agent: str = "search") -> int | None:
@@ -97,7 +53,7 @@ def propose(workspace: Workspace, ledger: Ledger, progress: Progress, *, agent: 
         progress.line("  nothing proposed: there is no trunk checkpoint to measure on yet; run 'factory train' first")
         return None
     _refuse_without_isolation(workspace)
-    found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress)))
+    found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress, QUICK)))
     assert found is not None
     bench = Bench(workspace, ledger, base, start, progress)
     drafted = AGENTS[agent](json.loads(Path(found["path"]).read_text()), bench)

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from factory.ledger import Ledger, candidates, data_plans, evaluations, proposals, segments, tracked_runs, verdicts
+from factory.ledger import (
+    Ledger,
+    candidates,
+    data_plans,
+    evaluations,
+    profiles,
+    proposals,
+    segments,
+    tracked_runs,
+    verdicts,
+)
 from factory.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers
 from factory.mlflow_store import mlflow_errors, open_client, ui_command, waiting_lock
 from factory.workspace import Workspace
@@ -24,7 +34,7 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 __all__ = ["Tracking", "flatten", "short", "ui_command"]
-TRAINING, CANDIDATES, PROPOSALS = "training", "candidates", "proposals"  # the experiments
+TRAINING, CANDIDATES, PROPOSALS, PROFILES = "training", "candidates", "proposals", "profiles"  # the experiments
 SUBJECT = "factory.subject"
 PARAMS_PER_BATCH = 100  # MLflow's own limit
 
@@ -213,6 +223,21 @@ class Tracking:
             )
         if proposal["report"] and Path(proposal["report"]).is_file():
             self.log_report(run, Path(proposal["report"]))
+        return run
+
+    def profile_run(self, number: int) -> str:
+        """The run of a profile: its step times as metrics, all of its files as artifacts. Returns its id.
+
+        Raises: TrackingError.
+        """
+        profile = self.ledger.one(sa.select(profiles).where(profiles.c.id == number))
+        assert profile, f"no profile {number}"
+        summary, created = dict(profile["summary"]), profile["created_at"]
+        tags = {"profile": number, "device": summary.get("device"), "mlflow.source.git.commit": profile["code_commit"]}
+        run = self._run(f"profile:{number}", PROFILES, f"profile-{number}", created, tags, {})
+        self._log_once(run, numbers(summary), created, {})
+        with mlflow_errors(f"logging the files of profile {number}"):
+            self.client.log_artifacts(run, str(Path(profile["path"]).parent))
         return run
 
     def log_report(self, run: str, path: Path) -> None:

@@ -1,4 +1,5 @@
-"""``python -m agents.line_profiler --recipe R --kernels K --out DIR``: writes DIR/profile.json and prints the table."""
+"""``python -m agents.line_profiler --recipe R --kernels K --out DIR``: writes profile.json, profile.html and trace.json into
+DIR and prints the table."""
 
 from __future__ import annotations
 
@@ -7,10 +8,21 @@ import sys
 from pathlib import Path
 
 from agents.line_profiler.capture import ROOT
-from agents.line_profiler.table import profile
+from agents.line_profiler.page import html
+from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, Session, measure
+from agents.line_profiler.trace import chrome_trace
+from kernels.host_memory import keep_freed_memory
 from kernels.registry import KernelError
 from trainer.errors import TrainerError
 from trainer.recipe import Recipe
+
+
+def write(session: Session, folder: Path) -> None:
+    """profile.json, profile.html and trace.json. Raises: OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "profile.json").write_text(session.profile.to_json(), encoding="utf-8")
+    (folder / "trace.json").write_text(chrome_trace(session.profile, session.events), encoding="utf-8")
+    (folder / "profile.html").write_text(html(session.profile), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,8 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--recipe", type=Path, default=ROOT / "policies" / "recipes" / "demo.yaml")
     parser.add_argument("--kernels", type=Path, default=ROOT / "policies" / "kernels.yaml")
-    parser.add_argument("--out", type=Path, required=True, help="folder that profile.json is written to")
-    parser.add_argument("--steps", type=int, default=2, help="steps to profile")
+    parser.add_argument("--out", type=Path, required=True, help="folder for profile.json, .html, trace.json")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps to profile; the fastest counts")
+    parser.add_argument(
+        "--isolation", type=float, default=ISOLATION_BUDGET_S, help="seconds for operations alone; 0 leaves them out"
+    )
     parser.add_argument("--top", type=int, default=20, help="lines to print")
     parser.add_argument(
         "--no-compiled",
@@ -29,27 +44,29 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print profile.json instead of the table")
     chosen = parser.parse_args(arguments)
+    keep_freed_memory()  # as the trainer does: page faults would drown what is measured
     try:
         recipe = Recipe.load(chosen.recipe)
         progress = lambda text: print(f"profile: {text}", file=sys.stderr, flush=True)
-        found = profile(
+        session = measure(
             recipe,
             chosen.kernels,
             steps=max(1, chosen.steps),
             measure_recipe_step=not chosen.no_compiled,
+            isolate=chosen.isolation > 0,
+            isolation_budget_s=chosen.isolation,
             report=progress,
         )
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        (chosen.out / "profile.json").write_text(found.to_json(), encoding="utf-8")
+        write(session, chosen.out)
     except (TrainerError, KernelError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     if chosen.json:
-        print(found.to_json())
+        print(session.profile.to_json())
     else:
         from agents.line_profiler.report import show  # rich may be missing on a bare GPU image
 
-        show(found, top=chosen.top)
+        show(session.profile, top=chosen.top)
     return 0
 
 

@@ -1,24 +1,23 @@
-"""Which source line causes which time: a dispatch mode that times every tensor operation of an eager step.
+"""Which source line causes which operation: a dispatch mode that times every tensor operation of an eager step.
 
-*Forward*: an operation belongs to the innermost frame in ``trainer/`` or ``kernels/``. *Backward*: the node that
-autograd runs carries the
-sequence number it got in the forward pass, at the moment its operation was dispatched; that operation's line caused
-it. A hand-written
-backward has frames of its own and keeps them. Regions through torch.compile cannot be seen into: their call, and
-their backward node, are
-timed whole and belong to the line that calls them. *Data* lines are timed by a line tracer and scaled to the
-untraced time.
+*Forward*: an operation belongs to the innermost frame in ``trainer/`` or ``kernels/``. *Backward*: the node that autograd
+runs carries the sequence number it got in the forward pass, at the moment its operation was dispatched; that operation's
+line caused it. A hand-written backward has frames of its own and keeps them, for the op that caused it. Regions through torch.compile cannot be seen
+into: their call, and their backward node, are timed whole and belong to the line that calls them.
+
+*Host* time of an operation: since the one before it ended, Python and dispatch on the way to it. The recorder times
+itself and takes that out.
 """
 
 from __future__ import annotations
 
+import gc
+import statistics
 import sys
-import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,87 +28,176 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from agents.line_profiler.signature import Samples, Signature, describe, samples
 from kernels.registry import Ops
 
 ROOT = Path(__file__).parents[2]
 Line = tuple[str, int, str]  # file relative to the root, line, the kernel op it runs for ("" outside of any)
+COMPILED = "compiled region"
 
 
-@dataclass
-class LineTime:
-    """What one line did, summed over the profiled steps."""
+@dataclass(frozen=True)
+class Event:
+    """One operation of the step, in the order in which they ran. Times are seconds."""
 
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    calls: int = 0
-    flops: float = 0.0
-    bytes: float = 0.0
-    operations: Counter[str] = field(default_factory=Counter)
+    line: Line
+    called_from: str  # the line that called the kernel op which it is part of, or empty
+    backward: bool
+    operation: str
+    seconds: float
+    host_s: float
+    flops: float
+    bytes: float  # inputs read once, outputs written once; 0 of a view
+    reads: tuple[int, ...]  # numbers of the storages it reads and writes; a view does neither
+    writes: tuple[int, ...]
+    signature: Signature | None  # None: it cannot be called again alone
 
 
 class Recorder(TorchDispatchMode):
-    """Times every operation between ``__enter__`` and ``__exit__``, on the thread that entered."""
+    """Times every operation between ``__enter__`` and ``__exit__``, on the thread that entered.
+
+    ``crossing_s``: what the mode adds to an operation outside of its own clock (see ``crossing``). ``callers`` maps each
+    line to the lines of ours that stood above it when it was first seen, innermost first.
+    """
 
     def __init__(
-        self, folders: tuple[str, ...] = ("trainer", "kernels"), synchronize: Callable[[], None] | None = None
+        self,
+        folders: tuple[str, ...] = ("trainer", "kernels"),
+        synchronize: Callable[[], None] | None = None,
+        crossing_s: float = 0.0,
     ) -> None:
         super().__init__()
         self.roots = tuple(f"{ROOT / folder}/" for folder in folders)
-        self.synchronize = synchronize
-        self.lines: defaultdict[Line, LineTime] = defaultdict(LineTime)
+        self.synchronize, self.crossing_s = synchronize, crossing_s
+        self.events: list[Event] = []
+        self.samples: dict[Signature, Samples] = {}
+        self.callers: dict[Line, tuple[tuple[str, int], ...]] = {}
         self.op_calls: Counter[str] = Counter()
-        self.current_op = ""
-        self.operations = 0
-        self._by_sequence: dict[int, Line] = {}
+        self.current_op = self.current_call = ""
+        self.own_s = 0.0  # spent in the recorder itself
+        self._by_sequence: dict[int, tuple[Line, str]] = {}
         self._where: dict[str, str | None] = {}  # co_filename → path relative to the root, None when it is not ours
-        self.seen_s = 0.0  # of operations seen so far: regions that hide some subtract it
+        self._storages: dict[int, int] = {}  # address of a storage → its number
+        self._made = 0
+        self._seen_s = 0.0  # of operations seen so far: regions that hide some subtract it
+        self._last_end: float | None = None
+
+    def __enter__(self) -> Recorder:
+        self._collects = gc.isenabled()
+        gc.disable()  # the recorder's own objects would have a collection fall on some line
+        self._last_end = time.perf_counter()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._collects:
+            gc.enable()
+
+    def clear(self) -> None:
+        """Forget the events of the steps before; signatures and lines stay known."""
+        self.events = []
+        self.op_calls.clear()
+        self.own_s = 0.0
+        self._by_sequence.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        entered = time.perf_counter()
         kwargs = kwargs or {}
-        line, backward = self._locate(sys._getframe(1))
+        line, call, backward = self._locate(sys._getframe(1))
+        signature = self._describe(func, args, kwargs)
+        reads = () if moves_nothing(func) else self._numbers((args, kwargs))
         began = time.perf_counter()
         out = func(*args, **kwargs)
         if self.synchronize:
             self.synchronize()
-        spent = time.perf_counter() - began
-        self.seen_s += spent
-        self.operations += 1
-        entry = self.lines[line]
-        if backward:
-            entry.backward_s += spent
-        else:
-            entry.forward_s += spent
-            entry.calls += 1
-        entry.operations[str(func)] += 1
-        entry.bytes += _bytes(args, kwargs, out, func)
-        formula = flop_registry.get(func._overloadpacket) or flop_registry.get(func)
-        if formula is not None:
-            entry.flops += formula(*args, **kwargs, out_val=out)
+        ended = time.perf_counter()
+        gap = entered - (self._last_end or entered)
+        host = max(0.0, gap - self.crossing_s)
+        seconds = max(0.0, ended - began - max(0.0, self.crossing_s - gap))
+        self._seen_s += ended - began
+        writes = () if moves_nothing(func) else self._written(func, args, kwargs, out)
+        moved = _bytes(args, kwargs, out, func)
+        flops = _flops(func, args, kwargs, out)
+        self.events.append(
+            Event(line, call, backward, str(func), seconds, host, flops, moved, reads, writes, signature)
+        )
+        self._last_end = time.perf_counter()
+        self.own_s += (began - entered) + (self._last_end - ended) + self.crossing_s
         return out
 
-    def _locate(self, frame: FrameType | None) -> tuple[Line, bool]:
+    def _describe(self, func: Any, args: Any, kwargs: Any) -> Signature | None:
+        try:
+            signature = describe(func, args, kwargs)
+            if signature not in self.samples:
+                self.samples[signature] = samples(args, kwargs)
+        except (TypeError, RuntimeError):  # not comparable by value, or a tensor without a storage
+            return None
+        return signature
+
+    def _numbers(self, tree: Any, fresh: bool = False) -> tuple[int, ...]:
+        """Numbers of the storages of a tree's tensors. ``fresh``: it is what a call made, whose addresses may have
+        belonged to storages that were freed since (a weak reference instead would keep their memory)."""
+        found = []
+        for address in {t.untyped_storage()._cdata: None for t in tree_leaves(tree) if isinstance(t, Tensor)}:
+            if fresh or address not in self._storages:
+                self._storages[address] = self._made = self._made + 1
+            found.append(self._storages[address])
+        return tuple(found)
+
+    def _written(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, ...]:
+        if not func._schema.is_mutable:
+            return self._numbers(out, fresh=True)
+        given = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
+        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        return self._numbers([given.get(name) for name in written])
+
+    def _locate(self, frame: FrameType | None) -> tuple[Line, str, bool]:
+        """(line, line that called the kernel op, is it the backward pass)."""
         backward = torch._C._current_graph_task_id() != -1
         while frame is not None:
-            name = frame.f_code.co_filename
-            if backward and name.endswith("torch/autograd/graph.py"):
+            if backward and frame.f_code.co_filename.endswith("torch/autograd/graph.py"):
                 break  # nothing of ours runs inside the engine: the node says whose it is
-            if name not in self._where:
-                ours = name.startswith(self.roots)
-                self._where[name] = str(Path(name).relative_to(ROOT)) if ours else None
-            where = self._where[name]
+            where = self._ours(frame)
             if where is not None:
-                line = (where, frame.f_lineno, self.current_op)
+                op, call = self._op_of_node() if backward else (self.current_op, self.current_call)
+                line = (where, frame.f_lineno, op)
+                if line not in self.callers:
+                    self.callers[line] = self._above(frame)
                 if not backward:
                     # Autograd makes an operation's node just before dispatching it: the newest number is this one's,
                     # if it is new.
-                    self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, line)
-                return line, backward
+                    self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, (line, call))
+                return line, call, backward
             frame = frame.f_back
-        if backward:
-            node = torch._C._current_autograd_node()
-            if node is not None and node._sequence_nr() in self._by_sequence:
-                return self._by_sequence[node._sequence_nr()], True
-        return ("(gradient accumulation)" if backward else "(outside)", 0, ""), backward
+        if backward and (caused_by := self._caused_by()) is not None:
+            return (*caused_by, True)
+        return ("(gradient accumulation)" if backward else "(outside)", 0, ""), "", backward
+
+    def _caused_by(self) -> tuple[Line, str] | None:
+        """The forward line, and its call, that made the node which autograd is running."""
+        node = torch._C._current_autograd_node()
+        return self._by_sequence.get(node._sequence_nr()) if node is not None else None
+
+    def _op_of_node(self) -> tuple[str, str]:
+        """(kernel op, line that called it) of a backward written by hand."""
+        caused_by = self._caused_by()
+        return (caused_by[0][2], caused_by[1]) if caused_by is not None else ("", "")
+
+    def _ours(self, frame: FrameType) -> str | None:
+        name = frame.f_code.co_filename
+        if name not in self._where:
+            self._where[name] = str(Path(name).relative_to(ROOT)) if name.startswith(self.roots) else None
+        return self._where[name]
+
+    def _above(self, frame: FrameType) -> tuple[tuple[str, int], ...]:
+        found = []
+        above = frame.f_back
+        while above is not None:
+            where = self._ours(above)
+            if where is not None:
+                found.append((where, above.f_lineno))
+            above = above.f_back
+        return tuple(found)
 
     def watch(self, ops: Ops) -> Ops:
         """The same ops, told apart: what runs inside of one is marked with its name, and what is hidden from the
@@ -120,101 +208,104 @@ class Recorder(TorchDispatchMode):
         opaque = hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "get_compiler_config")
 
         def watched(*args: Any) -> Any:
-            outer, self.current_op = self.current_op, name
+            line, _, _ = self._locate(sys._getframe(1))
+            outer = self.current_op, self.current_call
+            self.current_op, self.current_call = name, f"{line[0]}:{line[1]}"
             self.op_calls[name] += 1
-            line, _ = self._locate(sys._getframe(1))
-            seen, began = self.seen_s, time.perf_counter()
+            seen, began = self._seen_s, time.perf_counter()
             try:
                 out = function(*args)
             finally:
-                self.current_op = outer
+                self.current_op, self.current_call = outer
             if opaque:
-                hidden = time.perf_counter() - began - (self.seen_s - seen)
-                self.lines[line].forward_s += hidden
-                self.seen_s += hidden
-                self.lines[line].calls += 1
-                self.lines[line].operations["compiled region"] += 1
-                first = out[0] if isinstance(out, tuple) else out
-                self._watch_backward(first, line)
+                self._hidden((*line[:2], name), False, began, seen)
+                self._watch_backward(out[0] if isinstance(out, tuple) else out, (*line[:2], name))
             return out
 
         return watched
+
+    def _hidden(self, line: Line, backward: bool, began: float, seen: float) -> None:
+        """Book what ran since ``began`` and was not seen as one operation."""
+        self._last_end = time.perf_counter()
+        seconds = self._last_end - began - (self._seen_s - seen)
+        self._seen_s += seconds
+        self.events.append(Event(line, "", backward, COMPILED, seconds, 0.0, 0.0, 0.0, (), (), None))
 
     def _watch_backward(self, out: Tensor, line: Line) -> None:
         node = out.grad_fn
         if node is None or "Compiled" not in node.name():
             return
         started: list[tuple[float, float]] = []
-        node.register_prehook(lambda gradients: started.append((time.perf_counter(), self.seen_s)))
+        node.register_prehook(lambda gradients: started.append((time.perf_counter(), self._seen_s)))
+        node.register_hook(lambda *_: self._hidden(line, True, *started.pop()))
 
-        def finished(*_: Any) -> None:
-            began, seen = started.pop()
-            hidden = time.perf_counter() - began - (self.seen_s - seen)
-            self.lines[line].backward_s += hidden
-            self.seen_s += hidden
 
-        node.register_hook(finished)
+def moves_nothing(func: Any) -> bool:
+    """Is it a view, or a tensor without values yet?"""
+    return func.is_view or func._overloadpacket in MOVE_NOTHING
 
 
 def _bytes(args: Any, kwargs: Any, out: Any, func: Any) -> float:
-    """Read once and written once; views move nothing."""
-    if func.is_view:
+    """Read once and written once."""
+    if moves_nothing(func):
         return 0.0
     return float(sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)))
 
 
-def mode_overhead(calls: int = 2000) -> float:
-    """Seconds that the mode adds to one operation, outside of the time it records: it slows the profiled step, not
-    the table."""
-    x = torch.zeros(1)
-    for _ in range(200):
-        x.add_(0)
-    began = time.perf_counter()
-    for _ in range(calls):
-        x.add_(0)
-    plain = time.perf_counter() - began
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Of matrix products, attention and the native kernels (torch's FLOP registry and ours); 0 of everything else."""
+    if func._overloadpacket in MORE_FLOPS:
+        return float(MORE_FLOPS[func._overloadpacket](*args))
+    formula = flop_registry.get(func._overloadpacket) or flop_registry.get(func)
+    return float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+
+
+def _grouped_mm_flops(a: Tensor, b: Tensor, *_: Any) -> int:
+    """[M, K] by [E, K, N], each row by its group's matrix; or [K, M] by [M, N], a product a group of M."""
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _attention_flops(q_BHTK: Tensor, k_BHSK: Tensor, *_: Any) -> int:
+    """Two products of the whole square, as torch counts its other attention kernels."""
+    return 4 * q_BHTK.numel() * k_BHSK.shape[-2]
+
+
+def _attention_backward_flops(grad: Tensor, q_BHTK: Tensor, k_BHSK: Tensor, *_: Any) -> int:
+    """Five products for the forward pass's two."""
+    return 5 * _attention_flops(q_BHTK, k_BHSK) // 2
+
+
+aten = torch.ops.aten
+MOVE_NOTHING = frozenset((aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided))
+MORE_FLOPS: dict[Any, Callable[..., int]] = {  # what torch's registry leaves out
+    aten._grouped_mm: _grouped_mm_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+def crossing(calls: int = 60) -> float:
+    """Seconds that the mode adds to an operation outside of its own clock: arguments parsed again on the way in and out.
+
+    Measured on a small layer, forward and backward, with and without the mode; the median of ``calls``.
+    """
+    x_ND, w_DD = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+
+    def layer() -> float:
+        began = time.perf_counter()
+        h_ND = torch.nn.functional.linear(x_ND, w_DD)
+        (torch.nn.functional.silu(h_ND) * x_ND).view(-1).sum().backward()  # type: ignore[no-untyped-call]
+        return time.perf_counter() - began
+
     recorder = Recorder()
-    began = time.perf_counter()
-    with recorder:
-        for _ in range(calls):
-            x.add_(0)
-    return max(0.0, (time.perf_counter() - began - plain) / calls)
-
-
-@contextmanager
-def traced_lines(folders: tuple[str, ...] = ("trainer",)) -> Iterator[dict[Line, list[float]]]:
-    """Time every line of ours that this thread executes in the block: line → [seconds, times]. A line's callees of
-    ours are their own lines'."""
-    roots = tuple(f"{ROOT / folder}/" for folder in folders)
-    found: dict[Line, list[float]] = {}
-    last: list[Any] = [None, 0.0]
-
-    def settle(now: float) -> None:
-        if last[0] is not None:
-            entry = found.setdefault(last[0], [0.0, 0.0])
-            entry[0] += now - last[1]
-            entry[1] += 1
-
-    def local(frame: FrameType, event: str, argument: Any) -> Any:
-        settle(time.perf_counter())
-        if event == "line":
-            last[0] = (str(Path(frame.f_code.co_filename).relative_to(ROOT)), frame.f_lineno, "")
-        elif event == "return":
-            back = frame.f_back
-            ours = back is not None and back.f_code.co_filename.startswith(roots)
-            last[0] = (
-                (str(Path(back.f_code.co_filename).relative_to(ROOT)), back.f_lineno, "") if ours and back else None
-            )
-        last[1] = time.perf_counter()
-        return local
-
-    def begin(frame: FrameType, event: str, argument: Any) -> Any:
-        return local if frame.f_code.co_filename.startswith(roots) else None
-
-    assert threading.current_thread() is threading.main_thread() or sys.gettrace() is None
-    before = sys.gettrace()
-    sys.settrace(begin)
-    try:
-        yield found
-    finally:
-        sys.settrace(before)
+    plain, seen, operations = [], [], 1
+    for _ in range(calls):
+        x_ND.grad = w_DD.grad = None
+        plain.append(layer())
+        x_ND.grad = w_DD.grad = None
+        recorder.clear()
+        with recorder:
+            layer()
+        operations = len(recorder.events)
+        seen.append(sum(event.seconds + event.host_s for event in recorder.events))
+    return max(0.0, (statistics.median(seen) - statistics.median(plain)) / operations)

@@ -10,6 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from agents.line_profiler.table import Profile
+from agents.line_profiler.words import shortened, summary
+
+__all__ = ["candidates", "show", "summary", "table", "tables"]
 
 
 def tables(profile: Profile, top: int = 20) -> RenderableType:
@@ -18,19 +21,21 @@ def tables(profile: Profile, top: int = 20) -> RenderableType:
         title=f"the training step, line by line (hottest {min(top, len(profile.lines))} of {len(profile.lines)})",
         title_justify="left",
     )
-    lines.add_column("line", no_wrap=True, overflow="ellipsis", max_width=36)
-    lines.add_column("source", no_wrap=True, overflow="ellipsis", max_width=58)
-    for name in ("forward ms", "backward ms", "share", "calls", "roofline"):
+    lines.add_column("line", no_wrap=True, overflow="ellipsis", max_width=34)
+    lines.add_column("source", no_wrap=True, overflow="ellipsis", max_width=50)
+    for name in ("forward ms", "backward ms", "host ms", "alone ms", "share", "calls", "roofline"):
         lines.add_column(name, justify="right", no_wrap=True)
     lines.add_column("bound", no_wrap=True)
     for line in profile.lines[:top]:
         where = f"{line.file}:{line.line}" if line.line else line.file
-        roof = f"{line.roofline:.0%}" if line.bound != "host" else "–"
+        roof = f"{line.roofline:.0%}" if line.bytes else "–"
         lines.add_row(
             where,
             Text(line.source),
             f"{line.forward_s * 1e3:.2f}",
             f"{line.backward_s * 1e3:.2f}",
+            f"{line.host_s * 1e3:.2f}",
+            "–" if line.isolated_s is None else f"{line.isolated_s * 1e3:.2f}",
             f"{line.share:.1%}",
             f"{line.calls:.0f}",
             roof,
@@ -50,23 +55,24 @@ def tables(profile: Profile, top: int = 20) -> RenderableType:
             f"{op.backward_s * 1e3:.2f}",
             f"{op.share:.1%}",
         )
-    return Group(lines, ops, Text(summary(profile)))
+    return Group(lines, ops, candidates(profile), Text(summary(profile)))
 
 
-def summary(profile: Profile) -> str:
-    """Step times and coverage, in words."""
-    difference = profile.eager_step_s - profile.covered_s
-    text = (
-        f"eager step {profile.eager_step_s * 1e3:.0f} ms without a profiler; "
-        f"the lines cover {profile.covered_s * 1e3:.0f} ms "
-        f"({profile.coverage:.0%}), {difference * 1e3:+.0f} ms is Python and dispatch between operations, and noise; "
-        f"profiling added {profile.overhead_s * 1e3:.0f} ms to a step, none of it in the table."
-    )
-    if profile.recipe["compile"]:
-        text += " The recipe compiles its blocks, which hides their lines: the table is of the eager step."
-        if profile.recipe_step_s is not None:
-            text += f" Compiled, the step takes {profile.recipe_step_s * 1e3:.0f} ms."
-    return text
+def candidates(profile: Profile, top: int = 5) -> RenderableType:
+    """The ``top`` fusion and stream candidates."""
+    found = Table(title="what could be fused, what could overlap (upper bounds)", title_justify="left")
+    found.add_column("what")
+    found.add_column("lines", max_width=90)
+    found.add_column("gain ms", justify="right", no_wrap=True)
+    found.add_column("share", justify="right", no_wrap=True)
+    for chain in profile.fusion_candidates[:top]:
+        what = f"fuse, saves {chain.bytes_saved / 1e6:,.0f} MB"
+        found.add_row(what, Text(shortened(chain.lines)), f"{chain.gain_s * 1e3:.2f}", f"{chain.gain_share:.1%}")
+    for pair in profile.stream_candidates[:top]:
+        lines = f"{shortened(pair.branches[0], 2)}  ∥  {shortened(pair.branches[1], 2)}"
+        what = "two streams, backward" if pair.backward else "two streams"
+        found.add_row(what, Text(lines), f"{pair.gain_s * 1e3:.2f}", f"{pair.gain_share:.1%}")
+    return found
 
 
 def table(raw: Mapping[str, Any], top: int = 20) -> RenderableType:

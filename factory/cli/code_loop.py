@@ -1,8 +1,7 @@
-"""The code loop from the command line: ``profile``, ``propose``, ``proposals``."""
+"""The code loop from the command line: ``propose``, ``proposals``. (``profile`` stands in a file of its own.)"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -18,26 +17,6 @@ proposals_app = typer.Typer(
     invoke_without_command=True,
 )
 app.add_typer(proposals_app, name="proposals")
-
-
-@app.command()
-def profile(where: Where = DEFAULT, as_json: AsJson = False) -> None:
-    """Time every line of the training step, forward and backward, and show the hottest."""
-    from factory.listing import rows
-    from factory.progress import SILENT
-    from factory.proposing import profile as profile_step
-
-    workspace, ledger, terminal = open_workspace(where)
-    with workspace.lock("code-loop"):
-        number = profile_step(workspace, ledger, SILENT if as_json else terminal)
-    path = Path(rows(workspace, "SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
-    if as_json:
-        print(path.read_text())
-        return
-    from agents.line_profiler.report import table
-
-    terminal.console.print(table(json.loads(path.read_text())))
-    terminal.line(f"  all of it: {path}")
 
 
 @app.command()

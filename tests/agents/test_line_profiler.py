@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import xml.dom.minidom
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from agents.line_profiler import Profile, profile
+from agents.line_profiler import Profile, measure, profile
+from agents.line_profiler.__main__ import write
 from agents.line_profiler.capture import Recorder
+from agents.line_profiler.page import html
 from agents.line_profiler.report import summary, table
+from agents.line_profiler.table import FORMAT
 from trainer.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -83,4 +89,80 @@ def test_time_is_not_counted_outside_of_the_mode() -> None:
     torch.ones(3).sum()
     with recorder:
         pass
-    assert not recorder.lines
+    assert not recorder.events
+
+
+def test_lines_are_counted_once_each_time_they_run(found: Profile) -> None:
+    layers = found.recipe["model"]["layers"]
+    calls = lambda text, op: next(line.calls for line in found.lines if text in line.source and line.op == op)
+    assert calls("F.silu(gate_XF) * up_XF", "swiglu") == layers  # two operations, one line
+    assert calls("F.linear(h_BTD, torch.cat(weights))", "") == 2 * layers  # its comprehension is no call
+
+
+def test_every_operation_was_called_alone_and_identical_ones_once(found: Profile) -> None:
+    alone = found.isolation
+    assert alone is not None and alone.not_measured == ()
+    assert (alone.warmup, alone.iterations) == (10, 100) and alone.full == alone.signatures
+    events = sum(line.isolated_s is not None for line in found.lines)
+    assert events == sum(line.phase != "data" for line in found.lines)
+    silu = next(line for line in found.lines if line.op == "swiglu")
+    assert silu.isolated_s and silu.isolated_spread_s is not None and silu.isolated_s > 0
+
+
+def test_the_difference_to_torch_profiler_is_shown(found: Profile) -> None:
+    check = found.cross_check
+    assert check.torch_s > 0 and check.lines_s > 0
+    operations = sum(line.forward_s + line.backward_s for line in found.lines)
+    assert check.lines_s == pytest.approx(operations)  # the same step, not another one
+    assert f"({check.ratio:.0%}), difference" in summary(found) and f"({found.coverage:.0%})" in summary(found)
+
+
+def test_edges_follow_the_data_and_conditions(found: Profile) -> None:
+    names = {line.source[:34]: line.name for line in found.lines if line.op in ("", "swiglu")}
+    swiglu = next(line.name for line in found.lines if line.op == "swiglu")
+    products = names["return F.linear(h_BTD, torch.cat(w"]
+    down = names["return F.linear(self.ops.swiglu(ga"]
+    edges = {(edge.source, edge.target): edge for edge in found.edges}
+    assert edges[products, swiglu].bytes > 0 and edges[swiglu, down].bytes > 0
+    assert (down, swiglu) not in edges
+    residual = names["x_BSD = x_BSD + tensor.scatter(sel"]
+    assert not edges[names["return F.linear(o_BTHK.reshape(B, "], residual].conditional
+    assert edges[residual, names["return x_BSD + tensor.scatter(self"]].conditional  # only where there are no experts
+
+
+def test_query_and_key_are_stream_candidates(found: Profile) -> None:
+    model = (ROOT / "trainer" / "model.py").read_text().splitlines()
+    at = lambda text: f"trainer/model.py:{next(n for n, line in enumerate(model, 1) if text in line)}"
+    q, k = at("q_BTHK = self.ops.qk_norm_rope"), at("k_BTGK = self.ops.qk_norm_rope")
+    pairs = [{c.branches[0][0], c.branches[1][0]} for c in found.stream_candidates]
+    assert {q, k} in pairs
+
+
+def test_page_and_trace_hold_the_profile(tmp_path: Path) -> None:
+    recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
+    session = measure(recipe, ROOT / "policies" / "kernels.yaml", steps=1, measure_recipe_step=False, isolate=False)
+    write(session, tmp_path)
+    assert json.loads((tmp_path / "profile.json").read_text())["format"] == FORMAT
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    timed = [event for event in trace if event["ph"] == "X"]
+    assert len(timed) == len(session.events) + sum(line.phase == "data" for line in session.profile.lines)
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in zip(timed, timed[1:]))
+    page = (tmp_path / "profile.html").read_text()
+    drawings = re.findall(r"<svg.*?</svg>", page, re.S)
+    assert len(drawings) == 2 and all(xml.dom.minidom.parseString(drawing) for drawing in drawings)
+    assert drawings[1].count('class="edge"') + drawings[0].count('class="edge"') == len(session.profile.edges)
+    assert not re.search(r"<script|src=|href=|https?://", page), "the page must open offline"
+
+
+def test_source_lines_are_escaped(found: Profile) -> None:
+    line = replace(found.lines[0], source="</script><script>alert(1)</script>", op="<img src=x>", file="<b>")
+    page = html(replace(found, lines=(line, *found.lines[1:]), device="<i>"))
+    assert "<script" not in page and "<img" not in page and "<b>" not in page and "<i>" not in page
+
+
+def test_a_backward_written_by_hand_belongs_to_its_op() -> None:
+    recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
+    found = profile(recipe, ROOT / "policies" / "kernels.yaml", steps=1, measure_recipe_step=False, isolate=False)
+    assert found.kernels["attention"] != "reference"
+    backward = {op.op: op.backward_s for op in found.ops}
+    assert all(seconds > 0 for seconds in backward.values()), backward

@@ -1,0 +1,147 @@
+"""Each operation alone: called again and again on fresh tensors of the recorded shapes, strides and dtypes.
+
+Ten warm-ups, then 100 timed calls; a slow operation gets fewer, so that all of them fit a time budget, and the profile says
+how many it got. Several sets of inputs are used in turn, so that an operation does not find in the cache what it would have
+to fetch in the step. Floating-point inputs are drawn anew; integers, masks and scalars keep their recorded values, because
+an index must stay one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_unflatten
+
+from agents.line_profiler.capture import moves_nothing
+from agents.line_profiler.fresh import inputs
+from agents.line_profiler.signature import Samples, Signature, TensorSpec
+
+WARMUP, ITERATIONS = 10, 100
+LEAST_ITERATIONS = 3
+LEAST_WARMUP = 1
+CACHE_BYTES = 64 << 20  # the sets of inputs together take more than a last-level cache
+MOST_SETS = 8
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """Seconds of one call; ``spread_s`` is the distance between the quartiles."""
+
+    median_s: float
+    spread_s: float
+    iterations: int
+    why_not: str = ""  # why it could not be called alone; the times are zero then
+
+
+def measure_all(
+    recorded: Mapping[Signature, Samples],
+    estimates: Mapping[Signature, float],
+    device: torch.device,
+    budget_s: float,
+    report: Callable[[int, int], None] = lambda done, of: None,
+) -> dict[Signature, Isolated]:
+    """Measure each signature once, within ``budget_s`` in all: the cheapest first, each with an equal part of what is left,
+    so that what they leave over goes to the dear ones.
+
+    ``estimates``: seconds of one call, as the step saw it. What moves nothing is left out.
+    """
+    wanted = [signature for signature in recorded if not moves_nothing(signature.func)]
+    wanted.sort(key=lambda signature: estimates.get(signature, 0.0))
+    ends = time.perf_counter() + budget_s
+    found = {}
+    for done, signature in enumerate(wanted):
+        part = max(0.0, ends - time.perf_counter()) / (len(wanted) - done)
+        found[signature] = measure(signature, recorded[signature], device, part)
+        report(done + 1, len(wanted))
+    return found
+
+
+def measure(signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int = 0) -> Isolated:
+    """One operation, alone. What it raises stands in ``why_not``: an operation that cannot be called again is no error."""
+    try:
+        with torch.no_grad():
+            return _measure(signature, values, device, budget_s, seed)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+        return Isolated(
+            0.0, 0.0, 0, f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+        )
+
+
+def _measure(signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int) -> Isolated:
+    began = time.perf_counter()
+    generator = torch.Generator(device).manual_seed(seed)
+    sets = [inputs(signature, values, device, generator)]
+    written = _written(signature)
+    pristine = [sets[0][i].clone() for i in written]  # torch.clone keeps the strides of a dense tensor
+    clock = clock_of(device)
+
+    def call(number: int) -> float:
+        leaves = sets[number % len(sets)]
+        for position, before in zip(written, pristine):
+            leaves[position].copy_(before)  # or a hundred updates in place would end in infinities
+        args, kwargs = tree_unflatten(leaves, signature.tree)
+        return clock(lambda: signature.func(*args, **kwargs))
+
+    first = call(0)
+    making = time.perf_counter() - began - first
+    more_sets = min(MOST_SETS, -(-CACHE_BYTES // max(1, signature.bytes))) - 1
+    if more_sets * making < budget_s / 4:
+        sets += [inputs(signature, values, device, generator) for _ in range(more_sets)]
+    return repeated(call, first, began + budget_s)
+
+
+def repeated(call: Callable[[int], float], first: float, ends: float) -> Isolated:
+    """``call(number)`` returns its seconds: warm-ups, then the timed ones, fewer where ``ends`` comes before.
+
+    ``first``: seconds of one call that was made already.
+    """
+    affordable = int(max(0.0, ends - time.perf_counter()) / max(1e-9, first))
+    for number in range(min(WARMUP, max(LEAST_WARMUP, affordable // 10)) - 1):
+        call(number + 1)
+    times: list[float] = []
+    while len(times) < ITERATIONS and (len(times) < LEAST_ITERATIONS or time.perf_counter() < ends):
+        times.append(call(len(times)))
+    quartiles = statistics.quantiles(times, n=4)
+    return Isolated(statistics.median(times), quartiles[2] - quartiles[0], len(times))
+
+
+def clock_of(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+    """Seconds of one call of a function on a device."""
+    return _cuda_seconds if device.type == "cuda" else _seconds
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def _cuda_seconds(function: Callable[[], Any]) -> float:
+    """By device events around the call, so that the host's launch is not counted unless the device waits for it."""
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    function()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
+
+
+def _written(signature: Signature) -> list[int]:
+    """Positions among the leaves of the tensors that the operation writes to, by its schema."""
+    schema = signature.func._schema
+    if not schema.is_mutable:
+        return []
+    names = [argument.name for argument in schema.arguments]
+    mutable = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    numbers = tree_unflatten(list(range(len(signature.leaves))), signature.tree)
+    given = dict(zip(names, numbers[0])) | numbers[1]
+    positions: list[int] = []
+    for name in mutable:
+        value = given.get(name)
+        positions += value if isinstance(value, (list, tuple)) else [value] if value is not None else []
+    return [position for position in positions if isinstance(signature.leaves[position], TensorSpec)]

@@ -1,0 +1,146 @@
+"""Events folded to lines: time, calls, bytes, FLOPs, how near the roofline, and what bounds the line."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from agents.line_profiler.capture import ROOT, Event, Line, moves_nothing
+from agents.line_profiler.isolation import Isolated
+from agents.line_profiler.signature import Signature
+from agents.line_profiler.table import ProfiledLine, ProfiledOp
+
+OPTIMIZER_FILES = (
+    "trainer/optimizer.py",
+    "trainer/stability.py",
+    "trainer/muon.py",
+    "kernels/adamw.py",
+    "kernels/newton_schulz.py",
+)
+LAUNCH_BOUND = (
+    0.1  # a line that reaches less than this share of the roofline with short operations waits for its launches
+)
+SHORT_OPERATION_S = 20e-6
+NOTHING_ALONE = Isolated(0.0, 0.0, 0)
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What the machine can do at most: the matrix products and the copies that were measured on it."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def seconds(self, flops: float, bytes: float) -> float:
+        """The least time, Williams et al. 2009, doi 10.1145/1498765.1498785."""
+        return max(flops / self.flops_per_s, bytes / self.bytes_per_s)
+
+    def bound(self, flops: float, bytes: float) -> str:
+        return "compute" if flops / self.flops_per_s >= bytes / self.bytes_per_s else "memory"
+
+
+def fold(
+    events: Iterable[Event],
+    calls: Mapping[Line, float],
+    step_s: float,
+    roof: Roof,
+    alone: Mapping[Signature, Isolated] | None = None,
+) -> list[ProfiledLine]:
+    """The lines of a recorded step. ``calls``: how often it executes each; ``step_s``: its time when nobody watches."""
+    by_line: defaultdict[Line, list[Event]] = defaultdict(list)
+    for event in events:
+        by_line[event.line].append(event)
+    return [_line(line, seen, calls.get(line, 0.0), step_s, roof, alone) for line, seen in by_line.items()]
+
+
+def _line(
+    line: Line,
+    events: list[Event],
+    calls: float,
+    step_s: float,
+    roof: Roof,
+    alone: Mapping[Signature, Isolated] | None,
+) -> ProfiledLine:
+    file, number, op = line
+    forward = sum(e.seconds for e in events if not e.backward)
+    backward = sum(e.seconds for e in events if e.backward)
+    host = sum(e.host_s for e in events)
+    flops, moved = sum(e.flops for e in events), sum(e.bytes for e in events)
+    took = forward + backward
+    reached = min(1.0, roof.seconds(flops, moved) / took) if took else 0.0
+    isolated, spread = _isolated(events, alone)
+    return ProfiledLine(
+        file=file,
+        line=number,
+        source=source(file, number),
+        op=op,
+        phase="optimizer" if file in OPTIMIZER_FILES else "forward",
+        forward_s=forward,
+        backward_s=backward,
+        host_s=host,
+        calls=calls,
+        flops=flops,
+        bytes=moved,
+        share=(took + host) / step_s,
+        roofline=reached,
+        bound=_bound(took, host, reached, len(events), roof.bound(flops, moved)),
+        operations=tuple(name for name, _ in Counter(e.operation for e in events).most_common(4)),
+        isolated_s=isolated,
+        isolated_spread_s=spread,
+    )
+
+
+def _bound(took: float, host: float, reached: float, operations: float, roof: str) -> str:
+    if host > took:
+        return "host"
+    return "launch" if took / operations < SHORT_OPERATION_S and reached < LAUNCH_BOUND else roof
+
+
+def _isolated(events: list[Event], alone: Mapping[Signature, Isolated] | None) -> tuple[float | None, float | None]:
+    if alone is None:
+        return None, None
+    found = []
+    for event in events:
+        still = event.signature is not None and moves_nothing(event.signature.func)
+        one = NOTHING_ALONE if still else alone.get(event.signature) if event.signature else None
+        if one is None or one.why_not:
+            return None, None
+        found.append(one)
+    return sum(one.median_s for one in found), sum(one.spread_s for one in found)
+
+
+def data_lines(traced: Mapping[Line, tuple[float, float]], step_s: float) -> list[ProfiledLine]:
+    """The data loader's lines: line → (seconds, times). All of it is the host's."""
+    return [
+        ProfiledLine(
+            file, line, source(file, line), "", "data", 0.0, 0.0, seconds, times, 0.0, 0.0, seconds / step_s, 0.0,
+            "host", (), None, None,
+        )
+        for (file, line, _), (seconds, times) in traced.items()
+    ]  # fmt: skip
+
+
+def fold_ops(
+    events: Iterable[Event], calls: Mapping[str, int], choice: Mapping[str, str], step_s: float
+) -> list[ProfiledOp]:
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    for event in events:
+        (backward if event.backward else forward)[event.line[2]] += event.seconds  # type: ignore[assignment]
+    return [
+        ProfiledOp(op, choice[op], float(n), forward[op], backward[op], (forward[op] + backward[op]) / step_s)
+        for op, n in calls.items()
+    ]
+
+
+def source(file: str, line: int) -> str:
+    text = source_lines(file)
+    return text[line - 1].strip() if 0 < line <= len(text) else file
+
+
+@cache
+def source_lines(file: str) -> tuple[str, ...]:
+    path = ROOT / file
+    return tuple(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()

@@ -1,0 +1,243 @@
+"""Profile a recipe: run steps of it eagerly, record them, check the sum against the clock and against torch.profiler."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+from agents.line_profiler.capture import Event, Line, Recorder, crossing
+from agents.line_profiler.graph import edges, fusion_candidates, stream_candidates
+from agents.line_profiler.isolation import ITERATIONS, WARMUP, Isolated, measure_all
+from agents.line_profiler.lines import Roof, data_lines, fold, fold_ops
+from agents.line_profiler.signature import Signature
+from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
+from agents.line_profiler.traced_lines import traced_lines
+from agents.line_profiler.workload import make_run
+from kernels.precision import matrix_units
+from kernels.registry import Ops, load_choice
+from trainer.batch import Batch, make_batch
+from trainer.metrics import matmul_rate
+from trainer.recipe import Recipe
+from trainer.run import DTYPES, Run
+
+WARMUP_STEPS = 2
+STEPS = 3
+ISOLATION_BUDGET_S = 18.0
+COPY_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Session:
+    """The profile, and the operations of the recorded step in the order in which they ran."""
+
+    profile: Profile
+    events: tuple[Event, ...]
+
+
+def profile(recipe: Recipe, kernels: Path, **options: object) -> Profile:
+    """As ``measure``, the profile alone."""
+    return measure(recipe, kernels, **options).profile  # type: ignore[arg-type]
+
+
+def measure(
+    recipe: Recipe,
+    kernels: Path,
+    *,
+    steps: int = STEPS,
+    measure_recipe_step: bool = True,
+    isolate: bool = True,
+    isolation_budget_s: float = ISOLATION_BUDGET_S,
+    report: Callable[[str], None] = lambda text: None,
+) -> Session:
+    """Profile an eager step: the fastest of ``steps``, each in turn with one that nobody watches and one that
+    torch.profiler does.
+
+    Raises: TrainerError, KernelError.
+    """
+    with matrix_units(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        report("eager step")
+        run = make_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
+        device = run.ranks.device
+        synchronize = torch.cuda.synchronize if device.type == "cuda" else None
+        for _ in range(WARMUP_STEPS):
+            run.train_step(make_batch(run.order).to(device))
+        report("lines of the data loader")
+        data, making_s = _data_lines(run)
+        report("lines of the step")
+        # One batch for all: what is compared is the same step.
+        batch = make_batch(run.order).to(device)
+        recorder = Recorder(synchronize=synchronize, crossing_s=crossing())
+        eager_times, torch_times, recorded = [], [], []
+        watched = recorder.watch(run.model.ops)
+        for _ in range(steps):  # in turn, so that whatever else the machine does falls on all
+            eager_times.append(_timed(run, batch, synchronize))
+            recorder.clear()
+            with _ops_of(run, watched), recorder:
+                run.train_step(batch)
+            recorded.append(
+                (sum(e.seconds + e.host_s for e in recorder.events), recorder.own_s, tuple(recorder.events))
+            )
+            torch_times.append(_torch_profiler_s(run, batch))
+        # The fastest of each: what a busy machine adds is no property of a line.
+        step_s = min(eager_times) + making_s
+        _, own_s, events = min(recorded)
+        check = CrossCheck(min(torch_times), sum(e.seconds for e in events))
+        calls = _calls(run, batch, recorder)
+        roof = Roof(matmul_rate(device, DTYPES[recipe.precision]), memory_rate(device))
+        alone, isolation = None, None
+        if isolate:
+            alone, isolation = _isolate(recorder, device, isolation_budget_s, report)
+        recipe_step = _recipe_step(recipe, kernels, Path(folder), steps, report) if measure_recipe_step else None
+    choice = load_choice(kernels, device.type)
+    every = fold(events, calls, step_s, roof, alone) + data_lines(data, step_s)
+    lines = sorted(every, key=lambda line: -line.seconds)
+    covered = sum(line.seconds for line in lines)
+    found = Profile(
+        format=FORMAT,
+        recipe=recipe.model_dump(),
+        kernels=choice,
+        device=device_name(device),
+        torch=torch.__version__,
+        eager_step_s=step_s,
+        recipe_step_s=recipe_step if recipe.compile else step_s,
+        covered_s=covered,
+        coverage=covered / step_s,
+        overhead_s=own_s,
+        matmul_flops_per_s=roof.flops_per_s,
+        memory_bytes_per_s=roof.bytes_per_s,
+        steps=steps,
+        cross_check=check,
+        isolation=isolation,
+        lines=tuple(lines),
+        ops=tuple(fold_ops(events, recorder.op_calls, choice, step_s)),
+        edges=tuple(edges(events, recorder.callers)),
+        fusion_candidates=tuple(fusion_candidates(events, lines, roof.bytes_per_s, step_s)),
+        stream_candidates=tuple(stream_candidates(events, step_s)),
+    )
+    return Session(found, events)
+
+
+def _timed(run: Run, batch: Batch, synchronize: Callable[[], None] | None) -> float:
+    began = time.perf_counter()
+    run.train_step(batch)
+    if synchronize:
+        synchronize()
+    return time.perf_counter() - began
+
+
+@contextmanager
+def _ops_of(run: Run, ops: Ops) -> Iterator[None]:
+    """The model calls ``ops`` within the block."""
+    before = run.model.ops
+    holders = [module for module in run.model.modules() if hasattr(module, "ops")]
+    for module in holders:
+        module.ops = ops  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in holders:
+            module.ops = before  # type: ignore[assignment]
+
+
+def _data_lines(run: Run) -> tuple[dict[Line, tuple[float, float]], float]:
+    """(line → (seconds, times) of making one batch, seconds of making one untraced): the tracer's own time is taken out
+    by scaling."""
+    untraced = []
+    for _ in range(2):
+        began = time.perf_counter()
+        make_batch(run.order)
+        untraced.append(time.perf_counter() - began)
+    with traced_lines() as found:
+        make_batch(run.order)
+    making = min(untraced)
+    scale = making / (sum(seconds for seconds, _ in found.values()) or 1.0)
+    return {line: (seconds * scale, times) for line, (seconds, times) in found.items()}, making
+
+
+def _calls(run: Run, batch: Batch, recorder: Recorder) -> dict[Line, float]:
+    """How often a step executes each line, counted by a tracer in a step of its own."""
+    counted = recorder.op_calls.copy()
+    with (
+        _ops_of(run, recorder.watch(run.model.ops)),
+        traced_lines(("trainer", "kernels"), lambda: recorder.current_op) as found,
+    ):
+        run.train_step(batch)
+    recorder.op_calls = counted
+    return {line: times for line, (_, times) in found.items()}
+
+
+def _torch_profiler_s(run: Run, batch: Batch) -> float:
+    """Self time of all operations of the step, as torch.profiler has it: the device's where there is one."""
+    cuda = run.ranks.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
+    with torch_profile(activities=activities, acc_events=True) as found:
+        run.train_step(batch)
+    rows = found.key_averages()
+    return sum(row.self_device_time_total if cuda else row.self_cpu_time_total for row in rows) / 1e6
+
+
+def _isolate(
+    recorder: Recorder, device: torch.device, budget_s: float, report: Callable[[str], None]
+) -> tuple[dict[Signature, Isolated], Isolation]:
+    estimates = {event.signature: event.seconds for event in recorder.events if event.signature is not None}
+    began = said = time.perf_counter()
+
+    def heard(done: int, of: int) -> None:
+        nonlocal said
+        if time.perf_counter() - said > 2.0:
+            said = time.perf_counter()
+            report(f"operations alone: {done}/{of}")
+
+    report(f"operations alone: {len(recorder.samples)} different ones, at most {budget_s:.0f} s")
+    alone = measure_all(recorder.samples, estimates, device, budget_s, heard)
+    why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
+    full = sum(one.iterations == ITERATIONS for one in alone.values())
+    spent = time.perf_counter() - began
+    return alone, Isolation(len(alone), full, WARMUP, ITERATIONS, spent, budget_s, why)
+
+
+def _recipe_step(
+    recipe: Recipe, kernels: Path, folder: Path, steps: int, report: Callable[[str], None]
+) -> float | None:
+    if not recipe.compile:
+        return None
+    report("the step as the recipe compiles it")
+    compiled = make_run(recipe, kernels, folder, steps=WARMUP_STEPS + steps + 3, compile=True)
+    synchronize = torch.cuda.synchronize if compiled.ranks.device.type == "cuda" else None
+    for _ in range(WARMUP_STEPS):
+        compiled.train_step(make_batch(compiled.order).to(compiled.ranks.device))
+    times = []
+    for _ in range(steps + 1):
+        began = time.perf_counter()
+        batch = make_batch(compiled.order).to(compiled.ranks.device)
+        times.append(time.perf_counter() - began + _timed(compiled, batch, synchronize))
+    return min(times)
+
+
+def memory_rate(device: torch.device, size: int = COPY_BYTES) -> float:
+    """Bytes read and written a second by a copy of 64 MiB: the best of five."""
+    source = torch.zeros(size // 4, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(6):
+        began = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size / best
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

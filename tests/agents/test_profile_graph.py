@@ -1,0 +1,119 @@
+"""Fusion and stream candidates of steps made by hand, whose answers are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from agents.line_profiler.capture import Event, Line
+from agents.line_profiler.graph import conditions, edges, fusion_candidates, stream_candidates
+from agents.line_profiler.lines import Roof, fold
+
+MB = 1e6
+ROOF = Roof(flops_per_s=1e12, bytes_per_s=1e9)
+
+
+def line(number: int) -> Line:
+    return ("made/up.py", number, "")
+
+
+def event(number: int, reads: tuple[int, ...], writes: tuple[int, ...], **other: object) -> Event:
+    """A pointwise operation on tensors of one megabyte each, at a tenth of the bandwidth."""
+    moved = MB * (len(reads) + len(writes))
+    return Event(
+        line(number), "", bool(other.get("backward")), "aten.mul.Tensor", moved / 1e8, 0.0,
+        float(other.get("flops", 0.0)), moved, reads, writes, None,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def candidates(events: list[Event]) -> dict[tuple[str, ...], float]:
+    lines = fold(events, {}, step_s=0.1, roof=ROOF)
+    return {c.lines: c.bytes_saved for c in fusion_candidates(events, lines, ROOF.bytes_per_s, 0.1)}
+
+
+def names(*numbers: int) -> tuple[str, ...]:
+    return tuple(f"made/up.py:{number}" for number in numbers)
+
+
+def test_a_chain_is_found_and_its_intermediates_are_counted() -> None:
+    events = [event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (2,), (3,))]
+    assert candidates(events) == {names(1, 2, 3): 4 * MB}  # two intermediates, each written once and read once
+    found = fusion_candidates(events, fold(events, {}, 0.1, ROOF), ROOF.bytes_per_s, 0.1)
+    assert found[0].gain_s == pytest.approx(4 * MB / 1e9) and found[0].intermediates == 2
+
+
+def test_a_chain_in_cache_gains_no_more_than_its_share() -> None:
+    events = [replace(event(n, (n - 1,), (n,)), seconds=1e-4) for n in (1, 2, 3)]  # 20 GB/s where a copy reaches one
+    (found,) = fusion_candidates(events, fold(events, {}, 0.01, ROOF), ROOF.bytes_per_s, 0.01)
+    assert found.bytes_saved == 4 * MB and found.gain_s == pytest.approx(3e-4 * 4 / 6)
+
+
+def test_an_intermediate_that_another_line_reads_stays_in_memory() -> None:
+    events = [event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (2,), (3,)), event(4, (1,), (4,))]
+    assert candidates(events) == {names(2, 3): 2 * MB}
+
+
+def test_the_chains_own_backward_does_not_break_it_but_anothers_does() -> None:
+    forward = [event(1, (0,), (1,)), event(2, (1,), (2,))]
+    assert candidates([*forward, event(2, (9, 1), (10,), backward=True)]) == {names(1, 2): 3 * MB}
+    assert candidates([*forward, event(3, (9, 1), (10,), backward=True)]) == {}
+
+
+def test_a_matrix_product_ends_a_chain() -> None:
+    events = [event(1, (0,), (1,)), event(2, (1, 8), (2,), flops=1e12), event(3, (2,), (3,))]
+    assert candidates(events) == {}
+
+
+def test_what_was_there_before_the_step_is_no_intermediate() -> None:
+    assert candidates([event(1, (5,), (5,)), event(1, (5,), (5,))]) == {}  # an update in place of a parameter
+
+
+def test_branches_are_independent_until_they_join() -> None:
+    events = [
+        event(1, (0,), (1,)),
+        event(2, (1,), (2,)),
+        event(3, (1,), (3,)),
+        event(4, (3,), (4,)),
+        event(5, (2, 4), (5,)),
+    ]
+    (found,) = stream_candidates(events, 0.1)
+    assert (found.fork, found.branches) == (names(1)[0], (names(2), names(3, 4)))
+    assert found.gain_s == pytest.approx(events[1].seconds)  # the shorter branch
+
+
+def test_an_operation_counts_once_however_many_forks_lead_to_it() -> None:
+    tables = [event(8, (6,), (8,)), event(9, (7,), (9,))]  # both branches read both of these as well
+    events = [
+        event(1, (0,), (1,)),
+        *tables,
+        event(2, (1, 8, 9), (2,)),
+        event(3, (1, 8, 9), (3,)),
+        event(5, (2, 3), (5,)),
+    ]
+    (found,) = stream_candidates(events, 0.1)
+    assert found.times == 1 and found.gain_s == pytest.approx(events[3].seconds)
+
+
+def test_a_line_that_needs_the_other_is_no_branch() -> None:
+    assert stream_candidates([event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (1, 2), (3,))], 0.1) == []
+
+
+def test_edges_go_from_the_last_writer() -> None:
+    found = edges([event(1, (0,), (1,)), event(2, (1,), (1,)), event(3, (1,), (3,))], {})
+    assert [(edge.source, edge.target) for edge in found] == [names(1, 2), names(2, 3)]
+
+
+def test_conditions_are_those_of_the_source() -> None:
+    lines = (
+        ("if self.experts is None:", 0),
+        ("x_BSD + tensor.scatter(self.transform(", 1),
+        ("y_BTD, extras = self", 1),
+    )
+    from agents.line_profiler.lines import source_lines
+
+    source = source_lines("trainer/model.py")
+    start = next(n for n, text in enumerate(source, 1) if "def run(" in text)
+    for text, how_many in lines:
+        number = next(n for n, found in enumerate(source, 1) if n > start and text in found)
+        assert len(conditions("trainer/model.py")[number]) == how_many, text

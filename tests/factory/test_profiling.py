@@ -1,0 +1,63 @@
+"""``factory profile``: its files are artifacts of a run in a workspace, and it works without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from code_loop_case import make
+
+from agents.line_profiler import Profile
+from factory.errors import InputError
+from factory.ledger import profiles
+from factory.profiling import FILES, Options, ProfileError, find_recipe, profile, run_profiler
+from factory.progress import SILENT
+from factory.tracking import Tracking
+from factory.workspace import code_root
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run() -> None:
+    made = make()
+    number = profile(made.workspace, made.ledger, SILENT, Options(isolation_s=2))
+    row = made.ledger.one(sa.select(profiles).where(profiles.c.id == number))
+    assert row is not None
+    found = Profile.from_mapping(json.loads(Path(row["path"]).read_text()))
+    assert found.isolation is not None and row["summary"]["coverage"] == found.coverage
+    tracking = Tracking.open(made.workspace, made.ledger)
+    run = tracking.profile_run(number)  # told again: the same run
+    assert {artifact.path for artifact in tracking.client.list_artifacts(run)} == set(FILES)
+    logged = tracking.client.get_run(run)
+    assert logged.data.metrics["coverage"] == pytest.approx(found.coverage)
+    assert logged.data.tags["mlflow.source.git.commit"] == row["code_commit"] and logged.info.status == "FINISHED"
+
+
+@pytest.mark.slow
+def test_without_a_workspace_the_checkout_is_profiled(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "FACTORY_HOME"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "factory", "profile", "--recipe", "tiny", "--alone", "0"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "profile").iterdir()} == set(FILES)
+    assert "line by line" in done.stdout and "profile/profile.html" in done.stdout
+
+
+def test_an_unknown_recipe_is_named_with_the_nearest() -> None:
+    with pytest.raises(InputError, match="no recipe 'tinny'.*did you mean 'tiny'"):
+        find_recipe("tinny", None)
+
+
+def test_what_the_profiler_says_is_in_the_error(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="no.such.module"):
+        run_profiler(code_root(), [], SILENT, module="no.such.module")
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text("name: x\n")
+    with pytest.raises(InputError, match="bad.yaml"):
+        run_profiler(code_root(), ["--recipe", str(recipe), "--out", str(tmp_path)], SILENT)
