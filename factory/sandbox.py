@@ -33,10 +33,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from factory import sandbox_cgroup, sandbox_filter
 from factory.errors import IsolationError
+from factory.sandbox_pipes import Told, in_memory
 from factory.sandbox_watch import folder_size, tree
 
 WATCH_SECONDS = 0.1
@@ -117,7 +118,7 @@ def run(
     with contextlib.ExitStack() as opened:
         pipe = lambda: [opened.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"))]
         (status, status_write), (alive, alive_write), (go_read, go) = pipe(), pipe(), pipe()
-        given = [opened.enter_context(_in_memory(data)) for data in (sandbox_filter.program(), PASSWD)]
+        given = [opened.enter_context(in_memory(data)) for data in (sandbox_filter.program(), PASSWD)]
         rules = json.dumps(_rules(output, limits) | {"go": go_read.fileno()})
         arguments = [
             _bubblewrap(),
@@ -143,7 +144,7 @@ def run(
             end.close()
         held = _Held(process, started, limits, output)
         child: int | None = None
-        told = _Told(status.fileno())
+        told = Told(status.fileno())
         with sandbox_cgroup.task_limit(limits.processes * TASKS) as group:
             try:
                 child = told.child()  # there before anything runs; None when bubblewrap failed
@@ -182,37 +183,6 @@ def run(
         peak_memory=held.peak_memory,
         output=folder_size(output)[0],
     )
-
-
-class _Told:
-    """What bubblewrap tells on its status pipe: lines of JSON. What was read is kept, also by an interrupted read."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.buffer = bytearray(64 * 1024)  # far more than it tells; zeros follow what was read
-
-    def _more(self) -> bool:
-        return os.readv(self.descriptor, [memoryview(self.buffer)[self.buffer.index(0) :]]) > 0
-
-    def _lines(self) -> list[bytes]:
-        """Whole ones."""
-        return bytes(self.buffer).split(b"\n")[:-1]
-
-    def anything(self) -> bool:
-        return self.buffer[0] != 0
-
-    def child(self) -> int | None:
-        """The namespace's init, by its number here; waits for it. None: bubblewrap ended without one."""
-        while not self._lines():
-            if not self._more():
-                return None
-        return int(json.loads(self._lines()[0])["child-pid"])
-
-    def all(self) -> list[dict[str, Any]]:
-        """Every event, once its other end is closed."""
-        while self._more():
-            pass
-        return [json.loads(line) for line in self._lines()]
 
 
 class _Held:
@@ -399,14 +369,6 @@ def _rules(output: Path, limits: Limits) -> dict[str, object]:
         },
         "writable": [str(output), "/tmp", "/dev"],
     }
-
-
-def _in_memory(data: bytes) -> IO[bytes]:
-    """A file without a name, at its beginning."""
-    file = os.fdopen(os.memfd_create("sandbox"), "r+b", 0)
-    file.write(data)
-    file.seek(0)
-    return file
 
 
 def _inside(path: str, folder: str) -> bool:

@@ -5,18 +5,13 @@ For bf16 on such a machine; anything else takes ``attention.recompute``, which h
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.native_library import library
-
-
-class Sizes(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_int64) for name in "BTHGK"), ("scale", ctypes.c_float)]
+from kernels.native_library import call, library
 
 
 @torch.compiler.assume_constant_result
@@ -25,20 +20,21 @@ def usable(head_dim: int) -> bool:
     return head_dim % 2 == 0 and bool(library("attention").attention_usable())
 
 
-def call(function: str, inputs: list[Tensor], document_BT: Tensor, outputs: list[Tensor]) -> None:
-    """Inputs [B, T, heads, K] with a dense last dimension, the first q and the second k; outputs contiguous."""
+def run(function: str, inputs: list[Tensor], document_BT: Tensor, outputs: list[Tensor]) -> None:
+    """Inputs q, k, v and what is shaped as q, with a dense last dimension; outputs contiguous.
+
+    Raises: ValueError for shapes or dtypes that do not fit: the C++ would read past their ends.
+    """
     (B, T, H, K), G = inputs[0].shape, inputs[1].shape[2]
+    shapes = [(B, T, H, K), (B, T, G, K), (B, T, G, K), *[(B, T, H, K)] * len(inputs[3:])]
+    fit = [tuple(x.shape) == shape and x.dtype == torch.bfloat16 for x, shape in zip(inputs, shapes)]
+    if not all(fit) or H % G or document_BT.shape != (B, T):
+        given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in (*inputs, document_BT))
+        raise ValueError(f"q [B, T, H, K], k and v [B, T, G, K] in bf16, document [B, T] do not fit: {given}")
     # Two documents of a row differ in the lower half of their numbers too: the row would have to hold 2³² of them.
     document_BT = document_BT.to(torch.int32).contiguous()
-    sizes = Sizes(B, T, H, G, K, K**-0.5)
-    strides = [step for x in inputs for step in x.stride()[:3]]
-    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (*inputs[:3], document_BT, *inputs[3:], *outputs)]
-    getattr(library("attention"), function)(
-        *pointers,
-        ctypes.byref(sizes),
-        (ctypes.c_int64 * len(strides))(*strides),
-        ctypes.c_int64(torch.get_num_threads()),
-    )
+    strides = torch.tensor([x.stride()[:3] for x in inputs])
+    call("attention", function, *inputs[:3], document_BT, *inputs[3:], *outputs, strides, B, T, H, G, K, K**-0.5)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -49,7 +45,7 @@ def dense(x: Tensor) -> Tensor:
 @torch.library.custom_op("factory::attention", mutates_args=())
 def forward_op(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
     o_BTHK = torch.empty_like(q_BTHK, memory_format=torch.contiguous_format)
-    call("attention_forward", [dense(x) for x in (q_BTHK, k_BTGK, v_BTGK)], document_BT, [o_BTHK])
+    run("attention_forward", [dense(x) for x in (q_BTHK, k_BTGK, v_BTGK)], document_BT, [o_BTHK])
     return o_BTHK
 
 
@@ -59,7 +55,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = [dense(x) for x in (q_BTHK, k_BTGK, v_BTGK, do_BTHK)]
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
-    call("attention_backward", inputs, document_BT, gradients)
+    run("attention_backward", inputs, document_BT, gradients)
     return gradients[0], gradients[1], gradients[2]
 
 

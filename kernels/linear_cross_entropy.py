@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels import linear_cross_entropy_native
+from kernels import linear_cross_entropy_native, native_library
 from kernels.op import Cost, Implementation, Inputs, Shape, compiled, lazily_compiled, normal, op
 
 Z_LOSS = 1e-4
@@ -219,7 +219,7 @@ def native(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """As ``reference``, with the pointwise work in C++; as ``saved_logits`` in another dtype than fp32 and bf16."""
-    if x_ND.dtype not in linear_cross_entropy_native.FUNCTIONS or x_ND.dtype != weight_VD.dtype:
+    if x_ND.dtype not in native_library.NAMES or x_ND.dtype != weight_VD.dtype:
         return saved_logits(x_ND, weight_VD, targets_N, weights_N, z_loss)
     gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     loss, nll_N, _, _ = linear_cross_entropy_native.native_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients)

@@ -5,7 +5,6 @@ The gradient by the logits is made in the forward pass, in the logits' own place
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.native_library import library
+from kernels.native_library import NAMES, call
 
 CHUNK = 1 << 24  # logits at a time: what they take is 32 MiB in bf16
-FUNCTIONS = {torch.bfloat16: "cross_entropy_bf16", torch.float32: "cross_entropy_fp32"}
+
+
+def chunk(N: int, V: int) -> int:
+    """How many of the tokens go at a time."""
+    return max(1, min(N, CHUNK // max(1, V)))
 
 
 def rows(
@@ -26,13 +29,10 @@ def rows(
 
     Raises: IndexError for a target that is no token.
     """
-    (C, V), function = logits_CV.shape, FUNCTIONS[logits_CV.dtype]
+    (C, V), function = logits_CV.shape, f"cross_entropy_{NAMES[logits_CV.dtype]}"
     terms_C, nll_C = weights_C.new_empty(C), weights_C.new_empty(C)
-    outside = getattr(library("cross_entropy"), function)(
-        *(ctypes.c_void_p(x.data_ptr()) for x in (logits_CV, targets_C, weights_C)),
-        ctypes.c_float(z_loss),
-        *(ctypes.c_void_p(x.data_ptr()) for x in (terms_C, nll_C)),
-        *(ctypes.c_int64(n) for n in (C, V, gradients, torch.get_num_threads())),
+    outside = call(
+        "cross_entropy", function, logits_CV, targets_C, weights_C, float(z_loss), terms_C, nll_C, C, V, int(gradients)
     )
     if outside:
         raise IndexError(f"{outside} targets are outside the vocabulary of {V}")
@@ -55,9 +55,12 @@ def in_chunks(
 
     ``rows`` does the pointwise work of a chunk.
     """
-    N, V = x_ND.shape[0], weight_VD.shape[0]
+    (N, D), V = x_ND.shape, weight_VD.shape[0]
+    if weight_VD.shape != (V, D) or targets_N.shape != (N,) or weights_N.shape != (N,):
+        shapes = ", ".join(str(list(given.shape)) for given in (x_ND, weight_VD, targets_N, weights_N))
+        raise ValueError(f"x [N, D], weight [V, D], targets [N] and weights [N] do not fit: {shapes}")
     targets_N, weights_N = targets_N.long().contiguous(), weights_N.float().contiguous()
-    size = max(1, min(N, CHUNK // V))
+    size = chunk(N, V)
     losses, nlls, dxs = [], [], []
     dweight_VD = weight_VD.new_empty(0)
     for first in range(0, N, size):
@@ -72,14 +75,8 @@ def in_chunks(
             # a sum over chunks is kept in fp32, or each addition would round it
             dweight_VD = product_VD if size >= N else dweight_VD.add_(product_VD) if first else product_VD.float()
     if not losses:  # no token at all
-        empty = x_ND.new_empty(0)
-        dweight_VD = torch.zeros_like(weight_VD) if gradients else empty
-        return (
-            weights_N.new_zeros(()),
-            weights_N.new_empty(0),
-            x_ND.new_empty(x_ND.shape) if gradients else empty,
-            dweight_VD,
-        )
+        dx_ND, dweight_VD = (x.new_zeros(x.shape if gradients else 0) for x in (x_ND, weight_VD))
+        return weights_N.new_zeros(()), weights_N.new_empty(0), dx_ND, dweight_VD
     return torch.stack(losses).sum(), torch.cat(nlls), torch.cat(dxs) if dxs else x_ND.new_empty(0), dweight_VD
 
 
@@ -94,8 +91,9 @@ def fake(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     N, V = x.shape[0], weight.shape[0]
-    wide = torch.float32 if 0 < CHUNK // V < N else weight.dtype
-    dx, dweight = (torch.empty_like(x), torch.empty_like(weight, dtype=wide)) if gradients else (x.new_empty(0),) * 2
+    wide = torch.float32 if chunk(N, V) < N else weight.dtype
+    dx = torch.empty_like(x) if gradients else x.new_empty(0)
+    dweight = torch.empty_like(weight, dtype=wide) if gradients else weight.new_empty(0)
     return weights.new_empty((), dtype=torch.float32), weights.new_empty(N, dtype=torch.float32), dx, dweight
 
 

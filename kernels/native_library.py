@@ -11,6 +11,7 @@ from torch import Tensor
 
 SOURCES = Path(__file__).with_name("native")
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of the dtypes, as functions end in them
+OUT_OF_MEMORY, FAILED = -1, -2  # native/in_parallel.h
 FLAGS = ("-ftree-loop-vectorize",)  # torch's flags leave it out: its own loops are written with vectors
 
 
@@ -31,13 +32,23 @@ def library(name: str) -> ctypes.CDLL:
     return loaded
 
 
-def call(name: str, function: str, *arguments: Tensor | int | float) -> None:
-    """A function of ``native/<name>.cpp``: tensors by address, numbers as int64 and float; the threads come last."""
+def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
+    """A function of ``native/<name>.cpp``: tensors by address, numbers as int64 and float; the threads come last.
+
+    Returns what it returned. Raises: MemoryError, RuntimeError for what it could not do.
+    """
     passed = [
         ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_float(x) if isinstance(x, float) else x
         for x in (*arguments, torch.get_num_threads())
     ]
-    getattr(library(name), function)(*(ctypes.c_int64(x) if isinstance(x, int) else x for x in passed))
+    found = getattr(library(name), function)
+    found.restype = ctypes.c_int64
+    code = int(found(*(ctypes.c_int64(x) if isinstance(x, int) else x for x in passed)))
+    if code == OUT_OF_MEMORY:
+        raise MemoryError(f"{function}: no memory for its scratch space")
+    if code == FAILED:
+        raise RuntimeError(f"{function}: the matrix units refused the product")
+    return code
 
 
 def rows_of(x_XD: Tensor) -> Tensor:

@@ -18,6 +18,7 @@
 #include <limits>
 #include <vector>
 
+#include "in_parallel.h"
 #include "numbers.h"
 
 using Vec = at::vec::Vectorized<float>;
@@ -28,12 +29,7 @@ namespace {
 constexpr int64_t BLOCK = 64;  // queries
 constexpr int64_t LANES = 16;  // rows of scores are padded to it
 
-struct Sizes {  // of one call; the strides are in elements
-  int64_t B, T, H, G, K;
-  float scale;
-};
-
-struct Strided {  // [B, T, heads, K], the last dimension dense
+struct Strided {  // in elements, of [B, T, heads, K] with a dense last dimension
   int64_t b, t, h;
 };
 
@@ -128,19 +124,16 @@ int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 extern "C" int attention_usable() { return blas::could_pack(at::kBFloat16); }
 
-extern "C" void attention_forward(
-    const bf16* q, const bf16* k, const bf16* v, const int32_t* document, bf16* o, const Sizes* sizes,
-    const Strided* strides, int64_t threads) {
-  const auto [B, T, H, G, K, scale] = *sizes;
+extern "C" int64_t attention_forward(
+    const bf16* q, const bf16* k, const bf16* v, const int32_t* document, bf16* o, const Strided* strides, int64_t B,
+    int64_t T, int64_t H, int64_t G, int64_t K, float scale, int64_t threads) {
   const Strided qs = strides[0], ks = strides[1], vs = strides[2];
   const int64_t R = H / G, wide = up(T, LANES);
-#pragma omp parallel num_threads(threads)
-  {
+  return in_parallel(threads, [&](auto next) {
     std::vector<uint32_t> kt(K / 2 * wide), vp(wide / 2 * K);
     std::vector<float> score(BLOCK * wide), sum(BLOCK), out(BLOCK * K);
     std::vector<bf16> weight(BLOCK * wide);
-#pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < B * G; ++item) {
+    for (int64_t item; (item = next()) < B * G;) {
       const int64_t b = item / G, g = item % G;
       const Seen seen(document + b * T, T);
       std::fill(vp.begin(), vp.end(), 0);
@@ -166,23 +159,21 @@ extern "C" void attention_forward(
         }
     }
     blas::brgemm_release();
-  }
+  });
 }
 
-extern "C" void attention_backward(
+extern "C" int64_t attention_backward(
     const bf16* q, const bf16* k, const bf16* v, const int32_t* document, const bf16* dout, bf16* dq, bf16* dk,
-    bf16* dv, const Sizes* sizes, const Strided* strides, int64_t threads) {
-  const auto [B, T, H, G, K, scale] = *sizes;
+    bf16* dv, const Strided* strides, int64_t B, int64_t T, int64_t H, int64_t G, int64_t K, float scale,
+    int64_t threads) {
   const Strided qs = strides[0], ks = strides[1], vs = strides[2], os = strides[3];
   const int64_t R = H / G, wide = up(T, LANES);
-#pragma omp parallel num_threads(threads)
-  {
+  return in_parallel(threads, [&](auto next) {
     std::vector<uint32_t> kt(K / 2 * wide), vt(K / 2 * wide), kp(wide / 2 * K);
     std::vector<float> score(BLOCK * wide), dweight(BLOCK * wide), dkt(K * wide), dvt(K * wide), out(BLOCK * K);
-    std::vector<bf16> dscore(BLOCK * wide), qt(K * BLOCK), dot(K * BLOCK);  // an odd last query leaves a column that meets zeros
+    std::vector<bf16> dscore(BLOCK * wide), qt(K * BLOCK), dot(K * BLOCK);
     std::vector<uint32_t> weight_pairs(BLOCK / 2 * wide), dscore_pairs(BLOCK / 2 * wide);
-#pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < B * G; ++item) {
+    for (int64_t item; (item = next()) < B * G;) {
       const int64_t b = item / G, g = item % G;
       const Seen seen(document + b * T, T);
       std::fill(kp.begin(), kp.end(), 0);
@@ -232,6 +223,8 @@ extern "C" void attention_backward(
           const int64_t pairs = up(M, 2);
           transpose(q_block, qs.t, M, K, qt.data(), pairs);
           transpose(do_block, os.t, M, K, dot.data(), pairs);
+          if (M < pairs)  // zeros for the pair without a second query
+            for (int64_t x = 0; x < K; ++x) qt[x * pairs + M] = dot[x * pairs + M] = bf16(0.f);
           blas::brgemm(K, L, pairs, pairs, L, wide, true, qt.data(),
                        reinterpret_cast<const bf16*>(dscore_pairs.data()), dkt.data() + begin);
           blas::brgemm(K, L, pairs, pairs, L, wide, true, dot.data(),
@@ -241,5 +234,5 @@ extern "C" void attention_backward(
       write_transposed(dvt.data(), wide, T, K, dv + (b * T * G + g) * K, G * K);
     }
     blas::brgemm_release();
-  }
+  });
 }

@@ -11,6 +11,7 @@
 #include <limits>
 #include <vector>
 
+#include "in_parallel.h"
 #include "numbers.h"
 
 using Vec = at::vec::Vectorized<float>;
@@ -30,11 +31,9 @@ int64_t rows(T* logits, const int64_t* targets, const float* weights, float z_lo
              int64_t V, bool gradients, int64_t threads) {
   const int64_t padded = (V + Vec::size() - 1) / Vec::size() * Vec::size();
   std::atomic<int64_t> outside{0};
-#pragma omp parallel num_threads(threads)
-  {
+  const int64_t failed = in_parallel(threads, [&](auto next) {
     std::vector<float> row(padded);
-#pragma omp for
-    for (int64_t n = 0; n < N; ++n) {
+    for (int64_t n; (n = next()) < N;) {
       T* logit = logits + n * V;
       const int64_t target = targets[n];
       const float weight = weights[n];
@@ -80,8 +79,8 @@ int64_t rows(T* logits, const int64_t* targets, const float* weights, float z_lo
       row[target] -= weight;
       round_row(row.data(), logit, V);
     }
-  }
-  return outside;
+  });
+  return failed ? failed : outside.load();
 }
 
 }  // namespace

@@ -93,14 +93,16 @@ void backward(const T* dout, const T* gate, const T* up, T* dgate, T* dup, int64
 }  // namespace
 
 #define EXPORT(NAME, T)                                                                                             \
-  extern "C" void swiglu_##NAME(const T* gate, const T* up, T* out, int64_t N, int64_t F, int64_t gate_step,        \
+  extern "C" int64_t swiglu_##NAME(const T* gate, const T* up, T* out, int64_t N, int64_t F, int64_t gate_step,        \
                                 int64_t up_step, int64_t threads) {                                                 \
     forward(gate, up, out, N, F, gate_step, up_step, threads);                                                      \
+    return 0;                                                                                                       \
   }                                                                                                                 \
-  extern "C" void swiglu_backward_##NAME(const T* dout, const T* gate, const T* up, T* dgate, T* dup, int64_t N,    \
+  extern "C" int64_t swiglu_backward_##NAME(const T* dout, const T* gate, const T* up, T* dgate, T* dup, int64_t N,    \
                                          int64_t F, int64_t dout_step, int64_t gate_step, int64_t up_step,          \
                                          int64_t threads) {                                                         \
     backward(dout, gate, up, dgate, dup, N, F, dout_step, gate_step, up_step, threads);                             \
+    return 0;                                                                                                       \
   }
 
 EXPORT(bf16, bf16)

@@ -179,6 +179,9 @@ def test_a_target_outside_the_vocabulary_is_an_error_and_no_token_is_no_loss() -
     for wrong in (-1, 131):
         with pytest.raises(IndexError, match="1 targets are outside the vocabulary of 131"):
             linear_cross_entropy.native(x, weight, targets.index_fill(0, torch.tensor([5]), wrong), weights, 0.0)
+    with torch.no_grad():
+        loss, nll = linear_cross_entropy.native(x[:0], weight, targets[:0], weights[:0], 0.0)
+    assert loss == 0 and nll.shape == (0,)
     loss, nll = linear_cross_entropy.native(x[:0], weight, targets[:0], weights[:0], 0.0)
     loss.backward()
     assert loss == 0 and nll.shape == (0,) and not weight.grad.any()  # type: ignore[union-attr]
@@ -197,3 +200,40 @@ def test_a_poisoned_token_makes_the_loss_nan_and_no_other_tokens_gradient() -> N
     loss.backward()
     assert loss.isnan() and nll[kept].isnan() and int(nll.isnan().sum()) == 1
     assert x.grad is not None and x.grad[kept].isnan().all() and int(x.grad.isnan().any(-1).sum()) == 1
+
+
+def test_shapes_that_do_not_fit_are_refused_and_not_read_past_their_end() -> None:
+    (q, k, v), do = made()
+    document = documents("one")
+    for wrong in (
+        (q, k, v, document[:1]),
+        (q, k.float(), v.float(), document),
+        (q, k[:, :50], v[:, :50], document),
+        (q[:, :, :3], k, v, document),
+        (q, k, v[:, :, :1], document),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            attention_native.forward_op(*wrong)
+    with pytest.raises(ValueError, match="do not fit"):
+        attention_native.backward_op(q, k, v, document, do[:, 1:])
+    x, weight, targets, weights = head(torch.bfloat16)
+    for few in ((targets[:3], weights), (targets, weights[:3])):
+        with pytest.raises(ValueError, match="do not fit"):
+            linear_cross_entropy.native(x, weight, *few, 0.0)
+
+
+def test_a_pair_with_one_query_takes_nothing_from_the_block_before() -> None:
+    (q, k, v), do = (([x[:, :71] for x in given] if isinstance(given, list) else given[:, :71]) for given in made())
+    q = q.clone()
+    q[0, 7] = float("nan")
+    document = documents("one")[:, :71].clone()
+    document[0, 64:] = 1
+    found = gradients(attention.native, [q, k, v], document, do)
+    assert all(x[0, 64:].isfinite().all() for x in found)
+
+
+def test_what_the_matrix_units_refuse_is_an_error_and_not_the_end_of_the_process() -> None:
+    qkv, do = made()
+    o = attention_native.forward_op(*qkv, documents("one"))
+    with torch.backends.mkldnn.flags(enabled=False), pytest.raises(RuntimeError, match="refused"):
+        attention_native.backward_op(*qkv, documents("one"), o)
