@@ -80,12 +80,17 @@ def run_demo(where: Path, terminal: Terminal, *, fresh: bool = False) -> None:
 
 
 def plain_kernels(policy: str) -> str:
-    """kernels.yaml with every op's reference: where a factory stands before it has measured anything."""
+    """kernels.yaml with every op's reference: where a factory stands before it has measured anything.
+
+    What the profile shows as ops, that is: the optimiser's have no gradients and keep their choice.
+    """
     from agents.search_proposer import choose
+    from kernels.registry import OPS
 
     for device, choice in yaml.safe_load(policy).items():
         for op in choice if isinstance(choice, dict) else ():
-            policy = choose(policy, device, op, "reference")
+            if OPS[op].gradients:
+                policy = choose(policy, device, op, "reference")
     return policy
 
 

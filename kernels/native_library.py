@@ -1,35 +1,109 @@
-"""Compiles the C++ in ``kernels/native/`` on first use, with torch.compile's own compiler, flags and cache."""
+"""Compiles the C++ in ``kernels/native/`` on first use, for this machine's processor, and keeps the libraries.
+
+Not by torch.compile's loader: that imports the compiler and tries the processor's vectors anew in each process, which
+takes three to five seconds.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kernels.op import KernelError
+
 SOURCES = Path(__file__).with_name("native")
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of the dtypes, as functions end in them
 OUT_OF_MEMORY, FAILED = -1, -2  # native/in_parallel.h
-FLAGS = ("-ftree-loop-vectorize",)  # torch's flags leave it out: its own loops are written with vectors
+FLAGS = ("-O3", "-DNDEBUG", "-std=c++20", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-w")
+LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10", "-lgomp")
 
 
 @functools.cache
 def library(name: str) -> ctypes.CDLL:
     """The shared library of ``native/<name>.cpp``. Its calls release the interpreter's lock.
 
-    Torch's private loader knows the flags, the vector instructions, OpenMP, a cache that outlives the process, and
-    locks between processes. Raises: what torch.compile raises without a C++ compiler, or with one that fails.
+    Raises: KernelError without a C++ compiler, or with one that fails.
     """
-    from torch._inductor.codecache import CppCodeCache
-
     text = (SOURCES / f"{name}.cpp").read_text(encoding="utf-8")
-    for header in SOURCES.glob("*.h"):  # in place, so that the cache's key holds it too
+    for header in SOURCES.glob("*.h"):  # in place, so that the key holds it too
         text = text.replace(f'#include "{header.name}"', header.read_text(encoding="utf-8").replace("#pragma once", ""))
-    loaded = CppCodeCache.load(text, device_type="cpu", extra_flags=FLAGS)
-    assert isinstance(loaded, ctypes.CDLL)
-    return loaded
+    words = compiler_words()
+    key = hashlib.sha256("\0".join((text, *words, torch.__version__, processor())).encode()).hexdigest()
+    target = cache_folder() / f"{name}-{key[:32]}.so"
+    if not target.exists():
+        compile_to(target, text, words)
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise KernelError(f"{target} cannot be loaded: {error}") from error
+
+
+def compiler_words() -> list[str]:
+    """The command without its input and output, for the vectors that torch itself would use here."""
+    torch_folder = Path(torch.__file__).parent
+    vectors = torch.backends.cpu.get_cpu_capability()
+    vectors = vectors if vectors in ("AVX2", "AVX512") else "DEFAULT"
+    defined = (f"-DCPU_CAPABILITY={vectors}", f"-DCPU_CAPABILITY_{vectors}", "-DC10_USING_CUSTOM_GENERATED_MACROS")
+    included = (f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}")
+    return [*FLAGS, *defined, *included, f"-L{torch_folder / 'lib'}", *LIBRARIES]
+
+
+def processor() -> str:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+
+
+def cache_folder() -> Path:
+    """Beside torch.compile's own cache where that is named, else the user's; a folder of this process where neither can be
+    written."""
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        folder = Path(given).expanduser() / "factory-kernels"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):
+        pass
+    return _own_folder()
+
+
+@functools.cache
+def _own_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="factory-kernels-"))
+
+
+def compile_to(target: Path, text: str, words: list[str]) -> None:
+    """Whole or not at all: two processes may do it at once. Raises: KernelError."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise KernelError(
+            "no C++ compiler: install g++ with your system's package manager, or choose other implementations"
+        )
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".compiling-") as folder:
+        source, made = Path(folder) / "source.cpp", Path(folder) / "made.so"
+        source.write_text(text, encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [compiler, str(source), "-o", str(made), *words], capture_output=True, text=True, errors="replace"
+            )
+        except OSError as error:
+            raise KernelError(f"{compiler}: {error.strerror}") from error
+        if done.returncode:
+            raise KernelError(f"{compiler} could not compile {target.name}: {done.stderr.strip()[-2000:]}")
+        os.replace(made, target)
 
 
 def call(name: str, function: str, *arguments: Tensor | int | float) -> int:

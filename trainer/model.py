@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from kernels.qk_norm_rope import rotate
 from kernels.registry import Ops
-from trainer.experts import mix, route
 from trainer.parallel import Region, TensorRanks, local
 from trainer.recipe import ModelRecipe
 
@@ -52,6 +51,9 @@ class Block(nn.Module):
             self.up = empty(shape.d_ff, D)
             self.down = empty(D, shape.d_ff)
             return
+        from trainer import experts as mixture  # it imports torch's compiler, which takes a second
+
+        self.mixture = mixture
         self.router = empty(experts.count, D)
         self.experts_gate = empty(experts.count, experts.d_ff, D)
         self.experts_up = empty(experts.count, experts.d_ff, D)
@@ -106,9 +108,9 @@ class Block(nn.Module):
         assert self.experts is not None
         weight = self._weight
         h_ND, holds_N = h_BTD.flatten(0, 1), documents_BT.flatten() >= 0
-        routing = route(h_ND, weight(self.router), self.router_bias, self.experts.per_token)
+        routing = self.mixture.route(h_ND, weight(self.router), self.router_bias, self.experts.per_token)
         gate, up, down = (weight(m).transpose(1, 2) for m in (self.experts_gate, self.experts_up, self.experts_down))
-        y_BTD = mix(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
+        y_BTD = self.mixture.mix(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
         if self.experts.shared:
             y_BTD = y_BTD + self.transform(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
         # every tensor rank routes every token: each takes its share of what they would all count

@@ -16,7 +16,6 @@ from trainer.checkpoint import Regions, Skipped, Tensors
 from trainer.checkpoint_writer import Writer
 from trainer.data_order import DataOrder
 from trainer.errors import CheckpointError
-from trainer.experts import move_bias
 from trainer.metrics import memory_bytes
 from trainer.model import Decoder
 from trainer.monitor import Half, Monitor
@@ -174,6 +173,8 @@ class Run:
         if load is None:
             return
         assert self.recipe.model.experts is not None
+        from trainer.experts import move_bias
+
         self.ranks.sum_(load)
         biases = [bias for name, bias in self.model.named_buffers()]
         for bias_E, load_E in zip(biases, load):

@@ -23,7 +23,9 @@ def test_a_fork_is_a_repository_of_its_own_with_one_file_edited(tmp_path: Path) 
     assert live_commit(workspace.repository) != before == live_commit(code_root())
     assert changed_files(workspace.repository) == []
     held = yaml.safe_load((workspace.repository / PATH).read_text())
-    assert {implementation for choice in held.values() for implementation in choice.values()} == {"reference"}
+    chosen = {op: implementation for choice in held.values() for op, implementation in choice.items()}
+    assert {implementation for op, implementation in chosen.items() if op != "adamw"} == {"reference"}
+    assert chosen["adamw"] == "fused", "no op of the profile: nothing would find it"
     assert "#" in (workspace.repository / PATH).read_text()  # comments stay
     assert not list(workspace.root.glob(".code*")) and not (workspace.repository / ".git" / "hooks").exists()
 

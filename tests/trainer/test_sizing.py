@@ -143,8 +143,14 @@ class Keeping(torch.autograd.Function):
         return None, None, *[torch.zeros(shape) for shape in ctx.shapes]
 
 
-FUSED = {
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, FUSED["rms_norm"](total, weight, eps)
+
+
+FUSED: dict[str, Any] = {
     "rms_norm": lambda x, weight, eps: Keeping.apply(False, x.detach(), x),
+    "add_rms_norm": add_rms_norm,
     "qk_norm_rope": lambda x, weight, cos, sin, eps: Keeping.apply(False, x.detach(), x),
     "swiglu": lambda gate, up: Keeping.apply(False, gate.detach(), gate, up),
     "attention": lambda q, k, v, documents, *rest: Keeping.apply(True, q.detach(), q, k, v),
