@@ -175,7 +175,9 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     if (
         "training" in stages
     ):  # whether it is faster at this size is the machine's to say; that it computes the same is not
-        assert stages["training"]["state"] == "passed" and stages["training"]["order"] == "ABBA"
+        training = stages["training"]
+        assert training["state"] == "passed", training
+        assert len(training["baseline_seconds"]) == len(training["candidate_seconds"]) >= 2
         assert 0 < stages["training"]["drift"] < 0.5 and row["evidence"]["gain"]["noise"] >= 1
     else:
         assert stages["isolated"]["state"] == "failed" and row["outcome"] == "reject"
