@@ -65,7 +65,8 @@ def gather(
         f"{len(changed)} files): a certificate is needed before segment {row['id']} starts"
     )
     steps = min(policy.steps, row["last_step"] - row["first_step"])
-    seeds = tuple(seed_of(row["data_plan"], number) for number in range(policy.seeds))
+    plan = plan_of(ledger, row)
+    seeds = tuple(seed_of(plan, number) for number in range(policy.seeds))
     evidence = replace(evidence, changed=changed, first_step=row["first_step"], steps=steps, seeds=seeds)
     scratch = Path(row["folder"]) / "certificate"
     for basis, spec in bases(ledger, row, parent, steps).items():
@@ -85,9 +86,11 @@ def gather(
     return compare(evidence, Path(spec["initial_checkpoint"]), runs)
 
 
-def seed_of(data_plan: str, number: int) -> int:
-    """The seed of a noise run: always the same one, so that a killed factory goes on with its runs."""
-    return int(hashlib.sha256(f"{data_plan}/{number}".encode()).hexdigest()[:7], 16)
+def seed_of(plan: Row, number: int) -> int:
+    """The seed of a noise run: of what is in the data plan, wherever it lies, so that a killed factory goes on with its runs
+    and the same data gives the same noise on every machine."""
+    shards = sorted(shard["id"] for shard in plan["token_shards"])
+    return int(hashlib.sha256(f"{plan['seed']}/{shards}/{number}".encode()).hexdigest()[:7], 16)
 
 
 def bases(ledger: Ledger, row: Row, parent: Row, steps: int) -> dict[Any, Row]:

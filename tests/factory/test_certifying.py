@@ -147,7 +147,7 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
 @pytest.mark.parametrize(
     ("code", "seen_by"),
     [
-        (BACKWARD.format("2 * self"), "optimiser's exp_avg"),  # or its square: which, the data decides
+        (BACKWARD.format("2 * self"), "optimiser's exp_avg_sq"),
         (STEP.format("1.1"), "length of the update"),
         (STEP.format("0 if done[0] == 5 else 1"), "optimiser's step"),
         (STEP.format("1 if done[0] < 7 else 4"), "weights"),
