@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -130,23 +130,23 @@ def run(
             *("--", sys.executable, "-I", "-S", LAUNCHER_INSIDE, rules, *map(str, command)),
         ]
         inherited = (status_write, alive_write, go_read, *given)
-        started = time.monotonic()
-        process = subprocess.Popen(
-            arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[end.fileno() for end in inherited],
-            env={},
-            start_new_session=True,
-        )
-        for end in inherited:
-            end.close()
-        held = _Held(process, started, limits, output)
+        process: subprocess.Popen[bytes] | None = None
         child: int | None = None
         told = Told(status.fileno())
         with sandbox_cgroup.task_limit(limits.processes * TASKS) as group:
+            started = time.monotonic()
             try:
+                process = subprocess.Popen(
+                    arguments,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=[end.fileno() for end in inherited],
+                    env={},
+                    start_new_session=True,
+                )
+                _close(inherited)
+                held = _Held(process, started, limits, output)
                 child = told.child()  # there before anything runs; None when bubblewrap failed
                 if group is not None and child is not None:
                     sandbox_cgroup.put(group, child)
@@ -155,19 +155,22 @@ def run(
                 held.watch()
             finally:
                 # Reached with the tree alive only when this process is interrupted. Bubblewrap alone is not enough to
-                # kill: while it sets up, its child waits for it and does not yet die with it. So the child's number is
-                # awaited, which bubblewrap tells at once. A launcher that reads no "." ends.
+                # kill: while it sets up, its child waits for it and does not yet die with it; and an interrupt inside
+                # Popen leaves no handle of it. So the child's number is awaited, which bubblewrap tells at once, or
+                # the pipe's end, when it was not even started. A launcher that reads no "." ends.
+                _close(inherited)
                 if told.anything() or select.select([status], [], [], SETUP_SECONDS)[0]:
                     child = told.child()
-                process.kill()
-                process.wait()
+                if process is not None:
+                    process.kill()
+                    process.wait()
                 if child is not None:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child, signal.SIGKILL)
                 while alive.read(1):  # its other end closes when the namespace's init is gone, and all with it
                     pass
                 events = told.all()
-                for tail in (process.stdout, process.stderr):
+                for tail in (process.stdout, process.stderr) if process is not None else ():
                     assert tail is not None
                     tail.close()
     code = next((event["exit-code"] for event in events if "exit-code" in event), None)
@@ -183,6 +186,11 @@ def run(
         peak_memory=held.peak_memory,
         output=folder_size(output)[0],
     )
+
+
+def _close(files: Iterable[IO[bytes]]) -> None:
+    for file in files:
+        file.close()
 
 
 class _Held:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ from factory.errors import IsolationError
 
 MOUNT = Path("/sys/fs/cgroup")
 PREFIX = "factory-sandbox-"
+_held: set[Path] = set()  # this process's groups that are in use
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def task_limit(tasks: int) -> Iterator[Path | None]:
         yield group
     finally:
         if group is not None:
-            _remove(group)  # refused while the kernel has not buried its last process: a later factory clears it away
+            _remove(group)  # refused while its last process still ends: the next one clears it away
             _clear(group.parent)
 
 
@@ -37,14 +38,22 @@ def put(group: Path, init: int) -> None:
 
     Raises: IsolationError.
     """
+    members = group / "cgroup.procs"
     try:
-        (group / "cgroup.procs").write_text(str(init))  # first, so that a child it has not started yet is born there
-        for child in Path(f"/proc/{init}/task/{init}/children").read_text().split():
-            (group / "cgroup.procs").write_text(child)
-    except (ProcessLookupError, FileNotFoundError):
+        members.write_text(str(init))  # first, so that a child it has not started yet is born there
+        for child in _children(init):
+            members.write_text(child)
+    except ProcessLookupError:
         pass  # it ended at once: whoever waits for it finds out why
     except OSError as error:
         raise IsolationError(f"the sandbox cannot be put into its control group {group}: {error}") from error
+
+
+def _children(process: int) -> list[str]:
+    try:
+        return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except FileNotFoundError:
+        return []
 
 
 def _parents() -> list[Path]:
@@ -59,11 +68,10 @@ def _parents() -> list[Path]:
 
 
 def _make(parent: Path, tasks: int) -> Path | None:
+    group = parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+    _held.add(group)
     try:
-        group = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
-    except OSError:
-        return None
-    try:
+        group.mkdir(mode=0o700)
         if not (group / "pids.max").exists():  # not a control group, or one without this controller
             raise FileNotFoundError
         (group / "pids.max").write_text(str(tasks))
@@ -80,12 +88,14 @@ def _remove(group: Path) -> None:
         if not group.exists():
             break
         time.sleep(0.005)
+    _held.discard(group)
 
 
 def _clear(parent: Path) -> None:
-    """Remove the groups that dead factories left."""
+    """Remove what dead factories left, and what of ours could not be removed yet when its sandbox ended."""
     for group in parent.glob(f"{PREFIX}*"):
         maker = group.name.removeprefix(PREFIX).partition("-")[0]
-        if maker.isdigit() and not Path(f"/proc/{maker}").exists():
+        ours = maker == str(os.getpid())
+        if maker.isdigit() and (group not in _held if ours else not Path(f"/proc/{maker}").exists()):
             with contextlib.suppress(OSError):
                 group.rmdir()

@@ -278,7 +278,7 @@ def test_the_kernel_limits_tasks_that_no_watch_counts(tmp_path: Path) -> None:
     result = inside(tmp_path, code, limits=Limits(wall_seconds=15, processes=32))
     assert result.returncode == 0, result.why()
     assert int(result.stdout.split()[0]) <= 32 * sandbox.TASKS and "can't start new thread" in result.stdout
-    deadline = time.monotonic() + 3  # a group with a process that nobody has buried yet is removed by the next one
+    deadline = time.monotonic() + 3  # one whose last process was still ending is removed by the next
     while (left := groups_of_ours()) and time.monotonic() < deadline:
         with sandbox_cgroup.task_limit(1):
             pass
