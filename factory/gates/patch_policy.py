@@ -28,6 +28,8 @@ class IsolatedPolicy(Strict):
     pairs: Count = 9
     min_ratio: Annotated[float, Field(gt=0)] = 1.0
     """Old time over new time that must be shown (median of the pairs)."""
+    tries: Count = 3
+    """How often to measure anew when an op is found faster than itself (another program was busy)."""
     wall_seconds: Seconds = 120.0
 
 
