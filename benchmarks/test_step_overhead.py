@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from trainer.metrics import Lines
 from trainer.optimizer import squares
 from trainer.recipe import Recipe
 from trainer.run import Run
-from trainer.stability import Detector, ThroughputDetector, clip_and_skip
+from trainer.stability import Detector, clip_and_skip
 
 ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
 AIM = 0.01
-PAIRS, WARM_UP = 30, 4
+PAIRS, WARM_UP, SPLITS = 30, 4, 12
 MONITOR = ("half", "begin", "measure", "layer_norms", "record")
 
 
@@ -53,7 +53,7 @@ class Clock:
 
 def full_step(run: Run, metrics: Lines, clock: Clock) -> Callable[[Batch], None]:
     """As ``segment.train`` does it."""
-    throughput = ThroughputDetector(run.recipe.stability)
+    throughput = run.throughput
     write = clock.around("write", metrics.write)
     observe = clock.around("detectors", run.detector.observe)
     observe_rate = clock.around("detectors", throughput.observe)
@@ -95,8 +95,10 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
 ) -> None:
     keep_freed_memory()
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml")
+    every = recipe.stability.noise_scale_every
     recipe = Recipe.parse(recipe.model_dump() | {"batch": {"sequences": 16, "micro_sequences": micro_sequences}})
-    steps = 2 * (PAIRS + WARM_UP)
+    recipe = measured_every(recipe, 0)  # its share is measured apart
+    steps = 2 * (PAIRS + WARM_UP) + 2 * (SPLITS + WARM_UP)
     run = make_run(recipe, ROOT / "policies" / "kernels.yaml", tmp_path / "run", steps=steps, compile=True)
     fill(run.detector)
     clock = Clock()
@@ -116,18 +118,41 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
             kinds[name](batch)
             if pair >= WARM_UP:
                 seconds[name].append(time.perf_counter() - start)
-    metrics.close()
     whole = sum(seconds["full"])
     ratio, low, high = ratio_of_medians(seconds["full"], seconds["bare"])
     shares = "   ".join(f"{name} {taken / whole:.3%}" for name, taken in sorted(clock.seconds.items()))
     share = sum(clock.seconds.values()) / whole
+    splitting = split_cost(run, kinds["full"], batches) / every if micro_sequences is None else 0.0
+    share += splitting
+    metrics.close()
     print(
         f"\n{recipe.name}, micro_sequences {micro_sequences}: {statistics.median(seconds['full']) * 1e3:.0f} ms a step; "
-        f"{share:.2%} in {shares}\nwith / without in turn: {ratio:.4f} (95 % of resamplings {low:.4f} to {high:.4f})"
+        f"{share:.2%} in "
+        f"{shares}   halves for the noise scale, every {every} steps {splitting:.3%}\nwith / without in turn: {ratio:.4f} (95 % of resamplings {low:.4f} to {high:.4f})"
     )
     if not CUDA:  # there the host's clock sees launches only
         assert share < AIM
     assert low < 1 + AIM
+
+
+def measured_every(recipe: Recipe, steps: int) -> Recipe:
+    """With the noise scale of a lone micro-batch measured every ``steps`` steps."""
+    return recipe.model_copy(update={"stability": recipe.stability.model_copy(update={"noise_scale_every": steps})})
+
+
+def split_cost(run: Run, step: Callable[[Batch], None], batches: Iterator[Batch]) -> float:
+    """How much longer a step takes whose only micro-batch is split in two, as a share of the step."""
+    run.recipe = measured_every(run.recipe, 2)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for pair in range(SPLITS + WARM_UP):
+        for _ in range(2):
+            batch = next(batches)
+            start = time.perf_counter()
+            step(batch)
+            if pair >= WARM_UP:
+                seconds[batch.step % 2].append(time.perf_counter() - start)
+    whole, split = map(statistics.median, seconds)
+    return split / whole - 1
 
 
 def fill(detector: Detector) -> None:

@@ -71,6 +71,10 @@ def ours(recipe: Recipe, folder: Path) -> Step:
         with matrix_units(torch.bfloat16):
             run.train_step(next(batches).to(run.ranks.device))
 
+    for _ in range(
+        recipe.stability.noise_scale_every
+    ):  # the last is split for the noise scale: its shapes are compiled too
+        step()
     return step
 
 

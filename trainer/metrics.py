@@ -57,6 +57,15 @@ def encode(record: dict[str, Any]) -> str:
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
+def device_name(device: torch.device) -> str:
+    """As far as speed depends on it: the GPU's name, or how many threads the CPU's operations run in."""
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type}, {torch.get_num_threads()} threads"
+    )
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a file; a torn last line is left out."""
     records = []

@@ -1,4 +1,4 @@
-"""How healthy the updates are: update-to-weight ratio and gradient noise scale, one layer a step, in turn.
+"""How healthy the updates are: update-to-weight ratio, one layer a step in turn, and gradient noise scale.
 
 Exact numbers need passes over weights and gradients that the step itself does not make. One layer a step makes their
 cost that of one layer; after as many steps as there are layers all have been measured.
@@ -8,11 +8,15 @@ The gradient noise scale B = tr(Σ) / |G|² is the batch size, in supervised tok
 batches). With h₁ and h₂ = g − h₁ what n₁ and n₂ of a batch's N supervised tokens add to its gradient g, both at the same
 weights: E[h₁ · h₂] = n₁ n₂ / N² |G|² and E[|g|²] = |G|² + tr(Σ) / N. Both sums are smoothed, their ratio is taken last.
 
-Limits: it needs two micro-batches a step or more (``batch.micro_sequences``) and is not given otherwise: the running mean
-of past gradients is no second sample, it is a few times to hundreds of times off at a training rate, where gradients of
-neighbouring steps work against each other. It is of the batches as they are drawn: tokens of one document are not
-independent, so that it holds for batches of more documents, not of longer ones. It is smoothed over about 20
-measurements, and at a noise scale of more than about a hundred batches they are too few.
+A step of several micro-batches has its halves for nothing but a copy of a layer's gradient. One of a single micro-batch is
+slower in two (a seventh on two CPU cores), so only every ``stability.noise_scale_every``-th is split, and all layers are
+measured at once then: their copies take less than the activations that two halves save.
+
+Limits: a rank's rows must be even in number. The running mean of past gradients is no second sample: it is a few times to
+hundreds of times off at a training rate, where gradients of neighbouring steps work against each other. The scale is of
+the batches as they are drawn: tokens of one document are not independent, so that it holds for batches of more documents,
+not of longer ones. It is smoothed over about 20 measurements, and at a noise scale of more than about a hundred batches
+they are too few.
 """
 
 from __future__ import annotations
@@ -37,10 +41,10 @@ def layer_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Half:
-    """Of the layer whose turn it is, what the first half of a step's micro-batches adds to its gradient."""
+    """What the first half of a step's rows adds to the gradient of one layer, or of all."""
 
-    gradients: list[Tensor]  # by parameter, this rank's share, flat
-    squares: Tensor  # Σ of each, squared
+    gradients: dict[str, list[Tensor]]  # by layer and parameter, this rank's share, flat
+    squares: dict[str, Tensor]  # by layer: Σ of each, squared
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Before:
     layer: str
     weights: list[Tensor]  # by parameter, this rank's share
     norms: Tensor  # of each
-    agreement: Tensor  # h₁ · h₂, this rank's share, fp32 scalar; zero without halves
+    agreements: dict[str, Tensor]  # by layer measured: h₁ · h₂, this rank's share, fp32 scalar; none without halves
 
 
 class Monitor:
@@ -80,41 +84,50 @@ class Monitor:
         """Gradient norm by layer, in the order of ``layers``, from Σ gradient² by parameter."""
         return torch.where(self._is_in, squares, 0.0).sum(1).sqrt()
 
-    def half(self, step: int) -> Half | None:
-        """To be called once half of the step's micro-batches are through. None: not in this round."""
-        if step // len(self.layers) % NOISE_ROUNDS:
+    def half(self, step: int, split: bool) -> Half | None:
+        """To be called once half of the step's rows are through. None: not in this round.
+
+        ``split``: were they one micro-batch, split for this? Then all layers are measured.
+        """
+        if not split and step // len(self.layers) % NOISE_ROUNDS:
             return None
         gradients = self.optimizer.gradients()
-        flat, squares = [], []
-        for name in self.layers[self.layer_at(step)]:
-            flat.append(gradients[name].flatten().clone())
-            squares.append(flat[-1] @ flat[-1])  # at once, while it is in the cache
-        return Half(flat, torch.stack(squares))
+        flat: dict[str, list[Tensor]] = {}
+        squares: dict[str, Tensor] = {}
+        for layer in self.layers if split else [self.layer_at(step)]:
+            flat[layer], found = [], []
+            for name in self.layers[layer]:
+                flat[layer].append(gradients[name].flatten().clone())
+                found.append(flat[layer][-1] @ flat[layer][-1])  # at once, while it is in the cache
+            squares[layer] = torch.stack(found)
+        return Half(flat, squares)
 
     @torch.no_grad()
     def begin(self, step: int, half: Half | None, gradients: dict[str, Tensor]) -> Before:
-        layer = self.layer_at(step)
-        agreement = torch.zeros((), device=self.ranks.device)
-        if half is not None:
+        agreements: dict[str, Tensor] = {}
+        for layer, firsts in half.gradients.items() if half is not None else ():
+            assert half is not None
             wholes = (gradients[name].flatten() for name in self.layers[layer])
-            across = torch.stack([first @ whole for first, whole in zip(half.gradients, wholes)])
-            agreement = (self._shares[layer] * (across - half.squares)).sum()
+            across = torch.stack([first @ whole for first, whole in zip(firsts, wholes)])
+            agreements[layer] = (self._shares[layer] * (across - half.squares[layer])).sum()
+        layer = self.layer_at(step)
         weights, norms = [], []
         for name in self.layers[layer]:
             weights.append(local(self.optimizer.parameters[name]).clone())
             norms.append(weights[-1].norm())
-        return Before(layer, weights, torch.stack(norms), agreement)
+        return Before(layer, weights, torch.stack(norms), agreements)
 
     @torch.no_grad()
     def measure(self, before: Before) -> Tensor:
-        """[h₁ · h₂, Σ update², Σ weight²] of the layer over all ranks, fp32 [3], left on the device.
+        """[Σ update², Σ weight² of the layer, h₁ · h₂ of each layer measured] over all ranks, fp32, left on the device.
 
         Uses up the copies of the weights.
         """
         moved = before.weights
         torch._foreach_sub_(moved, [local(self.optimizer.parameters[name]) for name in self.layers[before.layer]])
         norms = torch.stack((torch.stack(torch._foreach_norm(moved)), before.norms))
-        sums = torch.cat((before.agreement[None], (norms.square() * self._shares[before.layer]).sum(1)))
+        lengths = (norms.square() * self._shares[before.layer]).sum(1)
+        sums = torch.stack((*lengths, *before.agreements.values()))
         self.ranks.sum_(sums)
         return sums
 
@@ -122,19 +135,26 @@ class Monitor:
         return torch.tensor(values, device=self.ranks.device)
 
     def record(
-        self, layer: str, measured: list[float], grad_norm: float, tokens: int, half_tokens: float, skipped: bool
+        self,
+        before: Before,
+        measured: list[float],
+        grad_norms: dict[str, float],
+        tokens: int,
+        half_tokens: float,
+        skipped: bool,
     ) -> dict[str, Any]:
         """``update_ratio/<layer>`` and, once every layer had its turn, ``noise_scale``.
 
-        ``measured``: what ``measure`` gave. ``grad_norm``: the layer's, unclipped. ``half_tokens``: how many of the
-        batch's supervised ``tokens`` are in the first half; without halves none.
+        ``measured``: what ``measure`` gave. ``grad_norms``: by layer, unclipped. ``half_tokens``: how many of the batch's
+        supervised ``tokens`` are in the first half.
         """
-        agreement, moved_square, weight_square = measured
-        record: dict[str, Any] = {f"update_ratio/{layer}": (moved_square / max(weight_square, 1e-30)) ** 0.5}
+        moved_square, weight_square, *agreements = measured
+        record: dict[str, Any] = {f"update_ratio/{before.layer}": (moved_square / max(weight_square, 1e-30)) ** 0.5}
         if not skipped and 0 < half_tokens < tokens:
-            signal = agreement * tokens**2 / (half_tokens * (tokens - half_tokens))
-            held, found = self.sums.get(layer, [0.0] * 3), (tokens * (grad_norm**2 - signal), signal, 1.0)
-            self.sums[layer] = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(held, found)]
+            for layer, agreement in zip(before.agreements, agreements):
+                signal = agreement * tokens**2 / (half_tokens * (tokens - half_tokens))
+                held, found = self.sums.get(layer, [0.0] * 3), (tokens * (grad_norms[layer] ** 2 - signal), signal, 1.0)
+                self.sums[layer] = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(held, found)]
         if len(self.sums) == len(self.layers):
             noise, signal = self.noise_and_signal()
             # without agreement there is no signal to tell from the noise

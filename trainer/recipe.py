@@ -292,6 +292,7 @@ class StabilityRecipe(Strict):
     divergence: Annotated[float, Field(gt=1)] = 1.3  # the loss's recent median over the best one so far
     plateau_windows: Annotated[int, Field(ge=2)] = 8  # a plateau is judged over at least this many windows
     throughput_drop: Annotated[float, Field(gt=0, lt=1)] = 0.5  # recent tokens/s below this share of the usual
+    noise_scale_every: Annotated[int, Field(ge=0)] = 32  # steps: a lone micro-batch is split to measure it; 0: never
     embedding_grad_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the input embedding; GLM-130B, 2210.02414 §3.3
 
 

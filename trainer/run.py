@@ -16,14 +16,14 @@ from trainer.checkpoint import Regions, Skipped, Tensors
 from trainer.checkpoint_writer import Writer
 from trainer.data_order import DataOrder
 from trainer.errors import CheckpointError
-from trainer.metrics import memory_bytes
+from trainer.metrics import device_name, memory_bytes
 from trainer.model import Decoder
 from trainer.monitor import Half, Monitor
 from trainer.optimizer import Optimizer, squares
 from trainer.parallel import Ranks, Region, first_holder, local
 from trainer.schedule import lr_share
 from trainer.spec import SegmentSpec
-from trainer.stability import Detector, clip_and_skip
+from trainer.stability import Detector, ThroughputDetector, clip_and_skip
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -48,6 +48,7 @@ class Run:
         self.optimizer = Optimizer(self.model, recipe.optimizer, width_share, ops.adamw, ops.newton_schulz)
         self.monitor = Monitor(self.optimizer, ranks)
         self.detector = Detector(recipe.stability)
+        self.throughput = ThroughputDetector(recipe.stability, f"{ranks.size} × {device_name(ranks.device)}")
         self.counters: dict[str, Any] = {
             "tokens": 0,
             "supervised_tokens": 0,
@@ -81,7 +82,7 @@ class Run:
         if recipe.parallel.recompute == "block":
             self.model.recompute()
         if recipe.compile:
-            self.model.compile(1 + len(recipe.batch.warmup))
+            self.model.compile(2 * (1 + len(recipe.batch.warmup)))  # each whole and halved
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """One update. Returns the record of the step."""
@@ -108,7 +109,7 @@ class Run:
         numbers = torch.cat((torch.stack((norm, skip)), layer_norms, measured, asked, sums)).tolist()
         grad_norm, skipped, numbers = numbers[0], bool(numbers[1]), numbers[2:]
         by_layer, numbers = dict(zip(self.monitor.layers, numbers)), numbers[len(layer_norms) :]
-        measured_here, (stop, total, *by_domain) = numbers[:3], numbers[3:]
+        measured_here, (stop, total, *by_domain) = numbers[: len(measured)], numbers[len(measured) :]
         nll, count, half_tokens = by_domain[:domains], by_domain[domains:-1], by_domain[-1]
         loss = sum(nll) / max(1.0, sum(count))
         self.stop_asked = bool(stop)
@@ -127,9 +128,7 @@ class Run:
             **{f"loss/{name}": n / c for name, n, c in zip(self.order.domains, nll, count) if c},
             "grad_norm": grad_norm,
             **{f"grad_norm/{layer}": value for layer, value in by_layer.items()},
-            **self.monitor.record(
-                before.layer, measured_here, by_layer[before.layer], batch.supervised, half_tokens, skipped
-            ),
+            **self.monitor.record(before, measured_here, by_layer, batch.supervised, half_tokens, skipped),
             "lr": lr,
             "skipped": skipped,
             "memory": memory_bytes(self.ranks.device),
@@ -149,7 +148,8 @@ class Run:
         part_of = self.model.tensor.part
         experts = self.recipe.model.experts
         router_z_share = experts.z_loss / (len(batch.rows) * self.recipe.model.context) if experts else 0.0
-        parts = batch.split(self.recipe.batch.micro_sequences)
+        rows, split = self._rows_at_once(batch)
+        parts = batch.split(rows)
         for done, part in enumerate(parts, start=1):
             domains_BS = part_of(part.pop("domains_BT"))
             loss, nll_BS, found = self.model.loss(
@@ -162,11 +162,19 @@ class Run:
             sums[0] += loss.detach()
             sums[1 : 1 + domains] += torch.where(counts_DN, nll_BS.flatten(), 0.0).sum(1)
             sums[1 + domains : -1] += counts_DN.sum(1)
-            if done == len(parts) // 2 and (half := self.monitor.half(batch.step)) is not None:
+            if done == len(parts) // 2 and (half := self.monitor.half(batch.step, split)) is not None:
                 sums[-1] = sums[1 + domains : -1].sum()
             if found is not None:
                 load = found if load is None else load + found
         return sums, load, half
+
+    def _rows_at_once(self, batch: Batch) -> tuple[int, bool]:
+        """(rows of a micro-batch, were they one micro-batch that is split in two for the noise scale's sake?)."""
+        rows = len(batch.tokens_BT)
+        micro = self.recipe.batch.micro_sequences or rows
+        every = self.recipe.stability.noise_scale_every
+        split = micro >= rows and rows % 2 == 0 and every > 0 and (batch.step + 1) % every == 0
+        return (rows // 2 if split else micro), split
 
     def _balance(self, load: Tensor | None, skip: Tensor) -> None:
         """Move the routers' biases by the tokens that each expert got in the whole batch."""
@@ -192,6 +200,7 @@ class Run:
             "first_step": self.spec.first_step,
             "sampler": self.sampler,
             "detector": self.detector.state_dict(),
+            "throughput": self.throughput.state_dict(),
             "monitor": self.monitor.state_dict(),
             "counters": dict(self.counters),
             "at_start": self.at_start,
@@ -251,6 +260,7 @@ class Run:
             raise CheckpointError(f"recipe.optimizer does not fit the checkpoint: it has no {missing}") from None
         state = checkpoints.read_state(start)
         self.detector.load_state_dict(state["detector"])
+        self.throughput.load_state_dict(state["throughput"])
         self.monitor.load_state_dict(state["monitor"])
         self.counters = dict(state["counters"])
         same_segment = (state["kind"], state["first_step"]) == (self.spec.kind, self.spec.first_step)

@@ -30,7 +30,6 @@ from trainer.optimizer import format_table
 from trainer.parallel import Ranks
 from trainer.run import DTYPES, Run
 from trainer.spec import SegmentSpec
-from trainer.stability import ThroughputDetector
 
 LAST_STEPS = 20  # steps that the result's loss is the mean of
 
@@ -104,7 +103,6 @@ def train(folder: Path, run: Run, stop: list[int]) -> None:
     metrics, anomalies = (
         Lines(folder / name if ranks.leads else None, run.step) for name in ("metrics.jsonl", "anomalies.jsonl")
     )
-    throughput = ThroughputDetector(recipe.stability)
     flops_per_token = recipe.model.flops_per_token()
     peak = matmul_rate(ranks.device, DTYPES[recipe.precision]) * ranks.size
     began, last = time.perf_counter() - run.counters["seconds"], time.perf_counter()
@@ -120,7 +118,7 @@ def train(folder: Path, run: Run, stop: list[int]) -> None:
             record |= {"tokens_per_s": rate, "mfu": rate * flops_per_token / peak, "data_wait_s": waited}
             metrics.write(record | {"time": time.time()})
             found = run.detector.observe(batch.step, record["loss"], record["grad_norm"], record["skipped"])
-            for anomaly in found + throughput.observe(batch.step, rate):
+            for anomaly in found + run.throughput.observe(batch.step, rate):
                 anomalies.write(asdict(anomaly) | {"documents": document_keys(run.order, batch.rows)})
                 anomalies.flush()
             ended = run.step == spec.last_step

@@ -199,12 +199,14 @@ class Detector:
 
 
 class ThroughputDetector:
-    """Watches tokens/s. It is of this process and machine, so that no checkpoint holds it."""
+    """Watches tokens/s. Its state is in the checkpoint, and holds where it was found: on as many devices of one name."""
 
     RECENT = 8  # steps whose median is compared with the usual
 
-    def __init__(self, recipe: StabilityRecipe) -> None:
+    def __init__(self, recipe: StabilityRecipe, machine: str) -> None:
+        """``machine``: what the usual rate is of, as its state names it."""
         self.least_share = recipe.throughput_drop
+        self.machine = machine
         self.usual = Window(recipe.window)
         self.recent = Window(self.RECENT)
         self.low = False
@@ -221,6 +223,16 @@ class ThroughputDetector:
             self.usual.values.append(tokens_per_s)  # a lasting drop does not become the usual
         drop = Anomaly(step, "throughput_drop", recent, usual, recent / usual, False)
         return [drop] if self.low and not was_low else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not the recent steps: the first ones after a restart are slow, and are judged together with those after them."""
+        return {"machine": self.machine, "usual": list(self.usual.values), "low": self.low}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What was usual elsewhere is forgotten."""
+        if state["machine"] == self.machine:
+            self.usual.restore(state["usual"])
+            self.low = state["low"]
 
 
 def clip_and_skip(loss: Tensor, grad_norm: Tensor, clip: float, limit: float) -> tuple[Tensor, Tensor]:

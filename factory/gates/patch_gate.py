@@ -241,7 +241,8 @@ def _recipe(case: Case, start: Start, *, candidate: bool) -> dict[str, Any]:
         recipe["compile"] = new["compile"]
         micro = new["batch"]["micro_sequences"]
         batch["micro_sequences"] = micro if micro and batch["sequences"] % micro == 0 else None
-    return recipe | {"batch": batch}
+    # A split step, whose shapes are compiled anew, would be one of few that are timed.
+    return recipe | {"batch": batch, "stability": recipe["stability"] | {"noise_scale_every": 0}}
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

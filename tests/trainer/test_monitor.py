@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.trainer.conftest import MakeShard, plan_of, recipe_with, write_spec
 from trainer.batch import Batch, make_batch
-from trainer.monitor import Monitor, layer_of
+from trainer.monitor import Before, Monitor, layer_of
 from trainer.optimizer import Optimizer
 from trainer.parallel import Ranks
 from trainer.run import Run
@@ -55,13 +55,13 @@ def test_the_noise_scale_of_a_known_gradient_and_noise() -> None:
         )
         for n, parameter in held.items():
             parameter.grad = one[n]
-        half = monitor.half(step)
+        half = monitor.half(step, False)
         for n, parameter in held.items():
             parameter.grad = one[n] + two[n]
         before = monitor.begin(step, half, optimizer.gradients())
-        grad_norm = norm([one[n] + two[n] for n in monitor.layers[before.layer]])
+        grad_norms = {layer: norm([one[n] + two[n] for n in names]) for layer, names in monitor.layers.items()}
         record = monitor.record(
-            before.layer, monitor.measure(before).tolist(), grad_norm, tokens, first if half else 0, False
+            before, monitor.measure(before).tolist(), grad_norms, tokens, first if half else 0, False
         )
         if step >= 3:
             scales.append(record["noise_scale"])
@@ -89,14 +89,27 @@ def two_batches(run: Run, batch: Batch) -> tuple[float, float]:
     return sum(noises) / 2, sum(signals) / 2
 
 
-@pytest.mark.parametrize(("name", "clip"), [("adamw", 1e9), ("adamw", 0.2), ("muon", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "clip", "rows", "every"),
+    [("adamw", 1e9, 4, 0), ("adamw", 0.2, 4, 0), ("muon", 1.0, 4, 0), ("adamw", 1.0, None, 2)],
+)
 def test_the_noise_scale_of_training_is_that_of_two_batch_sizes(
-    tmp_path: Path, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch, name: str, clip: float
+    tmp_path: Path,
+    make_shard: MakeShard,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    clip: float,
+    rows: int | None,
+    every: int,
 ) -> None:
-    """At a training rate, clipped or not: the mean of 120 steps, over which the truth itself changes several times."""
+    """At a training rate, clipped or not: the mean of 120 steps, over which the truth itself changes several times.
+
+    With four micro-batches a step, or with one that is split at every second step.
+    """
     monkeypatch.setattr("trainer.monitor.SMOOTHING", 0.0)
-    changes = {"batch__sequences": 16, "batch__micro_sequences": 4, "optimizer__name": name}
-    run = run_of(tmp_path, make_shard, 1500, stability__grad_clip=clip, stability__skip_deviations=1e9, **changes)
+    changes = {"batch__sequences": 16, "batch__micro_sequences": rows, "optimizer__name": name}
+    changes |= {"stability__noise_scale_every": every, "stability__grad_clip": clip, "stability__skip_deviations": 1e9}
+    run = run_of(tmp_path, make_shard, 1500, **changes)
     ours, theirs = [], []
     for step in range(200):
         batch = make_batch(run.order)
@@ -139,7 +152,24 @@ def test_norms_and_ratios_are_those_worked_out_from_all_weights(
         assert record[written[0]] == pytest.approx(moved / held, rel=1e-4) and moved > 0
         seen.add(layer)
     assert seen == {"embedding", "blocks.0", "blocks.1"}
-    assert ("noise_scale" in record) == ("batch__micro_sequences" in changes)
+    assert "noise_scale" in record
+
+
+def test_a_step_that_is_split_computes_what_a_whole_one_does(tmp_path: Path, make_shard: MakeShard) -> None:
+    """Only the order of the sums differs; with an odd number of rows, and when it is switched off, not even that."""
+
+    def records(name: str, rows: int, every: int) -> list[dict[str, Any]]:
+        changes = {"batch__sequences": rows, "stability__noise_scale_every": every}
+        run = run_of(tmp_path / name, make_shard, **changes)
+        return [run.train_step(make_batch(run.order)) for _ in range(8)]
+
+    whole, split = records("whole", 8, 0), records("split", 8, 4)
+    for mine, other in zip(whole, split):
+        shared = [key for key in mine if key not in ("kind", "memory", "noise_scale")]
+        assert [other[key] for key in shared] == pytest.approx([mine[key] for key in shared], rel=1e-3, abs=1e-5)
+    assert ["noise_scale" in record for record in split] == [False] * 3 + [True] * 5
+    assert not any("noise_scale" in record for record in whole + records("odd", 7, 4))
+    assert len({record["noise_scale"] for record in split[3:7]}) == 1  # until the next split step
 
 
 def gradient_squares(run: Run, batch: Batch) -> dict[str, float]:
@@ -181,6 +211,7 @@ def test_state_goes_through_json(tmp_path: Path, make_shard: MakeShard) -> None:
         run.train_step(make_batch(run.order))
     again = Monitor(run.optimizer, ALONE)
     again.load_state_dict(json.loads(json.dumps(run.monitor.state_dict())))
-    numbers: tuple[Any, ...] = ("blocks.0", [0.1, 0.2, 0.3], 1.0, 100, 50.0, False)
+    before = Before("blocks.0", [], torch.zeros(0), {"blocks.0": torch.zeros(())})
+    numbers: tuple[Any, ...] = (before, [0.1, 0.2, 0.3], {"blocks.0": 1.0}, 100, 50.0, False)
     assert again.record(*numbers) == run.monitor.record(*numbers)
     assert again.record(*numbers) != Monitor(run.optimizer, ALONE).record(*numbers)

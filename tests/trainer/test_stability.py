@@ -168,7 +168,7 @@ def test_the_course_stays_small_and_its_state_decides_the_same_at_any_step() -> 
 
 
 def test_a_throughput_drop_is_told_once_and_not_for_single_slow_steps() -> None:
-    detector, noise = ThroughputDetector(DEFAULTS), random.Random(4)
+    detector, noise = ThroughputDetector(DEFAULTS, "here"), random.Random(4)
     rate = lambda step: noise.uniform(80, 120) * (0.1 if step % 50 == 0 or step < 2 else 1.0)  # compilation, saves
     assert [a for step in range(1000) for a in detector.observe(step, rate(step))] == []
     slow = [a for step in range(1000, 1300) for a in detector.observe(step, 0.4 * rate(step))]
@@ -177,3 +177,19 @@ def test_a_throughput_drop_is_told_once_and_not_for_single_slow_steps() -> None:
     assert [a for step in range(1300, 1400) for a in detector.observe(step, rate(step))] == []
     again = [a for step in range(1400, 1450) for a in detector.observe(step, 0.4 * rate(step))]
     assert len(again) == 1
+
+
+@pytest.mark.parametrize(("machine", "told"), [("here", ["throughput_drop"]), ("elsewhere", [])])
+def test_a_drop_across_a_restart_is_told_on_the_same_machine_only(machine: str, told: list[str]) -> None:
+    before = ThroughputDetector(DEFAULTS, "here")
+    for step in range(100):
+        assert before.observe(step, 100.0 + step % 3) == []
+    after = ThroughputDetector(DEFAULTS, machine)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    compiling = [after.observe(step, 5.0) for step in range(100, 103)]
+    assert compiling == [[]] * 3  # single slow steps are none
+    slow = [a for step in range(103, 160) for a in after.observe(step, 40.0)]
+    assert [a.kind for a in slow] == told
+    again = ThroughputDetector(DEFAULTS, machine)
+    again.load_state_dict(json.loads(json.dumps(after.state_dict())))
+    assert [a for step in range(160, 200) for a in again.observe(step, 40.0)] == []  # it was told
