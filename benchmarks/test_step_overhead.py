@@ -127,8 +127,8 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
     metrics.close()
     print(
         f"\n{recipe.name}, micro_sequences {micro_sequences}: {statistics.median(seconds['full']) * 1e3:.0f} ms a step; "
-        f"{share:.2%} in "
-        f"{shares}   halves for the noise scale, every {every} steps {splitting:.3%}\nwith / without in turn: {ratio:.4f} (95 % of resamplings {low:.4f} to {high:.4f})"
+        f"{share:.2%} in {shares}   halves for the noise scale, every {every} steps {splitting:.3%}\n"
+        f"with / without in turn: {ratio:.4f} (95 % of resamplings {low:.4f} to {high:.4f})"
     )
     if not CUDA:  # there the host's clock sees launches only
         assert share < AIM
