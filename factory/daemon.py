@@ -244,12 +244,14 @@ def reconcile(
 
     Raises: FactoryError when a segment fails or the same action comes up again and again without effect.
     """
+    from factory.approvals import follow
     from factory.releases import reconcile as reconcile_releases
 
     done = repeats = 0
     previous: Action | None = None
     refused: set[tuple[str, int]] = set()
     reconcile_releases(workspace, ledger)
+    follow(workspace, ledger, progress)
     while True:
         world = observe(workspace, ledger, settle=settle, endless=endless, refused=frozenset(refused))
         action = next_action(world)

@@ -266,7 +266,9 @@ proposals = sa.Table(
     C("branch", T, nullable=False),
     C("commit", T),
     C("patch_sha256", T),
-    C("state", T, nullable=False),  # 'drafted' → 'judged' → 'approved' | 'rejected'; 'failed'
+    C(
+        "state", T, nullable=False
+    ),  # 'drafted' → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
     C("verdict", N, sa.ForeignKey("verdicts.id")),
     C("report", T),
     C("created_at", F, nullable=False),

@@ -35,13 +35,12 @@ from factory.registry import (
     register,
     write_report,
 )
-from factory.tracking import Tracking
+from factory.tracking import APPROVAL_TAG, Tracking
 from factory.workspace import Workspace
 
 __all__ = [
     "ApprovalNeeded", "approve", "reconcile", "register_candidate", "release", "rollback",
 ]  # fmt: skip
-APPROVAL_TAG = "approval"  # what a person sets to 'approved' on the version in MLflow
 MODES = ("automatic", "manual")
 
 

@@ -1,9 +1,7 @@
 """The git repository whose code is trained with and patched, handled as data.
 
-Every git command runs with a clean environment and with hooks, file-system monitors, transports and outside
-configuration pinned off. Nothing is ever checked out by git: files are written here, byte for byte as stored, so no
-filter, line-ending rule or attribute of anybody's can run or change them. Patches come as data and become a commit
-through a temporary index.
+Patches come as data and become commits and branches; a branch that people work on moves only by ``advance``. Nothing is
+ever checked out by git (``git_store``), so that no filter, line-ending rule or attribute of anybody's can run.
 """
 
 from __future__ import annotations
@@ -12,55 +10,27 @@ import hashlib
 import os
 import re
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from factory.errors import FactoryError, InputError
+from factory.errors import InputError
 from factory.gates.patch_scope import AgentsPolicy, Change, problems
+from factory.git_store import (
+    ENVIRONMENT,
+    REGULAR,
+    commit_of,
+    encoded,
+    entries_of,
+    git,
+    hashes,
+    staged_entries,
+    write_files,
+)
+from factory.git_store import RepositoryError as RepositoryError
 from factory.workspace import Workspace
 
-PINNED = {
-    "core.hooksPath": "/dev/null",
-    "core.fsmonitor": "false",
-    "core.attributesFile": "/dev/null",
-    "core.excludesFile": "/dev/null",
-    "core.autocrlf": "false",
-    "core.protectHFS": "true",
-    "core.protectNTFS": "true",
-    "core.untrackedCache": "false",
-    "core.sshCommand": "false",
-    "commit.gpgSign": "false",
-    "gc.auto": "0",
-    "maintenance.auto": "false",
-    "protocol.allow": "never",
-    "safe.directory": "*",  # the checkout may belong to somebody else (a volume, a CI user); nothing of it is run
-}
-ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/nonexistent",
-    "LC_ALL": "C.UTF-8",
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_GLOBAL": "/dev/null",
-    "GIT_ATTR_NOSYSTEM": "1",
-    "GIT_TERMINAL_PROMPT": "0",
-    "GIT_OPTIONAL_LOCKS": "0",
-    "GIT_NO_REPLACE_OBJECTS": "1",
-    "GIT_AUTHOR_NAME": "factory",
-    "GIT_AUTHOR_EMAIL": "factory@localhost",
-    "GIT_COMMITTER_NAME": "factory",
-    "GIT_COMMITTER_EMAIL": "factory@localhost",
-}
-REGULAR = ("100644", "100755")
 NO_COMMIT = "0" * 40
-
-
-class RepositoryError(FactoryError):
-    """The code checkout cannot be used as a git repository: says which folder, and what to do."""
-
-    exit_code = 2
 
 
 class ScopeError(InputError):
@@ -91,13 +61,13 @@ def live_commit(repository: Path) -> str:
         raise RepositoryError("git is not installed: install it with your system's package manager")
     if not repository.is_dir():
         raise RepositoryError(f"{repository} is not a folder: set 'repository' in factory.yaml to a git checkout")
-    top = _git(repository, "rev-parse", "--show-toplevel", check=False)
+    top = git(repository, "rev-parse", "--show-toplevel", check=False)
     if top.returncode or Path(os.fsdecode(top.stdout).rstrip("\n")).resolve() != repository.resolve():
         raise RepositoryError(
             f"{repository} is not a git checkout (it may have been downloaded as an archive): clone the repository, or "
             "run 'git init && git add -A && git commit -m base' there; code is trained with and patched as commits"
         )
-    head = _git(repository, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
+    head = git(repository, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
     if head.returncode:
         raise RepositoryError(f"{repository} has no commit yet: make one ('git add -A && git commit -m base')")
     return head.stdout.decode().strip()
@@ -105,10 +75,10 @@ def live_commit(repository: Path) -> str:
 
 def changed_files(repository: Path, folders: Sequence[str] = ("kernels", "trainer", "agents", "policies")) -> list[str]:
     """Files below ``folders`` whose bytes in the checkout differ from HEAD's: they are *not* part of the live code."""
-    entries = {path: blob for path, (mode, blob) in _entries(repository, "HEAD").items() if mode in REGULAR}
+    entries = {path: blob for path, (mode, blob) in entries_of(repository, "HEAD").items() if mode in REGULAR}
     entries = {path: blob for path, blob in entries.items() if path.split("/")[0] in folders}
     there = [path for path in entries if (repository / path).is_file() and not (repository / path).is_symlink()]
-    now = dict(zip(there, _hashes(repository, [repository / path for path in there]), strict=True))
+    now = dict(zip(there, hashes(repository, [repository / path for path in there]), strict=True))
     return sorted(path for path, blob in entries.items() if now.get(path) != blob)
 
 
@@ -120,11 +90,11 @@ def checkout_live(workspace: Workspace, commit: str = "") -> Path:
 
 def checkout(repository: Path, commit: str, folder: Path) -> Path:
     """A detached worktree of ``commit`` at ``folder``. A folder that holds exactly that is kept as it is."""
-    entries = _entries(repository, commit)
+    entries = entries_of(repository, commit)
     if not _holds(repository, folder, commit, entries):
         remove_worktree(repository, folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _git(
+        git(
             repository,
             "worktree",
             "add",
@@ -136,8 +106,8 @@ def checkout(repository: Path, commit: str, folder: Path) -> Path:
             str(folder),
             commit,
         )
-        _write_files(repository, entries, folder)
-        _git(folder, "read-tree", commit)
+        write_files(repository, entries, folder)
+        git(folder, "read-tree", commit)
     return folder
 
 
@@ -146,18 +116,18 @@ def remove_worktree(repository: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
-    _git(repository, "worktree", "prune", "--expire", "now", check=False)
+    git(repository, "worktree", "prune", "--expire", "now", check=False)
 
 
 def remove_branch(repository: Path, branch: str) -> None:
     """Forget a proposal's branch; nothing happens when there is none."""
     assert branch.startswith("factory/"), branch
-    _git(repository, "update-ref", "-d", f"refs/heads/{branch}", check=False)
+    git(repository, "update-ref", "-d", f"refs/heads/{branch}", check=False)
 
 
 def branch_numbers(repository: Path) -> set[int]:
     """The proposal numbers that branches ``factory/<agent>/<number>-<slug>`` already bear."""
-    names = _git(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").stdout.decode().split()
+    names = git(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").stdout.decode().split()
     found = (re.fullmatch(r"refs/heads/factory/[^/]+/(\d+)-.*", name) for name in names)
     return {int(match.group(1)) for match in found if match}
 
@@ -176,17 +146,17 @@ def fork(source: Path, target: Path, edit: Callable[[str], str], path: str, mess
     aside = target.with_name(f".{target.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     clone = ("-c", "protocol.file.allow=always", "clone", "--quiet", "--no-checkout", "--no-hardlinks", "--template=")
-    _git(source, *clone, "--", str(source), str(aside))
-    _git(aside, "remote", "remove", "origin")
-    mode, _ = _entries(aside, base)[path]
+    git(source, *clone, "--", str(source), str(aside))
+    git(aside, "remote", "remove", "origin")
+    mode, _ = entries_of(aside, base)[path]
     text = edit(file_text(aside, base, path))
-    blob = _git(aside, "hash-object", "-w", "--no-filters", "--stdin", data=_encoded(text)).stdout.decode().strip()
-    _git(aside, "read-tree", base)
-    _git(aside, "update-index", "--cacheinfo", f"{mode},{blob},{path}")
-    tree = _git(aside, "write-tree").stdout.decode().strip()
-    commit = _git(aside, "commit-tree", tree, "-p", base, data=message.encode()).stdout.decode().strip()
-    _git(aside, "update-ref", "HEAD", commit)
-    _write_files(aside, _entries(aside, commit), aside)
+    blob = git(aside, "hash-object", "-w", "--no-filters", "--stdin", data=encoded(text)).stdout.decode().strip()
+    git(aside, "read-tree", base)
+    git(aside, "update-index", "--cacheinfo", f"{mode},{blob},{path}")
+    tree = git(aside, "write-tree").stdout.decode().strip()
+    commit = git(aside, "commit-tree", tree, "-p", base, data=message.encode()).stdout.decode().strip()
+    git(aside, "update-ref", "HEAD", commit)
+    write_files(aside, entries_of(aside, commit), aside)
     os.rename(aside, target)
 
 
@@ -204,36 +174,18 @@ def apply_proposal(
 
     Raises: ScopeError before anything is written; RepositoryError when git refuses. Either leaves no branch, no folder.
     """
-    existing = _entries(repository, base)
+    existing = entries_of(repository, base)
     changes = [
-        Change(path, _encoded(text), *(2 * (existing[path][0],) if path in existing else ("100644", None)))
+        Change(path, encoded(text), *(2 * (existing[path][0],) if path in existing else ("100644", None)))
         for path, text in edits
     ]
     found = problems(policy, changes, {path: mode for path, (mode, _) in existing.items()})
     if found:
         raise ScopeError(found)
-    with tempfile.TemporaryDirectory(prefix="factory-index-") as folder:
-        index = {"GIT_INDEX_FILE": f"{folder}/index"}
-        _git(repository, "read-tree", base, environment=index)
-        for change in changes:
-            blob = (
-                _git(repository, "hash-object", "-w", "--no-filters", "--stdin", data=change.content)
-                .stdout.decode()
-                .strip()
-            )
-            _git(
-                repository,
-                "update-index",
-                "--add",
-                "--cacheinfo",
-                f"{change.mode},{blob},{change.path}",
-                environment=index,
-            )
-        tree = _git(repository, "write-tree", environment=index).stdout.decode().strip()
-    if tree == _git(repository, "rev-parse", f"{base}^{{tree}}").stdout.decode().strip():
+    commit = commit_of(repository, base, changes, message)
+    if commit is None:
         raise ScopeError(["the patch changes nothing"])
-    commit = _git(repository, "commit-tree", tree, "-p", base, data=message.encode()).stdout.decode().strip()
-    _git(repository, "update-ref", f"refs/heads/{branch}", commit, NO_COMMIT)  # fails when the branch is there
+    git(repository, "update-ref", f"refs/heads/{branch}", commit, NO_COMMIT)  # fails when the branch is there
     try:
         checkout(repository, commit, worktree)
         return Applied(branch, commit, base, patch_sha256(repository, base, commit), worktree)
@@ -243,18 +195,77 @@ def apply_proposal(
         raise
 
 
+def branch_commit(repository: Path, branch: str) -> str | None:
+    """Where a branch points; None when there is none."""
+    found = git(repository, "rev-parse", "--verify", "--quiet", f"refs/heads/{branch}^{{commit}}", check=False)
+    return found.stdout.decode().strip() or None
+
+
+def contains(repository: Path, commit: str, older: str) -> bool:
+    """Is ``older`` an ancestor of ``commit``, or that commit itself?"""
+    return git(repository, "merge-base", "--is-ancestor", older, commit, check=False).returncode == 0
+
+
+def undoing(repository: Path, live: str, base: str, commit: str, message: str) -> str:
+    """A commit on top of ``live`` that takes back what ``commit`` changed against ``base``; no branch is moved.
+
+    ``live`` itself when that was done before. Raises: RepositoryError naming the files that were changed again since.
+    """
+    now, ours, before = (entries_of(repository, name) for name in (live, commit, base))
+    paths = [path for path in ours.keys() | before.keys() if ours.get(path) != before.get(path)]
+    if all(now.get(path) == before.get(path) for path in paths):
+        return live  # it was taken back before
+    if newer := sorted(path for path in paths if now.get(path) != ours.get(path)):
+        raise RepositoryError(f"{', '.join(newer)} changed again since: take it back by hand")
+    return commit_of(repository, live, changes(repository, commit, base), message) or live
+
+
+def advance(repository: Path, base: str, commit: str) -> None:
+    """Move the checked-out branch from ``base`` to ``commit``, and with it the files and the index. Killed, do it again.
+
+    Raises: RepositoryError, and nothing has moved, when no branch is checked out, it is no longer at ``base``, or a file
+    that would change holds what nobody committed.
+    """
+    head = git(repository, "symbolic-ref", "--quiet", "HEAD", check=False).stdout.decode().strip()
+    if not head:
+        raise RepositoryError(f"{repository} has no branch checked out (its HEAD is detached): check one out first")
+    before, after = entries_of(repository, base), entries_of(repository, commit)
+    changed = [path for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)]
+    staged = staged_entries(repository)
+    edited = [
+        path
+        for path in changed
+        if staged.get(path) not in (sides := (before.get(path), after.get(path)))
+        or not _is_either(repository, path, *sides)
+    ]
+    if edited:
+        raise RepositoryError(
+            f"{repository} holds changes to {', '.join(edited)} that are not committed: commit them or put them away first"
+        )
+    for path in changed:
+        aside = repository / f"{path}.factory-part"
+        if path in after:
+            write_files(repository, {f"{path}.factory-part": after[path]}, repository)
+            aside.replace(repository / path)
+            git(repository, "update-index", "--add", "--cacheinfo", ",".join((*after[path], path)))
+        else:
+            (repository / path).unlink(missing_ok=True)
+            git(repository, "update-index", "--force-remove", path)
+    git(repository, "update-ref", head, commit, base)  # fails when it has moved
+
+
 def reword(repository: Path, applied: Applied, message: str) -> str:
     """Give the proposal's commit another message (same tree, same parent); returns the new commit."""
-    commit = _git(repository, "commit-tree", f"{applied.commit}^{{tree}}", "-p", applied.base, data=message.encode())
+    commit = git(repository, "commit-tree", f"{applied.commit}^{{tree}}", "-p", applied.base, data=message.encode())
     new = commit.stdout.decode().strip()
-    _git(repository, "update-ref", f"refs/heads/{applied.branch}", new, applied.commit)
+    git(repository, "update-ref", f"refs/heads/{applied.branch}", new, applied.commit)
     return new
 
 
 def patch(repository: Path, base: str, commit: str) -> str:
     """The patch as text, with whole object names: what is shown to people, hashed, and approved."""
     flags = ("--full-index", "--binary", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")
-    return os.fsdecode(_git(repository, "diff-tree", "-p", *flags, base, commit).stdout)
+    return os.fsdecode(git(repository, "diff-tree", "-p", *flags, base, commit).stdout)
 
 
 def patch_sha256(repository: Path, base: str, commit: str) -> str:
@@ -263,7 +274,7 @@ def patch_sha256(repository: Path, base: str, commit: str) -> str:
 
 def changes(repository: Path, base: str, commit: str) -> list[Change]:
     """What a commit changes against ``base``, read from the stored trees: the judge's own view of a patch."""
-    before, after = _entries(repository, base), _entries(repository, commit)
+    before, after = entries_of(repository, base), entries_of(repository, commit)
     found = []
     for path in sorted(before.keys() | after.keys()):
         old, new = before.get(path), after.get(path)
@@ -271,7 +282,7 @@ def changes(repository: Path, base: str, commit: str) -> list[Change]:
             continue
         content = None
         if new is not None and new[0] != "160000":
-            content = _git(repository, "cat-file", "blob", new[1]).stdout
+            content = git(repository, "cat-file", "blob", new[1]).stdout
         found.append(
             Change(path, content, new[0] if new else (old or new or ("100644", ""))[0], old[0] if old else None)
         )
@@ -280,88 +291,37 @@ def changes(repository: Path, base: str, commit: str) -> list[Change]:
 
 def file_text(repository: Path, commit: str, path: str) -> str:
     """A stored file as text; bytes that are not UTF-8 are replaced."""
-    return _git(repository, "cat-file", "blob", f"{commit}:{path}").stdout.decode("utf-8", "replace")
+    return git(repository, "cat-file", "blob", f"{commit}:{path}").stdout.decode("utf-8", "replace")
 
 
 def modes(repository: Path, commit: str) -> dict[str, str]:
     """path → mode of every file of a commit."""
-    return {path: mode for path, (mode, _) in _entries(repository, commit).items()}
+    return {path: mode for path, (mode, _) in entries_of(repository, commit).items()}
 
 
-# -- git as a store of trees -------------------------------------------------------------------------------------------
-def _git(
-    folder: Path,
-    *arguments: str,
-    data: bytes | None = None,
-    environment: dict[str, str] | None = None,
-    check: bool = True,
-) -> subprocess.CompletedProcess[bytes]:
-    pinned = [word for key, value in PINNED.items() for word in ("-c", f"{key}={value}")]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *pinned, *arguments],
-        input=data or b"",
-        capture_output=True,
-        env={**ENVIRONMENT, **(environment or {})},
-    )
-    if check and done.returncode:
-        raise RepositoryError(f"git {arguments[0]} in {folder}: {done.stderr.decode(errors='replace').strip()[-500:]}")
-    return done
-
-
-def _entries(repository: Path, commit: str) -> dict[str, tuple[str, str]]:
-    """path → (mode, blob) of a commit's tree."""
-    listed = _git(repository, "ls-tree", "-r", "-z", "--full-tree", commit).stdout
-    entries = {}
-    for line in listed.split(b"\0")[:-1]:
-        head, path = line.split(b"\t", 1)
-        mode, _, blob = head.decode().split(" ")
-        entries[os.fsdecode(path)] = (mode, blob)
-    return entries
-
-
-def _hashes(repository: Path, files: Sequence[Path]) -> list[str]:
-    names = "".join(f"{file.absolute()}\n" for file in files)
-    return (
-        _git(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names))
-        .stdout.decode()
-        .split()
-    )
-
-
-def _write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path) -> None:
-    """Write a tree's regular files as stored. Links and submodules are left out: no code of ours needs them."""
-    regular = [(path, mode, blob) for path, (mode, blob) in entries.items() if mode in REGULAR]
-    stored = _git(
-        repository, "cat-file", "--batch", data="".join(f"{blob}\n" for _, _, blob in regular).encode()
-    ).stdout
-    at = 0
-    for path, mode, _ in regular:
-        end = stored.index(b"\n", at)
-        size = int(stored[at:end].split(b" ")[2])
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(stored[end + 1 : end + 1 + size])
-        target.chmod(0o755 if mode == "100755" else 0o644)
-        at = end + 1 + size + 1
-
-
+# -- the checkout ---------------------------------------------------------------------------------------------------------
 def _holds(repository: Path, folder: Path, commit: str, entries: dict[str, tuple[str, str]]) -> bool:
     """Is ``folder`` a registered worktree at ``commit`` whose files are all there, byte for byte?"""
     if folder.is_symlink() or not (folder / ".git").is_file():
         return False
-    head = _git(folder, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False).stdout.decode().strip()
-    ours = _git(folder, "rev-parse", "--path-format=absolute", "--git-common-dir", check=False).stdout
-    if head != commit or ours != _git(repository, "rev-parse", "--path-format=absolute", "--git-common-dir").stdout:
+    head = git(folder, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False).stdout.decode().strip()
+    ours = git(folder, "rev-parse", "--path-format=absolute", "--git-common-dir", check=False).stdout
+    if head != commit or ours != git(repository, "rev-parse", "--path-format=absolute", "--git-common-dir").stdout:
         return False
     files = {folder / path: blob for path, (mode, blob) in entries.items() if mode in REGULAR}
     if not all(file.is_file() and not file.is_symlink() for file in files):
         return False
-    return _hashes(repository, list(files)) == list(files.values())
+    return hashes(repository, list(files)) == list(files.values())
 
 
-def _encoded(text: str) -> bytes:
-    # A lone surrogate cannot be stored as UTF-8; let the scope rules say so.
-    return text.encode("utf-8", "surrogatepass")
+def _is_either(repository: Path, path: str, *entries: tuple[str, str] | None) -> bool:
+    """Does the checkout hold a file as one of these entries has it? None: no file."""
+    file = repository / path
+    if not file.exists() and not file.is_symlink():
+        return None in entries
+    if not file.is_file() or file.is_symlink():
+        return False
+    return hashes(repository, [file])[0] in [entry[1] for entry in entries if entry]
 
 
 def _slug(text: str) -> str:

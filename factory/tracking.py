@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Tracking", "flatten", "short", "ui_command"]
 TRAINING, CANDIDATES, PROPOSALS, PROFILES = "training", "candidates", "proposals", "profiles"  # the experiments
 SUBJECT = "factory.subject"
+APPROVAL_TAG = "approval"  # what a person sets to 'approved', on a candidate's version or a proposal's run
 PARAMS_PER_BATCH = 100  # MLflow's own limit
 
 
@@ -218,12 +219,28 @@ class Tracking:
         if verdict:
             outcome = {"verdict": verdict["outcome"], "reasons": short(verdict["reasons"])}
             self._tag(run, {**outcome, "state": proposal["state"]})
+            if (
+                verdict["outcome"] == "promote"
+                and proposal["state"] == "judged"
+                and not self._tag_of(run, APPROVAL_TAG)
+            ):
+                self._tag(run, {APPROVAL_TAG: "pending"})
             self._log_once(
                 run, numbers(verdict["evidence"]), verdict["created_at"], {"evidence.json": verdict["evidence"]}
             )
         if proposal["report"] and Path(proposal["report"]).is_file():
             self.log_report(run, Path(proposal["report"]))
         return run
+
+    def proposal_word(self, number: int) -> str:
+        """What a person said of a proposal: 'pending', 'approved' or 'rejected', as tag of its run. Raises: TrackingError."""
+        told = sa.select(tracked_runs.c.run_id).where(tracked_runs.c.subject == f"proposal:{number}")
+        run = self.ledger.one(told)
+        return self._tag_of(run["run_id"] if run else self.proposal_run(number), APPROVAL_TAG).strip().lower()
+
+    def _tag_of(self, run: str, tag: str) -> str:
+        with mlflow_errors(f"reading the tags of run {run}"):
+            return str(self.client.get_run(run).data.tags.get(tag, ""))
 
     def profile_run(self, number: int) -> str:
         """The run of a profile: its step times as metrics, all of its files as artifacts. Returns its id.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +43,11 @@ def open_workspace(where: Path) -> tuple[Workspace, Ledger, Terminal]:
 
     workspace = Workspace.open(where)
     return workspace, Ledger.open(workspace.ledger_url), Terminal()
+
+
+def person() -> str:
+    """Whose word a decision on the command line is."""
+    return os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
 
 
 def print_json(value: Any) -> None:

@@ -1,15 +1,20 @@
-"""The code loop from the command line: ``propose``, ``proposals``. (``profile`` stands in a file of its own.)"""
+"""The code loop from the command line: ``propose``, ``proposals`` and what people decide of them. (``profile`` stands in a file of its own.)"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
 from factory.errors import InputError
 from factory.workspace import Workspace
+
+if TYPE_CHECKING:
+    from factory.ledger import Ledger
+    from factory.progress import Progress
 
 proposals_app = typer.Typer(
     help="The patches that agents proposed, and what the gate said of each.",
@@ -17,6 +22,9 @@ proposals_app = typer.Typer(
     invoke_without_command=True,
 )
 app.add_typer(proposals_app, name="proposals")
+
+
+SETTLED = ("approved", "rejected", "reverted", "superseded")
 
 
 @app.command()
@@ -52,9 +60,14 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
         f"proposal {row['number']} by {row['agent']} on branch {row['branch']}\n  target      {row['target']}\n"
         f"  change      {row['title']}\n  hypothesis  {row['hypothesis']}{gain}"
     )
-    print(f"  verdict     {(row['outcome'] or row['state']).upper()}")
+    print(
+        f"  verdict     {(row['outcome'] or row['state']).upper()}"
+        + (f", {row['state']}" if row["state"] in SETTLED else "")
+    )
     for reason in row["reasons"] or []:
         print(f"    {reason}")
+    if row["outcome"] == "promote" and row["state"] == "judged":
+        print(f"  merge it    factory proposals approve {row['number']}")
     print(f"  see it      git -C {workspace.repository} show {row['branch']}\n  report      {row['report']}")
 
 
@@ -89,7 +102,8 @@ def _list_proposals(where: Path, as_json: bool) -> None:
         print_json(found)
         return
     for row in found:
-        print(f"{row['number']:>4}  {row['outcome'] or row['state']:<8} {row['branch']}  {row['title']}")
+        state = row["state"] if row["state"] in SETTLED else row["outcome"] or row["state"]
+        print(f"{row['number']:>4}  {state:<10} {row['branch']}  {row['title']}")
     if not found:
         print("no proposals yet: run 'factory propose'")
 
@@ -98,3 +112,51 @@ def _list_proposals(where: Path, as_json: bool) -> None:
 def proposals_show(context: typer.Context, number: int, where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """One proposal: hypothesis, prediction, evidence, verdict."""
     _show_proposal(Workspace.open(_named(context, where)), number, as_json)
+
+
+Number = Annotated[int, typer.Argument(help="The proposal's number, as 'factory proposals' lists it.")]
+Why = Annotated[str, typer.Option(help="The reason, kept in the ledger.")]
+
+
+@proposals_app.command("approve")
+def proposals_approve(context: typer.Context, number: Number, where: Where = DEFAULT) -> None:
+    """Merge a proposal that the gate promotes into the checked-out branch of the repository.
+
+    The approval is of exactly the patch that was judged. If the code moved on since, the gate judges it again first.
+    """
+    from factory.approvals import approve
+
+    _decide(_named(context, where), number, lambda workspace, ledger, terminal: approve(
+        workspace, ledger, number, person(), terminal
+    ))  # fmt: skip
+
+
+@proposals_app.command("reject")
+def proposals_reject(context: typer.Context, number: Number, where: Where = DEFAULT, why: Why = "") -> None:
+    """Turn a judged proposal down, whatever the gate says. Its branch stays."""
+    from factory.approvals import reject
+
+    _decide(_named(context, where), number, lambda workspace, ledger, terminal: reject(ledger, number, person(), why))
+
+
+@proposals_app.command("revert")
+def proposals_revert(context: typer.Context, number: Number, where: Where = DEFAULT, why: Why = "") -> None:
+    """Take an approved proposal back with a commit of its own."""
+    from factory.approvals import revert
+
+    _decide(
+        _named(context, where),
+        number,
+        lambda workspace, ledger, terminal: revert(workspace, ledger, number, person(), why),
+    )
+
+
+def _decide(where: Path, number: int, decision: Callable[[Workspace, Ledger, Progress], object]) -> None:
+    """Carry a person's word out, alone in the code loop, and tell MLflow."""
+    workspace, ledger, terminal = open_workspace(where)
+    with workspace.lock("code-loop"):
+        decision(workspace, ledger, terminal)
+    from factory.tracking import Tracking
+
+    Tracking.open(workspace, ledger).proposal_run(number)
+    _show_proposal(workspace, number, False)

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
 from factory.errors import InputError, nearest
 from factory.workspace import Config, Workspace, code_root
 
@@ -121,7 +120,7 @@ def certify(
 
     workspace, ledger, terminal = open_workspace(where)
     if take is not None:  # one transaction: this works beside the daemon
-        accept(workspace, ledger, take, _person())
+        accept(workspace, ledger, take, person())
     found = every_certificate(ledger)
     if as_json:
         print_json(found)
@@ -257,16 +256,12 @@ def release(
     verdict = ledger.one(sa.select(verdicts).where(of_candidate).order_by(verdicts.c.id.desc()).limit(1))
     if verdict is None:
         raise InputError(f"candidate {number} has not been judged: run 'factory evaluate {number}'")
-    done = release_verdict(workspace, ledger, verdict["id"], terminal, approved_by=_person())
+    done = release_verdict(workspace, ledger, verdict["id"], terminal, approved_by=person())
     crowned = champion(ledger)
     state = (
         "is champion" if crowned and crowned["number"] == done else "stands, but another one is champion (--rollback)"
     )
     terminal.line(f"  release {done} {state}")
-
-
-def _person() -> str:
-    return os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
 
 
 def _candidate(workspace: Workspace, number: int | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -64,6 +64,8 @@ class PatchPolicy(Strict):
     oracle: OraclePolicy = OraclePolicy()
     isolated: IsolatedPolicy = IsolatedPolicy()
     training: TrainingPolicy = TrainingPolicy()
+    approval: Literal["manual", "automatic"] = "manual"
+    """manual: a person approves a 'promote' before it is merged; the approval binds to the hash of what was judged."""
 
     @classmethod
     def load(cls, path: Path) -> PatchPolicy:

@@ -1,0 +1,261 @@
+"""What people decide of judged proposals: what is merged is what was judged, and the checkout loses nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from code_loop_case import git
+
+from factory import approvals, proposing, repository
+from factory.errors import InputError
+from factory.gates.judge import Verdict
+from factory.gates.patch_scope import AgentsPolicy
+from factory.ledger import Ledger, events, proposals, verdicts
+from factory.progress import SILENT
+from factory.repository import RepositoryError
+from factory.tracking import APPROVAL_TAG, Tracking
+from factory.workspace import Config, Workspace, code_root
+
+FILES = {"kernels/ops.py": "x = 1\n", "kernels/new.txt.py": "z = 1\n", "README.md": "# target\n"}
+NEW = {"kernels/ops.py": "x = 2\n", "kernels/fused.py": "y = 1\n"}
+
+
+class Plant:
+    """A repository of three files, a workspace, and a proposal that the gate judged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.target = folder / "target"
+        for path, text in FILES.items():
+            (self.target / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.target / path).write_text(text)
+        git(folder, "init", "-q", "-b", "main", str(self.target))
+        git(self.target, "add", "-A")
+        git(self.target, "commit", "-q", "-m", "base")
+        self.workspace = Workspace.create(folder / "workspace", Config(repository=str(self.target)))
+        self.ledger = Ledger.create(self.workspace.ledger_url)
+        self.base = self.head()
+
+    def head(self) -> str:
+        return repository.live_commit(self.target)
+
+    def judged(self, number: int = 1, outcome: str = "promote") -> dict[str, Any]:
+        """As the code loop leaves it, without the minutes of the gate."""
+        agents = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
+        branch, worktree = f"factory/search/{number}-x", self.workspace.worktrees / f"proposal-{number}"
+        edits = list(NEW.items())
+        applied = repository.apply_proposal(
+            self.target, self.head(), edits, policy=agents, branch=branch, message=f"m {number}", worktree=worktree
+        )
+        repository.remove_worktree(self.target, worktree)
+        with self.ledger.begin() as tx:
+            verdict = tx.execute(
+                verdicts.insert().values(
+                    gate="patch", subject=f"proposal:{number}", policy_sha256="", subject_sha256=applied.patch_sha256,
+                    outcome=outcome, reasons=["so it measured"], evidence={}, created_at=time.time(),
+                )
+            ).inserted_primary_key  # fmt: skip
+            assert verdict is not None
+            tx.execute(
+                proposals.insert().values(
+                    number=number, agent="search", target="kernel:ops", title="Fuse", hypothesis="h", predicted_gain=1.1,
+                    base_commit=applied.base, branch=branch, commit=applied.commit, patch_sha256=applied.patch_sha256,
+                    state="judged", verdict=verdict[0], created_at=time.time(),
+                )
+            )  # fmt: skip
+        return self.row(number)
+
+    def row(self, number: int = 1) -> dict[str, Any]:
+        row = self.ledger.one(sa.select(proposals).where(proposals.c.number == number))
+        assert row is not None
+        return row
+
+    def words(self) -> list[tuple[str, str]]:
+        kinds = ("proposal_approved", "proposal_rejected", "proposal_reverted")
+        found = self.ledger.rows(sa.select(events).where(events.c.kind.in_(kinds)).order_by(events.c.id))
+        return [(event["kind"].removeprefix("proposal_"), event["detail"]["by"]) for event in found]
+
+    def approve(self, number: int = 1) -> str | None:
+        return approvals.approve(self.workspace, self.ledger, number, "ada", SILENT)
+
+    def files(self) -> dict[str, str]:
+        """Of the checkout, as they are; git must agree that nothing differs from HEAD."""
+        assert git(self.target, "status", "--porcelain") == ""
+        return {p: (self.target / p).read_text() for p in git(self.target, "ls-files").split()}
+
+
+@pytest.fixture
+def plant(tmp_path: Path) -> Plant:
+    return Plant(tmp_path)
+
+
+def test_an_approved_patch_is_live_and_can_be_taken_back(plant: Plant) -> None:
+    row = plant.judged()
+    assert plant.approve() == plant.head() == row["commit"]
+    assert plant.files() == FILES | NEW and git(plant.target, "branch", "--show-current") == "main"
+    assert plant.row()["state"] == "approved"
+    undone = approvals.revert(plant.workspace, plant.ledger, 1, "bob", "slower at night")
+    assert plant.head() == undone and plant.files() == FILES
+    message = git(plant.target, "log", "-1", "--format=%B")
+    assert "Revert proposal 1: Fuse" in message and "slower at night" in message and row["commit"] in message
+    assert plant.row()["state"] == "reverted" and plant.words() == [("approved", "ada"), ("reverted", "bob")]
+    for again in (plant.approve, lambda: approvals.revert(plant.workspace, plant.ledger, 1, "bob")):
+        with pytest.raises(InputError, match="reverted"):
+            again()
+
+
+@pytest.mark.parametrize("outcome", ["hold", "reject"])
+def test_only_what_the_gate_promotes_can_be_approved_and_anything_rejected(plant: Plant, outcome: str) -> None:
+    plant.judged(outcome=outcome)
+    with pytest.raises(InputError, match=f"{outcome.upper()} of proposal 1: so it measured"):
+        plant.approve()
+    approvals.reject(plant.ledger, 1, "ada", "no")
+    assert plant.row()["state"] == "rejected" and plant.head() == plant.base
+    with pytest.raises(InputError, match="rejected"):
+        plant.approve()
+    with pytest.raises(InputError, match="there are: 1"):
+        plant.approve(7)
+
+
+def test_an_approval_is_of_what_was_judged(plant: Plant) -> None:
+    """Replayed after the branch was changed, moved to another patch, or lost."""
+    row = plant.judged()
+    plant.judged(2)
+    other = git(plant.target, "commit-tree", f"{plant.base}^{{tree}}", "-p", plant.base, "-m", "evil")
+    same_tree = git(plant.target, "commit-tree", f"{row['commit']}^{{tree}}", "-p", other, "-m", "a second parent")
+    for commit in (other, same_tree):
+        git(plant.target, "update-ref", f"refs/heads/{row['branch']}", commit)
+        with pytest.raises(InputError, match="does not hold the patch that was judged"):
+            plant.approve()
+    git(plant.target, "update-ref", "-d", f"refs/heads/{row['branch']}")
+    with pytest.raises(InputError, match="is gone"):
+        plant.approve()
+    with plant.ledger.begin() as tx:  # another verdict's patch
+        tx.execute(verdicts.update().where(verdicts.c.id == plant.row(2)["verdict"]).values(subject_sha256="0" * 64))
+    with pytest.raises(InputError, match="does not hold"):
+        plant.approve(2)
+    assert plant.head() == plant.base and plant.files() == FILES and plant.words() == []
+
+
+@pytest.mark.parametrize("way", ["edited", "staged", "in the way", "a link", "detached"])
+def test_a_checkout_with_work_in_it_is_left_alone(plant: Plant, way: str) -> None:
+    plant.judged()
+    ops = plant.target / "kernels/ops.py"
+    if way == "detached":
+        git(plant.target, "checkout", "-q", "--detach")
+    elif way == "in the way":
+        (plant.target / "kernels/fused.py").write_text("mine\n")
+    elif way == "a link":
+        ops.unlink()
+        ops.symlink_to("/etc/passwd")
+    else:
+        ops.write_text("mine\n")
+        if way == "staged":
+            git(plant.target, "add", "-A")
+            ops.write_text(FILES["kernels/ops.py"])
+    before = git(plant.target, "status", "--porcelain", "--branch")
+    with pytest.raises(RepositoryError, match="check one out" if way == "detached" else "not committed"):
+        plant.approve()
+    assert git(plant.target, "status", "--porcelain", "--branch") == before
+    assert plant.row()["state"] == "judged" and plant.head() == plant.base
+    # what is elsewhere does not matter, and is kept
+    git(plant.target, "checkout", "-q", "-f", "main")
+    git(plant.target, "clean", "-fdq")
+    (plant.target / "README.md").write_text("mine\n")
+    assert plant.approve() == plant.head()
+    assert (plant.target / "README.md").read_text() == "mine\n" and plant.words() == [("approved", "ada")]
+
+
+@pytest.mark.parametrize("stop_after", ["the first file", "the files", "the branch"])
+def test_killed_while_it_is_merged_the_same_call_finishes(
+    plant: Plant, stop_after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant.judged()
+    real, calls = repository.git, 0
+
+    def killed(folder: Path, *arguments: str, **named: Any) -> Any:
+        nonlocal calls
+        calls += arguments[:2] == ("update-index", "--add") and "environment" not in named
+        if (stop_after, calls) == ("the first file", 2) or (stop_after == "the files" and arguments[0] == "update-ref"):
+            raise KeyboardInterrupt
+        done = real(folder, *arguments, **named)
+        if stop_after == "the branch" and arguments[0] == "update-ref":
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(repository, "git", killed)
+    with pytest.raises(KeyboardInterrupt):
+        plant.approve()
+    monkeypatch.undo()
+    assert plant.row()["state"] == "judged"
+    assert plant.approve() == plant.head() and plant.files() == FILES | NEW
+    assert plant.row()["state"] == "approved" and plant.words() == [("approved", "ada")]
+
+
+@pytest.mark.parametrize("outcome", ["promote", "reject"])
+def test_when_the_code_moved_on_the_gate_runs_again(
+    plant: Plant, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its verdict is given here: what it measures is its own tests' business."""
+    first = plant.judged()
+    (plant.target / "README.md").write_text("# newer\n")
+    git(plant.target, "commit", "-q", "-a", "-m", "newer")
+    live, judged = plant.head(), []
+
+    def decide(workspace: Workspace, ledger: Ledger, number: int, applied: Any, *_: Any, **__: Any) -> Any:
+        judged.append((number, applied.base, applied.patch_sha256))
+        evidence = {"stages": {}}
+        with ledger.begin() as tx:
+            key = tx.execute(
+                verdicts.insert().values(
+                    gate="patch", subject=f"proposal:{number}", policy_sha256="", subject_sha256=applied.patch_sha256,
+                    outcome=outcome, reasons=["now"], evidence=evidence, created_at=time.time(),
+                )
+            ).inserted_primary_key  # fmt: skip
+        return key[0], Verdict(outcome, ("now",)), evidence  # type: ignore[index]
+
+    monkeypatch.setattr(proposing, "decide", decide)
+    merged = plant.approve()
+    assert judged == [(2, live, first["patch_sha256"])]
+    assert plant.row()["state"] == "superseded"
+    if outcome == "reject":
+        assert merged is None and plant.row(2)["state"] == "judged" and plant.head() == live and plant.words() == []
+    else:
+        assert merged == plant.head() and plant.files() == FILES | NEW | {"README.md": "# newer\n"}
+        assert git(plant.target, "rev-parse", "HEAD~1") == live
+
+
+def test_what_changed_again_since_is_not_overwritten(plant: Plant) -> None:
+    plant.judged()
+    plant.judged(2)
+    plant.approve()
+    (plant.target / "kernels/ops.py").write_text("x = 3\n")
+    git(plant.target, "commit", "-q", "-a", "-m", "mine")
+    with pytest.raises(RepositoryError, match="kernels/ops.py changed again since"):
+        approvals.revert(plant.workspace, plant.ledger, 1, "ada")
+    with pytest.raises(InputError, match="kernels/fused.py, kernels/ops.py changed since proposal 2 was judged"):
+        plant.approve(2)
+    assert plant.row()["state"] == "approved" and (plant.target / "kernels/ops.py").read_text() == "x = 3\n"
+
+
+def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: Plant) -> None:
+    plant.judged()
+    tracking = Tracking.open(plant.workspace, plant.ledger)
+    run = tracking.proposal_run(1)
+    settle = lambda: approvals.follow(plant.workspace, plant.ledger, SILENT)
+    assert tracking.proposal_word(1) == "pending" and settle() == 0 and plant.head() == plant.base
+    tracking.client.set_tag(run, APPROVAL_TAG, "Approved")
+    assert settle() == 1 and plant.files() == FILES | NEW and plant.words() == [("approved", "mlflow")]
+    assert tracking.client.get_run(run).data.tags["state"] == "approved" and settle() == 0
+    approvals.revert(plant.workspace, plant.ledger, 1, "ada")
+    plant.judged(2)
+    tracking.client.set_tag(tracking.proposal_run(2), APPROVAL_TAG, "rejected")
+    assert settle() == 1 and plant.row(2)["state"] == "rejected" and plant.files() == FILES
+    plant.judged(3)
+    policy = plant.workspace.root / "policies" / "gates" / "patch.yaml"
+    policy.parent.mkdir(parents=True, exist_ok=True)
+    policy.write_text("approval: automatic\n")
+    assert settle() == 1 and plant.files() == FILES | NEW and plant.words()[-1] == ("approved", "policy")
