@@ -49,11 +49,14 @@ def judge_patch(policy: PatchPolicy, evidence: Mapping[str, Any]) -> Verdict:
 
 
 def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Verdict:
-    drift, loss_change = _number(found.get("drift")), _number(found.get("held_out_change"))
-    if drift is None or loss_change is None:
+    drift, control, loss_change = (_number(found.get(key)) for key in ("drift", "control_drift", "held_out_change"))
+    if drift is None or control is None or loss_change is None:
         return Verdict(HOLD, ("the weights after the same steps were not compared",))
-    if drift > policy.max_drift:
-        away = f"its weights end {drift:.2f} of the way away from the baseline's ({policy.max_drift:g} may be)"
+    if drift > policy.max_drift * control:
+        away = (
+            f"its weights end {drift:.3f} of the way away from the baseline's; leaving out {policy.left_out} of "
+            f"{policy.steps} steps ends {control:.3f} away, and {policy.max_drift:g} of that may be"
+        )
         return Verdict(REJECT, (f"the candidate does not learn the same: {away}",))
     if loss_change > policy.loss_margin:
         worse = f"{loss_change:+.4f} bits per byte on held-out documents ({policy.loss_margin:+g} may be)"

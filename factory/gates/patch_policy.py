@@ -50,14 +50,19 @@ class TrainingPolicy(Strict):
     """Ratio of step times, baseline over candidate, that the lower bound must exceed."""
     max_noise: Ratio = 1.25
     """Largest ratio between two runs of the baseline itself; above it the machine is too busy to judge."""
-    max_drift: Annotated[float, Field(gt=0)] = 0.5
-    """‖candidate − baseline‖ / ‖baseline − start‖ of the weights after the same steps on the same data. Two right
-    implementations round differently and Adam amplifies it; a wrong gradient gives about 1 or more."""
+    max_drift: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """How far the candidate's weights may end from the baseline's, after the same steps on the same data: a share of how
+    far the baseline itself ends when it leaves out ``left_out`` steps. Both in ‖difference‖ / ‖baseline − start‖."""
     loss_margin: Annotated[float, Field(ge=0)] = 0.02
     """Bits per byte on held-out documents by which the candidate's weights may be worse than the baseline's."""
     held_out_documents: Count = 4
     """Documents a domain that weights are scored on, by the judge's own model."""
     held_out_bytes: Count = 1024
+
+    @property
+    def left_out(self) -> int:
+        """Steps of a run that would be worth ``min_gain`` if they were left out; at least one."""
+        return max(1, round(self.steps * (1 - 1 / self.min_gain)))
 
 
 class PatchPolicy(Strict):

@@ -9,7 +9,8 @@ of the live code's.
 Result. Every run trains on data of its own (a fresh random seed), the same for a baseline and a candidate run, so that no
 weights can be prepared or kept from an earlier run. The weights that the candidate leaves are its only testimony: they are
 compared with the baseline's after the same steps on the same data, and scored on held-out documents by the judge's own
-model.
+model. How far apart they may be is measured too: one more baseline run leaves out as many steps as would be worth the
+least gain that counts, and the candidate must end much nearer than that. No gain can be had by doing less.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import math
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +92,13 @@ def compare_training(
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")  # of however many ranks
     seeds = [secrets.randbelow(1 << 31) for _ in range(policy.pairs)]
     half = policy.pairs // 2
-    plan = ((baseline, "baseline", seeds[:half]), (candidate, "candidate", seeds), (baseline, "baseline", seeds[half:]))
+    shorter = policy.steps - policy.left_out
+    whole = [(seed, policy.steps) for seed in seeds]
+    plan = (
+        (baseline, "baseline", [(seeds[0], shorter), *whole[:half]]),
+        (candidate, "candidate", whole),
+        (baseline, "baseline", whole[half:]),
+    )
     found: dict[str, list[TimedRun]] = {"baseline": [], "candidate": []}
     overheads: list[float] = []
     for side in (baseline, candidate):
@@ -100,13 +108,14 @@ def compare_training(
             session = _session(policy, start, side, mine, origin)
             if session.failed:
                 return _broken(name, session.failed)
-            found[name] += session.runs
+            timed = [(number, run) for number, run in enumerate(session.runs, 1) if mine[number - 1][1] == policy.steps]
+            if len(timed) < len(mine):
+                control = session.runs[0]
+            found[name] += [run for _, run in timed]
             if name == "baseline":
-                overheads += [
-                    run.seconds - _recorded_span(side.folder / "runs" / f"{number + 1:02d}")
-                    for number, run in enumerate(session.runs)
-                ]
-            task.advance(len(session.runs), f"{name}: {min(run.seconds for run in session.runs):.1f} s a run")
+                overheads += [run.seconds - _recorded_span(side.folder / "runs" / f"{n:02d}") for n, run in timed]
+            task.advance(len(timed), f"{name}: {min(run.seconds for _, run in timed):.1f} s a run")
+    control_drift = _drift(control.weights, found["baseline"][0].weights, origin, of_one=False)
     drift, change = 0.0, -math.inf
     for ours, theirs in zip(found["candidate"], found["baseline"], strict=True):
         drift = max(drift, _drift(ours.weights, theirs.weights, origin))
@@ -114,7 +123,8 @@ def compare_training(
         change = max(change, *(scores[1][domain] - scores[0][domain] for domain in scores[0]))
     overhead = sum(overheads) / len(overheads)
     totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
-    evidence = {"total_seconds": totals, "overhead_seconds": overhead, "drift": drift, "held_out_change": change}
+    evidence = {"total_seconds": totals, "overhead_seconds": overhead, "held_out_change": change}
+    evidence |= {"drift": drift, "control_drift": control_drift, "left_out": policy.left_out}
     shortest = min(*totals["baseline"], *totals["candidate"])
     if shortest <= overhead:
         reason = f"{policy.steps} steps drown in the overhead of a run, {overhead:.2f} s: raise training.steps"
@@ -131,9 +141,10 @@ def compare_training(
     }
 
 
-def _session(policy: TrainingPolicy, start: Start, side: Side, seeds: list[int], origin: Weights) -> Session:
-    """A warm-up and one timed run a seed."""
-    lengths = [WARM_STEPS, *[policy.steps] * len(seeds)]
+def _session(
+    policy: TrainingPolicy, start: Start, side: Side, runs: Sequence[tuple[int, int]], origin: Weights
+) -> Session:
+    """A warm-up, and a run for each (seed, steps)."""
     specs = [
         {
             "kind": "trunk",
@@ -146,7 +157,7 @@ def _session(policy: TrainingPolicy, start: Start, side: Side, seeds: list[int],
             "code_commit": "",
             "kernels": None,
         }
-        for steps, seed in zip(lengths, [secrets.randbelow(1 << 31), *seeds], strict=True)
+        for seed, steps in [(secrets.randbelow(1 << 31), WARM_STEPS), *runs]
     ]
     shards = [Path(shard["path"]) for shard in start.plan["token_shards"]]
     return timed_session(side.folder, side.code, specs, [start.checkpoint, *shards], origin, policy.wall_seconds)
@@ -179,8 +190,8 @@ def _recorded_span(folder: Path) -> float:
     return float(lines[-1]["time"] - lines[0]["time"])
 
 
-def _drift(candidate: Weights, baseline: Weights, origin: Weights) -> float:
-    """‖candidate − baseline‖ / ‖baseline − origin‖, the worse of the whole and of its worst tensor halved."""
+def _drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool = True) -> float:
+    """‖candidate − baseline‖ / ‖baseline − origin‖; ``of_one``: or half that of the worst tensor, if it is more."""
     worst = 0.0
     apart = moved = 0.0
     for name, tensor in origin.items():
@@ -190,7 +201,7 @@ def _drift(candidate: Weights, baseline: Weights, origin: Weights) -> float:
         if a:
             worst = max(worst, (a / m) ** 0.5 if m else 1e9)
     whole = (apart / moved) ** 0.5 if moved else (1e9 if apart else 0.0)
-    return max(whole, worst / 2)
+    return max(whole, worst / 2) if of_one else whole
 
 
 def _bits_per_byte(
