@@ -1,10 +1,11 @@
 """Last stage of the patch gate: N real training steps, baseline and candidate, in the sandbox (``patch_session``).
 
 Time. A run is timed from outside, from the reveal of its data to its weights. What is subtracted is the *baseline's* overhead
-(total less the span of its own steps, which approved code recorded), the same for both sides: a candidate gets no credit
-for a quicker way to its first step, and a slower one counts against it. The sessions go baseline, candidate, baseline, so
-that a machine that slows down shows as noise of the baseline. Each side has its own compile cache; both begin with a copy
-of the live code's.
+(total less the span of its own steps, which approved code recorded), the same for both sides, so that a slower way to the
+first step counts against a candidate. A quicker one earns nothing: of two estimates the longer counts, and the other is
+what a candidate's runs take beyond runs of its own of two steps (which it may slow down; that helps it in this one only).
+The sessions go baseline, candidate, baseline, so that a machine that slows down shows as noise of the baseline. Each side
+has its own compile cache; both begin with a copy of the live code's.
 
 Result. Every run trains on data of its own (a fresh random seed), the same for a baseline and a candidate run, so that no
 weights can be prepared or kept from an earlier run. The weights that the candidate leaves are its only testimony: they are
@@ -42,6 +43,8 @@ from factory.workspace import Workspace
 from trainer import checkpoint as checkpoint_files
 from trainer.export import hf_config, hf_tensors
 from trainer.recipe import Recipe
+
+BRIEF_STEPS = 2  # of the runs that a candidate's own overhead is seen in
 
 
 @dataclass(frozen=True)
@@ -92,29 +95,33 @@ def compare_training(
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")  # of however many ranks
     seeds = [secrets.randbelow(1 << 31) for _ in range(policy.pairs)]
     half = policy.pairs // 2
-    shorter = policy.steps - policy.left_out
     whole = [(seed, policy.steps) for seed in seeds]
-    plan = (
-        (baseline, "baseline", [(seeds[0], shorter), *whole[:half]]),
-        (candidate, "candidate", whole),
-        (baseline, "baseline", whole[half:]),
+    brief = [(secrets.randbelow(1 << 31), BRIEF_STEPS) for _ in range(2)]
+    plan: tuple[tuple[Side, str, list[tuple[int, int]], list[tuple[int, int]]], ...] = (
+        (baseline, "baseline", [(seeds[0], policy.steps - policy.left_out)], whole[:half]),
+        (candidate, "candidate", brief, whole),
+        (baseline, "baseline", [], whole[half:]),
     )
     found: dict[str, list[TimedRun]] = {"baseline": [], "candidate": []}
+    others: list[TimedRun] = []
     overheads: list[float] = []
     for side in (baseline, candidate):
         _copy_cache(workspace, side)
     with progress.task("training steps, baseline and candidate", 2 * policy.pairs) as task:
-        for side, name, mine in plan:
-            session = _session(policy, start, side, mine, origin)
+        for side, name, extra, timed in plan:
+            session = _session(policy, start, side, [*extra, *timed], origin)
             if session.failed:
                 return _broken(name, session.failed)
-            timed = [(number, run) for number, run in enumerate(session.runs, 1) if mine[number - 1][1] == policy.steps]
-            if len(timed) < len(mine):
-                control = session.runs[0]
-            found[name] += [run for _, run in timed]
+            others += session.runs[: len(extra)]
+            runs = session.runs[len(extra) :]
+            found[name] += runs
             if name == "baseline":
-                overheads += [run.seconds - _recorded_span(side.folder / "runs" / f"{n:02d}") for n, run in timed]
-            task.advance(len(timed), f"{name}: {min(run.seconds for _, run in timed):.1f} s a run")
+                folders = [
+                    side.folder / "runs" / f"{number:02d}" for number in range(len(extra) + 1, len(session.runs) + 1)
+                ]
+                overheads += [run.seconds - _recorded_span(folder) for run, folder in zip(runs, folders, strict=True)]
+            task.advance(len(runs), f"{name}: {min(run.seconds for run in runs):.1f} s a run")
+    control, *briefs = others
     control_drift = _drift(control.weights, found["baseline"][0].weights, origin, of_one=False)
     drift, change = 0.0, -math.inf
     for ours, theirs in zip(found["candidate"], found["baseline"], strict=True):
@@ -130,12 +137,17 @@ def compare_training(
         reason = f"{policy.steps} steps drown in the overhead of a run, {overhead:.2f} s: raise training.steps"
         return {"state": "missing", "reasons": [reason], **evidence}
     counted = policy.steps - 1  # the first step belongs to the overhead
+    steps_alone = counted / (policy.steps - BRIEF_STEPS)
+    longest_brief = max(run.seconds for run in briefs)
+    candidate_seconds = [
+        max(total - overhead, (total - longest_brief) * steps_alone) / counted for total in totals["candidate"]
+    ]
     return {
         "state": "passed",
         "reasons": [f"{policy.pairs} runs of {policy.steps} steps a side, from step {start.step}"],
         "steps": policy.steps,
         "baseline_seconds": [(total - overhead) / counted for total in totals["baseline"]],
-        "candidate_seconds": [(total - overhead) / counted for total in totals["candidate"]],
+        "candidate_seconds": candidate_seconds,
         "held_out_documents": len(texts),
         **evidence,
     }

@@ -9,7 +9,7 @@ import pytest
 from code_loop_case import Made, make
 
 from factory import repository
-from factory.gates.patch_judge import STAGES, judge_patch
+from factory.gates.patch_judge import STAGES, gain, judge_patch
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import AgentsPolicy
 from factory.gates.patch_training import Side, compare_training, find_start
@@ -84,3 +84,23 @@ def test_who_saves_work_does_not_learn_the_same(
     stages = {stage: {"state": "passed", "reasons": []} for stage in STAGES} | {"training": found}
     verdict = judge_patch(POLICY, {"stages": stages, "tries": 1})
     assert verdict.outcome == "reject" and "does not learn the same" in verdict.reasons[0], (verdict, found)
+
+
+@pytest.mark.slow
+def test_a_quicker_way_to_the_first_step_is_no_gain(
+    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """The baseline dawdles before its first step, and the candidate does not: their steps are the same."""
+    start = find_start(made.ledger)
+    assert start is not None
+    text = (made.target / "trainer/segment.py").read_text()
+    line = '    """The loop, and the files it leaves."""\n'
+    slow = candidate("trainer/segment.py", text.replace(line, line + "    time.sleep(0.3)\n"))
+    assert line in text
+    quick = repository.checkout_live(made.workspace, made.base)
+    sides = [Side(code, start.recipe, tmp_path / name) for name, code in (("a", slow), ("b", quick))]
+    found = compare_training(POLICY.training, start, *sides, made.workspace, made.ledger, SILENT)
+    totals = {name: sum(seconds) for name, seconds in found["total_seconds"].items()}
+    assert totals["baseline"] - totals["candidate"] > 0.3  # it is quicker, as a whole
+    shown = gain(POLICY.training, found["baseline_seconds"], found["candidate_seconds"], 1)
+    assert shown is not None and shown.ratio < max(POLICY.training.min_gain, shown.noise), (shown, found)
