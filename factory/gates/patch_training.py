@@ -5,7 +5,8 @@ Time. A run is timed from outside, from the reveal of its data to its weights. W
 first step counts against a candidate. A quicker one earns nothing: of two estimates the longer counts, and the other is
 what a candidate's runs take beyond runs of its own of two steps (which it may slow down; that helps it in this one only).
 The sessions go baseline, candidate, baseline, so that a machine that slows down shows as noise of the baseline. Each side
-has its own compile cache; both begin with a copy of the live code's.
+has its own compile cache; both begin with a copy of the live code's. A baseline run of twice the steps is the control that is
+known to be slow: where it does not look so, the clock is wrong and nothing is judged.
 
 Result. Every run trains on data of its own (a fresh random seed), the same for a baseline and a candidate run, so that no
 weights can be prepared or kept from an earlier run. The weights that the candidate leaves are its only testimony: they are
@@ -20,6 +21,7 @@ import json
 import math
 import secrets
 import shutil
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,7 @@ from trainer.export import hf_config, hf_tensors
 from trainer.recipe import Recipe
 
 BRIEF_STEPS = 2  # of the runs that a candidate's own overhead is seen in
+SLOW_CONTROL = 1.5  # a run of twice the steps must take more than this many times as long, or nothing is measured here
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def compare_training(
     plan: tuple[tuple[Side, str, list[tuple[int, int]], list[tuple[int, int]]], ...] = (
         (baseline, "baseline", [(seeds[0], policy.steps - policy.left_out)], whole[:half]),
         (candidate, "candidate", brief, whole),
-        (baseline, "baseline", [], whole[half:]),
+        (baseline, "baseline", [(secrets.randbelow(1 << 31), 2 * policy.steps)], whole[half:]),
     )
     found: dict[str, list[TimedRun]] = {"baseline": [], "candidate": []}
     others: list[TimedRun] = []
@@ -121,8 +124,8 @@ def compare_training(
                 ]
                 overheads += [run.seconds - _recorded_span(folder) for run, folder in zip(runs, folders, strict=True)]
             task.advance(len(runs), f"{name}: {min(run.seconds for run in runs):.1f} s a run")
-    control, *briefs = others
-    control_drift = _drift(control.weights, found["baseline"][0].weights, origin, of_one=False)
+    fewer, *briefs, twice = others
+    control_drift = _drift(fewer.weights, found["baseline"][0].weights, origin, of_one=False)
     drift, change = 0.0, -math.inf
     for ours, theirs in zip(found["candidate"], found["baseline"], strict=True):
         drift = max(drift, _drift(ours.weights, theirs.weights, origin))
@@ -130,13 +133,18 @@ def compare_training(
         change = max(change, *(scores[1][domain] - scores[0][domain] for domain in scores[0]))
     overhead = sum(overheads) / len(overheads)
     totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
-    evidence = {"total_seconds": totals, "overhead_seconds": overhead, "held_out_change": change}
+    evidence: dict[str, Any] = {"total_seconds": totals, "overhead_seconds": overhead, "held_out_change": change}
     evidence |= {"drift": drift, "control_drift": control_drift, "left_out": policy.left_out}
     shortest = min(*totals["baseline"], *totals["candidate"])
     if shortest <= overhead:
         reason = f"{policy.steps} steps drown in the overhead of a run, {overhead:.2f} s: raise training.steps"
         return {"state": "missing", "reasons": [reason], **evidence}
     counted = policy.steps - 1  # the first step belongs to the overhead
+    usual = statistics.median(totals["baseline"])
+    slow = evidence["slow_control"] = (twice.seconds - overhead) / (usual - overhead)
+    if slow <= SLOW_CONTROL:
+        reason = f"no time can be trusted here: twice the steps took {slow:.2f}× the time"
+        return {"state": "missing", "reasons": [reason], **evidence}
     steps_alone = counted / (policy.steps - BRIEF_STEPS)
     longest_brief = max(run.seconds for run in briefs)
     candidate_seconds = [
