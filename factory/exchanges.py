@@ -24,6 +24,7 @@ from factory.tracking import Tracking
 from factory.workspace import Workspace
 
 DAY = 86_400  # seconds
+PROPOSAL = "this proposal"
 
 
 class ExchangeBooks:
@@ -44,7 +45,7 @@ class ExchangeBooks:
                 sa.select(meta.c.value).where(meta.c.key == "schema").with_for_update()
             )  # one at a time, anywhere
             for which, budget, where in (
-                ("this proposal", self.policy.per_proposal, exchanges.c.run == self.run),
+                (PROPOSAL, self.policy.per_proposal, exchanges.c.run == self.run),
                 ("today (UTC)", self.policy.per_day, exchanges.c.at >= now - now % DAY),
             ):
                 self._afford(tx, which, budget, where, tokens, usd)
@@ -68,7 +69,8 @@ class ExchangeBooks:
             if used + more > most:
                 raise BudgetError(
                     f"the budget of {which} is exhausted: {used:,.6g} of {most:,.6g} {unit} are spent and the next request may take "
-                    f"{more:,.6g}; raise llm.per_proposal or llm.per_day in policies/agents.yaml"
+                    f"{more:,.6g}; raise llm.per_proposal or llm.per_day in policies/agents.yaml",
+                    lasting=which == PROPOSAL,
                 )
 
     def settle(self, entry: int, exchange: Exchange) -> None:

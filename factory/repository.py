@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +112,20 @@ def changed_files(repository: Path, folders: Sequence[str] = ("kernels", "traine
     return sorted(path for path, blob in entries.items() if now.get(path) != blob)
 
 
+def require_settled(repository: Path) -> None:
+    """Raises: RepositoryError unless HEAD is a branch and the checkout holds its code: a proposal is made on, and merged into, that."""
+    if _git(repository, "symbolic-ref", "--quiet", "HEAD", check=False).returncode:
+        raise RepositoryError(
+            f"{repository} is on no branch (detached HEAD): 'git switch' to the branch that proposals are for, or make one with "
+            "'git switch -c NAME'"
+        )
+    if changed := changed_files(repository):
+        raise RepositoryError(
+            f"{repository} has changes that are not committed: {', '.join(changed[:5])}; commit or stash them first, a proposal is "
+            "measured against commits"
+        )
+
+
 def checkout_live(workspace: Workspace, commit: str = "") -> Path:
     """The folder that holds the live commit (or the one named), made when missing and mended when it was touched."""
     commit = commit or live_commit(workspace.repository)
@@ -185,6 +199,7 @@ def fork(source: Path, target: Path, edit: Callable[[str], str], path: str, mess
     _git(aside, "update-index", "--cacheinfo", f"{mode},{blob},{path}")
     tree = _git(aside, "write-tree").stdout.decode().strip()
     commit = _git(aside, "commit-tree", tree, "-p", base, data=message.encode()).stdout.decode().strip()
+    _git(aside, "symbolic-ref", "HEAD", "refs/heads/main")  # the source may be on no branch
     _git(aside, "update-ref", "HEAD", commit)
     _write_files(aside, _entries(aside, commit), aside)
     os.rename(aside, target)
@@ -204,12 +219,9 @@ def apply_proposal(
 
     Raises: ScopeError before anything is written; RepositoryError when git refuses. Either leaves no branch, no folder.
     """
-    existing = _entries(repository, base)
-    changes = [
-        Change(path, _encoded(text), *(2 * (existing[path][0],) if path in existing else ("100644", None)))
-        for path, text in edits
-    ]
-    found = problems(policy, changes, {path: mode for path, (mode, _) in existing.items()})
+    existing = modes(repository, base)
+    changes = proposed(existing, edits)
+    found = problems(policy, changes, existing)
     if found:
         raise ScopeError(found)
     with tempfile.TemporaryDirectory(prefix="factory-index-") as folder:
@@ -241,6 +253,14 @@ def apply_proposal(
         remove_worktree(repository, worktree)
         remove_branch(repository, branch)
         raise
+
+
+def proposed(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> list[Change]:
+    """``edits`` (path, new text) as changes of a commit whose files have the modes ``existing``."""
+    return [
+        Change(path, _encoded(text), *(2 * (existing[path],) if path in existing else ("100644", None)))
+        for path, text in edits
+    ]
 
 
 def reword(repository: Path, applied: Applied, message: str) -> str:

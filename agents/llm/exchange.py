@@ -15,7 +15,12 @@ class LlmError(Exception):
 
 
 class BudgetError(LlmError):
-    """The worst case of the next request would pass the budget of the proposal or of the day; it was not sent."""
+    """The worst case of the next request would pass the budget of the proposal or of the day; it was not sent.
+    ``lasting``: tomorrow changes nothing."""
+
+    def __init__(self, why: str, lasting: bool = True) -> None:
+        super().__init__(why)
+        self.lasting = lasting
 
 
 class SendError(LlmError):
@@ -144,8 +149,14 @@ def read_reply(message: object, usage: object = None, finish: str = "") -> Reply
         arguments = function.get("arguments", "{}")
         words = arguments if isinstance(arguments, str) else json.dumps(arguments)
         given = call.get("id")
-        made.append(ToolCall(given if isinstance(given, str) and given else f"call_{number}", function["name"], words))
-    return Reply(text or "", tuple(made), finish or ("tool_calls" if made else "stop"), read_usage(usage))
+        name = given if isinstance(given, str) and given else f"call_{number}"
+        made.append(ToolCall(*map(_whole, (name, function["name"], words))))
+    return Reply(_whole(text or ""), tuple(made), finish or ("tool_calls" if made else "stop"), read_usage(usage))
+
+
+def _whole(text: str) -> str:
+    """Without halves of characters, which JSON can spell and no file can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def read_usage(raw: object) -> Usage | None:
