@@ -30,10 +30,10 @@ class LlmPolicy(Strict):
     """A reply of more is cut off."""
     reply_bytes: int = Field(default=4_000_000, gt=0)
     """Of a reply as it comes over the wire."""
-    reply_seconds: float = Field(default=600.0, gt=0)
+    reply_seconds: float = Field(default=1200.0, gt=0)
     """From the request to the reply's last byte."""
-    silence_seconds: float = Field(default=120.0, gt=0)
-    """Longest time without a single byte."""
+    silence_seconds: float = Field(default=300.0, gt=0)
+    """Longest time without a single byte; a large prompt on a small machine takes minutes to its first."""
     attempts: int = Field(default=5, ge=1, le=20)
     """Times that a request is sent before a busy, failing or silent endpoint is an error."""
     longest_wait_seconds: float = Field(default=60.0, ge=0)

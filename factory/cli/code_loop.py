@@ -64,6 +64,7 @@ def _ask(question: str) -> str:
 
 
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
+    from agents.untrusted import one_line
     from factory.listing import rows
 
     sql = "SELECT p.*, v.outcome, v.reasons, v.evidence FROM proposals p LEFT JOIN verdicts v ON v.id = p.verdict WHERE p.number = :number"
@@ -84,7 +85,11 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     )
     print(f"  verdict     {(row['outcome'] or row['state']).upper()}")
     for reason in row["reasons"] or []:
-        print(f"    {reason}")
+        print(f"    {one_line(reason, 1000)}")
+    if row["agent"] == "kernel-engineer":
+        spent = "SELECT COUNT(*) AS n, SUM(e.tokens) AS tokens, SUM(e.usd) AS usd FROM exchanges e JOIN agent_runs a ON a.id = e.run "
+        cost = rows(workspace, spent + "WHERE a.proposal = :number", number=number)[0]
+        print(f"  LLM         {cost['n']} exchanges, {cost['tokens'] or 0:,} tokens, {cost['usd'] or 0:.4f} USD")
     print(f"  see it      git -C {workspace.repository} show {row['branch']}\n  report      {row['report']}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,18 @@ import sqlalchemy as sa
 import yaml
 from code_loop_case import Made, git, make
 from engineer_case import profile, recorded
+from rich.console import Console
 
 from agents.llm.replay_server import ReplayServer, Session
+from agents.proposal import Edit, Proposal
 from factory import proposing
-from factory.engineering import AGENT, Hire, ModelError
+from factory.console import Terminal
+from factory.engineering import AGENT, NOBODY, Hire, Job, ModelError, judged_already
 from factory.errors import FactoryError, InputError
 from factory.ledger import agent_runs, exchanges, profiles, proposals, verdicts
 from factory.progress import SILENT
 from factory.repository import RepositoryError
+from factory.sandbox import Result
 from factory.workspace import code_root
 
 
@@ -169,6 +175,27 @@ def test_another_target_abandons_the_run_that_was_begun(made: Made) -> None:
     assert (state_of(made, first), state_of(made, second)) == ("abandoned", "running")
 
 
+def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made) -> None:
+    drafted = Proposal(
+        AGENT, "file:trainer/schedule.py", "Try", "Because.", 1.1, (Edit("factory/gates/judge.py", "x = 1\n"),)
+    )
+    job = Job(begun(made, ""), None, NOBODY, {}, time.time())  # type: ignore[arg-type]
+    assert judged_already(made.ledger, job, drafted) is None
+    number = proposing.submit(made.workspace, made.ledger, SILENT, drafted, made.base)
+    assert judged_already(made.ledger, job, drafted) == number
+    assert judged_already(made.ledger, replace(job, began=time.time()), drafted) is None  # another run's
+    with made.ledger.begin() as tx:
+        tx.execute(proposals.delete().where(proposals.c.number == number))
+
+
+def test_what_code_on_trial_says_last_cannot_steer_a_terminal() -> None:
+    why = Result(1, "", "Traceback\nOops: \x1b]0;owned\x07\x1b[2Jfine", 1.0, None, 0, 0).why()
+    assert why == "ended with code 1: Oops: �]0;owned��[2Jfine"
+    screen = io.StringIO()
+    Terminal(Console(file=screen)).line("a\x1b[31mb")
+    assert screen.getvalue() == "a�[31mb\n"
+
+
 def command(made: Made, *words: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(code_root())}
     return subprocess.Popen(
@@ -237,4 +264,5 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
     ]  # fmt: skip
     traced = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run))
     assert [bool(row["trace"]) for row in traced] == [True] * 3 and sum(row["tokens"] for row in traced) == 3120 + 6900
+    assert "LLM         3 exchanges, 10,020 tokens, 0.0000 USD" in said
     assert f"proposal {row['number']} by {AGENT}" in said and Path(row["report"]).is_file()
