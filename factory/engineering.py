@@ -7,8 +7,10 @@ run is abandoned then.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,6 +124,10 @@ def draft(workspace: Workspace, ledger: Ledger, progress: Progress, job: Job, be
         raise ModelError(str(error)) from None
     except LlmError as error:
         raise ModelError(f"{error}. Run {job.run} is kept: the same command goes on with it") from None
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorname not in ("SQLITE_CORRUPT", "SQLITE_NOTADB"):
+            raise
+        raise ModelError(f"{saved}: {error}; delete it, and the run starts over") from error
     if drafted is None:
         progress.line(f"  nothing proposed: {why}")
         _end(workspace, ledger, job.run, "nothing", why=why)
@@ -147,7 +153,8 @@ def _end(workspace: Workspace, ledger: Ledger, run: int, state: str, **values: A
     with ledger.begin() as tx:
         tx.execute(agent_runs.update().where(agent_runs.c.id == run).values(state=state, **values))
         record(tx, f"agent_{state}", f"agent_run:{run}", values)
-    forget(workspace.root / "agents.db", run)
+    with contextlib.suppress(sqlite3.DatabaseError):  # the checkpoints of a run that is over are but ballast
+        forget(workspace.root / "agents.db", run)
 
 
 def _running(workspace: Workspace, ledger: Ledger, base: str, asked: str) -> dict[str, Any] | None:

@@ -20,10 +20,12 @@ from agents.llm.exchange import BudgetError, Exchange
 from agents.llm.policy import Budget, LlmPolicy
 from factory.errors import FactoryError
 from factory.ledger import Ledger, exchanges, meta
+from factory.mlflow_store import check_writable
 from factory.tracking import Tracking
 from factory.workspace import Workspace
 
 DAY = 86_400  # seconds
+AWAY_SECONDS = 60.0  # MLflow is left alone after it failed
 PROPOSAL = "this proposal"
 
 
@@ -35,6 +37,7 @@ class ExchangeBooks:
     ) -> None:
         self.workspace, self.ledger, self.policy, self.run, self.say = workspace, ledger, policy, run, say
         self.tracking = Tracking.open(workspace, ledger)
+        self.tell_after = 0.0  # by the monotonic clock: MLflow may take minutes to say that it is away
         exchanges.create(ledger.engine, checkfirst=True)  # a ledger may be older than this table
 
     def reserve(self, label: str, tokens: int, usd: float) -> int:
@@ -104,9 +107,12 @@ class ExchangeBooks:
 
     def tell(self) -> None:
         """Make the traces that MLflow lacks. Whatever MLflow does, it never raises."""
+        if time.monotonic() < self.tell_after:
+            return
         untold = sa.select(exchanges).where(exchanges.c.trace.is_(None), exchanges.c.file.is_not(None))
         for row in self.ledger.rows(untold.order_by(exchanges.c.id)):
             try:
+                check_writable(self.workspace)
                 kept = json.loads(Path(row["file"]).read_text())
                 trace = self.tracking.exchange_trace(
                     kept["label"], kept["request"], kept["reply"], (kept["input_tokens"], kept["output_tokens"]),
@@ -114,6 +120,7 @@ class ExchangeBooks:
                     {"run": str(row["run"]), "exchange": str(row["id"]), "endpoint": kept["endpoint"]},
                 )  # fmt: skip
             except (FactoryError, OSError, ValueError) as error:
+                self.tell_after = time.monotonic() + AWAY_SECONDS
                 self.say(f"  MLflow was not told of exchange {row['id']} yet: {error}")
                 return
             with self.ledger.begin() as tx:

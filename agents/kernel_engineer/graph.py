@@ -29,6 +29,7 @@ from agents.workbench import Workbench
 
 GO, STOP = ("", "go"), ("stop", "quit")  # a person's answers; any other is an instruction for the model
 Person = Callable[[str], str]
+FORMAT = 1  # of ``State``: a run that an older factory began starts over
 
 
 class State(TypedDict, total=False):
@@ -76,7 +77,7 @@ def work(run: Run) -> tuple[Proposal | None, str]:
         saver = SqliteSaver(connection, serde=JsonPlusSerializer(allowed_msgpack_modules=None))  # plain values only
         graph = _Engineer(run).graph().compile(checkpointer=saver)
         steps = 4 * (run.client.policy.exchanges + run.client.policy.rounds) + 20
-        config: Any = {"configurable": {"thread_id": f"{AGENT}-{run.number}"}, "recursion_limit": steps}
+        config: Any = {"configurable": {"thread_id": _thread(run.number)}, "recursion_limit": steps}
         known = graph.get_state(config)
         given: Any = None if known.values or known.next else {"rounds": 0}
         if known.values and known.next:
@@ -100,7 +101,11 @@ def forget(saved: Path, number: int) -> None:
 
     if saved.exists():
         with closing(sqlite3.connect(saved, check_same_thread=False, timeout=60)) as connection:
-            SqliteSaver(connection).delete_thread(f"{AGENT}-{number}")
+            SqliteSaver(connection).delete_thread(_thread(number))
+
+
+def _thread(number: int) -> str:
+    return f"{AGENT}-{number}-{FORMAT}"
 
 
 class _Engineer:

@@ -196,6 +196,23 @@ def test_what_code_on_trial_says_last_cannot_steer_a_terminal() -> None:
     assert screen.getvalue() == "a�[31mb\n"
 
 
+def test_a_torn_file_of_checkpoints_is_one_clear_error(made: Made) -> None:
+    policy(made)
+    begun(made, "swiglu")
+    saved = made.workspace.root / "agents.db"
+    for ending in ("", "-wal", "-shm"):
+        saved.with_name(saved.name + ending).unlink(missing_ok=True)
+    saved.write_text("no database" * 1000)
+    try:
+        with (
+            ReplayServer(Session(turns=[])) as server,
+            pytest.raises(ModelError, match="agents.db: file is not a database; delete"),
+        ):
+            proposed(made, Hire(server.url, target="swiglu"))
+    finally:
+        saved.unlink()
+
+
 def command(made: Made, *words: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(code_root())}
     return subprocess.Popen(
