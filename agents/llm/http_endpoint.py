@@ -48,6 +48,7 @@ class HttpEndpoint:
         self._reading = _Reading(self.policy)
         try:
             body = request.body() | {"stream": True, "stream_options": {"include_usage": True}}
+            body[self.policy.limit_parameter] = body.pop("max_completion_tokens")
             with self._open().chat.completions.create(**body) as stream:
                 return self._collect(stream, request)
         except SendError:
@@ -98,9 +99,12 @@ class HttpEndpoint:
                 delta = choice.delta
                 text.append(delta.content or "")
                 for part in delta.tool_calls or []:
-                    if part.index not in calls and len(calls) >= MOST_CALLS:
+                    at = part.index
+                    if at is None:  # some servers send whole calls, without a number
+                        at = len(calls) if part.id else len(calls) - 1
+                    if at not in calls and len(calls) >= MOST_CALLS:
                         continue
-                    call = calls.setdefault(part.index, {"id": "", "name": "", "arguments": ""})
+                    call = calls.setdefault(at, {"id": "", "name": "", "arguments": ""})
                     call["id"] = part.id or call["id"]
                     if part.function is not None:
                         call["name"] = part.function.name or call["name"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from trainer.strict import Strict
@@ -28,6 +30,8 @@ class LlmPolicy(Strict):
     usd_per_million_output_tokens: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     reply_tokens: int = Field(default=16_000, gt=0)
     """A reply of more is cut off."""
+    limit_parameter: Literal["max_completion_tokens", "max_tokens"] = "max_completion_tokens"
+    """What the endpoint calls that limit; some know only the older name."""
     reply_bytes: int = Field(default=4_000_000, gt=0)
     """Of a reply as it comes over the wire."""
     reply_seconds: float = Field(default=1200.0, gt=0)

@@ -164,6 +164,20 @@ def test_nobody_listening_is_an_error_after_the_attempts() -> None:
     assert len(notes.kept) == 3 and all(exchange.usage.tokens == 0 for exchange in notes.kept)
 
 
+def test_servers_that_number_no_calls_and_know_the_older_limit() -> None:
+    def chunk(delta: dict[str, Any], finish: str | None = None) -> str:
+        return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': finish}]})}\n\n"
+
+    call = lambda name, path: {
+        "tool_calls": [{"id": name, "function": {"name": name, "arguments": json.dumps({"path": path})}}]
+    }
+    raw = chunk(call("a", "x")) + chunk(call("b", "y")) + chunk({}, "tool_calls") + "data: [DONE]\n\n"
+    reply, server = asked(session({"raw": raw}), Notes(), POLICY.model_copy(update={"limit_parameter": "max_tokens"}))
+    assert [(c.name, json.loads(c.arguments)["path"]) for c in reply.tool_calls] == [("a", "x"), ("b", "y")]
+    assert server.requests[0]["max_tokens"] == 500 and "max_completion_tokens" not in server.requests[0]
+    assert reply.usage is None
+
+
 def test_a_request_that_could_pass_the_budget_is_not_sent() -> None:
     error, server = asked(session(GOOD), Notes(tokens=550))
     assert isinstance(error, BudgetError) and server.requests == []
