@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from agents.proposal import Edit
 
 
 @dataclass(frozen=True)
@@ -23,15 +26,40 @@ class Attempt:
     patch_id: str  # of ``Proposal.patch_id``
     outcome: str  # promote | hold | reject | pending
     reason: str = ""
+    title: str = ""
 
 
 class MeasurementError(Exception):
     """What was asked for could not be measured; says why."""
 
 
+class ReadError(Exception):
+    """The file is not one that agents may read, or there is none."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A quick check of edits, no verdict: ``problems`` that the gate would find too, from the first stage that found any."""
+
+    stage: str  # scope | static | oracle | import
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
 class Workbench(Protocol):
+    def files(self, patchable: bool = False) -> list[str]:
+        """The files that may be read (or patched, which are fewer), paths relative to the repository's root."""
+        ...
+
     def read(self, path: str) -> str:
-        """A file in scope, path relative to the repository's root."""
+        """A file in scope, path relative to the repository's root. Raises: ReadError."""
+        ...
+
+    def check(self, edits: Sequence[Edit], op: str = "") -> Checked:
+        """Would the gate's first stages take these edits? ``op`` is run against fp64 in the sandbox, as is what they choose anew."""
         ...
 
     def measure(self, op: str, implementation: str, against: str) -> Measurement:

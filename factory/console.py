@@ -18,7 +18,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from agents.untrusted import visible
 from factory.progress import Task
+
+LONGEST_LINE = 20_000  # characters
 
 
 class _Bar:
@@ -64,7 +67,8 @@ class Terminal:
         self.bars: Progress | None = None
 
     def line(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        """Print a line; what a terminal would obey (an agent may have written it) is shown as �."""
+        self.console.print(visible(text, LONGEST_LINE), markup=False, soft_wrap=True)
         if not self.console.is_terminal:
             sys.stdout.flush()
 

@@ -274,6 +274,34 @@ proposals = sa.Table(
     C("created_at", F, nullable=False),
 )
 
+agent_runs = sa.Table(  # a language model at work on one proposal; its own state lies in agents.db
+    "agent_runs",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("agent", T, nullable=False),
+    C("asked", T, nullable=False),  # the target that a person named, or ''
+    C("base_commit", T, nullable=False),
+    C("profile", N, nullable=False),
+    C("state", T, nullable=False),  # 'running' → 'proposed' | 'nothing' | 'abandoned'
+    C("proposal", N),
+    C("why", T),
+    C("created_at", F, nullable=False),
+)
+
+exchanges = sa.Table(  # every request to a language model, from before it was sent
+    "exchanges",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("at", F, nullable=False, index=True),
+    C("run", N, nullable=False, index=True),  # of agent_runs
+    C("label", T, nullable=False),
+    C("state", T, nullable=False),  # 'reserved' → 'done' | 'failed'
+    C("tokens", N, nullable=False),  # the most that it can be; once settled, what it was
+    C("usd", F, nullable=False),
+    C("file", T),  # the whole exchange as JSON
+    C("trace", T),  # MLflow's, once it was told
+)
+
 # What MLflow was told already: a run per segment / candidate / proposal.
 tracked_runs = sa.Table("tracked_runs", metadata, C("subject", T, primary_key=True), C("run_id", T, nullable=False))
 

@@ -32,6 +32,7 @@ ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "ERROR",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "GIT_PYTHON_REFRESH": "quiet",
+    "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",  # a trace is kept when the call returns, or told again later
 }
 
 

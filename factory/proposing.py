@@ -20,8 +20,8 @@ import sqlalchemy as sa
 
 from agents import search_proposer
 from agents.proposal import Proposal
-from agents.workbench import Workbench
-from factory import proposal_report, repository, sandbox
+from factory import engineering, proposal_report, repository, sandbox
+from factory.engineering import NOBODY, Hire
 from factory.errors import InputError, nearest
 from factory.gates.judge import Verdict
 from factory.gates.patch_gate import decide
@@ -38,29 +38,28 @@ from factory.workspace import Workspace
 QUICK = Options(isolation_s=0)  # the search proposer has implementations measured, not lines
 
 
-def propose(workspace: Workspace, ledger: Ledger, progress: Progress, *, agent: str = "search") -> int | None:
+def propose(
+    workspace: Workspace, ledger: Ledger, progress: Progress, *, agent: str = search_proposer.AGENT, hire: Hire = NOBODY
+) -> int | None:
     """Profile, let ``agent`` propose, judge; returns the proposal's number, or None (and says why) when there is nothing to propose.
 
-    The caller holds the workspace's ``code-loop`` lock. Raises: InputError for an unknown agent; IsolationError without a
-    sandbox; RepositoryError; whatever it raises, no branch and no worktree is left behind.
+    The caller holds the workspace's ``code-loop`` lock. Raises: InputError for an unknown agent, endpoint or target; ModelError;
+    IsolationError without a sandbox; RepositoryError; whatever it raises, no branch and no worktree is left behind.
     """
     if agent not in AGENTS:
         raise InputError(f"no agent {agent!r}{nearest(agent, AGENTS)}")
     base = repository.live_commit(workspace.repository)
+    repository.require_settled(workspace.repository)
     clear_stale(workspace, ledger, progress)
     start = find_start(ledger)
     if start is None:
         progress.line("  nothing proposed: there is no trunk checkpoint to measure on yet; run 'factory train' first")
         return None
     _refuse_without_isolation(workspace)
-    found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress, QUICK)))
-    assert found is not None
     bench = Bench(workspace, ledger, base, start, progress)
-    drafted = AGENTS[agent](json.loads(Path(found["path"]).read_text()), bench)
-    if drafted is None:
-        progress.line("  nothing proposed: no change was found that measures faster than what runs now")
+    number = AGENTS[agent](workspace, ledger, progress, bench, hire)
+    if number is None:
         return None
-    number = submit(workspace, ledger, progress, drafted, base)
     from factory.tracking import Tracking
 
     Tracking.open(workspace, ledger).proposal_run(number)
@@ -111,8 +110,35 @@ def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> Non
         progress.line(f"  proposal {row['number']} was left unjudged by a killed process: cleared away")
 
 
-# What an agent is: a profile and a workbench in, a proposal or nothing out.
-AGENTS: dict[str, Callable[[dict[str, Any], Workbench], Proposal | None]] = {"search": search_proposer.propose}
+def _search(workspace: Workspace, ledger: Ledger, progress: Progress, bench: Bench, hire: Hire) -> int | None:
+    if hire != NOBODY:
+        raise InputError("an endpoint, a model, a target and a person are for the kernel-engineer, not for 'search'")
+    found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress, QUICK)))
+    assert found is not None
+    drafted = search_proposer.propose(json.loads(Path(found["path"]).read_text()), bench)
+    if drafted is None:
+        progress.line("  nothing proposed: no change was found that measures faster than what runs now")
+        return None
+    return submit(workspace, ledger, progress, drafted, bench.base)
+
+
+def _engineer(workspace: Workspace, ledger: Ledger, progress: Progress, bench: Bench, hire: Hire) -> int | None:
+    job = engineering.take_up(workspace, ledger, progress, bench.base, hire)
+    drafted = engineering.draft(workspace, ledger, progress, job, bench)
+    if drafted is None:
+        return None
+    number = engineering.judged_already(ledger, job, drafted)
+    if number is None:
+        number = submit(workspace, ledger, progress, drafted, bench.base)
+    engineering.finish(workspace, ledger, job, number)
+    return number
+
+
+# What an agent is: a workbench in, the number of a judged proposal or nothing out.
+AGENTS: dict[str, Callable[[Workspace, Ledger, Progress, Bench, Hire], int | None]] = {
+    search_proposer.AGENT: _search,
+    engineering.AGENT: _engineer,
+}
 
 
 def _refuse_without_isolation(workspace: Workspace) -> None:

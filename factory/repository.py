@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +80,20 @@ def changed_files(repository: Path, folders: Sequence[str] = ("kernels", "traine
     there = [path for path in entries if (repository / path).is_file() and not (repository / path).is_symlink()]
     now = dict(zip(there, hashes(repository, [repository / path for path in there]), strict=True))
     return sorted(path for path, blob in entries.items() if now.get(path) != blob)
+
+
+def require_settled(repository: Path) -> None:
+    """Raises: RepositoryError unless HEAD is a branch and the checkout holds its code: a proposal is made on, and merged into, that."""
+    if git(repository, "symbolic-ref", "--quiet", "HEAD", check=False).returncode:
+        raise RepositoryError(
+            f"{repository} is on no branch (detached HEAD): 'git switch' to the branch that proposals are for, or make one with "
+            "'git switch -c NAME'"
+        )
+    if changed := changed_files(repository):
+        raise RepositoryError(
+            f"{repository} has changes that are not committed: {', '.join(changed[:5])}; commit or stash them first, a proposal is "
+            "measured against commits"
+        )
 
 
 def checkout_live(workspace: Workspace, commit: str = "") -> Path:
@@ -155,6 +169,7 @@ def fork(source: Path, target: Path, edit: Callable[[str], str], path: str, mess
     git(aside, "update-index", "--cacheinfo", f"{mode},{blob},{path}")
     tree = git(aside, "write-tree").stdout.decode().strip()
     commit = git(aside, "commit-tree", tree, "-p", base, data=message.encode()).stdout.decode().strip()
+    git(aside, "symbolic-ref", "HEAD", "refs/heads/main")  # the source may be on no branch
     git(aside, "update-ref", "HEAD", commit)
     write_files(aside, entries_of(aside, commit), aside)
     os.rename(aside, target)
@@ -174,12 +189,9 @@ def apply_proposal(
 
     Raises: ScopeError before anything is written; RepositoryError when git refuses. Either leaves no branch, no folder.
     """
-    existing = entries_of(repository, base)
-    changes = [
-        Change(path, encoded(text), *(2 * (existing[path][0],) if path in existing else ("100644", None)))
-        for path, text in edits
-    ]
-    found = problems(policy, changes, {path: mode for path, (mode, _) in existing.items()})
+    existing = modes(repository, base)
+    changes = proposed(existing, edits)
+    found = problems(policy, changes, existing)
     if found:
         raise ScopeError(found)
     commit = commit_of(repository, base, changes, message)
@@ -193,6 +205,14 @@ def apply_proposal(
         remove_worktree(repository, worktree)
         remove_branch(repository, branch)
         raise
+
+
+def proposed(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> list[Change]:
+    """``edits`` (path, new text) as changes of a commit whose files have the modes ``existing``."""
+    return [
+        Change(path, encoded(text), *(2 * (existing[path],) if path in existing else ("100644", None)))
+        for path, text in edits
+    ]
 
 
 def branch_commit(repository: Path, branch: str) -> str | None:

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from agents.untrusted import one_line
 from factory import sandbox_cgroup, sandbox_filter
 from factory.errors import IsolationError
 from factory.sandbox_pipes import Told, in_memory
@@ -91,11 +92,11 @@ class Result:
         return self.returncode == 0 and self.stopped is None
 
     def why(self) -> str:
-        """One line for a person: which limit stopped it, or how it ended and the last thing it said."""
+        """One line for a person: which limit stopped it, or how it ended and the last thing it said, which nobody vouches for."""
         if self.stopped:
             return f"stopped: over its {self.stopped} limit after {self.seconds:.1f} s"
         said = (self.stderr.strip() or self.stdout.strip()).splitlines()
-        return f"ended with code {self.returncode}" + (f": {said[-1][:300]}" if said else "")
+        return f"ended with code {self.returncode}" + (f": {one_line(said[-1], 300)}" if said else "")
 
 
 def run(

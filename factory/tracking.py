@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracking", "flatten", "short", "ui_command"]
 TRAINING, CANDIDATES, PROPOSALS, PROFILES = "training", "candidates", "proposals", "profiles"  # the experiments
+EXCHANGES = "exchanges"  # with language models: traces
 SUBJECT = "factory.subject"
 APPROVAL_TAG = "approval"  # what a person sets to 'approved', on a candidate's version or a proposal's run
 PARAMS_PER_BATCH = 100  # MLflow's own limit
@@ -256,6 +257,42 @@ class Tracking:
         with mlflow_errors(f"logging the files of profile {number}"):
             self.client.log_artifacts(run, str(Path(profile["path"]).parent))
         return run
+
+    def exchange_trace(
+        self,
+        name: str,
+        asked: Any,
+        answered: Any,
+        usage: tuple[int, int],
+        usd: float,
+        began: float,
+        ended: float,
+        tags: dict[str, str],
+    ) -> str:
+        """A trace of one exchange with a language model, with its tokens (in, out) and money. Returns its id.
+
+        Raises: TrackingError, also when MLflow says nothing and has not kept it.
+        """
+        client = self.client
+        import mlflow
+
+        experiment = self._experiment(EXCHANGES)
+        with mlflow_errors(f"tracing {name}"):
+            mlflow.set_tracking_uri(self.workspace.mlflow_uri)  # traces go where this says, whatever the client's own
+            counts = {"input_tokens": usage[0], "output_tokens": usage[1], "total_tokens": sum(usage)}
+            span = client.start_trace(
+                name,
+                span_type="CHAT_MODEL",
+                inputs=asked,
+                attributes={"mlflow.chat.tokenUsage": counts, "mlflow.llm.cost": {"total_cost": usd}},  # type: ignore[dict-item]
+                tags=tags,
+                experiment_id=experiment,
+                start_time_ns=int(began * 1e9),
+            )
+            status = "ERROR" if "error" in answered else "OK"
+            client.end_trace(span.trace_id, outputs=answered, status=status, end_time_ns=int(ended * 1e9))
+            client.get_trace(span.trace_id, display=False)  # exporting only logs its failures
+        return str(span.trace_id)
 
     def log_report(self, run: str, path: Path) -> None:
         """Put a report beside the run as ``report.html``. Raises: TrackingError."""

@@ -7,23 +7,39 @@ budget of seconds, and ask what was tried before.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 import yaml
 
-from agents.workbench import Attempt, Measurement, MeasurementError
+from agents.proposal import Edit
+from agents.workbench import Attempt, Checked, Measurement, MeasurementError, ReadError
 from factory import repository, sandbox
 from factory.errors import InputError
+from factory.gates import patch_ops, patch_scope, patch_static
+from factory.gates.patch_gate import KERNELS
+from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import AgentsPolicy
 from factory.gates.patch_training import Start
 from factory.ledger import Ledger, proposals, verdicts
 from factory.progress import Progress
 from factory.sandbox import Limits
 from factory.workspace import Workspace
+
+# Imports what argv names; the last line that it says is the error.
+IMPORT = (
+    "import importlib, os, sys; sys.path[0] = os.getcwd(); [importlib.import_module(name) for name in sys.argv[1:]]"
+)
+
+
+class NotForAgents(InputError, ReadError):
+    """What an agent asked to read is not there, or not for it."""
 
 
 @dataclass
@@ -41,12 +57,66 @@ class Bench:
     def agents(self) -> AgentsPolicy:
         return AgentsPolicy.load(self.workspace.policy("agents.yaml"))
 
+    @cached_property
+    def modes(self) -> dict[str, str]:
+        return repository.modes(self.workspace.repository, self.base)
+
+    def files(self, patchable: bool = False) -> list[str]:
+        """The live code's files that lie in scope; ``patchable``: without those that people keep for themselves."""
+        kept = self.agents.out_of_scope if patchable else ()
+        return sorted(p for p in self.modes if p not in kept and any(rule.covers(p) for rule in self.agents.scope))
+
     def read(self, path: str) -> str:
-        """A file of the live code that lies in scope. Raises: InputError for any other."""
+        """A file of the live code that lies in scope. Raises: NotForAgents for any other."""
         in_scope = any(rule.covers(path) for rule in self.agents.scope)
-        if not in_scope or path not in repository.modes(self.workspace.repository, self.base):
-            raise InputError(f"{path!r} is not a file that agents may read")
+        if not in_scope or path not in self.modes:
+            raise NotForAgents(f"{path!r} is not a file that agents may read")
         return repository.file_text(self.workspace.repository, self.base, path)
+
+    def check(self, edits: Sequence[Edit], op: str = "") -> Checked:
+        """Scope and static stage, then the op oracle's first case (or, for other code, an import) in the sandbox.
+
+        Quick, and no verdict: the gate does it all again, on what git holds. Raises: IsolationError.
+        """
+        changes = repository.proposed(self.modes, [(edit.path, edit.new_text) for edit in edits])
+        if found := patch_scope.problems(self.agents, changes, self.modes):
+            return Checked("scope", tuple(found))
+        baseline = repository.checkout_live(self.workspace, self.base)
+        for change in changes:
+            base = (baseline / change.path).read_bytes() if change.path in self.modes else None
+            if found := patch_static.problems(change, base):
+                return Checked("static", tuple(found))
+        work = self.workspace.root / "cache" / "check"
+        shutil.rmtree(work, ignore_errors=True)  # of a process that was killed here
+        try:
+            candidate = work / "code"
+            shutil.copytree(baseline, candidate, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+            for change in changes:
+                (candidate / change.path).parent.mkdir(parents=True, exist_ok=True)
+                (candidate / change.path).write_bytes(change.content or b"")
+            return self._run(baseline, candidate, work, [change.path for change in changes], op)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str) -> Checked:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
+        ops = patch_ops.changed_ops(before, after, paths, device)
+        quick = [changed for changed in ops if changed.op == op or changed.before != changed.after]
+        policy = PatchPolicy.load(self.workspace.policy("gates/patch.yaml")).oracle
+        if quick:
+            policy = policy.model_copy(update={"cases": policy.cases[:1]})
+            found = patch_ops.oracle(
+                policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle"
+            )
+            return Checked("oracle", () if found["state"] == "passed" else tuple(found["reasons"]))
+        names = [path.removesuffix(".py").replace("/", ".") for path in paths if path.endswith(".py")]
+        command = [sys.executable, "-c", IMPORT, *names]
+        limits = Limits(wall_seconds=policy.wall_seconds)
+        done = sandbox.run(command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits)
+        return Checked("import", () if done.ok else (f"the changed files cannot be imported: {done.why()}",))
 
     def measure(self, op: str, implementation: str, against: str) -> Measurement:
         """``kernels.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
@@ -77,7 +147,10 @@ class Bench:
     def history(self, target: str) -> list[Attempt]:
         """Judged proposals on a target, oldest first."""
         rows = [row for row in history(self.ledger) if row["target"] == target]
-        return [Attempt(row["patch_id"] or "", row["outcome"], "; ".join(row["reasons"])[:500]) for row in rows]
+        return [
+            Attempt(row["patch_id"] or "", row["outcome"], "; ".join(row["reasons"])[:500], row["title"])
+            for row in rows
+        ]
 
 
 def history(ledger: Ledger) -> list[dict[str, Any]]:

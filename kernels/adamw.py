@@ -127,6 +127,7 @@ OP = op(
     gradients=(),
     hostile=(1,),
     writes=(0, 2, 3, 4),
+    spoils=(1,),  # torch's kernel leaves the divided gradients in place
     in_block=False,
     implementations=(FUSED, TRITON),
 )

@@ -84,7 +84,8 @@ class Op:
     plain numbers.
 
     ``gradients`` are the positions that get one: none for an op of the optimiser, which autograd never sees. ``writes``
-    are the positions that an op changes in place; they are its outputs then, and it returns None.
+    are the positions that an op changes in place; they are its outputs then, and it returns None. ``spoils``: those that it may use
+    up, because nobody reads them afterwards.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Op:
     in_block: bool = True  # part of a layer: compiled with it where the recipe compiles its blocks
     hostile: tuple[int, ...] = ()  # positions that hostile values replace; empty: those that get a gradient
     writes: tuple[int, ...] = ()
+    spoils: tuple[int, ...] = ()
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -174,11 +176,12 @@ def op(
     in_block: bool = True,
     hostile: tuple[int, ...] = (),
     writes: tuple[int, ...] = (),
+    spoils: tuple[int, ...] = (),
 ) -> Op:
     """Every op has its reference as the implementation ``reference``."""
     everything = (Implementation("reference", reference, "the plain eager expression"), *implementations)
     by_name = {i.name: i for i in everything}
-    return Op(name, reference, cost, make_inputs, gradients, by_name, in_block, hostile or gradients, writes)
+    return Op(name, reference, cost, make_inputs, gradients, by_name, in_block, hostile or gradients, writes, spoils)
 
 
 _SMALL = Shape(batch=2, context=32, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab_size=128)

@@ -29,19 +29,50 @@ SETTLED = ("approved", "rejected", "reverted", "superseded")
 
 @app.command()
 def propose(
-    where: Where = DEFAULT, agent: Annotated[str, typer.Option(help="Who proposes: 'search' needs no LLM.")] = "search"
+    where: Where = DEFAULT,
+    agent: Annotated[
+        str,
+        typer.Option(help="Who proposes: 'search' needs no LLM, 'kernel-engineer' is one. By default whichever can."),
+    ] = "",
+    endpoint: Annotated[
+        str, typer.Option(help="Where the LLM is: a base URL (OpenAI-compatible), or files:FOLDER to answer by hand.")
+    ] = "",
+    model: Annotated[str, typer.Option(help="The LLM's name there; agents.yaml's when not given.")] = "",
+    target: Annotated[str, typer.Option(help="What to improve: an op, or file:line of the profile.")] = "",
+    interactive: Annotated[bool, typer.Option("--interactive", help="Ask me between rounds.")] = False,
 ) -> None:
-    """The code loop, once: profile the training step, propose a patch on a git branch, let the patch gate judge it."""
+    """The code loop, once: profile the training step, propose a patch on a git branch, let the patch gate judge it.
+
+    With an endpoint (--endpoint, llm.endpoint in policies/agents.yaml, or OPENAI_BASE_URL; the key is OPENAI_API_KEY) the
+    kernel engineer proposes, otherwise the search proposer. Killed at any moment, the same command goes on.
+    """
+    from factory import engineering
     from factory.proposing import propose as propose_patch
 
     workspace, ledger, terminal = open_workspace(where)
+    hire = engineering.Hire(endpoint, model, target, _ask if interactive else None)
+    if not agent:
+        called = hire != engineering.NOBODY or engineering.configured(workspace, hire)
+        agent = engineering.AGENT if called else "search"
+        if not called:
+            terminal.line("  no LLM endpoint is configured: the search proposer works")
     with workspace.lock("code-loop"):
-        number = propose_patch(workspace, ledger, terminal, agent=agent)
+        number = propose_patch(workspace, ledger, terminal, agent=agent, hire=hire)
     if number is not None:
         _show_proposal(workspace, number, False)
 
 
+def _ask(question: str) -> str:
+    """A person's answer. Raises: InputError at the end of the input; the run is kept."""
+    print(question, flush=True)
+    try:
+        return input("> ")
+    except EOFError:
+        raise InputError("standard input ended before an answer; the same command goes on with the run") from None
+
+
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
+    from agents.untrusted import one_line
     from factory.listing import rows
 
     sql = "SELECT p.*, v.outcome, v.reasons, v.evidence FROM proposals p LEFT JOIN verdicts v ON v.id = p.verdict WHERE p.number = :number"
@@ -65,7 +96,11 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
         + (f", {row['state']}" if row["state"] in SETTLED else "")
     )
     for reason in row["reasons"] or []:
-        print(f"    {reason}")
+        print(f"    {one_line(reason, 1000)}")
+    if row["agent"] == "kernel-engineer":
+        spent = "SELECT COUNT(*) AS n, SUM(e.tokens) AS tokens, SUM(e.usd) AS usd FROM exchanges e JOIN agent_runs a ON a.id = e.run "
+        cost = rows(workspace, spent + "WHERE a.proposal = :number", number=number)[0]
+        print(f"  LLM         {cost['n']} exchanges, {cost['tokens'] or 0:,} tokens, {cost['usd'] or 0:.4f} USD")
     if row["outcome"] == "promote" and row["state"] == "judged":
         print(f"  merge it    factory proposals approve {row['number']}")
     print(f"  see it      git -C {workspace.repository} show {row['branch']}\n  report      {row['report']}")

@@ -54,6 +54,7 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
             "count": len(inputs),
             "gradients": op.gradients,
             "writes": op.writes,
+            "spoils": op.spoils,
             "contiguous": case.contiguous,
         }
         (out / f"given-{number}.json").write_text(json.dumps(words))
@@ -70,7 +71,7 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
         before = tree_map_only(Tensor, Tensor.clone, inputs)
         function = get(job["op"]).implementation(job["implementation"]).function
         found = results(function, inputs, words["gradients"], words["writes"], upstream)
-        changed = [i for i, (a, b) in enumerate(zip(before, inputs)) if not _same(a, b)]
+        changed = [i for i, (a, b) in enumerate(zip(before, inputs)) if i not in words["spoils"] and not _same(a, b)]
         found["inputs changed"] = torch.tensor(changed, dtype=torch.int64)
         save_file(found, out / f"answer-{number}.safetensors")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from agents.llm.policy import LlmPolicy
 from factory.evals.policy import Strict, load_policy
 
 # Plain ASCII names: no control characters, look-alikes, back slashes, drive letters or alternate streams to argue about.
@@ -54,6 +55,7 @@ class AgentsPolicy(Strict):
     max_file_bytes: int = Field(gt=0)
     max_patch_bytes: int = Field(gt=0)
     measure_seconds: float = Field(gt=0)
+    llm: LlmPolicy = LlmPolicy()
 
     @classmethod
     def load(cls, path: Path) -> AgentsPolicy:

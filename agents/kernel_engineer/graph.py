@@ -1,0 +1,251 @@
+"""The kernel engineer's loop, as a LangGraph graph whose state is in SQLite after every node: killed anywhere, it goes on where it was.
+
+    aim ─► steer ─► think ─► act ─┬─► think          (it read something)
+                      ▲           ├─► steer ─► think (its proposal was not taken, and rounds are left; or a person wants more)
+                      └───────────┘   └─► end        (its proposal passed the quick check, or nothing is left to spend)
+
+``think`` is one exchange with the model, ``act`` runs the tools that it called. ``steer`` asks the person, if there is one.
+The state holds plain JSON values only.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from agents.kernel_engineer import prompts
+from agents.kernel_engineer.draft import AGENT, DraftError, read_draft
+from agents.kernel_engineer.targets import Target, choose, named, targets
+from agents.kernel_engineer.tools import PROPOSE, TOOLS, Reader
+from agents.llm.client import Client
+from agents.llm.exchange import Message
+from agents.proposal import Edit, Proposal
+from agents.untrusted import one_line, quoted, visible
+from agents.workbench import Workbench
+
+GO, STOP = ("", "go"), ("stop", "quit")  # a person's answers; any other is an instruction for the model
+Person = Callable[[str], str]
+FORMAT = 1  # of ``State``: a run that an older factory began starts over
+
+
+class State(TypedDict, total=False):
+    """``draft``: the last proposal that could be read, as ``_packed``; ``taken``: it passed the quick check."""
+
+    target: dict[str, Any]
+    messages: list[Message]
+    exchanges: int
+    rounds: int
+    draft: dict[str, Any]
+    taken: bool
+    problem: str
+    tried: bool
+    ended: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its number, what it works from, and whom it may ask. ``asked``: the target that a person named, or ''.
+
+    ``saved``: the SQLite file of the checkpoints.
+    """
+
+    number: int
+    profile: Mapping[str, Any]
+    workbench: Workbench
+    client: Client
+    saved: Path
+    asked: str = ""
+    person: Person | None = None
+    say: Callable[[str], None] = lambda _: None
+
+
+def work(run: Run) -> tuple[Proposal | None, str]:
+    """The proposal, or None; and why it ended. Called again after a kill, with the same number, it goes on.
+
+    Raises: TargetError; LlmError; whatever the workbench's sandbox raises. The run can be gone on with after each.
+    """
+    from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+    from langgraph.checkpoint.sqlite import SqliteSaver
+    from langgraph.types import Command
+
+    with closing(sqlite3.connect(run.saved, check_same_thread=False, timeout=60)) as connection:
+        connection.execute("PRAGMA synchronous=FULL")
+        saver = SqliteSaver(connection, serde=JsonPlusSerializer(allowed_msgpack_modules=None))  # plain values only
+        graph = _Engineer(run).graph().compile(checkpointer=saver)
+        steps = 4 * (run.client.policy.exchanges + run.client.policy.rounds) + 20
+        config: Any = {"configurable": {"thread_id": _thread(run.number)}, "recursion_limit": steps}
+        known = graph.get_state(config)
+        given: Any = None if known.values or known.next else {"rounds": 0}
+        if known.values and known.next:
+            run.say(f"  run {run.number} goes on where it was")
+        while True:
+            waiting = graph.get_state(config).interrupts
+            if waiting:
+                question = waiting[0].value
+                given = Command(resume=run.person(question) if run.person else GO[0])
+            state = graph.invoke(given, config, durability="sync")
+            given = None
+            if not graph.get_state(config).next:
+                break
+    draft = _unpacked(state["draft"]) if state.get("taken") and not state.get("ended") else None
+    return draft, state.get("ended") or state.get("problem") or ""
+
+
+def forget(saved: Path, number: int) -> None:
+    """Drop the checkpoints of a run that is over."""
+    from langgraph.checkpoint.sqlite import SqliteSaver
+
+    if saved.exists():
+        with closing(sqlite3.connect(saved, check_same_thread=False, timeout=60)) as connection:
+            SqliteSaver(connection).delete_thread(_thread(number))
+
+
+def _thread(number: int) -> str:
+    return f"{AGENT}-{number}-{FORMAT}"
+
+
+class _Engineer:
+    """The graph's nodes over one run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.policy = run, run.client.policy
+
+    def graph(self) -> Any:
+        from langgraph.graph import END, START, StateGraph
+
+        made = StateGraph(State)  # type: ignore[type-var]
+        for name in ("aim", "steer", "think", "act"):
+            made.add_node(name, getattr(self, name))
+        made.add_edge(START, "aim")
+        made.add_conditional_edges("aim", lambda s: END if s.get("ended") else "steer", ["steer", END])
+        made.add_conditional_edges(
+            "steer", lambda s: END if s.get("ended") or s.get("taken") else "think", ["think", END]
+        )
+        made.add_edge("think", "act")
+        made.add_conditional_edges("act", self.after_act, ["think", "steer", END])
+        return made
+
+    def aim(self, state: State) -> State:
+        """Pick the target, and say what is known of it."""
+        run = self.run
+        found = targets(run.profile, set(run.workbench.files(patchable=True)))
+        target = named(run.asked, found, run.profile) if run.asked else choose(found, run.workbench.history)
+        if target is None:
+            return {"ended": "no target promises a gain that could be measured"}
+        run.say(
+            f"  target {target.name}: {target.share:.1%} of the step, {target.aim:.3f}x as fast a step at the roofline"
+        )
+        evidence = Reader(run.profile, run.workbench, target).evidence()
+        first = prompts.task(target, evidence, self.policy.rounds)
+        packed = {**vars(target), "lines": list(target.lines)}
+        messages = [{"role": "system", "content": prompts.SYSTEM}, {"role": "user", "content": first}]
+        return {"target": packed, "messages": messages, "exchanges": 0, "rounds": 0, "taken": False, "tried": False}
+
+    def think(self, state: State) -> State:
+        """One exchange."""
+        number = state["exchanges"] + 1
+        reply = self.run.client.ask(f"{AGENT}-{self.run.number}-{number:03d}", state["messages"], TOOLS)
+        return {"messages": [*state["messages"], reply.message()], "exchanges": number}
+
+    def act(self, state: State) -> State:
+        """Answer the tools that the model called; a proposal is read and checked."""
+        target = _target(state)
+        reader = Reader(self.run.profile, self.run.workbench, target)
+        answers: list[Message] = []
+        update: State = {"tried": False}
+        for call in state["messages"][-1].get("tool_calls", []):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if name != PROPOSE:
+                text = reader.call(name, arguments)
+            elif update["tried"]:
+                text = "One proposal at a time: this one was not looked at."
+            else:
+                update |= self.judge(arguments, target, state)  # type: ignore[typeddict-item]
+                left = self.policy.rounds - update["rounds"]
+                text = prompts.TAKEN if update["taken"] else f"{update['problem']}\n{prompts.AGAIN.format(left=left)}"
+            answers.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+        answers = answers or [{"role": "user", "content": prompts.NUDGE}]
+        update["messages"] = [*state["messages"], *answers]
+        if not update.get("taken"):
+            update |= self.spent(update.get("rounds", state["rounds"]), state["exchanges"], update, state)  # type: ignore[typeddict-item]
+        return update
+
+    def judge(self, arguments: str, target: Target, state: State) -> State:
+        """The quick check of a proposal, and what is wrong with it, for the model."""
+        run, number = self.run, state["rounds"] + 1
+        update: State = {"tried": True, "rounds": number, "taken": False}
+        try:
+            draft = read_draft(arguments, target, run.workbench)
+        except DraftError as error:
+            problem = f"The proposal cannot be read: {error}"
+        else:
+            update["draft"] = _packed(draft)
+            run.say(f"  round {number}: {draft.title} (predicted {draft.predicted_gain:.3f}x)")
+            before = [a for a in run.workbench.history(target.name) if a.patch_id == draft.patch_id]
+            if any(attempt.outcome == "reject" for attempt in before):
+                problem = "The gate refused this very patch before."
+            else:
+                found = run.workbench.check(draft.edits, target.op)
+                problem = "" if found.ok else quoted(f"quick check, {found.stage}", "\n".join(found.problems), 6000)
+        shown = one_line(problem, 200) if problem else "passes the quick check"
+        run.say(f"  round {number}: {shown}")
+        return update | {"problem": problem, "taken": not problem}  # type: ignore[return-value]
+
+    def spent(self, rounds: int, exchanges: int, update: State, state: State) -> State:
+        """Why it ends here, if it does."""
+        last = one_line(update.get("problem", state.get("problem", "")) or "nothing was proposed", 300)
+        if rounds >= self.policy.rounds:
+            return {"ended": f"none of {rounds} proposals passed the quick check; the last: {last}"}
+        if exchanges >= self.policy.exchanges:
+            return {"ended": f"{exchanges} exchanges are used up without a proposal that passes; the last: {last}"}
+        return {}
+
+    def after_act(self, state: State) -> str:
+        from langgraph.graph import END
+
+        if state.get("ended"):
+            return str(END)
+        return "steer" if state["tried"] else "think"
+
+    def steer(self, state: State) -> State:
+        """Ask the person: go on, stop, or an instruction. Without one, go on."""
+        if self.run.person is None:
+            return {"problem": state.get("problem", "")}
+        from langgraph.types import interrupt
+
+        answer = str(interrupt(_question(state))).strip()
+        if answer.lower() in STOP:
+            return {"ended": "stopped by the person who runs it"}
+        if answer.lower() in GO:
+            return {"problem": state.get("problem", "")}
+        text = prompts.STEER.format(text=visible(answer, 4000))
+        return {"messages": [*state["messages"], {"role": "user", "content": text}], "taken": False}
+
+
+def _question(state: State) -> str:
+    """What a person is shown between rounds."""
+    target, draft = _target(state), state.get("draft")
+    words = [f"target {target.name}: {target.share:.1%} of the step, {target.aim:.3f}x at the roofline"]
+    if draft:
+        edits = ", ".join(one_line(path, 100) for path, _ in draft["edits"])
+        words += [f"round {state['rounds']}: {draft['title']}", f"  {draft['hypothesis']}", f"  edits {edits}"]
+        words.append("  passes the quick check" if state["taken"] else f"  {visible(state.get('problem', ''), 1500)}")
+    goes_on = "to the gate" if state.get("taken") else "on"
+    return "\n".join([*words, f"[enter: go {goes_on}; 'stop'; anything else is an instruction for the model]"])
+
+
+def _target(state: State) -> Target:
+    return Target(**{**state["target"], "lines": tuple(state["target"]["lines"])})
+
+
+def _packed(draft: Proposal) -> dict[str, Any]:
+    return {**vars(draft), "edits": [[edit.path, edit.new_text] for edit in draft.edits]}
+
+
+def _unpacked(raw: dict[str, Any]) -> Proposal:
+    made = Proposal(**{**raw, "edits": ()})
+    return replace(made, edits=tuple(Edit(path, text) for path, text in raw["edits"]))

@@ -1,0 +1,90 @@
+"""What to work on: the op or file whose distance from the roofline takes the largest share of the step (Amdahl 1967)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agents.workbench import Attempt
+
+MOST_LINES = 12  # named of a target, hottest first
+MOST_TRIES = 3  # refused proposals after which a target is left alone, unless a person names it
+LEAST_GAIN = 1.02  # an attainable whole-step gain below this drowns in the gate's noise floor
+
+
+class TargetError(Exception):
+    """The target that was asked for is not in the profile, or may not be patched."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """``share`` of the eager step that it takes; ``attainable``: the share that would be saved at the roofline."""
+
+    name: str  # kernel:<op> | file:<path>
+    op: str
+    lines: tuple[str, ...]  # file:line, hottest first
+    share: float
+    attainable: float
+
+    @property
+    def most(self) -> float:
+        """The whole step's gain if the target took no time at all: no hypothesis may predict more."""
+        return 1.0 / (1.0 - min(self.share, 0.99))
+
+    @property
+    def aim(self) -> float:
+        """The whole step's gain if all of the target ran at the roofline."""
+        return 1.0 / (1.0 - min(self.attainable, 0.99))
+
+
+def targets(profile: Mapping[str, Any], files: Collection[str]) -> list[Target]:
+    """Every op and file of a parsed profile.json that lies in ``files``, largest attainable gain first."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for line in profile["lines"]:
+        if line["file"] in files:
+            groups.setdefault(f"kernel:{line['op']}" if line["op"] else f"file:{line['file']}", []).append(line)
+    found = []
+    for name, lines in groups.items():
+        lines.sort(key=lambda line: -line["share"])
+        found.append(
+            Target(
+                name,
+                lines[0]["op"],
+                tuple(f"{line['file']}:{line['line']}" for line in lines[:MOST_LINES]),
+                sum(line["share"] for line in lines),
+                sum(line["share"] * (1.0 - min(1.0, max(0.0, line["roofline"]))) for line in lines),
+            )
+        )
+    return sorted(found, key=lambda target: -target.attainable)
+
+
+def choose(found: Sequence[Target], history: Callable[[str], Sequence[Attempt]]) -> Target | None:
+    """The largest attainable gain that is worth a branch and was not refused too often; None when there is none."""
+    for target in found:
+        if target.aim < LEAST_GAIN:
+            return None
+        if sum(attempt.outcome == "reject" for attempt in history(target.name)) < MOST_TRIES:
+            return target
+    return None
+
+
+def named(asked: str, found: Sequence[Target], profile: Mapping[str, Any]) -> Target:
+    """The target of an op's name or a ``file:line``. Raises: TargetError that names the nearest."""
+    for target in found:
+        if asked in (target.op, target.name):
+            return target
+    at = {f"{line['file']}:{line['line']}": line for line in profile["lines"]}
+    if asked in at:
+        line = at[asked]
+        name = f"kernel:{line['op']}" if line["op"] else f"file:{line['file']}"
+        for target in found:
+            if target.name == name:
+                lines = (asked, *(other for other in target.lines if other != asked))
+                return Target(target.name, target.op, lines, target.share, target.attainable)
+        raise TargetError(f"target {asked!r} is measured, and lies where agents may not patch")
+    known = [target.op for target in found if target.op] + list(at)
+    near = difflib.get_close_matches(asked, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known[:8])}"
+    raise TargetError(f"target {asked!r} is no op and no line of the profile; {hint}")

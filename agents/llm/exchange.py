@@ -1,0 +1,169 @@
+"""One exchange with a language model as data: what is asked, what came back, what it cost; and who keeps the books."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Message = dict[str, Any]  # as of the chat completions API: {"role", "content", "tool_calls"?, "tool_call_id"?}
+MOST_CALLS = 16  # tool calls of one reply; a model that makes more is not read further
+
+
+class LlmError(Exception):
+    """No reply is to be had: says why, and what to do."""
+
+
+class BudgetError(LlmError):
+    """The worst case of the next request would pass the budget of the proposal or of the day; it was not sent.
+    ``lasting``: tomorrow changes nothing."""
+
+    def __init__(self, why: str, lasting: bool = True) -> None:
+        super().__init__(why)
+        self.lasting = lasting
+
+
+class SendError(LlmError):
+    """One attempt failed. ``again``: another may succeed, ``after`` so many seconds if the endpoint says so.
+    ``charged``: the endpoint may have worked, and bill for it."""
+
+    def __init__(self, why: str, *, again: bool, charged: bool, after: float | None = None) -> None:
+        super().__init__(why)
+        self.again, self.charged, self.after = again, charged, after
+
+
+@dataclass(frozen=True)
+class Usage:
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # JSON, as the model wrote it: it may be none
+
+
+@dataclass(frozen=True)
+class Request:
+    """``label`` names the exchange among those of its run; it is not sent."""
+
+    label: str
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    temperature: float | None = None
+    reply_tokens: int = 16_000
+
+    def body(self) -> dict[str, Any]:
+        """The request of the chat completions API."""
+        made: dict[str, Any] = {"model": self.model, "messages": list(self.messages)}
+        made |= {"max_completion_tokens": self.reply_tokens}
+        if self.tools:
+            made["tools"] = list(self.tools)
+        if self.temperature is not None:
+            made["temperature"] = self.temperature
+        return made
+
+    @property
+    def most_tokens(self) -> Usage:
+        """No token is shorter than a byte, and what a chat template adds is shorter than what JSON does."""
+        return Usage(len(json.dumps(self.body())), self.reply_tokens)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """``finish``: why it ended, in the API's words ('stop', 'tool_calls', 'length'). ``usage`` None: it was not told."""
+
+    text: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish: str = "stop"
+    usage: Usage | None = None
+
+    def message(self) -> Message:
+        """The assistant's message, to be sent back with the next request."""
+        made: Message = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            made["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return made
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One attempt, as it is kept. No key is in it."""
+
+    request: Request
+    endpoint: str
+    began: float  # seconds since 1970
+    ended: float
+    usage: Usage
+    usd: float
+    reply: Reply | None
+    error: str = ""
+
+
+class Endpoint(Protocol):
+    name: str
+
+    def send(self, request: Request) -> Reply:
+        """Raises: SendError."""
+        ...
+
+
+class Books(Protocol):
+    """Who says whether a request is affordable, and keeps what became of it."""
+
+    def reserve(self, label: str, tokens: int, usd: float) -> int:
+        """Set the worst case of a request aside; returns the entry's number. Raises: BudgetError."""
+        ...
+
+    def settle(self, entry: int, exchange: Exchange) -> None:
+        """What the request did cost. An entry that is never settled counts in full."""
+        ...
+
+
+def read_reply(message: object, usage: object = None, finish: str = "") -> Reply:
+    """A reply from a message of the API. Tool calls may also be plain: ``{"name", "arguments"}``, arguments as an object.
+
+    Raises: ValueError that says what is wrong.
+    """
+    if not isinstance(message, dict):
+        raise ValueError("a reply is an object with 'content' or 'tool_calls'")
+    text = message.get("content")
+    calls = message.get("tool_calls") or []
+    if not isinstance(text, (str, type(None))) or not isinstance(calls, list) or not (text or calls):
+        raise ValueError("a reply has a 'content' (text), or 'tool_calls' (a list)")
+    made = []
+    for number, call in enumerate(calls[:MOST_CALLS]):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tool call {number + 1} has no name")
+        arguments = function.get("arguments", "{}")
+        words = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        given = call.get("id")
+        name = given if isinstance(given, str) and given else f"call_{number}"
+        made.append(ToolCall(*map(_whole, (name, function["name"], words))))
+    return Reply(_whole(text or ""), tuple(made), finish or ("tool_calls" if made else "stop"), read_usage(usage))
+
+
+def _whole(text: str) -> str:
+    """Without halves of characters, which JSON can spell and no file can hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def read_usage(raw: object) -> Usage | None:
+    """The API's ``usage``; None when it is absent or no counts."""
+    if not isinstance(raw, dict):
+        return None
+    counts = [raw.get(key) for key in ("prompt_tokens", "completion_tokens")]
+    if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 40 for n in counts):
+        return None
+    return Usage(*counts)  # type: ignore[arg-type]

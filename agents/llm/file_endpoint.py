@@ -1,0 +1,88 @@
+"""A folder in place of a server: each request becomes a file, and the reply is waited for as a file. A person can be the model.
+
+``NAME.request.json`` is what a server would be sent. The reply goes to ``NAME.reply.json``, best written under another name
+and renamed: the API's whole answer, its message, or ``{"content": "…", "tool_calls": [{"name": "…", "arguments": {…}}]}``.
+The same request gets the same name, so that a run that was killed finds the reply that came meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agents.llm.exchange import LlmError, Reply, Request, SendError, read_reply
+from agents.llm.policy import LlmPolicy
+
+POLL_SECONDS = 0.2
+
+
+class FileEndpoint:
+    """Raises: LlmError when the folder cannot be made or written to."""
+
+    def __init__(self, folder: Path, policy: LlmPolicy, say: Callable[[str], None] = lambda _: None) -> None:
+        self.name, self.folder, self.policy, self.say = f"files:{folder}", folder, policy, say
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LlmError(f"endpoint {self.name}: {error.strerror}") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise LlmError(f"endpoint {self.name}: the folder may not be written to by this user")
+
+    def send(self, request: Request) -> Reply:
+        body = json.dumps(request.body(), indent=1, ensure_ascii=False).encode("utf-8", "replace")
+        name = f"{request.label}-{hashlib.sha256(body).hexdigest()[:12]}"
+        asked, answered = (self.folder / f"{name}.{kind}.json" for kind in ("request", "reply"))
+        try:
+            if not asked.exists():
+                _write(asked, body)
+        except OSError as error:
+            raise SendError(f"{asked}: {error.strerror}", again=False, charged=False) from None
+        deadline, told = time.monotonic() + self.policy.file_wait_seconds, ""
+        while True:
+            wrong = f"waiting for {answered}"
+            try:
+                return _read(answered, self.policy.reply_bytes)
+            except FileNotFoundError:
+                pass
+            except (ValueError, OSError, RecursionError) as error:
+                wrong = f"{answered} cannot be used yet: {error}"
+            if wrong != told:
+                self.say(f"  {wrong}")
+                told = wrong
+            if time.monotonic() > deadline:
+                why = f"no usable reply after {self.policy.file_wait_seconds:g} s ({wrong}); run the same command again to go on"
+                raise SendError(why, again=False, charged=False)
+            time.sleep(POLL_SECONDS)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """There whole or not at all, also after a power cut."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with open(aside, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _read(path: Path, limit: int) -> Reply:
+    """Raises: FileNotFoundError, OSError, ValueError that says what is wrong with it."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        if status.st_size > limit:
+            raise ValueError(f"it holds more than {limit} bytes")
+        raw: Any = json.loads(file.read(limit + 1).decode("utf-8"))
+    if isinstance(raw, dict) and isinstance(choices := raw.get("choices"), list):
+        if not choices or not isinstance(choices[0], dict):
+            raise ValueError("'choices' holds no message")
+        return read_reply(choices[0].get("message"), raw.get("usage"), str(choices[0].get("finish_reason") or ""))
+    return read_reply(raw, raw.get("usage") if isinstance(raw, dict) else None)

@@ -1,0 +1,184 @@
+"""Any server that speaks ``/v1/chat/completions``, through the ``openai`` package: streamed, and bounded in bytes, tokens and seconds.
+
+Retries are the ``client``'s, not the package's: each attempt stands in the books. The key goes into the request's header and
+nowhere else; whatever the server echoes of it is struck out.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import importlib
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from agents.llm.exchange import MOST_CALLS, LlmError, Reply, Request, SendError, read_reply
+from agents.llm.policy import LlmPolicy
+from agents.untrusted import one_line
+
+SLACK = 16  # chunks of a stream that carry no token: the role, the end, the usage
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+class HttpEndpoint:
+    """Raises: LlmError for a URL that is none, or a missing key."""
+
+    def __init__(self, url: str, key: str, policy: LlmPolicy) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
+            shown = f"{parts.scheme}://{parts.hostname}…" if parts.username or parts.password else repr(url)
+            raise LlmError(
+                f"endpoint {shown}: expected a base URL like https://host/v1 without a name or password in it"
+            )
+        if not policy.model:
+            raise LlmError(f"endpoint {url}: no model is named: set llm.model in policies/agents.yaml, or give --model")
+        if not key and parts.hostname not in LOCAL:
+            raise LlmError(
+                f"endpoint {url}: no key: set the environment variable OPENAI_API_KEY (any word if it needs none)"
+            )
+        self.name, self.policy = url, policy
+        self._url, self._key = url, key
+        self._client: Any = None
+        self._reading = _Reading(policy)
+
+    def send(self, request: Request) -> Reply:
+        import openai
+
+        self._reading = _Reading(self.policy)
+        try:
+            body = request.body() | {"stream": True, "stream_options": {"include_usage": True}}
+            body[self.policy.limit_parameter] = body.pop("max_completion_tokens")
+            with self._open().chat.completions.create(**body) as stream:
+                return self._collect(stream, request)
+        except SendError:
+            raise
+        except openai.APIStatusError as error:
+            raise self._refused(error, request) from None
+        except openai.APIConnectionError as error:  # time-outs are connection errors too
+            cause = error.__cause__
+            if isinstance(cause, SendError):
+                raise cause from None
+            late = isinstance(error, openai.APITimeoutError)
+            what = f"no byte for {self.policy.silence_seconds:g} s" if late else f"no connection: {cause or error}"
+            raise SendError(self._clean(what), again=True, charged=self._reading.bytes > 0 or late) from None
+        except openai.OpenAIError as error:  # an error that the stream itself carried
+            raise SendError(self._clean(f"it failed: {error}"), again=True, charged=True) from None
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+            why = f"its reply cannot be read ({type(error).__name__}: {error})"
+            raise SendError(self._clean(why), again=True, charged=True) from None
+
+    def _open(self) -> Any:
+        if self._client is None:
+            import openai
+
+            silence = self.policy.silence_seconds
+            http = openai.DefaultHttpxClient(
+                follow_redirects=False,  # a redirect would take the key elsewhere
+                headers={"Accept-Encoding": "identity"},
+                event_hooks={"response": [lambda response: self._reading.bound(response)]},
+            )
+            self._client = openai.OpenAI(
+                base_url=self._url, api_key=self._key or "none", max_retries=0, http_client=http
+            ).with_options(timeout=min(silence, self.policy.reply_seconds))
+        return self._client
+
+    def _collect(self, stream: Any, request: Request) -> Reply:
+        """The message that the chunks spell."""
+        text: list[str] = []
+        calls: dict[int, dict[str, str]] = {}
+        finish, usage, chunks = "", None, 0
+        for chunk in stream:
+            chunks += 1
+            if chunks > request.reply_tokens + SLACK:
+                why = f"its reply is longer than the {request.reply_tokens} tokens asked for: cut off"
+                raise SendError(why, again=False, charged=True)
+            usage = getattr(chunk, "usage", None) or usage
+            for choice in chunk.choices or []:
+                finish = choice.finish_reason or finish
+                delta = choice.delta
+                text.append(delta.content or "")
+                for part in delta.tool_calls or []:
+                    at = part.index
+                    if at is None:  # some servers send whole calls, without a number
+                        at = len(calls) if part.id else len(calls) - 1
+                    if at not in calls and len(calls) >= MOST_CALLS:
+                        continue
+                    call = calls.setdefault(at, {"id": "", "name": "", "arguments": ""})
+                    call["id"] = part.id or call["id"]
+                    if part.function is not None:
+                        call["name"] = part.function.name or call["name"]
+                        call["arguments"] += part.function.arguments or ""
+        if not finish:
+            raise SendError("its reply broke off", again=True, charged=True)
+        message = {"content": self._clean("".join(text)), "tool_calls": [calls[n] for n in sorted(calls)]}
+        if finish == "length" and not message["content"] and not calls:
+            message["content"] = "[the reply was used up before it said anything]"
+        return read_reply(message, usage.model_dump() if usage is not None else None, finish)
+
+    def _refused(self, error: Any, request: Request) -> SendError:
+        status, url = error.status_code, self._url
+        body = error.body if isinstance(error.body, dict) else {}
+        said = self._clean(one_line(str(body.get("message") or error.message), 300))
+        if status in (401, 403):
+            return SendError(f"the key was refused ({status}: {said}): set OPENAI_API_KEY", again=False, charged=False)
+        if status == 404:
+            why = f"no model {request.model!r}, or no such address as {url} (404: {said}): set llm.model, or --model"
+            return SendError(why, again=False, charged=False)
+        if status == 429 and getattr(error, "code", None) != "insufficient_quota":
+            return SendError(f"it is busy (429: {said})", again=True, charged=False, after=_retry_after(error))
+        if status in (408, 409) or status >= 500:
+            return SendError(f"it failed ({status}: {said})", again=True, charged=True, after=_retry_after(error))
+        return SendError(f"it refused the request ({status}: {said})", again=False, charged=False)
+
+    def _clean(self, text: str) -> str:
+        return text.replace(self._key, "[key]") if len(self._key) >= 4 else text
+
+
+class _Reading:
+    """How much of one answer may still be read, and how long. It bounds good and bad answers alike, below any parsing."""
+
+    def __init__(self, policy: LlmPolicy) -> None:
+        self.policy, self.bytes = policy, 0
+        self.began = time.monotonic()
+
+    def take(self, count: int) -> None:
+        self.bytes += count
+        policy = self.policy
+        if self.bytes > policy.reply_bytes:
+            raise SendError(f"its reply is longer than {policy.reply_bytes} bytes: cut off", again=False, charged=True)
+        if time.monotonic() - self.began > policy.reply_seconds:
+            raise SendError(
+                f"its reply takes longer than {policy.reply_seconds:g} s: cut off", again=True, charged=True
+            )
+
+    def bound(self, response: Any) -> None:
+        """Put this count between the wire and whoever reads ``response``."""
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise SendError("it answers compressed, which was not asked for", again=False, charged=True)
+        httpx = importlib.import_module(type(response).__module__.partition(".")[0])  # whichever one openai uses
+        inner, take = response.stream, self.take
+
+        class Counted(httpx.SyncByteStream):  # type: ignore[misc, name-defined]
+            def __iter__(self) -> Iterator[bytes]:
+                for chunk in inner:
+                    take(len(chunk))
+                    yield chunk
+
+            def close(self) -> None:
+                inner.close()
+
+        response.stream = Counted()
+
+
+def _retry_after(error: Any) -> float | None:
+    """Seconds, from either form of the header (RFC 9110 §10.2.3); None where there is none that can be read."""
+    raw = error.response.headers.get("retry-after", "")
+    try:
+        seconds = float(raw)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(raw).timestamp() - time.time()
+        except (ValueError, TypeError):
+            return None
+    return max(0.0, seconds) if seconds < float("inf") else None

@@ -1,0 +1,32 @@
+"""Text that nobody vouches for: files, logs, and whatever a model says. It is bounded, stripped of what a terminal obeys, and marked as data.
+
+What a model reads of the world stands between two lines that carry the text's own hash, so that no text can contain its own end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+
+# Control, format (bidirectional overrides, zero widths), private, surrogate characters; line and paragraph separators.
+INVISIBLE = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
+
+
+def visible(text: str, limit: int) -> str:
+    """At most ``limit`` characters (and a note of how many are missing); invisible ones but tab and newline become ``�``."""
+    cut = text[:limit]
+    shown = "".join(c if c in "\t\n" or unicodedata.category(c) not in INVISIBLE else "\ufffd" for c in cut)
+    return shown if len(text) <= limit else f"{shown}\n[{len(text) - limit} characters more are left out]"
+
+
+def one_line(text: str, limit: int) -> str:
+    """As ``visible``, on a single line: no text can look like a line of its own in a log or a commit message."""
+    words = " ".join(visible(text[: 4 * limit], 4 * limit).split())
+    return words if len(words) <= limit else words[: limit - 1] + "…"
+
+
+def quoted(what: str, text: str, limit: int = 16_000) -> str:
+    """``text`` as data for a model: bounded, named, between marks that it cannot contain."""
+    shown = visible(text, limit)
+    mark = hashlib.sha256(shown.encode("utf-8", "replace")).hexdigest()[:16]
+    return f"<data {mark}: {one_line(what, 200)}>\n{shown}\n</data {mark}>"

@@ -1,0 +1,257 @@
+"""The LLM client against a real server that answers well and badly, and against files."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agents.llm.client import Client
+from agents.llm.exchange import BudgetError, Exchange, LlmError, Usage, read_reply
+from agents.llm.file_endpoint import FileEndpoint
+from agents.llm.http_endpoint import HttpEndpoint
+from agents.llm.policy import LlmPolicy
+from agents.llm.replay_server import ReplayServer, Session
+from trainer.errors import TrainerError
+
+KEY = "sk-a-secret-of-mine"
+ASK = [{"role": "user", "content": "Which op is hot?"}]
+TOOL = {"type": "function", "function": {"name": "read_file", "parameters": {"type": "object", "properties": {}}}}
+POLICY = LlmPolicy(
+    model="m", attempts=3, reply_seconds=5, silence_seconds=0.5, longest_wait_seconds=2, reply_tokens=500,
+    usd_per_million_input_tokens=1.0, usd_per_million_output_tokens=10.0,
+)  # fmt: skip
+GOOD = {"text": "attention, surely", "usage": {"prompt_tokens": 100, "completion_tokens": 20}}
+
+
+class Notes:
+    """Books without a budget, or with one of tokens."""
+
+    def __init__(self, tokens: int = 1 << 40) -> None:
+        self.most, self.open, self.kept = tokens, 0, list[Exchange]()
+
+    def reserve(self, label: str, tokens: int, usd: float) -> int:
+        if tokens + sum(exchange.usage.tokens for exchange in self.kept) > self.most:
+            raise BudgetError("exhausted")
+        self.open += 1
+        return self.open
+
+    def settle(self, entry: int, exchange: Exchange) -> None:
+        self.kept.append(exchange)
+
+
+def session(*turns: Any, **more: Any) -> Session:
+    return Session.model_validate({"turns": list(turns), **more})
+
+
+def asked(recorded: Session, notes: Notes, policy: LlmPolicy = POLICY, key: str = KEY) -> tuple[Any, ReplayServer]:
+    """The reply or the error of one question, and the server's memory of it."""
+    with ReplayServer(recorded) as server:
+        client = Client(HttpEndpoint(server.url, key, policy), policy, notes)
+        try:
+            return client.ask("turn-1", ASK, [TOOL]), server
+        except LlmError as error:
+            return error, server
+
+
+def test_a_streamed_reply_with_tool_calls_and_usage() -> None:
+    call = {"name": "read_file", "arguments": {"path": "kernels/rms_norm.py", "note": "é" * 40}}
+    notes = Notes()
+    reply, server = asked(
+        session({**GOOD, "calls": [call, {"name": "graph", "arguments": {}}]}, model="m", key=KEY), notes
+    )
+    assert reply.text == GOOD["text"] and reply.finish == "tool_calls"
+    assert [c.name for c in reply.tool_calls] == ["read_file", "graph"]
+    assert json.loads(reply.tool_calls[0].arguments) == call["arguments"]
+    assert server.requests[0]["messages"] == ASK and server.requests[0]["max_completion_tokens"] == 500
+    assert server.requests[0]["tools"] == [TOOL] and "temperature" not in server.requests[0]
+    (kept,) = notes.kept
+    assert kept.usage == Usage(100, 20) and kept.usd == pytest.approx((100 + 200) / 1e6)
+    assert kept.request.most_tokens.tokens >= kept.usage.tokens
+    assert KEY not in repr(kept)
+
+
+@pytest.mark.parametrize(
+    ("faults", "requests"),
+    [
+        ([{"status": 429, "headers": {"Retry-After": "0.2"}}], 2),
+        ([{"status": 503}, {"status": 500}], 3),
+        ([{"raw": "data: {nope\n\n"}], 2),
+        ([{"raw": 'data: {"choices": 7}\n\n'}], 2),
+        ([{"text": "it breaks off", "drop": True}], 2),
+        ([{"hang": 2.0}], 2),
+    ],
+    ids=["busy", "failing", "no JSON", "another shape", "dropped", "silent"],
+)
+def test_what_passes_is_tried_again(faults: list[dict[str, Any]], requests: int) -> None:
+    notes = Notes()
+    reply, server = asked(session([*faults, GOOD]), notes)
+    assert not isinstance(reply, LlmError), reply
+    assert reply.text == GOOD["text"] and len(server.requests) == requests == len(notes.kept)
+    failed = notes.kept[:-1]
+    assert all(exchange.error and exchange.reply is None for exchange in failed)
+    if faults[0].get("status") == 429:
+        assert failed[0].usage.tokens == 0 and notes.kept[-1].began - failed[0].ended >= 0.2
+    else:  # it may have worked, and bill for it
+        assert failed[0].usage == failed[0].request.most_tokens
+
+
+@pytest.mark.parametrize(
+    ("answer", "words", "requests"),
+    [
+        ({"status": 429, "headers": {"Retry-After": "3600"}}, "asks to wait 3600 s", 1),
+        ({"status": 429}, "tried 2 times", 2),
+        ({"endless": "la "}, "longer than the 500 tokens", 1),
+        ({"text": "x" * 300_000}, "longer than", 1),
+        ({"status": 400, "text": "no such parameter"}, "refused the request (400: no such parameter", 1),
+        ({"raw": "data: [1"}, "broke off", 2),
+    ],
+    ids=["come back tomorrow", "always busy", "endless", "too long", "refused", "cut"],
+)
+def test_what_does_not_pass_is_one_error(answer: dict[str, Any], words: str, requests: int) -> None:
+    policy = POLICY.model_copy(update={"attempts": 2, "reply_bytes": 1_000_000})
+    error, server = asked(session(answer), Notes(), policy)
+    assert isinstance(error, LlmError) and words in str(error), error
+    assert len(server.requests) == requests
+
+
+def test_an_endless_reply_is_cut_off_by_bytes_and_by_seconds_too() -> None:
+    by_bytes, _ = asked(session({"endless": "la" * 500}), Notes(), POLICY.model_copy(update={"reply_bytes": 50_000}))
+    assert "longer than 50000 bytes" in str(by_bytes)
+    began = time.monotonic()
+    slowly = POLICY.model_copy(update={"reply_seconds": 0.3, "reply_tokens": 1 << 30, "attempts": 1})
+    by_seconds, _ = asked(session({"endless": "la"}), Notes(), slowly)
+    assert "longer than 0.3 s" in str(by_seconds) and time.monotonic() - began < 4
+
+
+def test_a_wrong_key_and_an_unknown_model_say_what_to_do_and_never_the_key() -> None:
+    notes = Notes()
+    wrong, server = asked(session(GOOD, key="another"), notes)
+    assert "401" in str(wrong) and "OPENAI_API_KEY" in str(wrong) and server.requests == []
+    unknown, _ = asked(session(GOOD, model="other"), notes)
+    assert "no model 'm'" in str(unknown) and "--model" in str(unknown)
+    echoed, _ = asked(session({"text": f"your key is {KEY}"}), notes)
+    assert echoed.text == "your key is [key]"
+    assert KEY not in str(wrong) + repr(notes.kept) and "[key]" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "model", "words"),
+    [
+        ("ftp://host/v1", KEY, "m", "expected a base URL"),
+        ("https://me:hidden@host/v1", KEY, "m", "without a name or password"),
+        ("https://host/v1", "", "m", "OPENAI_API_KEY"),
+        ("https://host/v1", KEY, "", "llm.model"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_is_refused_at_once(url: str, key: str, model: str, words: str) -> None:
+    with pytest.raises(LlmError, match=words) as caught:
+        HttpEndpoint(url, key, POLICY.model_copy(update={"model": model}))
+    assert "hidden" not in str(caught.value)
+
+
+def test_nobody_listening_is_an_error_after_the_attempts() -> None:
+    with ReplayServer(session(GOOD)) as server:
+        url = server.url
+    notes = Notes()
+    with pytest.raises(LlmError, match="no connection"):
+        Client(HttpEndpoint(url, KEY, POLICY), POLICY, notes, sleep=lambda _: None).ask("t", ASK)
+    assert len(notes.kept) == 3 and all(exchange.usage.tokens == 0 for exchange in notes.kept)
+
+
+def test_servers_that_number_no_calls_and_know_the_older_limit() -> None:
+    def chunk(delta: dict[str, Any], finish: str | None = None) -> str:
+        return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': finish}]})}\n\n"
+
+    call = lambda name, path: {
+        "tool_calls": [{"id": name, "function": {"name": name, "arguments": json.dumps({"path": path})}}]
+    }
+    raw = chunk(call("a", "x")) + chunk(call("b", "y")) + chunk({}, "tool_calls") + "data: [DONE]\n\n"
+    reply, server = asked(session({"raw": raw}), Notes(), POLICY.model_copy(update={"limit_parameter": "max_tokens"}))
+    assert [(c.name, json.loads(c.arguments)["path"]) for c in reply.tool_calls] == [("a", "x"), ("b", "y")]
+    assert server.requests[0]["max_tokens"] == 500 and "max_completion_tokens" not in server.requests[0]
+    assert reply.usage is None
+
+
+def test_a_request_that_could_pass_the_budget_is_not_sent() -> None:
+    error, server = asked(session(GOOD), Notes(tokens=550))
+    assert isinstance(error, BudgetError) and server.requests == []
+
+
+def test_a_misspelt_session_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("turns: []\nmodle: x\n")
+    with pytest.raises(TrainerError, match="did you mean 'model'"):
+        Session.load(tmp_path / "s.yaml")
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+def client_of(folder: Path, said: list[str] | None = None, **changes: Any) -> Client:
+    policy = POLICY.model_copy(update={"file_wait_seconds": 10.0, **changes})
+    said = [] if said is None else said
+    return Client(FileEndpoint(folder, policy, said.append), policy, Notes())
+
+
+def test_a_person_answers_with_a_file_and_may_mend_it(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def person() -> None:
+        while not (found := list(tmp_path.glob("*.request.json"))):
+            time.sleep(0.02)
+        body = json.loads(found[0].read_text())
+        reply = tmp_path / found[0].name.replace("request", "reply")
+        reply.write_text('{"content": "half')
+        while not any("cannot be used yet" in line for line in said):
+            time.sleep(0.02)
+        answer = {
+            "content": body["messages"][0]["content"][::-1],
+            "tool_calls": [{"name": "graph", "arguments": {"a": 1}}],
+        }
+        reply.with_suffix(".part").write_text(json.dumps(answer))
+        os.replace(reply.with_suffix(".part"), reply)
+
+    thread = threading.Thread(target=person, daemon=True)
+    thread.start()
+    reply = client_of(tmp_path, said).ask("turn-1", ASK)
+    thread.join(10)
+    assert reply.text == ASK[0]["content"][::-1] and json.loads(reply.tool_calls[0].arguments) == {"a": 1}
+    # The same question again, as after a kill: the reply is there already.
+    assert client_of(tmp_path, file_wait_seconds=0.1).ask("turn-1", ASK) == reply
+    assert len(list(tmp_path.glob("*.request.json"))) == 1
+
+
+def test_a_reply_that_is_no_plain_file_or_too_large_is_never_read(tmp_path: Path) -> None:
+    with pytest.raises(LlmError, match="waiting for"):
+        client_of(tmp_path, file_wait_seconds=0.1).ask("t", ASK)
+    (asked_for,) = tmp_path.glob("*.request.json")
+    reply = tmp_path / asked_for.name.replace("request", "reply")
+    (tmp_path / "elsewhere").write_text('{"content": "x"}')
+    for make, words in (
+        (lambda: reply.symlink_to(tmp_path / "elsewhere"), "symbolic"),
+        (lambda: os.mkfifo(reply), "no regular file"),
+        (lambda: reply.write_text('{"content": "' + "x" * 5000 + '"}'), "more than 4000 bytes"),
+        (lambda: reply.write_text("[" * 3000), "cannot be used"),
+        (lambda: reply.write_text('{"content": 3}'), "'content'"),
+    ):
+        make()
+        with pytest.raises(LlmError, match=words):
+            client_of(tmp_path, file_wait_seconds=0.1, reply_bytes=4000).ask("t", ASK)
+        reply.unlink()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LlmError, match="files:"):
+        client_of(tmp_path / "file" / "folder")
+
+
+@pytest.mark.parametrize(
+    "raw", [None, {}, [], {"content": ""}, {"tool_calls": [{}]}, {"tool_calls": "x"}, {"content": 1}]
+)
+def test_no_reply_is_made_of_what_is_none(raw: Any) -> None:
+    with pytest.raises(ValueError):
+        read_reply(raw)
