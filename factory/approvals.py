@@ -18,8 +18,10 @@ from agents.proposal import Edit, Proposal
 from factory import repository
 from factory.errors import InputError, WorkspaceError
 from factory.gates.patch_policy import PatchPolicy
+from factory.gates.patch_training import find_start
 from factory.ledger import Ledger, events, proposals, record, verdicts
 from factory.progress import Progress
+from factory.revalidating import UNDO, note_validated
 from factory.workspace import Workspace
 
 Row = dict[str, Any]
@@ -49,6 +51,7 @@ def approve(workspace: Workspace, ledger: Ledger, number: int, by: str, progress
         _say(ledger, "proposal_approved", row, by)
         repository.advance(code, live, row["commit"])
     _become(ledger, row, "approved")
+    _settle_what_it_is_about(ledger, row)
     progress.line(
         f"  proposal {number} is live: {row['commit'][:12]}; the next segment trains with it, once it is certified"
     )
@@ -157,6 +160,16 @@ def _check_patch(workspace: Workspace, row: Row) -> None:
             f"the branch {row['branch']} does not hold the patch that was judged (it was {row['commit'][:12]}, it is "
             f"{commit[:12]}): an approval is of what was judged"
         )
+
+
+def _settle_what_it_is_about(ledger: Ledger, row: Row) -> None:
+    """A merged patch was judged in the surroundings of now; one that takes another back has done so."""
+    kind, _, number = row["target"].partition(":")
+    undone = ledger.one(sa.select(proposals).where(proposals.c.number == int(number))) if kind == UNDO else None
+    if undone is not None and undone["state"] == "approved":
+        _become(ledger, undone, "reverted")
+    elif start := find_start(ledger):
+        note_validated(ledger, row["number"], start)
 
 
 def _judge_again(workspace: Workspace, ledger: Ledger, row: Row, live: str, progress: Progress) -> int:

@@ -31,6 +31,7 @@ from factory.ledger import Ledger, profiles, proposals, record, verdicts
 from factory.profiling import Options, profile
 from factory.progress import Progress
 from factory.repository import ScopeError
+from factory.revalidating import revalidate
 from factory.sandbox import Limits
 from factory.workbench import Bench, history
 from factory.workspace import Workspace
@@ -56,6 +57,7 @@ def propose(
         progress.line("  nothing proposed: there is no trunk checkpoint to measure on yet; run 'factory train' first")
         return None
     _refuse_without_isolation(workspace)
+    revalidate(workspace, ledger, progress, base)
     bench = Bench(workspace, ledger, base, start, progress)
     number = AGENTS[agent](workspace, ledger, progress, bench, hire)
     if number is None:

@@ -10,10 +10,11 @@ import pytest
 import sqlalchemy as sa
 from code_loop_case import git
 
-from factory import approvals, proposing, repository
+from factory import approvals, proposing, repository, revalidating
 from factory.errors import InputError
 from factory.gates.judge import Verdict
 from factory.gates.patch_scope import AgentsPolicy
+from factory.gates.patch_training import Start
 from factory.ledger import Ledger, events, proposals, verdicts
 from factory.progress import SILENT
 from factory.repository import RepositoryError
@@ -195,15 +196,9 @@ def test_killed_while_it_is_merged_the_same_call_finishes(
     assert plant.row()["state"] == "approved" and plant.words() == [("approved", "ada")]
 
 
-@pytest.mark.parametrize("outcome", ["promote", "reject"])
-def test_when_the_code_moved_on_the_gate_runs_again(
-    plant: Plant, outcome: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its verdict is given here: what it measures is its own tests' business."""
-    first = plant.judged()
-    (plant.target / "README.md").write_text("# newer\n")
-    git(plant.target, "commit", "-q", "-a", "-m", "newer")
-    live, judged = plant.head(), []
+def given_verdict(monkeypatch: pytest.MonkeyPatch, outcome: str) -> list[tuple[int, str, str]]:
+    """Instead of the gate's minutes; what it was asked to judge is kept: (number, base, hash of the patch)."""
+    judged = []
 
     def decide(workspace: Workspace, ledger: Ledger, number: int, applied: Any, *_: Any, **__: Any) -> Any:
         judged.append((number, applied.base, applied.patch_sha256))
@@ -218,6 +213,18 @@ def test_when_the_code_moved_on_the_gate_runs_again(
         return key[0], Verdict(outcome, ("now",)), evidence  # type: ignore[index]
 
     monkeypatch.setattr(proposing, "decide", decide)
+    return judged
+
+
+@pytest.mark.parametrize("outcome", ["promote", "reject"])
+def test_when_the_code_moved_on_the_gate_runs_again(
+    plant: Plant, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its verdict is given here: what it measures is its own tests' business."""
+    first = plant.judged()
+    (plant.target / "README.md").write_text("# newer\n")
+    git(plant.target, "commit", "-q", "-a", "-m", "newer")
+    live, judged = plant.head(), given_verdict(monkeypatch, outcome)
     merged = plant.approve()
     assert judged == [(2, live, first["patch_sha256"])]
     assert plant.row()["state"] == "superseded"
@@ -259,3 +266,28 @@ def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: Plant) -
     policy.parent.mkdir(parents=True, exist_ok=True)
     policy.write_text("approval: automatic\n")
     assert settle() == 1 and plant.files() == FILES | NEW and plant.words()[-1] == ("approved", "policy")
+
+
+@pytest.mark.parametrize("outcome", ["promote", "reject"])
+def test_a_merged_patch_is_judged_again_once_when_its_surroundings_change(
+    plant: Plant, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
+    start = Start(plant.target, 0, recipe, {})
+    for module in (approvals, revalidating):
+        monkeypatch.setattr(module, "find_start", lambda ledger: start)
+    judged = given_verdict(monkeypatch, outcome)
+    again = lambda: revalidating.revalidate(plant.workspace, plant.ledger, SILENT, plant.head())
+    plant.judged()
+    live = plant.approve()
+    assert again() == [] and judged == []
+    recipe["model"] = {"d_model": 16}
+    assert again() == [2] and judged[0][:2] == (2, live)
+    undo = plant.row(2)
+    assert undo["target"] == "undo:1" and "recipe changed since" in undo["hypothesis"]
+    assert repository.file_text(plant.target, undo["commit"], "kernels/ops.py") == FILES["kernels/ops.py"]
+    assert again() == [] and plant.row()["state"] == "approved" and plant.head() == live
+    if outcome == "promote":
+        plant.approve(2)
+        assert plant.files() == FILES | {"kernels/fused.py": NEW["kernels/fused.py"]}  # a file that nobody reads stays
+        assert plant.row()["state"] == "reverted" and again() == []

@@ -1,0 +1,103 @@
+"""Merged patches are judged again when what they were judged on changed: another torch, driver, device or recipe, or a throughput drop.
+
+What is judged is the patch's undoing, as a proposal like any other: baseline is the live code with the patch, candidate the
+code without it. The gate promotes it only if the step is faster without the patch by then. A person approves it like any
+other; until then the patch stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from typing import Any
+
+import sqlalchemy as sa
+
+from agents.proposal import Edit, Proposal
+from factory import repository
+from factory.gates.patch_training import Start, find_start
+from factory.ledger import Ledger, anomalies, events, proposals, record
+from factory.progress import Progress
+from factory.workspace import Workspace
+
+AGENT = "revalidator"
+UNDO = "undo"  # kind of its targets: undo:<number of a proposal>
+VALIDATED = "proposal_validated"
+Row = dict[str, Any]
+
+
+def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: str) -> list[int]:
+    """Propose to take back every merged patch whose surroundings changed; returns the proposals' numbers.
+
+    The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
+    """
+    from factory.proposing import submit
+    from factory.tracking import Tracking
+
+    made = []
+    start = find_start(ledger)
+    for row in _merged(ledger) if start is not None else ():
+        assert start is not None
+        now = surroundings(ledger, start)
+        before = validated(ledger, row["number"])
+        if now in before:
+            continue
+        if not before:
+            note_validated(ledger, row["number"], start)  # merged by a killed process
+            continue
+        changed = sorted(key for key in now if before[-1].get(key) != now[key])
+        progress.line(f"  proposal {row['number']} was judged with another {', '.join(changed)}: it is judged again")
+        drafted = undoing(workspace, row, base, changed)
+        if drafted is not None:
+            made.append(submit(workspace, ledger, progress, drafted, base))
+            Tracking.open(workspace, ledger).proposal_run(made[-1])
+        note_validated(ledger, row["number"], start)
+    return made
+
+
+def undoing(workspace: Workspace, row: Row, base: str, changed: list[str]) -> Proposal | None:
+    """The patch backwards, on top of ``base``; None when its files changed again since, or it only added some."""
+    code = workspace.repository
+    live = {change.path for change in repository.changes(code, row["commit"], base)}
+    back = [c for c in repository.changes(code, row["commit"], row["base_commit"]) if c.content is not None]
+    if not back or any(change.path in live for change in back):
+        return None
+    edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in back)
+    hypothesis = (
+        f"Proposal {row['number']} ({row['title'][:100]}) was worth it when it was judged; {', '.join(changed)} changed since. "
+        "If the training step is faster without it now, it should be taken back. No gain refutes that."
+    )
+    return Proposal(AGENT, f"{UNDO}:{row['number']}", f"Take proposal {row['number']} back", hypothesis, 1.0, edits)
+
+
+def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
+    """What a measured gain depends on besides the code."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
+    drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
+    slow = ledger.one(drops)
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "driver": str(torch.version.cuda) if cuda else "",
+        "recipe": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16],
+        "throughput": f"dropped in segment {slow['newest']}" if slow and slow["newest"] else "",
+    }
+
+
+def validated(ledger: Ledger, number: int) -> list[dict[str, str]]:
+    """The surroundings under which a merged patch was judged, oldest first."""
+    mine = (events.c.kind == VALIDATED) & (events.c.subject == f"proposal:{number}")
+    return [row["detail"] for row in ledger.rows(sa.select(events.c.detail).where(mine).order_by(events.c.id))]
+
+
+def note_validated(ledger: Ledger, number: int, start: Start) -> None:
+    with ledger.begin() as tx:
+        record(tx, VALIDATED, f"proposal:{number}", surroundings(ledger, start))
+
+
+def _merged(ledger: Ledger) -> list[Row]:
+    return ledger.rows(sa.select(proposals).where(proposals.c.state == "approved").order_by(proposals.c.number))
