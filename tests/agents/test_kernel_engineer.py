@@ -108,6 +108,14 @@ def test_a_run_goes_on_where_it_ended_with_an_error(start: Start, tmp_path: Path
         assert connection.execute("SELECT count(*) FROM checkpoints").fetchone() == (0,)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("endless", "longer than the 200 tokens"), ("busy", "asks to wait 3600 s")]
+)
+def test_a_model_that_never_ends_or_is_busy_is_one_error(start: Start, name: str, words: str) -> None:
+    with pytest.raises(LlmError, match=words):
+        start(name, reply_tokens=200)
+
+
 def test_cheats_and_escapes_reach_neither_a_branch_nor_a_terminal(start: Start, bench: Bench) -> None:
     before = sorted(path.name for path in bench.workspace.root.iterdir())
     drafted, why, said, server = start("cheat", rounds=4)
