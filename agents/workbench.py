@@ -34,7 +34,7 @@ class MeasurementError(Exception):
 
 
 class ReadError(Exception):
-    """The file is not one that agents may read, or there is none."""
+    """A file that is not there, or not in scope."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.errors import FactoryError
-from factory.workspace import Workspace
+from factory.workspace import Workspace, code_root
 
 
 def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
@@ -23,7 +23,7 @@ def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
         ("torch", _torch),
         ("kernels", lambda: _kernels(workspace)),
         ("sandbox", _sandbox),
-        ("llm endpoint", _endpoint),
+        ("llm endpoint", lambda: _endpoint(workspace)),
     ]
     if workspace:
         opened = workspace
@@ -90,9 +90,17 @@ def _sandbox() -> tuple[bool | None, str]:
     return not facts["isolation"].startswith("none"), "; ".join(f"{key}: {value}" for key, value in facts.items())
 
 
-def _endpoint() -> tuple[bool | None, str]:
-    url = os.environ.get("OPENAI_BASE_URL") or ("the OpenAI API" if os.environ.get("OPENAI_API_KEY") else "")
-    return None, url or "none set (OPENAI_BASE_URL, OPENAI_API_KEY): the search proposer works without one"
+def _endpoint(workspace: Workspace | None) -> tuple[bool | None, str]:
+    from factory.engineering import NOBODY, endpoint_of
+    from factory.gates.patch_scope import AgentsPolicy
+
+    path = workspace.policy("agents.yaml") if workspace else code_root() / "policies" / "agents.yaml"
+    policy = AgentsPolicy.load(path).llm
+    where = endpoint_of(policy, NOBODY)
+    if not where:
+        return None, "none set (llm.endpoint in agents.yaml, OPENAI_BASE_URL): the search proposer works without one"
+    key = "set" if os.environ.get("OPENAI_API_KEY") else "not set"
+    return None, f"{where}, model {policy.model or 'not named (llm.model)'}, OPENAI_API_KEY {key}"
 
 
 def _workspace(workspace: Workspace) -> tuple[bool | None, str]:
@@ -128,10 +136,6 @@ def _ledger(workspace: Workspace) -> tuple[bool | None, str]:
     from factory.ledger import Ledger, metadata, sa
 
     ledger = Ledger.open(workspace.ledger_url)
-    counts = {
-        name: ledger.rows(sa.select(sa.func.count().label("n")).select_from(table))[0]["n"]
-        for name, table in metadata.tables.items()
-    }
-    return True, ", ".join(
-        f"{counts[name]} {name}" for name in ("shards", "documents", "segments", "candidates", "releases", "proposals")
-    )
+    names = ("shards", "documents", "segments", "candidates", "releases", "proposals")
+    count = lambda name: ledger.rows(sa.select(sa.func.count().label("n")).select_from(metadata.tables[name]))[0]["n"]
+    return True, ", ".join(f"{count(name)} {name}" for name in names)

@@ -38,8 +38,8 @@ IMPORT = (
 )
 
 
-class NotForAgents(InputError, ReadError):
-    """What an agent asked to read is not there, or not for it."""
+class OutOfScopeError(InputError, ReadError):
+    """What an agent asked to read is not for agents."""
 
 
 @dataclass
@@ -67,10 +67,10 @@ class Bench:
         return sorted(p for p in self.modes if p not in kept and any(rule.covers(p) for rule in self.agents.scope))
 
     def read(self, path: str) -> str:
-        """A file of the live code that lies in scope. Raises: NotForAgents for any other."""
+        """A file of the live code that lies in scope. Raises: OutOfScopeError for any other."""
         in_scope = any(rule.covers(path) for rule in self.agents.scope)
         if not in_scope or path not in self.modes:
-            raise NotForAgents(f"{path!r} is not a file that agents may read")
+            raise OutOfScopeError(f"{path!r} is not a file that agents may read")
         return repository.file_text(self.workspace.repository, self.base, path)
 
     def check(self, edits: Sequence[Edit], op: str = "") -> Checked:

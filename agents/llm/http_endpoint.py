@@ -61,12 +61,12 @@ class HttpEndpoint:
                 raise cause from None
             late = isinstance(error, openai.APITimeoutError)
             what = f"no byte for {self.policy.silence_seconds:g} s" if late else f"no connection: {cause or error}"
-            raise SendError(self._clean(what), again=True, charged=self._reading.bytes > 0 or late) from None
+            raise SendError(self._said(what), again=True, charged=self._reading.bytes > 0 or late) from None
         except openai.OpenAIError as error:  # an error that the stream itself carried
-            raise SendError(self._clean(f"it failed: {error}"), again=True, charged=True) from None
+            raise SendError(self._said(f"it failed: {error}"), again=True, charged=True) from None
         except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
             why = f"its reply cannot be read ({type(error).__name__}: {error})"
-            raise SendError(self._clean(why), again=True, charged=True) from None
+            raise SendError(self._said(why), again=True, charged=True) from None
 
     def _open(self) -> Any:
         if self._client is None:
@@ -119,7 +119,7 @@ class HttpEndpoint:
     def _refused(self, error: Any, request: Request) -> SendError:
         status, url = error.status_code, self._url
         body = error.body if isinstance(error.body, dict) else {}
-        said = self._clean(one_line(str(body.get("message") or error.message), 300))
+        said = self._said(str(body.get("message") or error.message))
         if status in (401, 403):
             return SendError(f"the key was refused ({status}: {said}): set OPENAI_API_KEY", again=False, charged=False)
         if status == 404:
@@ -130,6 +130,10 @@ class HttpEndpoint:
         if status in (408, 409) or status >= 500:
             return SendError(f"it failed ({status}: {said})", again=True, charged=True, after=_retry_after(error))
         return SendError(f"it refused the request ({status}: {said})", again=False, charged=False)
+
+    def _said(self, text: str) -> str:
+        """What the server says in an error: one clean line."""
+        return one_line(self._clean(text), 300)
 
     def _clean(self, text: str) -> str:
         return text.replace(self._key, "[key]") if len(self._key) >= 4 else text

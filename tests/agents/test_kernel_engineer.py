@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from code_loop_case import Made, make
 from engineer_case import Notes, profile, recorded
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agents.kernel_engineer.draft import DraftError, read_draft
 from agents.kernel_engineer.graph import Run, forget, work
@@ -106,6 +108,14 @@ def test_a_run_goes_on_where_it_ended_with_an_error(start: Start, tmp_path: Path
         assert connection.execute("SELECT count(*) FROM checkpoints").fetchone() == (0,)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("endless", "longer than the 200 tokens"), ("busy", "asks to wait 3600 s")]
+)
+def test_a_model_that_never_ends_or_is_busy_is_one_error(start: Start, name: str, words: str) -> None:
+    with pytest.raises(LlmError, match=words):
+        start(name, reply_tokens=200)
+
+
 def test_cheats_and_escapes_reach_neither_a_branch_nor_a_terminal(start: Start, bench: Bench) -> None:
     before = sorted(path.name for path in bench.workspace.root.iterdir())
     drafted, why, said, server = start("cheat", rounds=4)
@@ -196,6 +206,27 @@ def test_what_is_wrong_with_a_draft_is_said(changed: dict[str, Any], words: str 
         return
     with pytest.raises(DraftError, match=words):
         read_draft(arguments, SWIGLU, bench)
+
+
+VALUES = (
+    st.none()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=9)
+    | st.lists(st.dictionaries(st.sampled_from(["path", "find"]), st.text()))
+)
+
+
+@given(said=st.dictionaries(st.sampled_from(sorted(SAID)), VALUES), text=st.text() | st.none())
+def test_whatever_a_model_says_is_a_proposal_or_a_draft_error(
+    said: dict[str, Any], text: str | None, bench: Bench
+) -> None:
+    try:
+        made = read_draft(json.dumps({**SAID, **said}) if text is None else text, SWIGLU, bench)
+    except DraftError as error:
+        assert str(error).isprintable()
+    else:
+        assert made.title.isprintable() and made.hypothesis.isprintable() and len(made.patch_id) == 64
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agents.llm.client import Client
 from agents.llm.exchange import BudgetError, Exchange, LlmError, Usage, read_reply
@@ -110,8 +113,9 @@ def test_what_passes_is_tried_again(faults: list[dict[str, Any]], requests: int)
         ({"text": "x" * 300_000}, "longer than", 1),
         ({"status": 400, "text": "no such parameter"}, "refused the request (400: no such parameter", 1),
         ({"raw": "data: [1"}, "broke off", 2),
+        ({"raw": 'data: {"error": {"message": "no\\u001b[2J"}}\n\n'}, "it failed: no�[2J", 2),
     ],
-    ids=["come back tomorrow", "always busy", "endless", "too long", "refused", "cut"],
+    ids=["come back tomorrow", "always busy", "endless", "too long", "refused", "cut", "an error in the stream"],
 )
 def test_what_does_not_pass_is_one_error(answer: dict[str, Any], words: str, requests: int) -> None:
     policy = POLICY.model_copy(update={"attempts": 2, "reply_bytes": 1_000_000})
@@ -176,6 +180,50 @@ def test_servers_that_number_no_calls_and_know_the_older_limit() -> None:
     assert [(c.name, json.loads(c.arguments)["path"]) for c in reply.tool_calls] == [("a", "x"), ("b", "y")]
     assert server.requests[0]["max_tokens"] == 500 and "max_completion_tokens" not in server.requests[0]
     assert reply.usage is None
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["choices", "delta", "tool_calls", "function", "index", "content", "usage", "error"]), inner
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def odd_server() -> Iterator[ReplayServer]:
+    with ReplayServer(session(GOOD)) as server:
+        yield server
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    raw=st.lists(ODD.map(lambda x: f"data: {json.dumps(x)}\n\n") | st.text(max_size=20), min_size=1, max_size=3).map(
+        "".join
+    )
+)
+def test_whatever_a_server_streams_is_a_reply_or_one_clear_error(odd_server: ReplayServer, raw: str) -> None:
+    odd_server.session = session({"raw": raw})
+    policy = POLICY.model_copy(update={"attempts": 1})
+    try:
+        reply = Client(HttpEndpoint(odd_server.url, KEY, policy), policy, Notes()).ask("t", ASK)
+    except LlmError as error:
+        assert str(error).isprintable() and len(str(error)) < 1000
+    else:
+        assert reply.text or reply.tool_calls
+
+
+@given(ODD, ODD)
+def test_whatever_a_file_holds_is_a_reply_or_a_value_error(message: Any, usage: Any) -> None:
+    try:
+        reply = read_reply(message, usage)
+    except ValueError:
+        return
+    json.dumps(reply.message(), ensure_ascii=False).encode()
 
 
 def test_a_request_that_could_pass_the_budget_is_not_sent() -> None:

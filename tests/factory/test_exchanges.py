@@ -16,6 +16,7 @@ from agents.llm.exchange import BudgetError, LlmError
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import Budget, LlmPolicy
 from agents.llm.replay_server import ReplayServer, Session
+from factory.doctor import _ledger
 from factory.errors import ConfigError
 from factory.exchanges import DAY, ExchangeBooks
 from factory.gates.patch_scope import AgentsPolicy
@@ -42,6 +43,13 @@ def test_an_entry_that_a_killed_process_left_counts_in_full(workspace: Workspace
     with pytest.raises(BudgetError, match="USD"):
         books(workspace, again, run=2).reserve("c", 1, 1.01)
     assert len(ledger.rows(sa.select(exchanges))) == 2  # what was refused left nothing
+
+
+def test_a_ledger_older_than_the_books_gets_them(workspace: Workspace, ledger: Ledger) -> None:
+    exchanges.drop(ledger.engine)
+    row = _ledger(workspace)
+    assert row[0] and "proposals" in row[1]  # the doctor needs none
+    assert books(workspace, Ledger.open(workspace.ledger_url)).reserve("a", 1, 0.0) == 1
 
 
 def test_a_day_has_a_budget_of_its_own_and_ends(workspace: Workspace, ledger: Ledger) -> None:
