@@ -22,6 +22,7 @@ from factory.workspace import Workspace
 STILL_RUNNING_SECONDS = 120.0  # how long a trainer that was told to end gets to write its last checkpoint
 EXIT_STOPPED = 75  # the trainer was told to stop and left a checkpoint
 EXIT_DISK_FULL = 74
+GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # what Linux has where torch could find several: NVIDIA, AMD, WSL
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=0")
 
 
@@ -29,6 +30,8 @@ def ranks(workspace: Workspace) -> int:
     """How many ranks train: what ``factory.yaml`` says; by default one for each GPU of this machine, one without any."""
     if workspace.config.ranks:
         return workspace.config.ranks
+    if not any(found for name in GPU_DEVICES for found in Path("/dev").glob(name)):
+        return 1  # found without torch, which takes a second to import
     import torch
 
     return max(1, torch.cuda.device_count())

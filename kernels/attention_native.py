@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.native_library import call, library
+from kernels.native_library import call, cpu_op, library
 
 
 def usable(head_dim: int) -> bool:
@@ -45,14 +45,14 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and not any(step % 2 for step in x.stride()[:-1]) else x.contiguous()
 
 
-@torch.library.custom_op("factory::attention", mutates_args=())
+@cpu_op("factory::attention")
 def forward_op(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
     o_BTHK = torch.empty_like(q_BTHK, memory_format=torch.contiguous_format)
     run("attention_forward", [dense(x) for x in (q_BTHK, k_BTGK, v_BTGK)], document_BT, [o_BTHK])
     return o_BTHK
 
 
-@torch.library.custom_op("factory::attention_backward", mutates_args=())
+@cpu_op("factory::attention_backward")
 def backward_op(
     q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor, do_BTHK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.native_library import NAMES, call
+from kernels.native_library import NAMES, call, cpu_op
 
 CHUNK = 1 << 24  # logits at a time: what they take is 32 MiB in bf16
 
@@ -80,7 +80,7 @@ def in_chunks(
     return torch.stack(losses).sum(), torch.cat(nlls), torch.cat(dxs) if dxs else x_ND.new_empty(0), dweight_VD
 
 
-@torch.library.custom_op("factory::linear_cross_entropy_native", mutates_args=())
+@cpu_op("factory::linear_cross_entropy_native")
 def native_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,7 +13,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,21 @@ NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of the dtypes, as fun
 OUT_OF_MEMORY, FAILED = -1, -2  # native/in_parallel.h
 FLAGS = ("-O3", "-DNDEBUG", "-std=c++20", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-w")
 LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10", "-lgomp")
+
+
+def cpu_op(name: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+    """``torch.library.custom_op`` for a function of CPU tensors that changes none of them.
+
+    The dispatcher calls the function itself, not torch's wrapper, which imports the compiler at the first call: a second
+    of the start of every trainer that compiles nothing.
+    """
+
+    def define(function: Callable[..., Any]) -> torch.library.CustomOpDef:
+        made = torch.library.custom_op(name, function, mutates_args=())
+        torch.library.impl(name, "cpu", function)
+        return made
+
+    return define
 
 
 @functools.cache

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.native_library import NAMES, call, rows_of
+from kernels.native_library import NAMES, call, cpu_op, rows_of
 
 
-@torch.library.custom_op("factory::swiglu_native", mutates_args=())
+@cpu_op("factory::swiglu_native")
 def forward_op(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
     out_XF = torch.empty(gate_XF.shape, dtype=gate_XF.dtype)
     gate, up = rows_of(gate_XF), rows_of(up_XF)
@@ -18,7 +18,7 @@ def forward_op(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
     return out_XF
 
 
-@torch.library.custom_op("factory::swiglu_native_backward", mutates_args=())
+@cpu_op("factory::swiglu_native_backward")
 def backward_op(dout_XF: Tensor, gate_XF: Tensor, up_XF: Tensor) -> tuple[Tensor, Tensor]:
     dgate_XF, dup_XF = (torch.empty(gate_XF.shape, dtype=gate_XF.dtype) for _ in range(2))
     inputs = [rows_of(x) for x in (dout_XF, gate_XF, up_XF)]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from factory import repository
 from factory.demo import plain_kernels
@@ -29,6 +30,7 @@ from trainer.recipe import Recipe
 from trainer.token_shard import TokenizedDocument, write_token_shard
 
 STEPS = 6
+MEASURE_SECONDS = 20  # some of the eight implementations that a proposer may ask for, five seconds each
 GATE = """
 oracle: {cases: [small], wall_seconds: 120}
 isolated: {pairs: 3, wall_seconds: 120}
@@ -84,6 +86,10 @@ def make() -> Made:
     ledger = Ledger.create(workspace.ledger_url)
     (workspace.root / "policies" / "gates").mkdir(parents=True, exist_ok=True)
     (workspace.root / "policies" / "gates" / "patch.yaml").write_text(GATE)
+    agents = yaml.safe_load((code_root() / "policies" / "agents.yaml").read_text())
+    (workspace.root / "policies" / "agents.yaml").write_text(
+        yaml.safe_dump(agents | {"measure_seconds": MEASURE_SECONDS})
+    )
     recipe = Recipe.load(workspace.recipe_path())
     texts = [path.read_text()[:4000] for path in sorted((code_root() / "trainer").glob("*.py"))]
     words = tokenizer.train(iter(texts), recipe.model.vocab_size, workspace.tokenizer)
@@ -91,6 +97,7 @@ def make() -> Made:
     for number, text in enumerate(texts * 4):
         ids, mask = words.encode_text(text[(number * 37) % 500 :])
         domain = ("code", "docs", "chat")[number % 3]
+        mask[: len(mask) // 2 if domain == "chat" else 0] = False  # an op that leaves these out rounds otherwise
         made.append(TokenizedDocument(f"{number}", f"{number}", domain, "s", "MIT", ids.astype(np.uint32), mask))
     shard = write_token_shard(workspace.shards, made, vocab_size=recipe.model.vocab_size, tokenizer_sha256=words.sha256)
     plan = DataPlan.make(recipe.mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)

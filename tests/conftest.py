@@ -31,6 +31,12 @@ os.environ.setdefault(
 )  # tiny models: a second thread only waits, and two workers share the cores
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, each whole: what is left at the end is short, and two workers can share it."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
     return Workspace.create(tmp_path / "workspace")

@@ -37,13 +37,14 @@ class Run:
         dtype = DTYPES[recipe.precision]
         choice, fallback = load_choice(spec.kernels_path, ranks.device.type), load_fallback(spec.kernels_path)
         ops = bind(choice, ranks.device, dtype, recipe.compile, fallback)
-        with torch.device("meta"):
+        # by way of meta only where it is distributed: leaving it, torch imports sympy, half a second of the start
+        with torch.device("meta" if ranks.mesh is not None else ranks.device):
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
         if ranks.mesh is not None:
             from trainer.split import distribute
 
             distribute(self.model, self.model.blocks, ranks, dtype)
-        self.model.to_empty(device=ranks.device)
+            self.model.to_empty(device=ranks.device)
         width_share = recipe.model.width_share
         self.optimizer = Optimizer(self.model, recipe.optimizer, width_share, ops.adamw, ops.newton_schulz)
         self.monitor = Monitor(self.optimizer, ranks)

@@ -261,7 +261,7 @@ EXITS = {"an early exit": "import os\n\nos._exit(0)\n", "an endless import": "wh
 @pytest.mark.parametrize("name", EXITS)
 def test_processes_that_end_or_never_end(target: Path, tmp_path: Path, name: str) -> None:
     source = EXITS[name] + "\n\ndef fast(gate_XF, up_XF):\n    return gate_XF\n"
-    found = _judge(target, tmp_path, "swiglu", source, OraclePolicy(cases=["small"], wall_seconds=15))
+    found = _judge(target, tmp_path, "swiglu", source, OraclePolicy(cases=["small"], wall_seconds=10))
     assert found["state"] == "failed", found
 
 

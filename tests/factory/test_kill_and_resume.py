@@ -19,6 +19,7 @@ import pytest
 from factory.ledger import Ledger
 from factory.listing import rows
 from factory.workspace import Config, Workspace
+from tests.lent_libraries import lend
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = [
@@ -137,7 +138,7 @@ def test_killed_anywhere_it_ends_where_an_uninterrupted_run_ends(plant: Workspac
     calm = Workspace.create(tmp_path / "calm", Config(recipe="tiny", repository=plant.config.repository))
     Ledger.create(calm.ledger_url)
     for workspace in (calm, plant):
-        write_shards(workspace.inbox)
+        write_shards(lend(workspace).inbox)
     # The tiny model is not meant to be good: let it pass the floors, so that a release is reached.
     policy = (ROOT / "policies" / "gates" / "release.yaml").read_text()
     for workspace in (calm, plant):

@@ -17,6 +17,7 @@ from factory.progress import SILENT
 from factory.training import run_segment
 from factory.workspace import Config, Workspace
 from tests.factory.test_kill_and_resume import ROOT, lenient, write_shards
+from tests.lent_libraries import lend
 
 GIT = (
     "git",
@@ -33,7 +34,7 @@ GIT = (
 
 def make_plant(root: Path, repository: Path, **recipe: object) -> tuple[Workspace, Ledger]:
     """The tiny recipe with ``recipe``'s keys, two ingested shards, one finished trunk segment of 20 steps; floors that it passes."""
-    workspace = Workspace.create(root / "plant", Config(recipe="tiny", repository=str(repository)))
+    workspace = lend(Workspace.create(root / "plant", Config(recipe="tiny", repository=str(repository))))
     ledger = Ledger.create(workspace.ledger_url)
     own = workspace.root / "policies"
     for folder in ("gates", "recipes"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from trainer.__main__ import main
 from trainer.data_plan import DataPlan
 from trainer.recipe import Recipe
 from trainer.token_shard import TokenizedDocument, TokenShard, write_token_shard
@@ -87,15 +92,27 @@ def write_spec(folder: Path, plan: DataPlan, recipe: Recipe | None = None, **key
     return folder
 
 
-def start_trainer(folder: Path, *launcher: str, **keywords: Any) -> subprocess.Popen[str]:
-    """The real process, from the repository's root."""
+def start_trainer(folder: Path | list[Path], *launcher: str, **keywords: Any) -> subprocess.Popen[str]:
+    """The real process, from the repository's root; several folders one after the other."""
+    folders = ["--wait", *map(str, folder)] if isinstance(folder, list) else [str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launcher, "-m", "trainer", str(folder)]
+    command = [sys.executable, *launcher, "-m", "trainer", *folders]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **keywords)
 
 
-def run_trainer(folder: Path, *launcher: str, **keywords: Any) -> tuple[int, str]:
+def run_trainer(folder: Path | list[Path], *launcher: str, **keywords: Any) -> tuple[int, str]:
     """(exit code, stderr)."""
     process = start_trainer(folder, *launcher, **keywords)
     _, errors = process.communicate(timeout=120)
     return process.returncode, errors
+
+
+def train_here(folder: Path) -> tuple[int, str]:
+    """As ``run_trainer``, in this process: for what a run leaves, where how its process starts and ends is not the question."""
+    handler, said = signal.getsignal(signal.SIGTERM), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), torch.random.fork_rng(devices=[]):
+            code = main([str(folder)])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return code, said.getvalue()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, write_spec
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, train_here, write_spec
 from tests.trainer.test_monitor import run_of
 from tests.trainer.test_segment import result
 from trainer.batch import Batch, make_batch
@@ -33,12 +33,12 @@ def test_a_rate_that_no_run_stands_is_told_as_a_divergence_with_step_and_documen
 ) -> None:
     plan = plan_of(make_shard(counts={"code": 600, "docs": 200, "chat": 200}))
     good = write_spec(tmp_path / "good", plan, recipe_with(stability=WATCHFUL), last_step=40)
-    assert run_trainer(good) == (0, "")
+    assert train_here(good) == (0, "")
     assert anomalies(good) == []
     start = result(good)["checkpoint"]
     absurd = recipe_with(stability=WATCHFUL, optimizer__lr=3.0)
     bad = write_spec(tmp_path / "bad", plan, absurd, first_step=40, last_step=80, initial_checkpoint=start)
-    assert run_trainer(bad) == (0, "")
+    assert train_here(bad) == (0, "")
     found = anomalies(bad)
     assert {"loss_spike", "divergence"} <= {a["kind"] for a in found}
     assert len([a for a in found if a["kind"] == "divergence"]) == 1
@@ -62,7 +62,7 @@ def test_a_poisoned_shard_is_told_and_its_documents_are_among_those_named(
     old = make_shard(counts={"code": 900, "docs": 300, "chat": 300})
     recipe = recipe_with(stability=WATCHFUL, optimizer__lr=1e-2)
     trunk = write_spec(tmp_path / "trunk", plan_of(old), recipe, last_step=60)
-    assert run_trainer(trunk) == (0, "")
+    assert train_here(trunk) == (0, "")
     assert anomalies(trunk) == []
     poison = [
         TokenizedDocument(
@@ -74,7 +74,7 @@ def test_a_poisoned_shard_is_told_and_its_documents_are_among_those_named(
     both = plan_of(old, new, generations=[0, 1])
     start = result(trunk)["checkpoint"]
     on = write_spec(tmp_path / "on", both, recipe, first_step=60, last_step=70, initial_checkpoint=start)
-    assert run_trainer(on) == (0, "")
+    assert train_here(on) == (0, "")
     first = anomalies(on)[0]
     assert first["step"] <= 63 and first["kind"] in ("loss_spike", "grad_norm_jump", "skipped_outlier")
     assert any(key.startswith("poison-") for key in first["documents"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, write_spec
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer import checkpoint as checkpoints
 from trainer.average import main
 from trainer.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     documents = make_documents(0, {"code": 120, "docs": 60, "chat": 60})
     shard = write_token_shard(folder / "shards", documents, vocab_size=512, tokenizer_sha256="test")
     recipe = recipe_with(keep_checkpoints=3, checkpoint_every=5)
-    assert run_trainer(write_spec(folder / "segment", plan_of(shard), recipe, last_step=15)) == (0, "")
+    assert train_here(write_spec(folder / "segment", plan_of(shard), recipe, last_step=15)) == (0, "")
     found = [path for _, path in checkpoints.steps_in(folder / "segment" / "checkpoints")]
     assert len(found) == 3
     return found
@@ -70,7 +70,7 @@ def test_training_goes_on_from_an_average(trained: list[Path], tmp_path: Path, m
         tmp_path / "on", plan_of(make_shard()), recipe_with(keep_checkpoints=3, checkpoint_every=5), first_step=15,
         last_step=17, initial_checkpoint=start,
     )  # fmt: skip
-    assert run_trainer(folder) == (0, "")
+    assert train_here(folder) == (0, "")
     assert json.loads((folder / "result.json").read_text())["last_step"] == 17
 
 

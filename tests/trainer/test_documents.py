@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, write_spec
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.data_order import DataOrder, document_keys
 from trainer.documents import documents_of, main
 from trainer.errors import CheckpointError, SpecError
@@ -27,7 +27,7 @@ def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
 
     trunk = write_spec(tmp_path / "trunk", plan, recipe, last_step=13)
     assert documents_of(trunk, 7) == expected[7]  # before it ran
-    assert run_trainer(trunk) == (0, "")
+    assert train_here(trunk) == (0, "")
     end = trunk / "checkpoints" / "step-00000013"
     anneal = write_spec(
         tmp_path / "anneal", plan, recipe, kind="anneal", first_step=13, last_step=18, initial_checkpoint=str(end)
@@ -56,7 +56,7 @@ def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
 def test_a_segment_that_restarts_its_data_begins_the_plan_anew(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     trunk = write_spec(tmp_path / "trunk", plan, last_step=4)
-    assert run_trainer(trunk) == (0, "")
+    assert train_here(trunk) == (0, "")
     again = write_spec(
         tmp_path / "again",
         plan,
@@ -67,5 +67,5 @@ def test_a_segment_that_restarts_its_data_begins_the_plan_anew(tmp_path: Path, m
     )
     before = [documents_of(again, step) for step in range(4, 8)]
     assert before == [documents_of(trunk, step) for step in range(4)]
-    assert run_trainer(again) == (0, "")
+    assert train_here(again) == (0, "")
     assert [documents_of(again, step) for step in range(4, 8)] == before

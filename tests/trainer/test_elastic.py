@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.trainer.conftest import MakeShard, plan_of, recipe_with, start_trainer, write_spec
+from tests.trainer.conftest import make_documents, plan_of, recipe_with, start_trainer, write_spec
 from tests.trainer.test_segment import assert_same_run, records, wait_for_step
 from trainer import checkpoint as checkpoints
 from trainer.errors import RecipeError
 from trainer.parallel import rendezvous
+from trainer.token_shard import write_token_shard
 
 
 def start_elastic(folder: Path) -> subprocess.Popen[str]:
@@ -28,22 +30,34 @@ def ranks_of(agent: subprocess.Popen[str]) -> dict[int, psutil.Process]:
     return {int(child.environ()["RANK"]): child for child in children}
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks make of it when none dies."""
+    root = tmp_path_factory.mktemp("elastic")
+    documents = make_documents(0, {"code": 300, "docs": 100, "chat": 100})
+    plan = plan_of(write_token_shard(root / "shards", documents, vocab_size=512, tokenizer_sha256="test"))
+    recipe = recipe_with(checkpoint_every=4, batch__micro_sequences=2)
+    folder = write_spec(root / "straight", plan, recipe, last_step=24)
+    agent = start_elastic(folder)
+    _, errors = agent.communicate(timeout=90)
+    assert agent.returncode == 0, errors
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, 1])
-def test_a_rank_dies_and_the_run_ends_as_if_none_had(tmp_path: Path, make_shard: MakeShard, dies: int) -> None:
-    plan = plan_of(make_shard(counts={"code": 300, "docs": 100, "chat": 100}))
-    recipe = recipe_with(checkpoint_every=4, batch__micro_sequences=2)
-    straight, killed = (write_spec(tmp_path / name, plan, recipe, last_step=24) for name in ("straight", "killed"))
-    agents = {folder: start_elastic(folder) for folder in (straight, killed)}
+def test_a_rank_dies_and_the_run_ends_as_if_none_had(tmp_path: Path, straight: Path, dies: int) -> None:
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    shutil.copy(straight / "segment.json", killed)
+    agent = start_elastic(killed)
     wait_for_step(killed, 8)
-    before = ranks_of(agents[killed])
+    before = ranks_of(agent)
     os.kill(before[dies].pid, signal.SIGKILL)
     reached = checkpoints.steps_in(killed / "checkpoints")[-1][0]
-    for folder, agent in agents.items():
-        _, errors = agent.communicate(timeout=90)
-        assert agent.returncode == 0, errors
-        if folder == killed:
-            assert f"(exitcode: -9) local_rank: {dies}" in errors
+    _, errors = agent.communicate(timeout=90)
+    assert agent.returncode == 0, errors
+    assert f"(exitcode: -9) local_rank: {dies}" in errors
     assert 8 <= reached < 24
     assert len(records(killed)) == 24
     assert_same_run(straight, killed)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from factory.evals.reference_model import ReferenceModel
 from kernels.registry import bind
-from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, write_spec
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, train_here, write_spec
 from tests.trainer.families import FAMILIES, ODD
 from trainer import checkpoint as checkpoints
 from trainer.export import main
@@ -21,7 +21,7 @@ from trainer.recipe import Recipe
 def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
     """A checkpoint after a few real steps, so that norms are not all one and the router's biases not all zero."""
     write_spec(folder, plan_of(make_shard()), recipe_with(**changes), last_step=10)
-    code, said = run_trainer(folder)
+    code, said = train_here(folder)
     assert code == 0 and all(line.startswith("recipe: ") for line in said.splitlines()), said
     return Path(json.loads((folder / "result.json").read_text())["checkpoint"])
 

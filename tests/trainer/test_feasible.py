@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, write_spec
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.data_order import DataOrder
 from trainer.data_plan import DataPlan
 from trainer.errors import DataPlanError
@@ -101,7 +101,7 @@ def test_a_rehearsal_counts_what_comes(make_shard: MakeShard) -> None:
 def test_the_trainer_refuses_before_a_step(tmp_path: Path, make_shard: MakeShard) -> None:
     recipe = recipe_with(batch__packing="document", batch__max_padding=0.0)
     folder = write_spec(tmp_path / "segment", plan_of(make_shard()), recipe)
-    code, errors = run_trainer(folder)
+    code, errors = train_here(folder)
     assert code == 2 and "batch.max_padding" in errors and "model.context" in errors
     assert not (folder / "metrics.jsonl").exists()
 

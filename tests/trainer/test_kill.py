@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, start_trainer, write_spec
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, start_trainer, train_here, write_spec
 from tests.trainer.test_segment import assert_same_run, records, wait_for_step
 from trainer import checkpoint as checkpoints
 from trainer.data_plan import DataPlan
@@ -75,7 +75,7 @@ def test_a_checkpoint_without_some_state_would_be_noticed(tmp_path: Path, make_s
     """What the test above compares does depend on what the monitor and the detectors remember."""
     plan = plan_with_phases(make_shard)
     straight, _ = everything(tmp_path / "straight", plan)
-    assert run_trainer(straight) == (0, "")
+    assert train_here(straight) == (0, "")
     kept = [path for step, path in checkpoints.steps_in(straight / "checkpoints") if step < 32][-1]
     whole = checkpoints.load(kept)
     forgetful, _ = everything(tmp_path / "forgetful", plan)
@@ -85,7 +85,7 @@ def test_a_checkpoint_without_some_state_would_be_noticed(tmp_path: Path, make_s
         checkpoints.Checkpoint(whole.model, whole.optimizer, whole.state | {lost: empty[lost]}),
     )
     (forgetful / "metrics.jsonl").write_bytes((straight / "metrics.jsonl").read_bytes())
-    assert run_trainer(forgetful) == (0, "")
+    assert train_here(forgetful) == (0, "")
     with pytest.raises(AssertionError, match=lost):
         assert_same_run(straight, forgetful)
     if lost == "monitor":

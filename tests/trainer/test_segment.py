@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, start_trainer, write_spec
+from tests.trainer.conftest import (
+    ROOT,
+    MakeShard,
+    plan_of,
+    recipe_with,
+    run_trainer,
+    start_trainer,
+    train_here,
+    write_spec,
+)
 from trainer import checkpoint as checkpoints
 from trainer.metrics import read_lines
 
@@ -74,8 +86,23 @@ def test_trunk_then_anneal_learns_and_leaves_its_files(tmp_path: Path, make_shar
     assert usual_rates(trunk) and usual_rates(anneal)[: len(usual_rates(trunk))] == usual_rates(trunk)
     # finished: nothing is done again
     before = (anneal / "result.json").stat().st_mtime_ns
-    assert run_trainer(anneal) == (0, "")
+    assert train_here(anneal) == (0, "")
     assert (anneal / "result.json").stat().st_mtime_ns == before
+
+
+def test_a_run_that_compiles_nothing_does_not_load_the_compiler(tmp_path: Path, make_shard: MakeShard) -> None:
+    """To import it takes a second and a half: most of the time of a short segment."""
+    plan, folders = plan_of(make_shard()), []
+    for precision in ("fp32", "bf16"):
+        folders.append(str(write_spec(tmp_path / precision, plan, recipe_with(precision=precision), last_step=2)))
+    script = (
+        "import sys; from trainer.__main__ import main\n"
+        "assert main(['--wait', *sys.argv[1:]]) == 0\n"
+        "print([name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", script, *folders]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_resume_after_kills_is_exact_to_the_bit(tmp_path: Path, make_shard: MakeShard) -> None:
@@ -106,7 +133,7 @@ def test_resume_after_kills_is_exact_to_the_bit(tmp_path: Path, make_shard: Make
 def test_a_bad_checkpoint_is_skipped_and_said_and_the_end_is_the_same(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     straight = write_spec(tmp_path / "straight", plan)
-    assert run_trainer(straight)[0] == 0
+    assert train_here(straight)[0] == 0
     damaged = write_spec(tmp_path / "damaged", plan)
     process = start_trainer(damaged)
     wait_for_step(damaged, 10)
@@ -145,7 +172,7 @@ def test_a_full_disk_is_one_line_and_74_and_the_run_goes_on_later(tmp_path: Path
     assert checkpoints.load(kept[0][1]).step == kept[0][0]
     assert run_trainer(folder) == (0, "")
     straight = write_spec(tmp_path / "straight", plan)
-    assert run_trainer(straight)[0] == 0
+    assert train_here(straight)[0] == 0
     assert_same_run(straight, folder)
 
 
@@ -153,7 +180,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, make_shard: MakeShard) -> None:
     """Two real gloo ranks: the same data, the same initial weights, the same losses up to summation order."""
     plan = plan_of(make_shard())
     one, two = (write_spec(tmp_path / name, plan, last_step=8) for name in ("one", "two"))
-    assert run_trainer(one)[0] == 0
+    assert train_here(one)[0] == 0
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
     code, errors = run_trainer(two, *launcher, "--rdzv-endpoint=localhost:0")
     assert code == 0, errors
@@ -209,12 +236,12 @@ def test_a_poisoned_step_is_skipped_and_its_documents_named(tmp_path: Path, make
     """Weights that overflow: the update is not made, the anomaly names what was in the batch."""
     plan = plan_of(make_shard())
     trunk = write_spec(tmp_path / "trunk", plan, last_step=4)
-    assert run_trainer(trunk)[0] == 0
+    assert train_here(trunk)[0] == 0
     good = checkpoints.load(Path(result(trunk)["checkpoint"]))
     good.model["final_norm"][0] = float("nan")
     poisoned = checkpoints.save(tmp_path / "poisoned", good)
     folder = write_spec(tmp_path / "on", plan, first_step=4, last_step=6, initial_checkpoint=str(poisoned))
-    assert run_trainer(folder) == (0, "")
+    assert train_here(folder) == (0, "")
     assert result(folder)["loss"] is None
     found = read_lines(folder / "anomalies.jsonl")
     assert {(a["step"], a["kind"], a["skipped"]) for a in found} == {(4, "non_finite", True), (5, "non_finite", True)}

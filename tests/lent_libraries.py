@@ -1,0 +1,18 @@
+"""The loss head's compiled library, lent to a new workspace, whose first trainer would spend two seconds of g++ on it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from factory.workspace import Workspace
+from kernels.native_library import library
+
+
+def lend(workspace: Workspace) -> Workspace:
+    """As if a trainer had run there before."""
+    made = Path(library("cross_entropy")._name)
+    folder = workspace.root / "cache" / "inductor" / made.parent.name
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(made, folder)
+    return workspace
