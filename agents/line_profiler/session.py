@@ -32,8 +32,8 @@ from trainer.run import DTYPES, Run
 
 WARMUP_STEPS = 2
 STEPS = 3
-LEAST_S, SETTLING_S = 1.0, 10.0  # short steps are taken more often than STEPS; waiting for a quiet machine ends
-CONFIRMED, ALIKE = 3, 1.03  # a fastest step is believed when three lie within 3 %: on a busy machine it takes more
+LEAST_S, SETTLING_S = 2.0, 10.0  # short steps are taken more often than STEPS; waiting for a quiet machine ends
+CONFIRMED, ALIKE = 5, 1.03  # a fastest step is believed when five lie within 3 %: on a busy machine it takes more
 ISOLATION_BUDGET_S = 18.0
 COPY_BYTES = 1 << 26
 
@@ -62,7 +62,7 @@ def measure(
     report: Callable[[str], None] = lambda text: None,
 ) -> Session:
     """Profile an eager step: its lines from one recorded step, their times from the fastest of at least ``steps``, each in
-    turn with one that nobody watches; and the same step under torch.profiler.
+    turn with one that nobody watches and one that torch.profiler does.
 
     Raises: TrainerError, KernelError.
     """
@@ -143,7 +143,7 @@ class Turns:
 def _turns(
     run: Run, batch: Batch, steps: int, synchronize: Callable[[], None] | None, report: Callable[[str], None]
 ) -> Turns:
-    """Unwatched and watched in turn, and nothing between them: whatever else the machine does falls on both, and neither
+    """In turn, so that whatever else the machine does falls on all; after torch.profiler one step uncounted, so that none
     begins with colder caches. At least ``steps`` times, and until settled or the time for that is spent."""
     turns = Turns([], [], [])
     began = time.perf_counter()
@@ -155,12 +155,11 @@ def _turns(
 
     with no_collector():
         while not enough():
+            turns.torch.append(_torch_profiler_s(run, batch))
+            run.train_step(batch)
             turns.unwatched.append(_timed(run, batch, synchronize))
             turns.watched.append(laps(lambda: run.train_step(batch), synchronize))
             report(f"lines of the step: turn {len(turns.watched)}")
-    began = time.perf_counter()
-    while len(turns.torch) < steps or time.perf_counter() - began < LEAST_S:
-        turns.torch.append(_torch_profiler_s(run, batch))
     return turns
 
 

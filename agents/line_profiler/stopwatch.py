@@ -75,7 +75,7 @@ def total(laps: Sequence[Lap]) -> float:
     return sum(lap.gap + lap.seconds + lap.after for lap in laps)
 
 
-def crossing(step: Callable[[], object], turns: int = 30) -> float:
+def crossing(step: Callable[[], object], turns: int = 80) -> float:
     """Seconds that the stopwatch adds to an operation of a step: the fastest of ``turns`` watched less the fastest not."""
     plain, watched, operations = float("inf"), float("inf"), 1
     with no_collector():
@@ -89,17 +89,17 @@ def crossing(step: Callable[[], object], turns: int = 30) -> float:
 
 
 def timed(events: Sequence[Event], laps: Sequence[Lap], crossing_s: float) -> list[Event]:
-    """The events with the times of the same step's laps, less the crossing: out of the gap first, the rest out of the
-    operation. What Python does after the last operation is on that one's line."""
+    """The events with the times of the same step's laps, less a crossing each: out of the gap first, then out of the
+    operation, and what a view is too short to give out of the next. What Python does after the last operation is on that
+    one's line."""
     assert [event.operation for event in events] == [lap.operation for lap in laps], "not the same step"
-    return [
-        replace(
-            event,
-            host_s=max(0.0, lap.gap - crossing_s) + lap.after,
-            seconds=max(0.0, lap.seconds - max(0.0, crossing_s - lap.gap)),
-        )
-        for event, lap in zip(events, laps)
-    ]
+    found, owed = [], 0.0
+    for event, lap in zip(events, laps):
+        owed += crossing_s
+        host, owed = max(0.0, lap.gap - owed), max(0.0, owed - lap.gap)
+        seconds, owed = max(0.0, lap.seconds - owed), max(0.0, owed - lap.seconds)
+        found.append(replace(event, host_s=host + lap.after, seconds=seconds))
+    return found
 
 
 @contextmanager

@@ -37,10 +37,11 @@ def test_time_between_operations_and_after_the_last_is_kept_apart_from_theirs() 
     assert total(seen) <= whole and all(lap.seconds > 0 for lap in seen)
 
 
-def test_a_crossing_comes_out_of_the_gap_first_and_then_out_of_the_operation() -> None:
-    seen = [Lap(ADD, 5.0, 3.0), Lap(MUL, 1.0, 3.0), Lap(ADD, 0.5, 0.5, after=7.0)]
+def test_a_crossing_comes_out_of_the_gap_first_then_out_of_the_operation_then_out_of_the_next() -> None:
+    seen = [Lap(ADD, 5.0, 3.0), Lap(MUL, 1.0, 3.0), Lap(ADD, 0.5, 0.5), Lap(MUL, 5.0, 1.0, after=7.0)]
     events = timed([_event(lap.operation) for lap in seen], seen, 2.0)
-    assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (0.0, 2.0), (7.0, 0.0)]
+    assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (0.0, 2.0), (0.0, 0.0), (9.0, 1.0)]
+    assert sum(event.host_s + event.seconds for event in events) == total(seen) - 4 * 2.0
 
 
 def test_laps_of_another_step_are_refused() -> None:
@@ -71,7 +72,7 @@ def test_a_crossing_is_what_watching_adds_to_an_operation() -> None:
 
 def test_a_fastest_step_is_believed_when_others_come_near() -> None:
     watched = lambda *seconds: [[Lap(ADD, 0.0, each)] for each in seconds]
-    near, far = (1.0, 1.02, 1.01, 5.0), (1.0, 1.2, 1.3, 1.01)
+    near, far = (1.0, 1.02, 1.01, 5.0, 1.0, 1.02), (1.0, 1.2, 1.3, 1.01, 1.0, 1.02)
     assert Turns(list(near), watched(*near), []).settled()
     assert not Turns(list(far), watched(*near), []).settled()
     assert not Turns(list(near), watched(*far), []).settled()
