@@ -29,9 +29,13 @@ class MeasurementError(Exception):
     """What was asked for could not be measured; says why."""
 
 
+class ReadError(Exception):
+    """A file that is not there, or not in scope."""
+
+
 class Workbench(Protocol):
     def read(self, path: str) -> str:
-        """A file in scope, path relative to the repository's root."""
+        """A file in scope, path relative to the repository's root. Raises: ReadError."""
         ...
 
     def measure(self, op: str, implementation: str, against: str) -> Measurement:

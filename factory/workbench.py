@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 import yaml
 
-from agents.workbench import Attempt, Measurement, MeasurementError
+from agents.workbench import Attempt, Measurement, MeasurementError, ReadError
 from factory import repository, sandbox
 from factory.errors import InputError
 from factory.gates.patch_scope import AgentsPolicy
@@ -24,6 +24,10 @@ from factory.ledger import Ledger, proposals, verdicts
 from factory.progress import Progress
 from factory.sandbox import Limits
 from factory.workspace import Workspace
+
+
+class OutOfScopeError(InputError, ReadError):
+    """What an agent asked to read is not for agents."""
 
 
 @dataclass
@@ -42,10 +46,10 @@ class Bench:
         return AgentsPolicy.load(self.workspace.policy("agents.yaml"))
 
     def read(self, path: str) -> str:
-        """A file of the live code that lies in scope. Raises: InputError for any other."""
+        """A file of the live code that lies in scope. Raises: OutOfScopeError for any other."""
         in_scope = any(rule.covers(path) for rule in self.agents.scope)
         if not in_scope or path not in repository.modes(self.workspace.repository, self.base):
-            raise InputError(f"{path!r} is not a file that agents may read")
+            raise OutOfScopeError(f"{path!r} is not a file that agents may read")
         return repository.file_text(self.workspace.repository, self.base, path)
 
     def measure(self, op: str, implementation: str, against: str) -> Measurement:
