@@ -2,8 +2,9 @@
 
 ``python -m pytest benchmarks/test_line_profiler.py -s``. The sum of the lines against the step that nobody watched, and
 their operations against torch.profiler's on the same batch, both in one process. What the stopwatch costs is measured on
-another run (``stopwatch.crossing``); of the tiny recipe's step, 860 operations in 7 ms, it is as much as the step itself, and
-torch.profiler's own cost is as large: only the lines are held there.
+another run (``stopwatch.crossing``). Of the tiny recipe's step, 860 operations in 7 ms, it is as much as the step itself, and
+torch.profiler's own cost is large too: only the lines are held there. Steps of seconds are taken six times, not three: with others at
+work on the machine the fastest of three is an accident.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from agents.line_profiler.words import summary
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize(("recipe", "most_seconds"), [("tiny", 60.0), ("demo", 60.0), ("llama-100m", 300.0)])
+@pytest.mark.parametrize(("recipe", "most_seconds"), [("tiny", 60.0), ("demo", 60.0), ("llama-100m", 600.0)])
 def test_a_recipe_is_profiled_in_bounded_time_and_adds_up(tmp_path: Path, recipe: str, most_seconds: float) -> None:
     began = time.perf_counter()
     path = ROOT / "policies" / "recipes" / f"{recipe}.yaml"
     command = [sys.executable, "-m", "agents.line_profiler", "--recipe", str(path), "--out", str(tmp_path)]
+    command += ["--steps", "6"] if recipe == "llama-100m" else []
     subprocess.run(command, cwd=ROOT, check=True)
     seconds = time.perf_counter() - began
     found = Profile.from_mapping(json.loads((tmp_path / "profile.json").read_text()))

@@ -23,7 +23,7 @@ import yaml
 from torch import Tensor
 
 from kernels.host_memory import keep_freed_memory
-from kernels.op import Case, KernelError, Shape
+from kernels.op import Case, KernelError, Op, Shape
 from kernels.precision import matrix_units
 from kernels.registry import OPS, check, get
 
@@ -79,7 +79,7 @@ class Comparison:
 
 
 def compare(
-    name: str,
+    name: str | Op,
     implementation: str,
     against: str = "reference",
     setting: Setting = Setting(),
@@ -89,9 +89,9 @@ def compare(
     warmup: int = 3,
 ) -> Comparison:
     """Raises: KernelError for an op or implementation that is not there or does not run on the device."""
-    op = get(name)
+    op = get(name) if isinstance(name, str) else name
     case = Case("recipe", setting.shape)
-    functions = [check(name, n, torch.device(device).type).function for n in (against, implementation)]
+    functions = [check(op, n, torch.device(device).type).function for n in (against, implementation)]
     if setting.compile and op.in_block:
         functions = [torch.compile(f, dynamic=False) for f in functions]
     steps = [
@@ -111,7 +111,7 @@ def compare(
     quartiles = statistics.quantiles(ratios, n=4) if pairs > 1 else [ratios[0]] * 3
     base, mine = (statistics.median(t) for t in times)
     return Comparison(
-        name,
+        op.name,
         implementation,
         against,
         device,

@@ -135,12 +135,15 @@ def _read(path: Path | str) -> dict[str, Any]:
     return document
 
 
-def check(name: str, implementation: str, device_class: str) -> Implementation:
+def check(name: str | Op, implementation: str, device_class: str) -> Implementation:
     """Raises: KernelError unless the op has the implementation and it runs on that device class."""
-    found = get(name).implementation(implementation)
+    op = get(name) if isinstance(name, str) else name
+    found = op.implementation(implementation)
     if not found.runs_on(device_class):
-        runs = sorted(i.name for i in OPS[name].implementations.values() if i.runs_on(device_class))
-        raise KernelError(f"{name}: {implementation} does not run on {device_class}; those that do: {', '.join(runs)}")
+        runs = sorted(i.name for i in op.implementations.values() if i.runs_on(device_class))
+        raise KernelError(
+            f"{op.name}: {implementation} does not run on {device_class}; those that do: {', '.join(runs)}"
+        )
     return found
 
 
