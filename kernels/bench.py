@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels.host_memory import keep_freed_memory
 from kernels.op import Case, KernelError, Op, Shape
 from kernels.precision import matrix_units
-from kernels.registry import OPS, check, get
+from kernels.registry import DEVICE_CLASSES, OPS, check, get
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -88,8 +88,12 @@ def compare(
     pairs: int = 9,
     warmup: int = 3,
 ) -> Comparison:
-    """Raises: KernelError for an op or implementation that is not there or does not run on the device."""
+    """Raises: KernelError for an op or implementation that is not there or does not run on the device, or a device that is not here."""
     op = get(name) if isinstance(name, str) else name
+    if device.split(":")[0] not in DEVICE_CLASSES:
+        raise KernelError(f"unknown device {device!r}; there are: {', '.join(DEVICE_CLASSES)}")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise KernelError(f"device {device!r}: torch sees no GPU here; there is: cpu")
     case = Case("recipe", setting.shape)
     functions = [check(op, n, torch.device(device).type).function for n in (against, implementation)]
     if setting.compile and op.in_block:

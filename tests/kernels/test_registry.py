@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels import attention, attention_native, native_library, registry
+from kernels.bench import compare
 from kernels.op import CASES, Shape
 from kernels.registry import OPS, Computing, KernelError, KernelWarning, bind, computing, load_choice, load_fallback
 
@@ -72,6 +73,14 @@ def test_unknown_devices_and_fallbacks_are_refused() -> None:
         bind({}, "meta")
     with pytest.raises(KernelError, match="unknown fallback 'eager'; there are: fail, reference"):
         bind({}, fallback="eager")
+
+
+def test_a_device_that_is_not_here_is_an_error_that_lists_what_there_is() -> None:
+    with pytest.raises(KernelError, match="unknown device 'tpu'; there are: cpu, cuda"):
+        compare("swiglu", "native", device="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(KernelError, match="device 'cuda': torch sees no GPU here; there is: cpu"):
+            compare("swiglu", "compiled", device="cuda")
 
 
 def test_the_fallback_is_a_choice_and_to_fail_is_the_default(tmp_path: Path) -> None:
