@@ -71,7 +71,11 @@ def test_newton_schulz_is_an_op_where_the_recipe_has_muon(tmp_path: Path) -> Non
     calls = {op.op: op.calls for op in muon.ops}
     assert calls["newton_schulz"] == 7 * recipe.model.layers and calls["adamw"] >= 1  # q, k, v, o, gate, up, down
     lines = [line for line in muon.lines if line.op == "newton_schulz"]
-    assert lines and all(line.phase == "optimizer" and line.forward_s > 0 for line in lines)
+    assert lines and all(line.phase == "optimizer" for line in lines)
+    assert all(line.forward_s > 0 for line in lines if line.flops), (
+        "the products; a view may be shorter than a crossing"
+    )
+    assert any(line.flops for line in lines)
 
 
 def test_calls_fold_the_layers(found: Profile) -> None:
