@@ -2,6 +2,7 @@
 
 Every implementation of an op that runs on the device is measured, alone, against the one in use, on the recipe's shapes and as the recipe
 runs it. The step's predicted time follows by Amdahl's law: each call saves (1 − 1/ratio) of the time that the chosen one takes.
+The profile's fusion candidates that a change covers are named in its reason; a recipe that does not compile its blocks may be told to.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from agents import fusions
 from agents.proposal import Edit, Proposal
 from agents.workbench import Attempt, Measurement, MeasurementError, Workbench
 from kernels.registry import OPS
@@ -43,10 +45,11 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, history: Sequence[
     """
     policy = workbench.read(POLICY)
     device = "cuda" if "cuda" in profile["device"].lower() or "nvidia" in profile["device"].lower() else "cpu"
-    for candidate in sorted(candidates(profile, workbench, device), key=lambda c: -c.predicted_gain):
-        if candidate.predicted_gain < LEAST_GAIN:
+    drafts = [write(candidate, profile, policy, device) for candidate in candidates(profile, workbench, device)]
+    compiling = fusions.compile_blocks(profile, workbench, AGENT)
+    for proposal in sorted([*drafts, *([compiling] if compiling else [])], key=lambda p: -p.predicted_gain):
+        if proposal.predicted_gain < LEAST_GAIN:
             break
-        proposal = write(candidate, profile, policy, device)
         before = (*history, *workbench.history(proposal.target))
         if not any(attempt.patch_id == proposal.patch_id and attempt.outcome in REFUSED for attempt in before):
             return proposal
@@ -75,7 +78,10 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench, device: str) ->
             # Where the recipe compiles, the eager shares do not hold: the op's time in the step is its measured time alone, times its calls.
             # One time of what runs now serves all of an op's candidates: they are ranked by their ratios, not by its noise.
             now = seconds_now.setdefault(op["op"], measured.against_seconds)
-            share = op["calls"] * now / step if profile["recipe"]["compile"] else op["share"]
+            # The optimiser is never compiled with the model: what it took of the eager step, it takes of the recipe's.
+            share = op["share"]
+            if profile["recipe"]["compile"]:
+                share = op["calls"] * now / step if OPS[op["op"]].gradients else share * profile["eager_step_s"] / step
             share = min(share, 0.9)
             found.append(
                 Candidate(op["op"], op["implementation"], name, share, measured, amdahl(share, measured.ratio))
@@ -94,10 +100,13 @@ def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device:
     hot = [line for line in profile["lines"] if line["op"] == c.op][:3]
     where = ", ".join(f"{line['file']}:{line['line']}" for line in hot)
     about = OPS[c.op].implementations[c.after].about
+    covered = fusions.of_op(profile, c.op)
+    covers = f"It covers what the profile lists as fusion candidates: {fusions.said(covered)}. " if covered else ""
     hypothesis = (
         f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({about}) runs its forward and backward on the "
         f"recipe's shapes in {m.seconds * 1e3:.1f} ms, `{c.before}` in {m.against_seconds * 1e3:.1f} ms: {m.ratio:.2f} times as fast in interleaved "
-        f"pairs. If the whole step does not get at least {1 + (c.predicted_gain - 1) / 2:.3f} times as fast (predicted: {c.predicted_gain:.3f}), "
+        f"pairs. {covers}"
+        f"If the whole step does not get at least {1 + (c.predicted_gain - 1) / 2:.3f} times as fast (predicted: {c.predicted_gain:.3f}), "
         f"or held-out evaluations get worse, this is refuted."
     )
     return Proposal(

@@ -10,13 +10,14 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.liger import contest, installed
 from kernels.attention_native import usable
 from kernels.bench import Setting, compare
 from kernels.op import Shape
@@ -52,8 +53,11 @@ class Ratio:
 
 
 def kernels() -> list[tuple[str, str, str]]:
-    """Every (op, implementation, shape) that runs on this device, but the references."""
-    pairs = [(o.name, i.name) for o in OPS.values() for i in o.implementations.values() if i.runs_on(DEVICE)]
+    """Every (op, implementation, shape) that runs on this device, but the references; Liger's where it is installed.
+
+    Liger's run on CUDA: what the interpreter takes is no time of a kernel.
+    """
+    pairs = [(o.name, i.name) for o in map(contest, OPS) for i in o.implementations.values() if i.runs_on(DEVICE)]
     return [(name, i, shape) for name, i in pairs if i != "reference" for shape in SHAPES]
 
 
@@ -63,10 +67,10 @@ def measure(name: str, implementation: str, shape: str) -> Ratio:
     torch.set_num_threads(1)
     try:
         with matrix_units(torch.bfloat16):  # as the trainer does
-            pilot = compare(name, implementation, setting=setting, device=DEVICE, pairs=3, warmup=2)
+            pilot = compare(contest(name), implementation, setting=setting, device=DEVICE, pairs=3, warmup=2)
             affordable = int(SECONDS / (pilot.seconds + pilot.against_seconds))
             pairs = max(PAIRS, min(MOST_PAIRS, affordable))
-            found = compare(name, implementation, setting=setting, device=DEVICE, pairs=pairs, warmup=2)
+            found = compare(contest(name), implementation, setting=setting, device=DEVICE, pairs=pairs, warmup=2)
     finally:
         torch.set_num_threads(threads)
     notch = 1.57 * (found.ratio_high - found.ratio_low) / found.pairs**0.5
@@ -98,7 +102,7 @@ def save_baseline(path: Path, ratios: dict[str, Ratio]) -> None:
 
 
 def machine() -> dict[str, str]:
-    """What was measured on: class, processor, torch and commit."""
+    """What was measured on: class, processor, versions and commit."""
     processor = platform.processor() or platform.machine()
     if DEVICE == "cuda":
         processor = torch.cuda.get_device_name()
@@ -110,21 +114,6 @@ def machine() -> dict[str, str]:
         "device_class": device_class(),
         "processor": processor if DEVICE == "cuda" else f"one thread of {processor}",
         "torch": torch.__version__,
+        "liger": installed() or "not installed",
         "commit": git.stdout.strip(),
     }
-
-
-def liger(name: str) -> Callable[..., Any] | None:
-    """Liger-Kernel's function of that op; None where it has none, or is not installed, or there is no GPU."""
-    if DEVICE == "cpu":
-        return None
-    try:
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-    except ImportError:
-        return None
-    functions = {
-        "rms_norm": lambda x, weight, eps: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False),
-        "swiglu": LigerSiLUMulFunction.apply,
-    }
-    return functions.get(name)

@@ -37,8 +37,9 @@ def as_markdown(ratios: dict[str, Ratio], facts: dict[str, str], count: int) -> 
     lines = [
         "# Kernels beside eager",
         "",
-        f"Made by `make bench-report` on {facts['processor']} ({facts['device_class']}), torch {facts['torch']}, commit",
-        f"`{facts['commit']}`: forward and backward in bf16, pairs run in turn, {count} processes. The ratio is eager's time over the",
+        f"Made by `make bench-report` on {facts['processor']} ({facts['device_class']}), torch {facts['torch']},",
+        f"Liger-Kernel {facts['liger']}, commit `{facts['commit']}`: forward and backward in bf16, pairs run in turn, {count} processes.",
+        "The ratio is eager's time over the",
         "implementation's, above one is faster; the range spans the 95 % intervals of every process's median. `compiled` is torch.compile.",
         "",
         "| op | implementation | shape | ratio to eager | range | ms |",

@@ -7,9 +7,6 @@ ratio to eager is printed and kept in ``extra_info``.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,10 +19,11 @@ from benchmarks.kernel_ratios import (
     Ratio,
     baseline_path,
     kernels,
-    liger,
     load_baseline,
     measure,
 )
+from benchmarks.liger import NAME, contest, installed
+from kernels.bench import Setting, compare
 from kernels.host_memory import keep_freed_memory
 from kernels.op import Case
 from kernels.oracle import judge
@@ -42,11 +40,11 @@ def _memory() -> None:
 @pytest.mark.parametrize(("op", "implementation", "shape"), kernels())
 def test_no_slower_beside_eager_than_it_was(benchmark: Any, op: str, implementation: str, shape: str) -> None:
     case = Case(shape, SHAPES[shape])
-    result = judge(OPS[op], implementation, case, dtype=torch.bfloat16, device=DEVICE)
+    result = judge(contest(op), implementation, case, dtype=torch.bfloat16, device=DEVICE)
     assert result.ok, result.failures()
     found = measure(op, implementation, shape)
     benchmark.extra_info.update(ratio=found.ratio, ratio_low=found.low, ratio_high=found.high)
-    function = OPS[op].implementations[implementation].function
+    function = contest(op).implementations[implementation].function
     inputs = OPS[op].inputs(case, device=DEVICE, dtype=torch.bfloat16)
     benchmark.pedantic(function, args=inputs, rounds=3, warmup_rounds=1)
     print(
@@ -58,24 +56,16 @@ def test_no_slower_beside_eager_than_it_was(benchmark: Any, op: str, implementat
     assert not found.regressed_from(before), f"{found} is below the baseline {before}"
 
 
-@pytest.mark.parametrize("op", [name for name in OPS if liger(name) is not None])
+CONTESTED = [name for name in OPS if NAME in contest(name).implementations] if DEVICE == "cuda" else []
+
+
+@pytest.mark.parametrize("op", CONTESTED)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_triton_is_no_slower_than_liger(op: str, shape: str) -> None:
-    rival, ours = liger(op), OPS[op].implementations["triton"].function
-    assert rival is not None
-
-    def seconds(function: Callable[..., Any]) -> float:
-        inputs = OPS[op].inputs(Case(shape, SHAPES[shape]), device=DEVICE, dtype=torch.bfloat16)
-        began = time.perf_counter()
-        out = function(*inputs)
-        torch.autograd.grad(out, [inputs[p] for p in OPS[op].gradients], torch.ones_like(out))
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    pairs = [(seconds(rival), seconds(ours)) for _ in range(3 + PAIRS)][3:]
-    ratio = statistics.median(theirs / mine for theirs, mine in pairs)
-    print(f"\n{op}: triton is {ratio:.2f} times as fast as Liger, {shape}")
-    assert ratio >= 0.95
+    setting = Setting(SHAPES[shape], "bf16", False)
+    found = compare(contest(op), "triton", NAME, setting, device=DEVICE, pairs=PAIRS)
+    print(f"\n{op}: triton is {found.ratio:.2f} times as fast as Liger-Kernel {installed()}, {shape}")
+    assert found.ratio >= 0.95
 
 
 def test_a_regression_is_a_range_below_the_baselines() -> None:

@@ -1,7 +1,10 @@
-"""The line profiler on the demo recipe: under a minute, and its lines add up to the step.
+"""The line profiler on the shipped recipes: in bounded time, and its lines add up to the step.
 
 ``python -m pytest benchmarks/test_line_profiler.py -s``. The sum of the lines against the step that nobody watched, and
-their operations against torch.profiler's on the same batch, both in one process.
+their operations against torch.profiler's on the same batch, both in one process. What the stopwatch costs is measured on
+another run (``stopwatch.crossing``). Of the tiny recipe's step, 860 operations in 7 ms, it is as much as the step itself, and
+torch.profiler's own cost is large too: only the lines are held there. Steps of seconds are taken six times, not three: with others at
+work on the machine the fastest of three is an accident.
 """
 
 from __future__ import annotations
@@ -12,19 +15,25 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from agents.line_profiler import Profile
 from agents.line_profiler.words import summary
 
 ROOT = Path(__file__).parents[1]
-MOST_SECONDS = 60.0
 
 
-def test_demo_is_profiled_within_a_minute_and_adds_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "most_seconds"), [("tiny", 60.0), ("demo", 60.0), ("llama-100m", 600.0)])
+def test_a_recipe_is_profiled_in_bounded_time_and_adds_up(tmp_path: Path, recipe: str, most_seconds: float) -> None:
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "agents.line_profiler", "--out", str(tmp_path)], cwd=ROOT, check=True)
+    path = ROOT / "policies" / "recipes" / f"{recipe}.yaml"
+    command = [sys.executable, "-m", "agents.line_profiler", "--recipe", str(path), "--out", str(tmp_path)]
+    command += ["--steps", "6"] if recipe == "llama-100m" else []
+    subprocess.run(command, cwd=ROOT, check=True)
     seconds = time.perf_counter() - began
     found = Profile.from_mapping(json.loads((tmp_path / "profile.json").read_text()))
-    print(f"\n{seconds:.1f} s. {summary(found)}")
-    assert seconds < MOST_SECONDS
+    print(f"\n{recipe}: {seconds:.1f} s. {summary(found)}")
+    assert seconds < most_seconds
     assert 0.9 <= found.coverage <= 1.1
-    assert 0.9 <= found.cross_check.ratio <= 1.1
+    if recipe != "tiny":
+        assert 0.9 <= found.cross_check.ratio <= 1.1

@@ -7,7 +7,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from factory.errors import FactoryError
@@ -68,19 +67,30 @@ def _torch() -> tuple[bool | None, str]:
 
 
 def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
+    """What computes each op of the recipe's step here: a line each, those first that are not as chosen."""
     import torch
 
-    from kernels.registry import OPS, load_choice
+    from factory.planning import load_recipe
+    from factory.workspace import code_root
+    from kernels.bench import DTYPES, Setting
+    from kernels.registry import OPS, KernelError, computing, load_choice, load_fallback
+    from trainer.recipe import Recipe
 
-    path = (
-        workspace.policy("kernels.yaml")
-        if workspace
-        else Path(__file__).resolve().parent.parent / "policies" / "kernels.yaml"
-    )
-    choice = load_choice(path, "cuda" if torch.cuda.is_available() else "cpu")
-    return True, "; ".join(
-        f"{name}: {choice.get(name, 'reference')} of {', '.join(op.implementations)}" for name, op in OPS.items()
-    )
+    policies = code_root() / "policies"
+    path = workspace.policy("kernels.yaml") if workspace else policies / "kernels.yaml"
+    recipe = load_recipe(workspace) if workspace else Recipe.load(policies / "recipes" / "demo.yaml")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    setting = Setting.of_mapping(recipe.model_dump())
+    try:
+        choice, fallback = load_choice(path, device), load_fallback(path)
+        dtype = DTYPES[setting.precision]
+        found = computing(choice, device, dtype, setting.compile, fallback, setting.shape)
+    except KernelError as error:
+        return False, str(error)
+    found.sort(key=lambda kernel: kernel.by == kernel.chosen)
+    lines = [f"{kernel} (there are: {', '.join(OPS[kernel.op].implementations)})" for kernel in found]
+    head = f"recipe {recipe.name} in {setting.precision} on {device}; fallback: {fallback}"
+    return all(kernel.by for kernel in found), "\n".join((head, *lines))
 
 
 def _sandbox() -> tuple[bool | None, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.op import Cost, Implementation, Inputs, Shape, normal, op
+from kernels.op import Cost, Implementation, Inputs, Shape, lazily_compiled, normal, op
 
 Tensors = list[Tensor]
 SETTINGS = (1e-3, 0.9, 0.95, 1e-8, 0.1)  # lr, beta1, beta2, eps, weight decay
@@ -23,7 +23,7 @@ def reference(
     steps: Tensors,
     divide_by: Tensor,
     skip: Tensor,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -90,6 +90,26 @@ def fused(
                 x.copy_(copy)
 
 
+one_region = lazily_compiled(reference)
+
+
+def compiled(
+    weights: Tensors,
+    gradients: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    divide_by: Tensor,
+    skip: Tensor,
+    lr: float,
+    *rest: float,
+) -> None:
+    """As ``reference``, through torch.compile. The rate goes in as a tensor: a number that changes with every step would
+    be compiled anew each time."""
+    rate = torch.full((), lr, dtype=torch.float64, device=skip.device)
+    one_region(weights, gradients, exp_avgs, exp_avg_sqs, steps, divide_by, skip, rate, *rest)
+
+
 def cost(shape: Shape, itemsize: int) -> Cost:
     """Reads weight, gradient and both moments, writes all but the gradient."""
     elements = sum(torch.Size(size).numel() for size in sizes(shape))
@@ -117,6 +137,7 @@ def in_triton(*arguments: object) -> None:
     adamw(*arguments)
 
 
+COMPILED = Implementation("compiled", compiled, "the reference through torch.compile", eager=reference)
 FUSED = Implementation("fused", fused, "torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it")
 TRITON = Implementation("triton", in_triton, "one Triton kernel over all tensors", devices=("cuda",), needs_triton=True)
 OP = op(
@@ -129,5 +150,5 @@ OP = op(
     writes=(0, 2, 3, 4),
     spoils=(1,),  # torch's kernel leaves the divided gradients in place
     in_block=False,
-    implementations=(FUSED, TRITON),
+    implementations=(COMPILED, FUSED, TRITON),
 )

@@ -122,11 +122,21 @@ def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) 
     return recompute(q_BTHK, k_BTGK, v_BTGK, document_BT)
 
 
+def native_instead(shape: Shape, dtype: torch.dtype) -> str:
+    """What ``native`` takes in its own place. Raises: KernelError where its C++ cannot be compiled."""
+    if dtype != torch.bfloat16:
+        return f"recompute, uncompiled: the C++ is for bf16, not {str(dtype).removeprefix('torch.')}"
+    if not attention_native.usable(shape.head_dim):
+        return f"recompute, uncompiled: no bf16 matrix units here that take heads of {shape.head_dim}"
+    return ""
+
+
 NATIVE = Implementation(
     "native",
     native,
     "C++: a key head's rows stay in cache, blocks of other documents are left out",
     devices=("cpu",),
+    instead=native_instead,
 )
 
 

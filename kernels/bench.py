@@ -23,9 +23,9 @@ import yaml
 from torch import Tensor
 
 from kernels.host_memory import keep_freed_memory
-from kernels.op import Case, KernelError, Shape
+from kernels.op import Case, KernelError, Op, Shape
 from kernels.precision import matrix_units
-from kernels.registry import OPS, check, get
+from kernels.registry import DEVICE_CLASSES, OPS, check, get
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -79,7 +79,7 @@ class Comparison:
 
 
 def compare(
-    name: str,
+    name: str | Op,
     implementation: str,
     against: str = "reference",
     setting: Setting = Setting(),
@@ -88,10 +88,14 @@ def compare(
     pairs: int = 9,
     warmup: int = 3,
 ) -> Comparison:
-    """Raises: KernelError for an op or implementation that is not there or does not run on the device."""
-    op = get(name)
+    """Raises: KernelError for an op or implementation that is not there or does not run on the device, or a device that is not here."""
+    op = get(name) if isinstance(name, str) else name
+    if device.split(":")[0] not in DEVICE_CLASSES:
+        raise KernelError(f"unknown device {device!r}; there are: {', '.join(DEVICE_CLASSES)}")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise KernelError(f"device {device!r}: torch sees no GPU here; there is: cpu")
     case = Case("recipe", setting.shape)
-    functions = [check(name, n, torch.device(device).type).function for n in (against, implementation)]
+    functions = [check(op, n, torch.device(device).type).function for n in (against, implementation)]
     if setting.compile and op.in_block:
         functions = [torch.compile(f, dynamic=False) for f in functions]
     steps = [
@@ -111,7 +115,7 @@ def compare(
     quartiles = statistics.quantiles(ratios, n=4) if pairs > 1 else [ratios[0]] * 3
     base, mine = (statistics.median(t) for t in times)
     return Comparison(
-        name,
+        op.name,
         implementation,
         against,
         device,

@@ -242,7 +242,11 @@ TRITON = Implementation(
     needs_triton=True,
 )
 NATIVE = Implementation(
-    "native", native, "chunks of tokens, gradients made forward in the logits' place, in C++", devices=("cpu",)
+    "native",
+    native,
+    "chunks of tokens, gradients made forward in the logits' place, in C++",
+    devices=("cpu",),
+    instead=native_library.instead("saved_logits"),
 )
 CHUNKED = Implementation("chunked", chunked, "chunks of tokens, gradients made forward, tokens without loss left out")
 CHUNKED_COMPILED = Implementation(

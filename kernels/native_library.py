@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.op import KernelError
+from kernels.op import KernelError, Shape
 
 SOURCES = Path(__file__).with_name("native")
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of the dtypes, as functions end in them
@@ -140,6 +140,15 @@ def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
     if code == FAILED:
         raise RuntimeError(f"{function}: the matrix units refused the product")
     return code
+
+
+def instead(other: str) -> Callable[[Shape, torch.dtype], str]:
+    """For ``Implementation.instead`` of C++ that leaves every dtype but those of NAMES to another implementation."""
+
+    def say(shape: Shape, dtype: torch.dtype) -> str:
+        return "" if dtype in NAMES else f"{other}: the C++ is for fp32 and bf16, not {dtype}"
+
+    return say
 
 
 def rows_of(x_XD: Tensor) -> Tensor:

@@ -67,6 +67,8 @@ class Implementation:
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs_triton: bool = False
     eager: Callable[..., Any] | None = None  # the same maths without torch.compile, where ``function`` compiles
+    # Says what computes in its place, and why, for sizes and a dtype that it leaves to another on this machine; else "".
+    instead: Callable[[Shape, torch.dtype], str] = lambda shape, dtype: ""
 
     def runs_on(self, device_class: str) -> bool:
         if self.needs_triton and importlib.util.find_spec("triton") is None:

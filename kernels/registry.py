@@ -35,6 +35,7 @@ __all__ = [
     "OPS",
     "Case",
     "Choice",
+    "Computing",
     "Cost",
     "Implementation",
     "KernelError",
@@ -43,6 +44,7 @@ __all__ = [
     "Ops",
     "Shape",
     "bind",
+    "computing",
     "get",
     "load_choice",
     "load_fallback",
@@ -133,12 +135,15 @@ def _read(path: Path | str) -> dict[str, Any]:
     return document
 
 
-def check(name: str, implementation: str, device_class: str) -> Implementation:
+def check(name: str | Op, implementation: str, device_class: str) -> Implementation:
     """Raises: KernelError unless the op has the implementation and it runs on that device class."""
-    found = get(name).implementation(implementation)
+    op = get(name) if isinstance(name, str) else name
+    found = op.implementation(implementation)
     if not found.runs_on(device_class):
-        runs = sorted(i.name for i in OPS[name].implementations.values() if i.runs_on(device_class))
-        raise KernelError(f"{name}: {implementation} does not run on {device_class}; those that do: {', '.join(runs)}")
+        runs = sorted(i.name for i in op.implementations.values() if i.runs_on(device_class))
+        raise KernelError(
+            f"{op.name}: {implementation} does not run on {device_class}; those that do: {', '.join(runs)}"
+        )
     return found
 
 
@@ -159,6 +164,48 @@ def failure(name: str, implementation: str, device_class: str, dtype: torch.dtyp
 
 def _function(implementation: Implementation, compile: bool) -> Callable[..., Any]:
     return implementation.function if compile or implementation.eager is None else implementation.eager
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What computes an op here. ``by`` is ``chosen`` where nothing stands in for it, and empty where nothing can."""
+
+    op: str
+    chosen: str
+    by: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        if not self.by:
+            return f"{self.op}: {self.chosen} cannot run here, and kernels.yaml allows nothing in its place: {self.why}"
+        return f"{self.op}: {self.chosen}" + (f" → {self.by} computes instead: {self.why}" if self.why else "")
+
+
+def computing(
+    choice: Mapping[str, str],
+    device: str | torch.device,
+    dtype: torch.dtype,
+    compile: bool,
+    fallback: str,
+    shape: Shape,
+) -> list[Computing]:
+    """What ``bind`` would have compute each op, for tensors of these sizes. Each choice is tried once, as there.
+
+    Raises: KernelError for what does not exist, or is not for that device class.
+    """
+    device_class = torch.device(device).type
+    found = []
+    for name, chosen in (dict.fromkeys(OPS, "reference") | dict(choice)).items():
+        implementation = check(name, chosen, device_class)
+        problem = None if chosen == "reference" else failure(name, chosen, device_class, dtype, compile)
+        if problem is not None:
+            found.append(Computing(name, chosen, "reference" if fallback == "reference" else "", problem))
+            continue
+        by, _, why = implementation.instead(shape, dtype).partition(": ")
+        if not by and implementation.eager is not None and not compile:
+            by, why = f"{chosen}, uncompiled", "the recipe says compile: false"
+        found.append(Computing(name, chosen, by or chosen, why))
+    return found
 
 
 def bind(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.registry import bind, load_choice, load_fallback
+from kernels.bench import Setting
+from kernels.registry import bind, computing, load_choice, load_fallback
 from trainer import checkpoint as checkpoints
 from trainer.batch import Batch
 from trainer.checkpoint import Regions, Skipped, Tensors
@@ -37,6 +38,8 @@ class Run:
         dtype = DTYPES[recipe.precision]
         choice, fallback = load_choice(spec.kernels_path, ranks.device.type), load_fallback(spec.kernels_path)
         ops = bind(choice, ranks.device, dtype, recipe.compile, fallback)
+        shape = Setting.of_mapping(recipe.model_dump()).shape
+        self.kernels = computing(choice, ranks.device, dtype, recipe.compile, fallback, shape)
         # by way of meta only where it is distributed: leaving it, torch imports sympy, half a second of the start
         with torch.device("meta" if ranks.mesh is not None else ranks.device):
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)

@@ -51,6 +51,8 @@ def run_segment(folder: Path) -> None:
             (folder / "parameters.txt").write_text(format_table(run.optimizer.table) + "\n")
             for warning in spec.recipe.model.warnings():
                 print(f"recipe: {warning}", file=sys.stderr, flush=True)
+            if others := "; ".join(str(kernel) for kernel in run.kernels if kernel.by != kernel.chosen):
+                print(f"kernels: {others}", flush=True)  # what the policy allows is no error
         with matrix_units(DTYPES[spec.recipe.precision]):
             train(folder, run, stop)
     finally:

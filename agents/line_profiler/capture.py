@@ -1,18 +1,14 @@
-"""Which source line causes which operation: a dispatch mode that times every tensor operation of an eager step.
+"""Which source line causes which operation: a dispatch mode that sees every tensor operation of an eager step.
 
 *Forward*: an operation belongs to the innermost frame in ``trainer/`` or ``kernels/``. *Backward*: the node that autograd
 runs carries the sequence number it got in the forward pass, at the moment its operation was dispatched; that operation's
-line caused it. A hand-written backward has frames of its own and keeps them, for the op that caused it. Regions through torch.compile cannot be seen
-into: their call, and their backward node, are timed whole and belong to the line that calls them.
+line caused it. A hand-written backward has frames of its own and keeps them, for the op that caused it.
 
-*Host* time of an operation: since the one before it ended, Python and dispatch on the way to it. The recorder times
-itself and takes that out.
+What it finds out takes longer than most operations: their times are another step's (``stopwatch``).
 """
 
 from __future__ import annotations
 
-import gc
-import statistics
 import sys
 import time
 from collections import Counter
@@ -33,19 +29,18 @@ from kernels.registry import Ops
 
 ROOT = Path(__file__).parents[2]
 Line = tuple[str, int, str]  # file relative to the root, line, the kernel op it runs for ("" outside of any)
-COMPILED = "compiled region"
 
 
 @dataclass(frozen=True)
 class Event:
-    """One operation of the step, in the order in which they ran. Times are seconds."""
+    """One operation of the step, in the order in which they ran. Times are seconds; the recorder's own are rough."""
 
     line: Line
     called_from: str  # the line that called the kernel op which it is part of, or empty
     backward: bool
     operation: str
     seconds: float
-    host_s: float
+    host_s: float  # since the operation before it ended: Python and dispatch on the way to it
     flops: float
     bytes: float  # inputs read once, outputs written once; 0 of a view
     reads: tuple[int, ...]  # numbers of the storages it reads and writes; a view does neither
@@ -54,75 +49,36 @@ class Event:
 
 
 class Recorder(TorchDispatchMode):
-    """Times every operation between ``__enter__`` and ``__exit__``, on the thread that entered.
+    """Sees every operation between ``__enter__`` and ``__exit__``, on the thread that entered.
 
-    ``crossing_s``: what the mode adds to an operation outside of its own clock (see ``crossing``). ``callers`` maps each
-    line to the lines of ours that stood above it when it was first seen, innermost first.
+    ``callers`` maps each line to the lines of ours that stood above it when it was first seen, innermost first.
     """
 
-    def __init__(
-        self,
-        folders: tuple[str, ...] = ("trainer", "kernels"),
-        synchronize: Callable[[], None] | None = None,
-        crossing_s: float = 0.0,
-    ) -> None:
+    def __init__(self, folders: tuple[str, ...] = ("trainer", "kernels")) -> None:
         super().__init__()
         self.roots = tuple(f"{ROOT / folder}/" for folder in folders)
-        self.synchronize, self.crossing_s = synchronize, crossing_s
         self.events: list[Event] = []
         self.samples: dict[Signature, Samples] = {}
         self.callers: dict[Line, tuple[tuple[str, int], ...]] = {}
         self.op_calls: Counter[str] = Counter()
         self.current_op = self.current_call = ""
-        self.own_s = 0.0  # spent in the recorder itself
         self._by_sequence: dict[int, tuple[Line, str]] = {}
         self._where: dict[str, str | None] = {}  # co_filename → path relative to the root, None when it is not ours
         self._storages: dict[int, int] = {}  # address of a storage → its number
         self._made = 0
-        self._seen_s = 0.0  # of operations seen so far: regions that hide some subtract it
-        self._last_end: float | None = None
-
-    def __enter__(self) -> Recorder:
-        self._collects = gc.isenabled()
-        gc.disable()  # the recorder's own objects would have a collection fall on some line
-        self._last_end = time.perf_counter()
-        return super().__enter__()  # type: ignore[no-any-return]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self._collects:
-            gc.enable()
-
-    def clear(self) -> None:
-        """Forget the events of the steps before; signatures and lines stay known."""
-        self.events = []
-        self.op_calls.clear()
-        self.own_s = 0.0
-        self._by_sequence.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        entered = time.perf_counter()
         kwargs = kwargs or {}
         line, call, backward = self._locate(sys._getframe(1))
         signature = self._describe(func, args, kwargs)
         reads = () if moves_nothing(func) else self._numbers((args, kwargs))
         began = time.perf_counter()
         out = func(*args, **kwargs)
-        if self.synchronize:
-            self.synchronize()
-        ended = time.perf_counter()
-        gap = entered - (self._last_end or entered)
-        host = max(0.0, gap - self.crossing_s)
-        seconds = max(0.0, ended - began - max(0.0, self.crossing_s - gap))
-        self._seen_s += ended - began
+        seconds = time.perf_counter() - began
         writes = () if moves_nothing(func) else self._written(func, args, kwargs, out)
         moved = _bytes(args, kwargs, out, func)
         flops = _flops(func, args, kwargs, out)
-        self.events.append(
-            Event(line, call, backward, str(func), seconds, host, flops, moved, reads, writes, signature)
-        )
-        self._last_end = time.perf_counter()
-        self.own_s += (began - entered) + (self._last_end - ended) + self.crossing_s
+        self.events.append(Event(line, call, backward, str(func), seconds, 0.0, flops, moved, reads, writes, signature))
         return out
 
     def _describe(self, func: Any, args: Any, kwargs: Any) -> Signature | None:
@@ -200,44 +156,21 @@ class Recorder(TorchDispatchMode):
         return tuple(found)
 
     def watch(self, ops: Ops) -> Ops:
-        """The same ops, told apart: what runs inside of one is marked with its name, and what is hidden from the
-        mode is timed whole."""
+        """The same ops, told apart: what runs inside of one is marked with its name."""
         return replace(ops, **{f.name: self._watched(f.name, getattr(ops, f.name)) for f in fields(ops)})
 
     def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        opaque = hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "get_compiler_config")
-
         def watched(*args: Any) -> Any:
             line, _, _ = self._locate(sys._getframe(1))
             outer = self.current_op, self.current_call
             self.current_op, self.current_call = name, f"{line[0]}:{line[1]}"
             self.op_calls[name] += 1
-            seen, began = self._seen_s, time.perf_counter()
             try:
-                out = function(*args)
+                return function(*args)
             finally:
                 self.current_op, self.current_call = outer
-            if opaque:
-                self._hidden((*line[:2], name), False, began, seen)
-                self._watch_backward(out[0] if isinstance(out, tuple) else out, (*line[:2], name))
-            return out
 
         return watched
-
-    def _hidden(self, line: Line, backward: bool, began: float, seen: float) -> None:
-        """Book what ran since ``began`` and was not seen as one operation."""
-        self._last_end = time.perf_counter()
-        seconds = self._last_end - began - (self._seen_s - seen)
-        self._seen_s += seconds
-        self.events.append(Event(line, "", backward, COMPILED, seconds, 0.0, 0.0, 0.0, (), (), None))
-
-    def _watch_backward(self, out: Tensor, line: Line) -> None:
-        node = out.grad_fn
-        if node is None or "Compiled" not in node.name():
-            return
-        started: list[tuple[float, float]] = []
-        node.register_prehook(lambda gradients: started.append((time.perf_counter(), self._seen_s)))
-        node.register_hook(lambda *_: self._hidden(line, True, *started.pop()))
 
 
 def moves_nothing(func: Any) -> bool:
@@ -282,30 +215,3 @@ MORE_FLOPS: dict[Any, Callable[..., int]] = {  # what torch's registry leaves ou
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
-
-
-def crossing(calls: int = 60) -> float:
-    """Seconds that the mode adds to an operation outside of its own clock: arguments parsed again on the way in and out.
-
-    Measured on a small layer, forward and backward, with and without the mode; the median of ``calls``.
-    """
-    x_ND, w_DD = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-
-    def layer() -> float:
-        began = time.perf_counter()
-        h_ND = torch.nn.functional.linear(x_ND, w_DD)
-        (torch.nn.functional.silu(h_ND) * x_ND).view(-1).sum().backward()  # type: ignore[no-untyped-call]
-        return time.perf_counter() - began
-
-    recorder = Recorder()
-    plain, seen, operations = [], [], 1
-    for _ in range(calls):
-        x_ND.grad = w_DD.grad = None
-        plain.append(layer())
-        x_ND.grad = w_DD.grad = None
-        recorder.clear()
-        with recorder:
-            layer()
-        operations = len(recorder.events)
-        seen.append(sum(event.seconds + event.host_s for event in recorder.events))
-    return max(0.0, (statistics.median(seen) - statistics.median(plain)) / operations)

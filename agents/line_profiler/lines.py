@@ -11,14 +11,10 @@ from agents.line_profiler.capture import ROOT, Event, Line, moves_nothing
 from agents.line_profiler.isolation import Isolated
 from agents.line_profiler.signature import Signature
 from agents.line_profiler.table import ProfiledLine, ProfiledOp
+from kernels.registry import OPS
 
-OPTIMIZER_FILES = (
-    "trainer/optimizer.py",
-    "trainer/stability.py",
-    "trainer/muon.py",
-    "kernels/adamw.py",
-    "kernels/newton_schulz.py",
-)
+OPTIMIZER_FILES = ("trainer/optimizer.py", "trainer/stability.py", "trainer/muon.py")
+OPTIMIZER_OPS = frozenset(name for name, op in OPS.items() if not op.gradients)
 LAUNCH_BOUND = (
     0.1  # a line that reaches less than this share of the roofline with short operations waits for its launches
 )
@@ -76,7 +72,7 @@ def _line(
         line=number,
         source=source(file, number),
         op=op,
-        phase="optimizer" if file in OPTIMIZER_FILES else "forward",
+        phase=phase(line),
         forward_s=forward,
         backward_s=backward,
         host_s=host,
@@ -90,6 +86,12 @@ def _line(
         isolated_s=isolated,
         isolated_spread_s=spread,
     )
+
+
+def phase(line: Line) -> str:
+    """Of a line that is not the data loader's: optimizer or forward."""
+    file, _, op = line
+    return "optimizer" if op in OPTIMIZER_OPS or file in OPTIMIZER_FILES else "forward"
 
 
 def _bound(took: float, host: float, reached: float, operations: float, roof: str) -> str:

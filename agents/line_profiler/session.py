@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,15 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from agents.line_profiler.capture import Event, Line, Recorder, crossing
+from agents.line_profiler.capture import Event, Line, Recorder
 from agents.line_profiler.graph import edges, fusion_candidates, stream_candidates
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, Isolated, measure_all
 from agents.line_profiler.lines import Roof, data_lines, fold, fold_ops
-from agents.line_profiler.signature import Signature
+from agents.line_profiler.signature import Samples, Signature
+from agents.line_profiler.stopwatch import Lap, crossing, laps, no_collector, timed, total
 from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
 from agents.line_profiler.traced_lines import traced_lines
-from agents.line_profiler.workload import make_run
+from agents.line_profiler.workload import make_run, smallest
 from kernels.precision import matrix_units
 from kernels.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
@@ -31,6 +32,8 @@ from trainer.run import DTYPES, Run
 
 WARMUP_STEPS = 2
 STEPS = 3
+LEAST_S, SETTLING_S = 2.0, 10.0  # short steps are taken more often than STEPS; waiting for a quiet machine ends
+CONFIRMED, ALIKE = 5, 1.03  # a fastest step is believed when five lie within 3 %: on a busy machine it takes more
 ISOLATION_BUDGET_S = 18.0
 COPY_BYTES = 1 << 26
 
@@ -58,8 +61,8 @@ def measure(
     isolation_budget_s: float = ISOLATION_BUDGET_S,
     report: Callable[[str], None] = lambda text: None,
 ) -> Session:
-    """Profile an eager step: the fastest of ``steps``, each in turn with one that nobody watches and one that
-    torch.profiler does.
+    """Profile an eager step: its lines from one recorded step, their times from the fastest of at least ``steps``, each in
+    turn with one that nobody watches and one that torch.profiler does.
 
     Raises: TrainerError, KernelError.
     """
@@ -75,27 +78,21 @@ def measure(
         report("lines of the step")
         # One batch for all: what is compared is the same step.
         batch = make_batch(run.order).to(device)
-        recorder = Recorder(synchronize=synchronize, crossing_s=crossing())
-        eager_times, torch_times, recorded = [], [], []
-        watched = recorder.watch(run.model.ops)
-        for _ in range(steps):  # in turn, so that whatever else the machine does falls on all
-            eager_times.append(_timed(run, batch, synchronize))
-            recorder.clear()
-            with _ops_of(run, watched), recorder:
-                run.train_step(batch)
-            recorded.append(
-                (sum(e.seconds + e.host_s for e in recorder.events), recorder.own_s, tuple(recorder.events))
-            )
-            torch_times.append(_torch_profiler_s(run, batch))
+        recorder = Recorder()
+        with _ops_of(run, recorder.watch(run.model.ops)), no_collector(), recorder:
+            run.train_step(batch)
+        turns = _turns(run, batch, steps, synchronize, report)
         # The fastest of each: what a busy machine adds is no property of a line.
-        step_s = min(eager_times) + making_s
-        _, own_s, events = min(recorded)
-        check = CrossCheck(min(torch_times), sum(e.seconds for e in events))
+        step_s = min(turns.unwatched) + making_s
+        report("what watching costs")
+        crossing_s = _crossing(recipe, kernels, Path(folder))
+        events = tuple(timed(recorder.events, min(turns.watched, key=total), crossing_s))
+        check = CrossCheck(min(turns.torch), sum(e.seconds for e in events))
         calls = _calls(run, batch, recorder)
         roof = Roof(matmul_rate(device, DTYPES[recipe.precision]), memory_rate(device))
         alone, isolation = None, None
         if isolate:
-            alone, isolation = _isolate(recorder, device, isolation_budget_s, report)
+            alone, isolation = _isolate(recorder.samples, events, device, isolation_budget_s, report)
         recipe_step = _recipe_step(recipe, kernels, Path(folder), steps, report) if measure_recipe_step else None
     choice = load_choice(kernels, device.type)
     every = fold(events, calls, step_s, roof, alone) + data_lines(data, step_s)
@@ -111,10 +108,10 @@ def measure(
         recipe_step_s=recipe_step if recipe.compile else step_s,
         covered_s=covered,
         coverage=covered / step_s,
-        overhead_s=own_s,
+        overhead_s=crossing_s * len(events),
         matmul_flops_per_s=roof.flops_per_s,
         memory_bytes_per_s=roof.bytes_per_s,
-        steps=steps,
+        steps=len(turns.watched),
         cross_check=check,
         isolation=isolation,
         lines=tuple(lines),
@@ -124,6 +121,54 @@ def measure(
         stream_candidates=tuple(stream_candidates(events, step_s)),
     )
     return Session(found, events)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The same step again and again: seconds of those that nobody watched, laps of those under a stopwatch, seconds of
+    operations by torch.profiler."""
+
+    unwatched: list[float]
+    watched: list[list[Lap]]
+    torch: list[float]
+
+    def settled(self) -> bool:
+        """Are the fastest steps, unwatched and watched, no accident?"""
+        for times in (self.unwatched, [total(step) for step in self.watched]):
+            if len(times) < CONFIRMED or sorted(times)[CONFIRMED - 1] > ALIKE * min(times):
+                return False
+        return True
+
+
+def _turns(
+    run: Run, batch: Batch, steps: int, synchronize: Callable[[], None] | None, report: Callable[[str], None]
+) -> Turns:
+    """In turn, so that whatever else the machine does falls on all; after torch.profiler one step uncounted, so that none
+    begins with colder caches. At least ``steps`` times, and until settled or the time for that is spent."""
+    turns = Turns([], [], [])
+    began = time.perf_counter()
+
+    def enough() -> bool:
+        spent = time.perf_counter() - began
+        settled = spent > LEAST_S and turns.settled()
+        return len(turns.watched) >= steps and (settled or spent > SETTLING_S)
+
+    with no_collector():
+        while not enough():
+            turns.torch.append(_torch_profiler_s(run, batch))
+            run.train_step(batch)
+            turns.unwatched.append(_timed(run, batch, synchronize))
+            turns.watched.append(laps(lambda: run.train_step(batch), synchronize))
+            report(f"lines of the step: turn {len(turns.watched)}")
+    return turns
+
+
+def _crossing(recipe: Recipe, kernels: Path, folder: Path) -> float:
+    run = make_run(smallest(recipe), kernels, folder, steps=WARMUP_STEPS + 1, compile=False)
+    for _ in range(WARMUP_STEPS):
+        run.train_step(make_batch(run.order).to(run.ranks.device))
+    batch = make_batch(run.order).to(run.ranks.device)
+    return crossing(lambda: run.train_step(batch))
 
 
 def _timed(run: Run, batch: Batch, synchronize: Callable[[], None] | None) -> float:
@@ -136,16 +181,22 @@ def _timed(run: Run, batch: Batch, synchronize: Callable[[], None] | None) -> fl
 
 @contextmanager
 def _ops_of(run: Run, ops: Ops) -> Iterator[None]:
-    """The model calls ``ops`` within the block."""
+    """The model and the optimiser call ``ops`` within the block."""
     before = run.model.ops
-    holders = [module for module in run.model.modules() if hasattr(module, "ops")]
-    for module in holders:
-        module.ops = ops  # type: ignore[assignment]
+
+    def hand(ops: Ops) -> None:
+        for module in run.model.modules():
+            if hasattr(module, "ops"):
+                module.ops = ops  # type: ignore[assignment]
+        run.optimizer.adamw = ops.adamw
+        if run.optimizer.muon is not None:
+            run.optimizer.muon.orthogonalise = ops.newton_schulz
+
+    hand(ops)
     try:
         yield
     finally:
-        for module in holders:
-            module.ops = before  # type: ignore[assignment]
+        hand(before)
 
 
 def _data_lines(run: Run) -> tuple[dict[Line, tuple[float, float]], float]:
@@ -186,9 +237,13 @@ def _torch_profiler_s(run: Run, batch: Batch) -> float:
 
 
 def _isolate(
-    recorder: Recorder, device: torch.device, budget_s: float, report: Callable[[str], None]
+    recorded: Mapping[Signature, Samples],
+    events: Sequence[Event],
+    device: torch.device,
+    budget_s: float,
+    report: Callable[[str], None],
 ) -> tuple[dict[Signature, Isolated], Isolation]:
-    estimates = {event.signature: event.seconds for event in recorder.events if event.signature is not None}
+    estimates = {event.signature: event.seconds for event in events if event.signature is not None}
     began = said = time.perf_counter()
 
     def heard(done: int, of: int) -> None:
@@ -197,8 +252,8 @@ def _isolate(
             said = time.perf_counter()
             report(f"operations alone: {done}/{of}")
 
-    report(f"operations alone: {len(recorder.samples)} different ones, at most {budget_s:.0f} s")
-    alone = measure_all(recorder.samples, estimates, device, budget_s, heard)
+    report(f"operations alone: {len(recorded)} different ones, at most {budget_s:.0f} s")
+    alone = measure_all(recorded, estimates, device, budget_s, heard)
     why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
     full = sum(one.iterations == ITERATIONS for one in alone.values())
     spent = time.perf_counter() - began

@@ -132,11 +132,11 @@ class Profile:
     kernels: dict[str, str]
     device: str
     torch: str
-    eager_step_s: float  # median, no profiler, taken in turn with the profiled steps
+    eager_step_s: float  # the fastest, no profiler, taken in turn with the profiled steps
     recipe_step_s: float | None  # as the recipe runs it: compiled where it says so; None when not measured
     covered_s: float  # sum over the lines
     coverage: float  # covered_s / eager_step_s
-    overhead_s: float  # what profiling added to a step, outside of the times in the table
+    overhead_s: float  # what the stopwatch added to the step, measured apart and taken out of every line's time
     matmul_flops_per_s: float
     memory_bytes_per_s: float
     steps: int

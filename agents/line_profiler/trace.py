@@ -1,7 +1,7 @@
 """The step as a Chrome trace: opens in Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Trace Event Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Times are those of the
-table: the recorder's own are left out, so that the events stand as close as in a step that nobody watches.
+table: what watching costs is left out, so that the events stand as close as in a step that nobody watches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agents.line_profiler.capture import Event
-from agents.line_profiler.lines import OPTIMIZER_FILES, source
+from agents.line_profiler.lines import phase, source
 from agents.line_profiler.table import Profile, line_name
 
 ROWS = {"forward": 1, "backward": 2, "optimizer": 3, "data": 4}
@@ -36,7 +36,7 @@ def chrome_trace(profile: Profile, events: Sequence[Event]) -> str:
             add("data", line.name, line.seconds, {"source": line.source})
     for event in events:
         file, number, _ = event.line
-        row = "backward" if event.backward else "optimizer" if file in OPTIMIZER_FILES else "forward"
+        row = "backward" if event.backward else phase(event.line)
         now += event.host_s
         about = {
             "operation": event.operation,

@@ -17,7 +17,7 @@ def summary(profile: Profile) -> str:
     text = (
         f"The eager step takes {profile.eager_step_s * 1e3:.0f} ms without a profiler, the lines cover "
         f"{profile.covered_s * 1e3:.0f} ms ({profile.coverage:.0%}), difference {difference * 1e3:+.0f} ms. "
-        f"Profiling added {profile.overhead_s * 1e3:.0f} ms to a step, none of it in the table. "
+        f"The stopwatch added {profile.overhead_s * 1e3:.0f} ms to a step, measured apart and taken out of the table. "
         f"torch.profiler sees {check.torch_s * 1e3:.0f} ms in operations on the same batch, the lines "
         f"{check.lines_s * 1e3:.0f} ms ({check.ratio:.0%}), difference {(check.lines_s - check.torch_s) * 1e3:+.0f} ms."
     )

@@ -38,6 +38,14 @@ def make_run(recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile
     return Run(spec, Ranks.join(recipe.parallel, recipe.model), None)
 
 
+def smallest(recipe: Recipe) -> Recipe:
+    """The recipe with two narrow, dense layers and eight short rows: the same lines, over tensors of a few kilobytes."""
+    sizes = {"vocab_size": 512, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "d_ff": 64}
+    model = recipe.model.model_copy(update=sizes | {"context": 32, "experts": None, "nope_every": None})
+    batch = recipe.batch.model_copy(update={"sequences": 8, "micro_sequences": None, "warmup": []})
+    return recipe.model_copy(update={"model": model, "batch": batch})
+
+
 def documents(recipe: Recipe, tokens: int) -> Iterator[TokenizedDocument]:
     """Random documents, ``tokens`` tokens of them or a little more."""
     generator = np.random.default_rng(recipe.seed)

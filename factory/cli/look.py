@@ -122,7 +122,8 @@ def doctor(where: Where = DEFAULT, as_json: AsJson = False) -> None:
         print_json(found)
     else:
         for row in found:
-            print(f"  {'–' if row['ok'] is None else '✓' if row['ok'] else '✗'} {row['check']:<13} {row['detail']}")
+            detail = row["detail"].replace("\n", "\n" + 18 * " ")
+            print(f"  {'–' if row['ok'] is None else '✓' if row['ok'] else '✗'} {row['check']:<13} {detail}")
     if any(row["ok"] is False for row in found):
         raise typer.Exit(1)
 

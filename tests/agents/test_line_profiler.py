@@ -54,6 +54,30 @@ def test_optimiser_and_data_have_lines(found: Profile) -> None:
     assert any(line.phase == "data" and line.file == "trainer/batch.py" for line in found.lines)
 
 
+def test_the_optimisers_ops_have_their_lines(found: Profile) -> None:
+    lines = [line for line in found.lines if line.op == "adamw"]
+    assert lines and all(line.phase == "optimizer" for line in lines)
+    assert {line.file for line in lines} == {"kernels/adamw.py"}
+    op = next(op for op in found.ops if op.op == "adamw")
+    assert op.backward_s == 0 and op.forward_s == pytest.approx(sum(line.forward_s for line in lines))
+
+
+def test_newton_schulz_is_an_op_where_the_recipe_has_muon(tmp_path: Path) -> None:
+    recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
+    recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": "muon"})})
+    kernels = tmp_path / "kernels.yaml"
+    kernels.write_text("cpu: {}\n")
+    muon = profile(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False)
+    calls = {op.op: op.calls for op in muon.ops}
+    assert calls["newton_schulz"] == 7 * recipe.model.layers and calls["adamw"] >= 1  # q, k, v, o, gate, up, down
+    lines = [line for line in muon.lines if line.op == "newton_schulz"]
+    assert lines and all(line.phase == "optimizer" for line in lines)
+    assert all(line.forward_s > 0 for line in lines if line.flops), (
+        "the products; a view may be shorter than a crossing"
+    )
+    assert any(line.flops for line in lines)
+
+
 def test_calls_fold_the_layers(found: Profile) -> None:
     layers = found.recipe["model"]["layers"]
     calls = {op.op: op.calls for op in found.ops}
@@ -65,6 +89,7 @@ def test_calls_fold_the_layers(found: Profile) -> None:
         "swiglu": layers,
         "attention": layers,
         "linear_cross_entropy": 1,
+        "adamw": 2,  # matrices decay, the rest does not
     }
 
 
@@ -165,4 +190,5 @@ def test_a_backward_written_by_hand_belongs_to_its_op() -> None:
     found = profile(recipe, ROOT / "policies" / "kernels.yaml", steps=1, measure_recipe_step=False, isolate=False)
     assert found.kernels["attention"] != "reference"
     backward = {op.op: op.backward_s for op in found.ops}
+    assert backward.pop("adamw") == 0
     assert all(seconds > 0 for seconds in backward.values()), backward

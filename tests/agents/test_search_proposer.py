@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from agents.search_proposer import POLICY, amdahl, choose, propose
-from agents.workbench import Attempt, Measurement, MeasurementError
+from agents.workbench import Attempt, Measurement, MeasurementError, ReadError
 from factory.demo import plain_kernels
 
 SHIPPED = plain_kernels((Path(__file__).parents[2] / POLICY).read_text())
@@ -21,10 +21,12 @@ class Bench:
     def __init__(self, ratios: dict[tuple[str, str], float]) -> None:
         self.ratios, self.asked = ratios, []  # type: ignore[var-annotated]
         self.past: dict[str, list[Attempt]] = {}
+        self.files = {POLICY: SHIPPED}
 
     def read(self, path: str) -> str:
-        assert path == POLICY
-        return SHIPPED
+        if path not in self.files:
+            raise ReadError(path)
+        return self.files[path]
 
     def measure(self, op: str, implementation: str, against: str) -> Measurement:
         self.asked.append((op, implementation))
@@ -81,6 +83,63 @@ def test_what_failed_is_not_proposed_again() -> None:
     bench.past[first.target] = [Attempt(first.patch_id, "promote")]
     again = propose(_profile(), bench)
     assert again == first
+
+
+NORM = ("kernels/rms_norm.py:16#rms_norm", "kernels/rms_norm.py:17#rms_norm")
+ACROSS = ("trainer/model.py:268", "kernels/qk_norm_rope.py:28#qk_norm_rope")
+HEAD = ("kernels/linear_cross_entropy.py:30#linear_cross_entropy",)
+RECIPE = "policies/recipes/small.yaml"
+
+
+def _with_fusions(compile: bool) -> dict[str, Any]:
+    fusion = lambda lines, share: {
+        "lines": list(lines),
+        "bytes_saved": share * 1e9,
+        "gain_s": share,
+        "gain_share": share,
+    }
+    fusions = [fusion(HEAD, 0.3), fusion(NORM, 0.2), fusion(ACROSS, 0.05)]
+    return _profile() | {"recipe": {"compile": compile, "name": "small"}, "fusion_candidates": fusions}
+
+
+def test_blocks_are_compiled_for_the_fusion_candidates_in_them() -> None:
+    bench = Bench({})
+    bench.files[RECIPE] = "name: small\ncompile: false  # for now\nseed: 1\n"
+    proposal = propose(_with_fusions(compile=False), bench)
+    assert proposal is not None and proposal.target == "recipe:compile"
+    assert proposal.predicted_gain == pytest.approx(1 / (1 - 0.25)), "the loss head is no part of a block"
+    assert " → ".join(NORM) in proposal.hypothesis and "200 MB" in proposal.hypothesis
+    assert HEAD[0] not in proposal.hypothesis
+    (edit,) = proposal.edits
+    assert (edit.path, edit.new_text) == (RECIPE, "name: small\ncompile: true  # for now\nseed: 1\n")
+    bench.past[proposal.target] = [Attempt(proposal.patch_id, "reject")]
+    assert propose(_with_fusions(compile=False), bench) is None
+
+
+def test_a_recipe_that_compiles_or_is_not_the_repositorys_is_left_alone() -> None:
+    bench = Bench({})
+    assert propose(_with_fusions(compile=False), bench) is None  # nothing to read: the workspace's own recipe
+    bench.files[RECIPE] = "name: small\ncompile: true\n"
+    assert propose(_with_fusions(compile=True), bench) is None
+
+
+def test_an_implementation_is_ranked_beside_the_compiler_and_names_what_it_covers() -> None:
+    bench = Bench({("linear_cross_entropy", "chunked"): 4.0})
+    bench.files[RECIPE] = "name: small\ncompile: false\n"
+    profile = _with_fusions(compile=False) | {"recipe_step_s": 2.0}
+    first = propose(profile, bench)
+    assert first is not None and first.target == "recipe:compile"
+    bench.ratios["linear_cross_entropy", "chunked"] = 40.0
+    first = propose(profile, bench)
+    assert first is not None and first.target == "kernel:linear_cross_entropy"
+    assert f"fusion candidates: {HEAD[0]} (300 MB, 300.0 ms)" in first.hypothesis
+
+
+def test_the_optimisers_share_of_a_compiled_step_is_its_time_of_the_eager_one() -> None:
+    profile = _profile(compile=True)
+    profile["ops"] = [{"op": "adamw", "implementation": "reference", "share": 0.2, "calls": 2}]
+    proposal = propose(profile, Bench({("adamw", "fused"): 4.0}))
+    assert proposal is not None and proposal.predicted_gain == pytest.approx(1 / (1 - 0.4 + 0.4 / 4))
 
 
 def test_nothing_worth_a_branch() -> None:

@@ -26,7 +26,7 @@ def state() -> tuple[list[Tensor], ...]:
     return weights, *zeros, [torch.zeros(()) for _ in weights]
 
 
-@pytest.mark.parametrize("update", [adamw.reference, adamw.fused])
+@pytest.mark.parametrize("update", [adamw.reference, adamw.fused, adamw.compiled])
 def test_ten_steps_are_those_of_torch(update: Callable[..., None]) -> None:
     """The fused one to the bit; the plain expression but for the order of roundings."""
     weights, exp_avgs, exp_avg_sqs, steps = state()
@@ -55,7 +55,7 @@ def test_ten_steps_are_those_of_torch(update: Callable[..., None]) -> None:
                 torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("update", [adamw.reference, adamw.fused])
+@pytest.mark.parametrize("update", [adamw.reference, adamw.fused, adamw.compiled])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1.0])
 def test_a_skipped_update_changes_no_bit(update: Callable[..., None], poison: float) -> None:
     weights, exp_avgs, exp_avg_sqs, steps = state()
@@ -66,3 +66,14 @@ def test_a_skipped_update_changes_no_bit(update: Callable[..., None], poison: fl
     sick = [torch.full_like(w, poison) for w in weights]
     update(weights, sick, exp_avgs, exp_avg_sqs, steps, torch.tensor(1.0), SKIP, 0.01, *SETTINGS)
     assert all(torch.equal(x.view(torch.int32), kept) for x, kept in zip(every, before))
+
+
+def test_a_rate_that_changes_is_not_compiled_anew() -> None:
+    """torch.compile takes a number as a constant, and gives up after eight of them."""
+    weights, exp_avgs, exp_avg_sqs, steps = state()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch._dynamo.reset()
+        for t in range(12):
+            lr = 0.01 / (1 + t)
+            adamw.compiled(weights, tensors(t), exp_avgs, exp_avg_sqs, steps, torch.tensor(1.0), GO, lr, *SETTINGS)
+    assert all(int(step) == 12 for step in steps)

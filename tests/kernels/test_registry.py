@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import native_library, registry
-from kernels.registry import OPS, KernelError, KernelWarning, bind, load_choice, load_fallback
+from kernels import attention, attention_native, native_library, registry
+from kernels.bench import compare
+from kernels.op import CASES, Shape
+from kernels.registry import OPS, Computing, KernelError, KernelWarning, bind, computing, load_choice, load_fallback
 
 SHIPPED = Path(__file__).parents[2] / "policies" / "kernels.yaml"
 
@@ -73,6 +75,14 @@ def test_unknown_devices_and_fallbacks_are_refused() -> None:
         bind({}, fallback="eager")
 
 
+def test_a_device_that_is_not_here_is_an_error_that_lists_what_there_is() -> None:
+    with pytest.raises(KernelError, match="unknown device 'tpu'; there are: cpu, cuda"):
+        compare("swiglu", "native", device="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(KernelError, match="device 'cuda': torch sees no GPU here; there is: cpu"):
+            compare("swiglu", "compiled", device="cuda")
+
+
 def test_the_fallback_is_a_choice_and_to_fail_is_the_default(tmp_path: Path) -> None:
     path = tmp_path / "kernels.yaml"
     path.write_text("fallback: reference\ncpu: {attention: native}\n")
@@ -104,3 +114,39 @@ def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_poli
     with pytest.warns(KernelWarning, match="linear_cross_entropy: native fails on cpu in torch.float32, the reference"):
         ops = bind(choice, fallback="reference")
     assert ops.linear_cross_entropy is OPS["linear_cross_entropy"].reference
+    computes = [
+        one
+        for fallback in ("fail", "reference")
+        for one in computing(choice, "cpu", torch.float32, False, fallback, Shape())
+        if one.op == "linear_cross_entropy"
+    ]
+    assert [one.by for one in computes] == ["", "reference"] and all("could not compile" in one.why for one in computes)
+    assert "cannot run here" in str(computes[0]) and "native → reference computes instead" in str(computes[1])
+
+
+def _attention(dtype: torch.dtype) -> Computing:
+    found = computing({"attention": "native"}, "cpu", dtype, True, "fail", Shape())
+    assert [one.op for one in found] == list(OPS)
+    return next(one for one in found if one.op == "attention")
+
+
+def test_what_an_implementation_leaves_to_another_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said of ``native`` attention wherever it is not the C++ that computes, and nowhere else."""
+    ran: list[str] = []
+    monkeypatch.setattr(attention, "recompute", lambda q, *rest: ran.append("recompute") or q)
+    monkeypatch.setattr(attention_native, "forward_op", lambda q, *rest: ran.append("native") or q)
+    for dtype in (torch.float32, torch.bfloat16):
+        for units in (True, False):
+            monkeypatch.setattr(attention_native, "usable", lambda head_dim, units=units: units)
+            attention.native(*OPS["attention"].inputs(CASES[0], dtype=dtype))
+            instead = attention.native_instead(Shape(), dtype)
+            assert ran.pop() == (instead.split(",")[0] or "native"), (dtype, units)
+
+
+def test_the_table_says_what_computes() -> None:
+    said = _attention(torch.float32)
+    assert (said.chosen, said.by) == ("native", "recompute, uncompiled") and "not float32" in said.why
+    if attention_native.usable(Shape().head_dim):
+        assert _attention(torch.bfloat16) == Computing("attention", "native", "native")
+    eager = computing({"adamw": "compiled"}, "cpu", torch.float32, False, "fail", Shape())[-1]
+    assert (eager.by, eager.why) == ("compiled, uncompiled", "the recipe says compile: false")

@@ -222,6 +222,21 @@ def test_a_bad_spec_is_one_line_and_2(
     assert not (folder / "checkpoints").exists()
 
 
+def test_what_computes_in_place_of_a_chosen_kernel_is_said_at_the_start(
+    tmp_path: Path, make_shard: MakeShard, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kernels = tmp_path / "kernels.yaml"
+    kernels.write_text("cpu: {attention: native}\n")
+    plan = plan_of(make_shard())
+    folder = write_spec(tmp_path / "segment", plan, last_step=1, kernels=str(kernels))
+    assert run_trainer(folder) == (0, "")
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("kernels: ")]
+    assert len(said) == 1 and "attention: native → recompute" in said[0] and "not float32" in said[0]
+    kernels.write_text("cpu: {}\n")
+    assert run_trainer(write_spec(tmp_path / "references", plan, last_step=1, kernels=str(kernels))) == (0, "")
+    assert "kernels: " not in capfd.readouterr().out
+
+
 def test_no_spec_and_a_spec_that_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from trainer.__main__ import main
 

@@ -1,0 +1,114 @@
+"""How long each operation of a step takes: a dispatch mode that only reads the clock.
+
+Every mode makes each operation cross into Python and back, some microseconds that no other step pays. What a crossing costs is
+measured on a run of its own, the recipe's step over tensors so small that crossings are much of it, and taken out of each
+operation. The step that is profiled has no part in that, so that it can still say whether the lines add up.
+
+A mode that does more than read the clock cannot be corrected so: what it leaves in the caches slows what comes next.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agents.line_profiler.capture import Event
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One operation. Seconds, as the stopwatch saw them."""
+
+    operation: str
+    gap: float  # since the one before it ended
+    seconds: float
+    after: float = 0.0  # of the last one: until the step ended
+
+
+class Stopwatch(TorchDispatchMode):
+    """Laps of every operation between ``__enter__`` and ``__exit__``, on the thread that entered."""
+
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.synchronize = synchronize
+        self._began = self._ended = 0.0
+        self._seen: list[tuple[Any, float, float]] = []
+
+    def __enter__(self) -> Stopwatch:
+        self._began = time.perf_counter()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        self._ended = time.perf_counter()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        if self.synchronize:
+            self.synchronize()
+        self._seen.append((func, began, time.perf_counter()))
+        return out
+
+    def laps(self) -> list[Lap]:
+        ends = [self._began, *(ended for _, _, ended in self._seen)]
+        made = [Lap(str(func), began - before, ended - began) for (func, began, ended), before in zip(self._seen, ends)]
+        made[-1:] = [replace(last, after=self._ended - ends[-1]) for last in made[-1:]]
+        return made
+
+
+def laps(step: Callable[[], object], synchronize: Callable[[], None] | None = None) -> list[Lap]:
+    """The operations of a step."""
+    with Stopwatch(synchronize) as watch:
+        step()
+    return watch.laps()
+
+
+def total(laps: Sequence[Lap]) -> float:
+    """Seconds of the whole step."""
+    return sum(lap.gap + lap.seconds + lap.after for lap in laps)
+
+
+def crossing(step: Callable[[], object], turns: int = 80) -> float:
+    """Seconds that the stopwatch adds to an operation of a step: the fastest of ``turns`` watched less the fastest not."""
+    plain, watched, operations = float("inf"), float("inf"), 1
+    with no_collector():
+        for _ in range(turns):
+            began = time.perf_counter()
+            step()
+            plain = min(plain, time.perf_counter() - began)
+            seen = laps(step)
+            watched, operations = min(watched, total(seen)), len(seen)
+    return max(0.0, (watched - plain) / operations)
+
+
+def timed(events: Sequence[Event], laps: Sequence[Lap], crossing_s: float) -> list[Event]:
+    """The events with the times of the same step's laps, less a crossing each: out of the gap first, then out of the
+    operation, and what a view is too short to give out of the next. What Python does after the last operation is on that
+    one's line."""
+    assert [event.operation for event in events] == [lap.operation for lap in laps], "not the same step"
+    found, owed = [], 0.0
+    for event, lap in zip(events, laps):
+        owed += crossing_s
+        host, owed = max(0.0, lap.gap - owed), max(0.0, owed - lap.gap)
+        seconds, owed = max(0.0, lap.seconds - owed), max(0.0, owed - lap.seconds)
+        found.append(replace(event, host_s=host + lap.after, seconds=seconds))
+    return found
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Python's collector would have its time fall on whatever line it interrupts."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -1,0 +1,79 @@
+"""What the stopwatch reads, and what is taken out of its readings."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from agents.line_profiler.capture import Event
+from agents.line_profiler.session import Turns
+from agents.line_profiler.stopwatch import Lap, crossing, laps, timed, total
+
+ADD, MUL = "aten.add.Tensor", "aten.mul.Tensor"
+
+
+def _event(operation: str) -> Event:
+    return Event(("trainer/run.py", 1, ""), "", False, operation, 9.0, 9.0, 0.0, 0.0, (), (), None)
+
+
+def test_time_between_operations_and_after_the_last_is_kept_apart_from_theirs() -> None:
+    x = torch.ones(3)
+
+    def step() -> None:
+        time.sleep(0.02)
+        x + x
+        time.sleep(0.04)
+        x * x
+        time.sleep(0.06)
+
+    began = time.perf_counter()
+    seen = laps(step)
+    whole = time.perf_counter() - began
+    assert [lap.operation for lap in seen] == [ADD, MUL]
+    assert seen[0].gap >= 0.02 and seen[1].gap >= 0.04 and seen[1].after >= 0.06 and seen[0].after == 0.0
+    assert total(seen) <= whole and all(lap.seconds > 0 for lap in seen)
+
+
+def test_a_crossing_comes_out_of_the_gap_first_then_out_of_the_operation_then_out_of_the_next() -> None:
+    seen = [Lap(ADD, 5.0, 3.0), Lap(MUL, 1.0, 3.0), Lap(ADD, 0.5, 0.5), Lap(MUL, 5.0, 1.0, after=7.0)]
+    events = timed([_event(lap.operation) for lap in seen], seen, 2.0)
+    assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (0.0, 2.0), (0.0, 0.0), (9.0, 1.0)]
+    assert sum(event.host_s + event.seconds for event in events) == total(seen) - 4 * 2.0
+
+
+def test_laps_of_another_step_are_refused() -> None:
+    with pytest.raises(AssertionError, match="not the same step"):
+        timed([_event(ADD)], [Lap(MUL, 1.0, 1.0)], 0.0)
+    with pytest.raises(AssertionError, match="not the same step"):
+        timed([_event(ADD)], [], 0.0)
+
+
+def test_a_crossing_is_what_watching_adds_to_an_operation() -> None:
+    """An operation that a stopwatch makes 2 ms longer: it comes from a tensor type that notices being watched."""
+
+    class Slow(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if torch._C._len_torch_dispatch_stack():
+                time.sleep(0.002)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x: Tensor = torch.ones(3).as_subclass(Slow)
+
+    def step() -> None:
+        for _ in range(10):
+            x + x
+
+    assert 0.002 <= crossing(step, turns=5) < 0.02
+
+
+def test_a_fastest_step_is_believed_when_others_come_near() -> None:
+    watched = lambda *seconds: [[Lap(ADD, 0.0, each)] for each in seconds]
+    near, far = (1.0, 1.02, 1.01, 5.0, 1.0, 1.02), (1.0, 1.2, 1.3, 1.01, 1.0, 1.02)
+    assert Turns(list(near), watched(*near), []).settled()
+    assert not Turns(list(far), watched(*near), []).settled()
+    assert not Turns(list(near), watched(*far), []).settled()
+    assert not Turns([1.0, 1.0], watched(1.0, 1.0), []).settled()

@@ -1,0 +1,67 @@
+"""``factory doctor`` says which kernel computes each op here, and what stands in for one that cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from factory import doctor
+from factory.workspace import Workspace
+from kernels import attention_native, native_library, registry
+
+ROOT = Path(__file__).parents[2]
+RECIPE = (ROOT / "policies" / "recipes" / "tiny.yaml").read_text()
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    made = Workspace.create(tmp_path / "factory")
+    (made.root / "policies" / "recipes").mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def _kernels(workspace: Workspace, kernels: str, precision: str = "bf16") -> tuple[bool | None, list[str]]:
+    (workspace.root / "policies" / "kernels.yaml").write_text(kernels)
+    recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
+    recipe.write_text(RECIPE.replace("precision: fp32", f"precision: {precision}"))
+    row = next(row for row in doctor.examine(workspace) if row["check"] == "kernels")
+    return row["ok"], row["detail"].splitlines()
+
+
+def test_every_op_has_a_line_and_stand_ins_come_first(workspace: Workspace) -> None:
+    ok, (head, *lines) = _kernels(workspace, "cpu: {attention: native}", precision="fp32")
+    assert ok and "fp32 on cpu" in head and len(lines) == len(registry.OPS)
+    assert lines[0].startswith("attention: native → recompute, uncompiled computes instead: the C++ is for bf16")
+    assert all("→" not in line for line in lines[1:])
+
+
+def test_a_machine_without_matrix_units_is_told(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_native, "usable", lambda head_dim: False)
+    ok, lines = _kernels(workspace, "cpu: {attention: native}")
+    assert ok and "no bf16 matrix units here" in lines[1]
+
+
+@pytest.mark.parametrize("fallback", registry.FALLBACKS)
+def test_a_machine_without_a_compiler_fails_or_takes_the_reference(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fallback: str
+) -> None:
+    for source in native_library.SOURCES.iterdir():  # a library of this text was never compiled
+        (tmp_path / source.name).write_text(f"{source.read_text()}\n// {tmp_path}\n")
+    monkeypatch.setattr(native_library, "SOURCES", tmp_path)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(native_library, "shutil", SimpleNamespace(which=lambda name: None))
+    for cache in (native_library.library, registry.failure):
+        cache.cache_clear()
+    ok, lines = _kernels(workspace, f"fallback: {fallback}\ncpu: {{linear_cross_entropy: native}}")
+    for cache in (native_library.library, registry.failure):
+        cache.cache_clear()
+    assert ok is (fallback == "reference")
+    says = {"fail": "native cannot run here", "reference": "native → reference computes instead"}[fallback]
+    assert says in lines[1] and "no C++ compiler" in lines[1]
+
+
+def test_an_unknown_kernel_is_named(workspace: Workspace) -> None:
+    ok, lines = _kernels(workspace, "cpu: {attention: fast}")
+    assert ok is False and "there are: compiled" in lines[0]
