@@ -111,7 +111,11 @@ def train_here(folder: Path) -> tuple[int, str]:
     """As ``run_trainer``, in this process: for what a run leaves, where how its process starts and ends is not the question."""
     handler, said = signal.getsignal(signal.SIGTERM), io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), torch.random.fork_rng(devices=[]):
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(said),
+            torch.random.fork_rng(devices=[]),
+        ):
             code = main([str(folder)])
     finally:
         signal.signal(signal.SIGTERM, handler)
