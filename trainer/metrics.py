@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 FLUSH_SECONDS = 1.0
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Lines:
@@ -77,13 +76,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """What this process holds: of the GPU the peak so far, of the host what is resident now."""
+    """The most that this process has held so far: of the GPU, or of the host's memory where there is none."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-    except OSError:  # no Linux
-        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, tries: int = 5) -> float:

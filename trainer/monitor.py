@@ -1,7 +1,7 @@
-"""How healthy the updates are: update-to-weight ratio, one layer a step in turn, and gradient noise scale.
+"""How healthy the updates are: update-to-weight ratio and gradient noise scale, of one layer every fourth step, in turn.
 
-Exact numbers need passes over weights and gradients that the step itself does not make. One layer a step makes their
-cost that of one layer; after as many steps as there are layers all have been measured.
+Exact numbers need passes over weights and gradients that the step itself does not make. One layer at a time makes their
+cost that of one layer; after four steps for each layer all have been measured.
 
 The gradient noise scale B = tr(Σ) / |G|² is the batch size, in supervised tokens, at which noise and signal are equal
 (McCandlish et al. 2018, arXiv 1812.06162 §2.2; the estimator is their appendix A.1 with both halves of a batch as small
@@ -30,7 +30,7 @@ from torch import Tensor
 from trainer.optimizer import Optimizer
 from trainer.parallel import Ranks, copies, local
 
-NOISE_ROUNDS = 2  # every second round of all layers measures the noise scale, which costs as much as all the rest
+TURN_STEPS = 4  # from one layer's turn to the next one's
 SMOOTHING = 0.9  # of the two sums of the noise scale, per measurement
 
 
@@ -51,9 +51,9 @@ class Half:
 class Before:
     """Of the layer whose turn it is, before the update."""
 
-    layer: str
+    layer: str | None  # None: no layer's turn
     weights: list[Tensor]  # by parameter, this rank's share
-    norms: Tensor  # of each
+    norms: list[Tensor]  # of each
     agreements: dict[str, Tensor]  # by layer measured: h₁ · h₂, this rank's share, fp32 scalar; none without halves
 
 
@@ -77,24 +77,26 @@ class Monitor:
         )
         self.sums: dict[str, list[float]] = {}  # layer → [tr(Σ), |G|², 1], smoothed from zero on
 
-    def layer_at(self, step: int) -> str:
-        return list(self.layers)[step % len(self.layers)]
+    def layer_at(self, step: int) -> str | None:
+        """Whose turn it is; None: nobody's."""
+        return None if step % TURN_STEPS else list(self.layers)[step // TURN_STEPS % len(self.layers)]
 
     def layer_norms(self, squares: Tensor) -> Tensor:
         """Gradient norm by layer, in the order of ``layers``, from Σ gradient² by parameter."""
         return torch.where(self._is_in, squares, 0.0).sum(1).sqrt()
 
     def half(self, step: int, split: bool) -> Half | None:
-        """To be called once half of the step's rows are through. None: not in this round.
+        """To be called once half of the step's rows are through. None: no layer's turn.
 
         ``split``: were they one micro-batch, split for this? Then all layers are measured.
         """
-        if not split and step // len(self.layers) % NOISE_ROUNDS:
+        turn = self.layer_at(step)
+        if not split and turn is None:
             return None
         gradients = self.optimizer.gradients()
         flat: dict[str, list[Tensor]] = {}
         squares: dict[str, Tensor] = {}
-        for layer in self.layers if split else [self.layer_at(step)]:
+        for layer in self.layers if split or turn is None else [turn]:
             flat[layer], found = [], []
             for name in self.layers[layer]:
                 flat[layer].append(gradients[name].flatten().clone())
@@ -105,29 +107,32 @@ class Monitor:
     @torch.no_grad()
     def begin(self, step: int, half: Half | None, gradients: dict[str, Tensor]) -> Before:
         agreements: dict[str, Tensor] = {}
-        for layer, firsts in half.gradients.items() if half is not None else ():
+        for measured, firsts in half.gradients.items() if half is not None else ():
             assert half is not None
-            wholes = (gradients[name].flatten() for name in self.layers[layer])
+            wholes = (gradients[name].flatten() for name in self.layers[measured])
             across = torch.stack([first @ whole for first, whole in zip(firsts, wholes)])
-            agreements[layer] = (self._shares[layer] * (across - half.squares[layer])).sum()
+            agreements[measured] = (self._shares[measured] * (across - half.squares[measured])).sum()
         layer = self.layer_at(step)
         weights, norms = [], []
-        for name in self.layers[layer]:
+        for name in self.layers[layer] if layer else ():
             weights.append(local(self.optimizer.parameters[name]).clone())
             norms.append(weights[-1].norm())
-        return Before(layer, weights, torch.stack(norms), agreements)
+        return Before(layer, weights, norms, agreements)
 
     @torch.no_grad()
     def measure(self, before: Before) -> Tensor:
-        """[Σ update², Σ weight² of the layer, h₁ · h₂ of each layer measured] over all ranks, fp32, left on the device.
-
-        Uses up the copies of the weights.
+        """[h₁ · h₂ of each layer measured, Σ update², Σ weight² of the layer whose turn it is] over all ranks, fp32, left on
+        the device. Uses up the copies of the weights.
         """
-        moved = before.weights
-        torch._foreach_sub_(moved, [local(self.optimizer.parameters[name]) for name in self.layers[before.layer]])
-        norms = torch.stack((torch.stack(torch._foreach_norm(moved)), before.norms))
-        lengths = (norms.square() * self._shares[before.layer]).sum(1)
-        sums = torch.stack((*lengths, *before.agreements.values()))
+        found = list(before.agreements.values())
+        if before.layer is not None:
+            moved = before.weights
+            torch._foreach_sub_(moved, [local(self.optimizer.parameters[name]) for name in self.layers[before.layer]])
+            norms = torch.stack((torch.stack(torch._foreach_norm(moved)), torch.stack(before.norms)))
+            found += (norms.square() * self._shares[before.layer]).sum(1)
+        if not found:
+            return torch.zeros(0, device=self.ranks.device)
+        sums = torch.stack(found)
         self.ranks.sum_(sums)
         return sums
 
@@ -143,13 +148,15 @@ class Monitor:
         half_tokens: float,
         skipped: bool,
     ) -> dict[str, Any]:
-        """``update_ratio/<layer>`` and, once every layer had its turn, ``noise_scale``.
+        """``update_ratio/<layer>`` in its turn and, once every layer had its turn, ``noise_scale``.
 
         ``measured``: what ``measure`` gave. ``grad_norms``: by layer, unclipped. ``half_tokens``: how many of the batch's
         supervised ``tokens`` are in the first half.
         """
-        moved_square, weight_square, *agreements = measured
-        record: dict[str, Any] = {f"update_ratio/{before.layer}": (moved_square / max(weight_square, 1e-30)) ** 0.5}
+        record: dict[str, Any] = {}
+        agreements, lengths = measured[: len(before.agreements)], measured[len(before.agreements) :]
+        if before.layer is not None:
+            record[f"update_ratio/{before.layer}"] = (lengths[0] / max(lengths[1], 1e-30)) ** 0.5
         if not skipped and 0 < half_tokens < tokens:
             for layer, agreement in zip(before.agreements, agreements):
                 signal = agreement * tokens**2 / (half_tokens * (tokens - half_tokens))
