@@ -30,7 +30,7 @@ from trainer.recipe import Recipe
 from trainer.token_shard import TokenizedDocument, write_token_shard
 
 STEPS = 6
-MEASURE_SECONDS = 20  # some of the eight implementations that a proposer may ask for, five seconds each
+MEASURE_SECONDS = 10  # one or two of the eight implementations that a proposer may ask for, five seconds each
 GATE = """
 oracle: {cases: [small], wall_seconds: 120}
 isolated: {pairs: 3, wall_seconds: 120}
