@@ -6,7 +6,9 @@ forward and backward run; only that step's update waits for the copy, which is b
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +29,8 @@ class Writer:
         # CUDA's current device is each thread's own
         device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else (None, ())
         self._pool = ThreadPoolExecutor(1, "checkpoint", *device)
+        # Hashing and writing take what time the step leaves over; the copy, which it waits for, does not.
+        self._disk = ThreadPoolExecutor(1, "checkpoint-disk", give_way)
         self._pending: Future[Path] | None = None
         self._copied = threading.Event()
         self._copied.set()
@@ -59,6 +63,7 @@ class Writer:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+        self._disk.shutdown(wait=True)
 
     def _save(
         self,
@@ -72,11 +77,18 @@ class Writer:
             copied = copy_to_host(contents, ready)
         finally:
             self._copied.set()
-        path = save_share(self.parent, step, copied, regions, state, self.rank, self.ranks)
+        written = self._disk.submit(save_share, self.parent, step, copied, regions, state, self.rank, self.ranks)
+        path = written.result()
         if self.rank == 0:
             for _, old in steps_in(self.parent)[: -self.keep]:
                 shutil.rmtree(old)
         return path
+
+
+def give_way() -> None:
+    """Put this thread behind all others: Linux keeps a nice value for each (setpriority(2), notes)."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def copy_to_host(contents: dict[str, Tensors], ready: torch.cuda.Event | None = None) -> dict[str, Tensors]:
