@@ -33,7 +33,6 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
     The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
     """
     from factory.proposing import submit
-    from factory.tracking import Tracking
 
     made = []
     start = find_start(ledger)
@@ -51,7 +50,6 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
         drafted = undoing(workspace, row, base, changed)
         if drafted is not None:
             made.append(submit(workspace, ledger, progress, drafted, base))
-            Tracking.open(workspace, ledger).proposal_run(made[-1])
         note_validated(ledger, row["number"], start)
     return made
 

@@ -17,7 +17,7 @@ from factory.progress import SILENT
 from factory.workspace import code_root
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
-FEW = {"steps": 50, "pairs": 2, "held_out_documents": 2, "held_out_bytes": 256, "max_noise": 4.0}
+FEW = {"steps": 50, "pairs": 2, "max_noise": 4.0}
 POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update=FEW)})
 TIMED = POLICY.training.model_copy(update={"steps": 120})
 AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
@@ -82,7 +82,7 @@ def test_who_saves_work_does_not_learn_the_same(
     code = candidate(path, change(text))
     baseline = repository.checkout_live(made.workspace, made.base)
     sides = [Side(folder, start.recipe, tmp_path / side) for side, folder in (("a", baseline), ("b", code))]
-    found = compare_training(POLICY.training, start, *sides, made.workspace, made.ledger, SILENT)
+    found, _ = compare_training(POLICY.training, start, *sides, made.workspace, SILENT)
     stages = {stage: {"state": "passed", "reasons": []} for stage in STAGES} | {"training": found}
     verdict = judge_patch(POLICY, {"stages": stages, "tries": 1})
     assert verdict.outcome == "reject" and "does not learn the same" in verdict.reasons[0], (verdict, found)
@@ -101,7 +101,7 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
     assert line in text
     quick = repository.checkout_live(made.workspace, made.base)
     sides = [Side(code, start.recipe, tmp_path / name) for name, code in (("a", slow), ("b", quick))]
-    found = compare_training(TIMED, start, *sides, made.workspace, made.ledger, SILENT)
+    found, _ = compare_training(TIMED, start, *sides, made.workspace, SILENT)
     totals = {name: sum(seconds) for name, seconds in found["total_seconds"].items()}
     assert totals["baseline"] - totals["candidate"] > DAWDLE  # it is quicker, as a whole
     if found["state"] == "missing":  # a machine so fast that its steps drown in the dawdling: nobody gains there
