@@ -37,7 +37,7 @@ from typing import IO, Protocol
 from agents.untrusted import one_line
 from factory import sandbox_bubblewrap, sandbox_cgroup, sandbox_filter, sandbox_namespaces
 from factory.errors import IsolationError, nearest
-from factory.sandbox_pipes import Told, in_memory
+from factory.sandbox_pipes import Told, unnamed
 from factory.sandbox_view import LAUNCHER_INSIDE, View, view
 from factory.sandbox_watch import folder_size, free_space, tree, unlinked
 
@@ -146,7 +146,7 @@ def run(
         inherited = [status_write, go_read]
 
         def given(data: bytes) -> int:
-            inherited.append(opened.enter_context(in_memory(data)))
+            inherited.append(opened.enter_context(unnamed(data)))
             return inherited[-1].fileno()
 
         rules = json.dumps(_rules(output, limits) | {"go": go_read.fileno()})
