@@ -154,7 +154,7 @@ def test_writing_outside_the_output_folder(tmp_path: Path) -> None:
             except OSError:
                 pass
         for path in ('/usr/x', '/etc/x', '/etc/passwd', '/x', '/dev/x', '/proc/sys/kernel/core_pattern',
-                     '/run/launch.py', f'{prefix}/x', f'{given}/x', f'{given}/input'):
+                     '/run/launch.py', f'{prefix}/y', f'{given}/x', f'{given}/input'):
             tell(path, lambda: open(path, 'w').write('|/tmp/out'))
         tell('a hard link', lambda: os.link(f'{given}/input', 'hard'))
         tell('another mode', lambda: os.chmod(f'{given}/input', 0o777))
