@@ -14,8 +14,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@command -v git >/dev/null || { echo "git is needed: install it with your system's package manager"; exit 1; }
 	@command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "a C++ compiler is needed (torch.compile uses it): install g++ with your system's package manager"; exit 1; }
 	@command -v bwrap >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo "installing bubblewrap (the sandbox for proposed patches)"; { apt-get update -qq && apt-get install -y -qq bubblewrap; } >/dev/null 2>&1 || echo "bubblewrap could not be installed: the code loop will refuse to run patches until it is there"; \
-	else echo "bubblewrap is missing: install it with your system's package manager (the code loop refuses to run patches without it)"; fi
+	  echo "installing bubblewrap (the sandbox for proposed patches)"; { apt-get update -qq && apt-get install -y -qq bubblewrap; } >/dev/null 2>&1 || echo "bubblewrap could not be installed: the sandbox makes its namespaces itself where the kernel lets it ('factory doctor' tells)"; \
+	else echo "bubblewrap is missing: the sandbox makes its namespaces itself where the kernel lets it ('factory doctor' tells), else install it with your system's package manager"; fi
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing pinned packages into $(VENV) (some minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'

@@ -1,8 +1,9 @@
 """Runs code that nobody trusts: a proposed patch, its build, its training steps (DESIGN §5).
 
-``run`` starts one command under bubblewrap and holds its whole process tree:
+``run`` starts one command under bubblewrap or, where that is missing or fails, in namespaces of our own making
+(``sandbox_namespaces``), and holds its whole process tree:
 
-* own user, pid, ipc, network, uts and cgroup namespaces; no capability, no new privileges, no further user namespace
+* own user, pid, ipc, network, uts, mount and cgroup namespaces; no capability, no new privileges, no further user namespace
 * a file system made of the interpreter, its packages, ``/usr``, the inputs that the caller names (all read-only), one
   writable output folder, and small tmpfs for ``/tmp`` and ``/dev/shm``; no home, no ``/sys``, ``/proc/sys`` read-only
 * a clean environment; a seccomp filter (``sandbox_filter``) and, where the kernel has it, Landlock (``sandbox_launch``)
@@ -12,45 +13,39 @@
 The kernel limits the tree's tasks (by control group where one can be made, else by rlimit, from which it exempts root).
 What it does not enforce for a tree (memory, bytes in the output folder) is watched from outside ten times a second,
 as are processes, and the tree is killed when it goes over. Killing is certain: every process lives in a pid
-namespace whose init dies with bubblewrap. Time is measured here, outside. Without bubblewrap or user namespaces ``run``
-refuses: IsolationError.
+namespace, whose init dies with its parent, which dies with the factory. Time is measured here, outside. Without either
+way to isolate ``run`` refuses: IsolationError. ``$FACTORY_SANDBOX`` (bubblewrap, namespaces) forbids the other way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import select
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from agents.untrusted import one_line
-from factory import sandbox_cgroup, sandbox_filter
-from factory.errors import IsolationError
-from factory.sandbox_pipes import Told, in_memory
-from factory.sandbox_watch import folder_size, tree
+from factory import sandbox_bubblewrap, sandbox_cgroup, sandbox_filter, sandbox_namespaces
+from factory.errors import IsolationError, nearest
+from factory.sandbox_pipes import Told, unnamed
+from factory.sandbox_view import LAUNCHER_INSIDE, View, view
+from factory.sandbox_watch import folder_size, free_space, tree, unlinked
 
 WATCH_SECONDS = 0.1
 SETUP_SECONDS = 5.0  # how long bubblewrap may take to start its child
 TAIL_BYTES = 64 * 1024
 TASKS = 8  # tasks a process, on average: the kernel counts threads, the watch counts processes
 MIB = 1 << 20
-LAUNCHER = Path(__file__).with_name("sandbox_launch.py")
-LAUNCHER_INSIDE = "/run/launch.py"
-PASSWD = b"sandbox:x:1000:1000::/tmp:/bin/sh\n"
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 
 
 @dataclass(frozen=True)
@@ -99,6 +94,34 @@ class Result:
         return f"ended with code {self.returncode}" + (f": {one_line(said[-1], 300)}" if said else "")
 
 
+class Mechanism(Protocol):
+    """A way to isolate: a program that makes a ``View`` in new namespaces and runs its command there.
+
+    It tells ``status``, in lines of JSON, ``{"child-pid": n}``, the new pid namespace's init, before anything is run, and
+    ``{"exit-code": n}``, which it leaves out when it failed itself.
+    """
+
+    def command(self, view: View, status: int, given: Callable[[bytes], int]) -> list[str]: ...
+    def refusal(self) -> str: ...
+    def version(self) -> str: ...
+
+
+MECHANISMS: Mapping[str, Mechanism] = {"bubblewrap": sandbox_bubblewrap, "namespaces": sandbox_namespaces}
+
+
+def mechanism() -> tuple[Mechanism, str]:
+    """The first that may work here, or the one that ``$FACTORY_SANDBOX`` names; and why not those before it. Raises: IsolationError."""
+    named = os.environ.get("FACTORY_SANDBOX", "")
+    if named and named not in MECHANISMS:
+        raise IsolationError(f"FACTORY_SANDBOX={named}: no such sandbox{nearest(named, MECHANISMS)}")
+    refused: list[str] = []
+    for name in (named,) if named else MECHANISMS:
+        if not (why := MECHANISMS[name].refusal()):
+            return MECHANISMS[name], "; ".join(refused)
+        refused.append(why)
+    raise IsolationError(f"no sandbox: {'; '.join(refused)}")
+
+
 def run(
     command: Sequence[str],
     *,
@@ -111,28 +134,26 @@ def run(
     """Run ``command`` with ``output`` (made when missing) writable and ``readonly`` visible, all under their own names.
 
     The current folder is ``cwd`` (a visible path), else the output folder. Compile caches go to ``output/cache``.
-    Raises: IsolationError when bubblewrap is missing or cannot set the sandbox up; nothing was run then.
+    Raises: IsolationError when no sandbox can be set up; nothing was run then.
     """
     limits = limits or Limits()
+    made_by, refused = mechanism()
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as opened:
         pipe = lambda: [opened.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"))]
-        (status, status_write), (alive, alive_write), (go_read, go) = pipe(), pipe(), pipe()
-        given = [opened.enter_context(in_memory(data)) for data in (sandbox_filter.program(), PASSWD)]
+        (status, status_write), (go_read, go) = pipe(), pipe()
+        inherited = [status_write, go_read]
+
+        def given(data: bytes) -> int:
+            inherited.append(opened.enter_context(unnamed(data)))
+            return inherited[-1].fileno()
+
         rules = json.dumps(_rules(output, limits) | {"go": go_read.fileno()})
-        arguments = [
-            _bubblewrap(),
-            *("--json-status-fd", str(status_write.fileno()), "--sync-fd", str(alive_write.fileno())),
-            *(("--seccomp", str(given[0].fileno())) if sandbox_filter.program() else ()),
-            *_mounts(output, readonly, limits, given[1].fileno()),
-            *("--chdir", str(cwd or output)),
-            *_environment(output, environment or {}),
-            *("--", sys.executable, "-I", "-S", LAUNCHER_INSIDE, rules, *map(str, command)),
-        ]
-        inherited = (status_write, alive_write, go_read, *given)
+        words = [sys.executable, "-I", "-S", LAUNCHER_INSIDE, rules, *map(str, command)]
+        seen = view(words, output, readonly, cwd or output, environment or {}, limits.tmp)
+        arguments = made_by.command(seen, status_write.fileno(), given)
         process: subprocess.Popen[bytes] | None = None
-        child: int | None = None
         told = Told(status.fileno())
         with sandbox_cgroup.task_limit(limits.processes * TASKS) as group:
             started = time.monotonic()
@@ -148,28 +169,23 @@ def run(
                 )
                 _close(inherited)
                 held = _Held(process, started, limits, output)
-                child = told.child()  # there before anything runs; None when bubblewrap failed
+                child = told.child()  # there before anything runs; None when the mechanism failed
                 if group is not None and child is not None:
                     sandbox_cgroup.put(group, child)
                 with contextlib.suppress(BrokenPipeError):
                     go.write(b".")
                 held.watch()
             finally:
-                # Reached with the tree alive only when this process is interrupted. Bubblewrap alone is not enough to
-                # kill: while it sets up, its child waits for it and does not yet die with it; and an interrupt inside
-                # Popen leaves no handle of it. So the child's number is awaited, which bubblewrap tells at once, or
-                # the pipe's end, when it was not even started. A launcher that reads no "." ends.
+                # Reached with the tree alive only when this process is interrupted. The mechanism alone is not enough
+                # to kill: while bubblewrap sets up, its child waits for it and does not yet die with it; and an
+                # interrupt inside Popen leaves no handle of it. So the child's number is awaited, which is told at
+                # once, or the pipe's end, when it was not even started. A launcher that reads no "." ends.
                 _close(inherited)
                 if told.anything() or select.select([status], [], [], SETUP_SECONDS)[0]:
-                    child = told.child()
+                    _bury(told.child())
                 if process is not None:
                     process.kill()
                     process.wait()
-                if child is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGKILL)
-                while alive.read(1):  # its other end closes when the namespace's init is gone, and all with it
-                    pass
                 events = told.all()
                 for tail in (process.stdout, process.stderr) if process is not None else ():
                     assert tail is not None
@@ -177,7 +193,8 @@ def run(
     code = next((event["exit-code"] for event in events if "exit-code" in event), None)
     stderr = held.tail(process.stderr)
     if held.stopped is None and code is None and process.returncode != -9:
-        raise IsolationError(f"bubblewrap could not set up the sandbox; nothing was run: {stderr.strip()[-500:]}")
+        why = "; ".join(filter(None, (refused, f"{made_by.version()}: {stderr.strip()[-500:]}")))
+        raise IsolationError(f"no sandbox could be set up; nothing was run: {why}")
     return Result(
         returncode=code if code is not None and held.stopped is None else 137,
         stdout=held.tail(process.stdout),
@@ -194,6 +211,16 @@ def _close(files: Iterable[IO[bytes]]) -> None:
         file.close()
 
 
+def _bury(init: int | None) -> None:
+    """Kill a pid namespace's init and wait until the kernel has ended all that was in it."""
+    if init is not None:
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(init)
+            with os.fdopen(handle, "rb"):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                select.select([handle], [], [])
+
+
 class _Held:
     """One running sandbox: its last output, and whether it stays within its limits."""
 
@@ -206,6 +233,7 @@ class _Held:
         assert process.stdout is not None and process.stderr is not None
         self._tails: dict[IO[bytes], bytes] = {process.stdout: b"", process.stderr: b""}
         self._next_look_at_output = started
+        self._room: int | None = None  # on the disk, if the output folder were empty
 
     def tail(self, pipe: IO[bytes] | None) -> str:
         assert pipe is not None
@@ -266,22 +294,39 @@ class _Held:
     def _look(self) -> None:
         processes, memory = tree(self.process.pid, self.limits.processes)
         self.peak_memory = max(self.peak_memory, memory)
-        if processes > self.limits.processes:
+        if len(processes) > self.limits.processes:
             self.stopped = "processes"
         elif memory > self.limits.memory:
             self.stopped = "memory"
         now = time.monotonic()
         if now >= self._next_look_at_output:
-            size, files = folder_size(self.output)
+            size, files = self._output(processes[2:])  # without the mechanism's own two
             if size > self.limits.output or files > self.limits.output_files:
                 self.stopped = self.stopped or "output"
             # A folder of many files is slow to walk: never spend more than a twentieth of the time on it.
             self._next_look_at_output = now + 20 * (time.monotonic() - now)
 
+    def _output(self, processes: list[int]) -> tuple[int, int]:
+        """(bytes, entries) of the output folder and of files that had a name there, if they had one, and are still held.
+
+        These are looked for when the disk lost more than the limit: by somebody else, or because of them. Where they
+        cannot be measured, what the disk lost counts.
+        """
+        size, files = folder_size(self.output)
+        free = free_space(self.output)
+        if self._room is None:
+            self._room = free + size
+        lost = self._room - free
+        if size <= self.limits.output < lost:
+            hidden, whole = unlinked(processes, self.output)
+            size = size + hidden if whole else lost
+        return size, files
+
 
 def describe() -> dict[str, str]:
     """What is in force here, for ``factory doctor``. ``"isolation"`` starts with 'none' when ``run`` would refuse."""
     try:
+        made_by, refused = mechanism()
         with tempfile.TemporaryDirectory() as folder:
             probe = run([sys.executable, "-I", "-S", LAUNCHER_INSIDE, "--describe"], output=Path(folder))
         inside = json.loads(probe.stdout)
@@ -289,7 +334,8 @@ def describe() -> dict[str, str]:
         return {"isolation": f"none: {error}"}
     rules = len(sandbox_filter.program()) // 8
     return {
-        "isolation": f"{_bubblewrap_version()}: user, pid, ipc, net, uts and cgroup namespaces",
+        "isolation": f"{made_by.version()}: user, pid, ipc, net, uts, mount and cgroup namespaces"
+        + (f" ({refused})" if refused else ""),
         "user": f"mapped from {os.geteuid()}, capabilities {inside['capabilities']}, "
         + ("no new privileges" if inside["no_new_privileges"] else "MAY GAIN PRIVILEGES"),
         "seccomp": f"filter of {rules} instructions" if inside["seccomp"] else "none: no table for this processor",
@@ -298,7 +344,7 @@ def describe() -> dict[str, str]:
         else "none here; the read-only mounts stand alone",
         "memory": "rlimit for each process; tree watched ten times a second",
         "processes": f"watched ten times a second; {_task_limit()}",
-        "output": "rlimit for each file; folder watched",
+        "output": "rlimit for each file; folder watched, files without a name with it",
     }
 
 
@@ -307,62 +353,6 @@ def _task_limit() -> str:
         if group is not None:
             return "a control group limits tasks"
     return "no control group can be made, and root has no rlimit" if os.geteuid() == 0 else "rlimit"
-
-
-def _mounts(output: Path, readonly: Sequence[Path], limits: Limits, passwd: int) -> list[str]:
-    arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
-    arguments += ["--uid", "1000", "--gid", "1000"]
-    arguments += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--proc", "/proc", "--dev", "/dev"]
-    arguments += ["--size", str(limits.tmp), "--tmpfs", "/dev/shm", "--size", str(limits.tmp), "--tmpfs", "/tmp"]
-    # To the kernel a sandbox started by root is still user 0, who may write sysctls: core_pattern is a way out.
-    for path in ("/proc/sys", "/proc/sysrq-trigger"):
-        arguments += ["--ro-bind-try", path, path]
-    for path in SYSTEM:
-        if os.path.islink(path):
-            arguments += ["--symlink", os.readlink(path), path]
-        elif os.path.exists(path):
-            arguments += ["--ro-bind", path, path]
-    for path in (*SYSTEM_FILES, *interpreter_paths()):
-        arguments += ["--ro-bind-try", path, path]
-    arguments += ["--ro-bind-data", str(passwd), "/etc/passwd", "--ro-bind", str(LAUNCHER), LAUNCHER_INSIDE]
-    for given in map(str, readonly):
-        arguments += ["--ro-bind", given, given]
-    return [*arguments, "--bind", str(output), str(output), "--remount-ro", "/dev", "--remount-ro", "/"]
-
-
-@functools.cache
-def interpreter_paths() -> tuple[str, ...]:
-    """The interpreter's folders outside ``/usr``: the environment, its base, whatever its link passes."""
-    folders = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
-    paths = [*folders, *map(os.path.realpath, folders)]
-    link = sys.executable
-    for _ in range(40):
-        if not any(_inside(link, path) for path in (*paths, "/usr")):
-            paths.append(link)
-        if not os.path.islink(link):
-            break
-        link = os.path.join(os.path.dirname(link), os.readlink(link))
-    return tuple(dict.fromkeys(path for path in paths if not _inside(path, "/usr")))
-
-
-def _environment(output: Path, extra: Mapping[str, str]) -> list[str]:
-    cache = output / "cache"
-    values = {
-        "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
-        "HOME": "/tmp",
-        "TMPDIR": "/tmp",
-        "USER": "sandbox",
-        "LOGNAME": "sandbox",
-        "LANG": "C.UTF-8",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONNOUSERSITE": "1",
-        # Idle OpenMP threads that spin make a busy machine many times slower, and its times useless.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        **extra,
-    }
-    return ["--clearenv", *(word for key, value in values.items() for word in ("--setenv", key, value))]
 
 
 def _rules(output: Path, limits: Limits) -> dict[str, object]:
@@ -378,18 +368,3 @@ def _rules(output: Path, limits: Limits) -> dict[str, object]:
         },
         "writable": [str(output), "/tmp", "/dev"],
     }
-
-
-def _inside(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
-
-
-def _bubblewrap() -> str:
-    found = shutil.which("bwrap")
-    if found is None:
-        raise IsolationError("no sandbox: bubblewrap (bwrap) is missing; install it with your system's package manager")
-    return found
-
-
-def _bubblewrap_version() -> str:
-    return subprocess.run([_bubblewrap(), "--version"], capture_output=True, text=True, check=True).stdout.strip()

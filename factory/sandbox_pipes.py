@@ -1,22 +1,23 @@
-"""What the factory and bubblewrap tell one another while a sandbox starts: files without a name, and its status pipe."""
+"""What the factory and its sandbox tell one another while a sandbox starts: files without a name, and its status pipe."""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 from typing import IO, Any
 
 
-def in_memory(data: bytes) -> IO[bytes]:
+def unnamed(data: bytes) -> IO[bytes]:
     """A file without a name, at its beginning."""
-    file = os.fdopen(os.memfd_create("sandbox"), "r+b", 0)
+    file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (the caller closes it)
     file.write(data)
     file.seek(0)
     return file
 
 
 class Told:
-    """What bubblewrap tells on its status pipe: lines of JSON. What was read is kept, also by an interrupted read."""
+    """What the mechanism tells on its status pipe: lines of JSON. What was read is kept, also by an interrupted read."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

@@ -1,4 +1,4 @@
-"""How much a running sandbox uses, read from outside: its processes, their memory, the bytes in its output folder.
+"""How much a running sandbox uses, read from outside: its processes, their memory, the bytes of its output folder.
 
 Cheap, because it runs while something is being timed: it walks the tree's own ``/proc`` entries, never the whole table.
 """
@@ -6,21 +6,24 @@ Cheap, because it runs while something is being timed: it walks the tree's own `
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def tree(root: int, enough: int) -> tuple[int, int]:
-    """(processes, resident bytes) of ``root`` and everything below it; stops counting past ``enough`` processes.
+def tree(root: int, enough: int) -> tuple[list[int], int]:
+    """(processes, resident bytes) of ``root``, which comes first, and everything below it; stops past ``enough`` processes.
 
     In a pid namespace an orphan falls to the namespace's init, which lies below ``root``: nothing leaves the tree.
     """
-    count = memory = 0
+    processes: list[int] = []
+    memory = 0
     pending = [root]
-    while pending and count <= enough:
+    while pending and len(processes) <= enough:
         process = pending.pop()
-        count += 1
+        processes.append(process)
         try:
             with open(f"/proc/{process}/statm", "rb") as statm:
                 memory += int(statm.read().split()[1]) * PAGE
@@ -29,7 +32,7 @@ def tree(root: int, enough: int) -> tuple[int, int]:
                     pending += map(int, children.read().split())
         except (FileNotFoundError, ProcessLookupError):
             continue  # ended while we looked
-    return count, memory
+    return processes, memory
 
 
 def folder_size(folder: Path) -> tuple[int, int]:
@@ -48,3 +51,59 @@ def folder_size(folder: Path) -> tuple[int, int]:
         except OSError:
             continue  # removed, or made unreadable, while we looked
     return size, entries
+
+
+def free_space(folder: Path) -> int:
+    """Bytes left on the folder's disk."""
+    found = os.statvfs(folder)
+    return found.f_bfree * found.f_frsize
+
+
+def unlinked(processes: Iterable[int], folder: Path) -> tuple[int, bool]:
+    """(bytes on disk, whether these are all) of files on the folder's disk that have no name but a holder among ``processes``.
+
+    Held is what is open or mapped. What can be seen but not measured makes them not all: files on their way through a
+    socket; mappings, and a process that hides its files, when we are not root.
+    """
+    device = os.stat(folder).st_dev
+    inside = os.fsencode(folder) + b"/"
+    found: dict[int, int] = {}
+    whole = True
+    for process in processes:
+        for path in _held(process, inside):
+            try:
+                status = os.stat(path)
+                if stat.S_ISSOCK(status.st_mode):
+                    whole = whole and not _in_flight(path)
+                elif status.st_dev == device and status.st_nlink == 0:
+                    found[status.st_ino] = status.st_blocks * 512
+            except PermissionError:
+                whole = False
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # closed, or ended, while we looked
+    return sum(found.values()), whole
+
+
+def _held(process: int, inside: bytes) -> Iterator[str]:
+    """Links of /proc to what a process has open (a thread may have a table of its own) and to what was deleted of what it mapped."""
+    entry = f"/proc/{process}"
+    try:
+        for thread in os.listdir(f"{entry}/task"):
+            table = f"{entry}/task/{thread}/fd"
+            try:
+                yield from (f"{table}/{number}" for number in os.listdir(table))
+            except PermissionError:
+                yield f"{table}/0"  # as closed to whoever tries it
+        with open(f"{entry}/maps", "rb") as maps:
+            gone = [line for line in maps if line.endswith(b"(deleted)\n") and inside in line]
+        yield from (f"{entry}/map_files/{line.split()[0].decode()}" for line in gone)
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    except PermissionError:
+        yield f"{entry}/fd/0"
+
+
+def _in_flight(path: str) -> bool:
+    """Does a socket hold files that were sent and not yet received?"""
+    with open(path.replace("/fd/", "/fdinfo/"), "rb") as info:
+        return any(line.startswith(b"scm_fds:") and int(line.split()[1]) for line in info)

@@ -1,0 +1,180 @@
+"""Real attempts to use too much of the machine from inside the sandbox: each is stopped, and the result names the limit."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from sandboxed import inside, processes_naming
+
+from factory import sandbox, sandbox_cgroup
+from factory.sandbox import MIB, Limits
+
+each = pytest.mark.usefixtures("each_sandbox")
+
+
+@each
+def test_an_endless_loop(tmp_path: Path) -> None:
+    result = inside(tmp_path, "print('begun', flush=True)\nwhile True: pass", limits=Limits(wall_seconds=1))
+    assert result.timed_out and result.stdout == "begun\n" and 1 <= result.seconds < 2 and "wall" in result.why()
+
+
+def test_cpu_seconds_run_out(tmp_path: Path) -> None:
+    result = inside(tmp_path, "while True: pass", limits=Limits(wall_seconds=20, cpu_seconds=1))
+    assert not result.ok and not result.timed_out and result.seconds < 10
+
+
+@each
+def test_a_fork_bomb(tmp_path: Path) -> None:
+    word = f"bomb-{os.getpid()}"
+    code = """
+    import os, time
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            time.sleep(0.01)
+    """
+    result = inside(tmp_path, code, word, limits=Limits(wall_seconds=10, processes=64))
+    assert result.stopped in ("processes", "wall") and result.seconds < 12
+    assert processes_naming(word) == []
+
+
+def groups_of_ours() -> list[Path]:
+    mount = sandbox_cgroup.MOUNT
+    return [made for made in mount.rglob(f"{sandbox_cgroup.PREFIX}{os.getpid()}-*") if made.is_dir()]
+
+
+@each
+def test_the_kernel_limits_tasks_that_no_watch_counts(tmp_path: Path) -> None:
+    """Threads are no processes; root has no rlimit: where control groups can be made, one holds them."""
+    if "no control group" in sandbox.describe()["processes"]:
+        pytest.skip("no control group can be made here")
+    code = """
+    import threading
+    held = threading.Event()
+    try:
+        for started in range(1000):
+            threading.Thread(target=held.wait, daemon=True).start()
+    except RuntimeError as error:
+        print(started, error)
+    held.set()
+    """
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=15, processes=32))
+    assert result.returncode == 0, result.why()
+    assert int(result.stdout.split()[0]) <= 32 * sandbox.TASKS and "can't start new thread" in result.stdout
+    deadline = time.monotonic() + 3  # one whose last process was still ending is removed by the next
+    while (left := groups_of_ours()) and time.monotonic() < deadline:
+        with sandbox_cgroup.task_limit(1):
+            pass
+    assert left == []
+
+
+def test_a_memory_bomb_in_one_process(tmp_path: Path) -> None:
+    result = inside(tmp_path, "b = bytearray(4 << 30)", limits=Limits(wall_seconds=15, memory=512 * MIB))
+    assert not result.ok and (result.stopped == "memory" or "MemoryError" in result.stderr)
+    assert result.peak_memory < 4 << 30
+
+
+def test_a_memory_bomb_over_many_processes(tmp_path: Path) -> None:
+    code = """
+    import os, time
+    for _ in range(7):
+        if os.fork() == 0: break
+    held = b'x' * (100 << 20)
+    time.sleep(30)
+    """
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=20, memory=400 * MIB))
+    assert result.stopped == "memory" and result.peak_memory > 400 * MIB
+
+
+@each
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+def test_temporary_space_is_small(tmp_path: Path, folder: str) -> None:
+    code = "import sys\nwith open(sys.argv[1] + '/x', 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
+    result = inside(tmp_path, code, folder, limits=Limits(wall_seconds=15, tmp=32 * MIB))
+    assert result.returncode == 1 and "No space left" in result.stderr
+
+
+def test_a_disk_bomb_of_one_file(tmp_path: Path) -> None:
+    code = "with open('x', 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=15, file=16 * MIB))
+    assert not result.ok and result.output <= 17 * MIB
+
+
+def test_a_disk_bomb_of_many_files(tmp_path: Path) -> None:
+    code = """
+    import itertools, time
+    for i in itertools.count():
+        open(f'{i}', 'wb').write(bytes(1 << 20))
+        time.sleep(0.002)
+    """
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=15, file=16 * MIB, output=64 * MIB))
+    assert result.stopped == "output" and result.seconds < 10
+    small = "import itertools\nfor i in itertools.count(): open(f'{i}', 'wb')"
+    result = inside(tmp_path / "small", small, limits=Limits(wall_seconds=15, output_files=500))
+    assert result.stopped == "output"
+
+
+HOLD = """
+    import mmap, os, socket, sys, time
+    near, far = socket.socketpair()
+    held = []
+    for _ in range(60):
+        file = os.open('x', os.O_CREAT | os.O_RDWR)
+        os.unlink('x')
+        os.write(file, bytes(4 << 20))
+        if sys.argv[1] == 'map':
+            held.append(mmap.mmap(file, 4096))
+        if sys.argv[1] == 'send':
+            socket.send_fds(near, [b'x'], [file])
+        if sys.argv[1] != 'open':
+            os.close(file)
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("held", ["open", "map", "send"])
+def test_a_disk_bomb_of_files_without_a_name(tmp_path: Path, held: str) -> None:
+    result = inside(tmp_path, HOLD, held, limits=Limits(wall_seconds=15, output=32 * MIB))
+    assert result.stopped == "output" and result.output == 0, result
+
+
+def test_what_others_write_to_the_disk_is_not_counted(tmp_path: Path) -> None:
+    code = """
+    import os, time
+    held = os.open('x', os.O_CREAT | os.O_RDWR)
+    os.unlink('x')
+    os.write(held, bytes(1 << 20))
+    open('begun', 'w')
+    while not os.path.exists('go'): time.sleep(0.01)
+    time.sleep(0.4)  # some looks of the watch
+    """
+    begun, go = tmp_path / "out" / "begun", tmp_path / "out" / "go"
+
+    def others() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        (tmp_path / "others").write_bytes(bytes(24 * MIB))
+        go.touch()
+
+    writer = threading.Thread(target=others)
+    writer.start()
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=15, output=8 * MIB))
+    writer.join()
+    assert result.ok, result
+
+
+def test_a_log_bomb(tmp_path: Path) -> None:
+    code = "import os\nwhile True: os.write(1, b'x' * 65536); os.write(2, b'y' * 65536)"
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=15, log=4 * MIB))
+    assert result.stopped == "log" and result.seconds < 10
+    assert max(len(result.stdout), len(result.stderr)) <= sandbox.TAIL_BYTES
+
+
+def test_the_end_of_a_long_log_is_kept(tmp_path: Path) -> None:
+    result = inside(tmp_path, "print('x' * 300_000); print('the end')")
+    assert result.ok and result.stdout.endswith("the end\n") and len(result.stdout) == sandbox.TAIL_BYTES
