@@ -1,6 +1,6 @@
 """The patch gate: cheap to dear, the first failing stage ends it, every stage leaves its evidence (DESIGN §5).
 
-    scope → static → op oracle → isolated A/B → N-step training A/B, judged by weights and by the whole step's time
+    scope → static → op oracle → exploit checks → isolated A/B → N-step training A/B, judged by weights and by the whole step's time
 
 ``gather`` measures, ``judge_patch`` decides, ``decide`` does both and records the verdict, bound to the patch's hash. All
 code that a patch could have changed runs in the sandbox; what is believed of it is what approved code sees from outside.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from factory import repository
 from factory.evals.policy import policy_sha256
-from factory.gates import patch_ops, patch_scope, patch_static
+from factory.gates import patch_exploits, patch_ops, patch_scope, patch_static
 from factory.gates.judge import Verdict
 from factory.gates.patch_judge import STAGES, gain, judge_patch
 from factory.gates.patch_policy import PatchPolicy
@@ -55,6 +55,7 @@ class Case:
     work: Path  # scratch, removed afterwards
     start: Start | None
     progress: Progress
+    measured: dict[str, Stage] = field(default_factory=dict)  # evidence of stages to come, found by one before them
 
     @property
     def paths(self) -> list[str]:
@@ -175,10 +176,22 @@ def _oracle(case: Case) -> Stage:
         ops = _changed_ops(case)
     except KernelError as error:
         return {"state": "failed", "reasons": [str(error)]}
-    precision = case.start.recipe["precision"] if case.start else "fp32"
-    return patch_ops.oracle(
-        case.policy.oracle, ops, precision, case.baseline, case.applied.worktree, case.work / "oracle"
+    recipe = case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
+    found = patch_exploits.check(
+        case.policy.oracle,
+        case.policy.exploits,
+        ops,
+        recipe,
+        case.baseline,
+        case.applied.worktree,
+        case.work / "oracle",
     )
+    case.measured["exploits"] = found["exploits"]
+    return found["oracle"]
+
+
+def _exploits(case: Case) -> Stage:
+    return case.measured["exploits"]
 
 
 def _isolated(case: Case) -> Stage:
@@ -215,6 +228,7 @@ RUN: dict[str, Callable[[Case], Stage]] = {
     "scope": _scope,
     "static": _static,
     "oracle": _oracle,
+    "exploits": _exploits,
     "isolated": _isolated,
     "training": _training,
 }

@@ -15,8 +15,12 @@ from typing import Any
 from factory.gates.judge import HOLD, PROMOTE, REJECT, Verdict
 from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
 
-STAGES = ("scope", "static", "oracle", "isolated", "training")
-OPTIONAL = {"oracle", "isolated"}  # may be 'not needed': a patch that changes no op has nothing to check or time alone
+STAGES = ("scope", "static", "oracle", "exploits", "isolated", "training")
+OPTIONAL = {
+    "oracle",
+    "exploits",
+    "isolated",
+}  # may be 'not needed': a patch that changes no op has nothing to check or time alone
 
 
 @dataclass(frozen=True)
