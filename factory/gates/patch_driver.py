@@ -73,7 +73,7 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
     storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # until the op's last call is made
     for number, job in enumerate(jobs):
-        if waiting and (job["op"], job.get("storage") is None) != (jobs[number - 1]["op"], False):
+        if waiting and any(job.get(key) != jobs[number - 1][key] for key in ("op", "implementation")):
             _look_again(waiting, storages, out)
         words = json.loads((given / f"given-{number}.json").read_text())
         inputs, upstream = _read(words, load_file(given / f"given-{number}.safetensors"))
@@ -161,10 +161,7 @@ def _as_bytes(error: Exception) -> Tensor:
 def _look_again(
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]], storages: dict[Any, Any], out: Path
 ) -> None:
-    """Overwrite what the calls were given, then read what they had returned once more, and save it all."""
-    for tensor in tree_leaves(list(storages.values())):
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            tensor.data.fill_(7.0)
+    """Read once more what the calls had returned, and save it all."""
     for number, found, own in waiting:
         later = {f"later {name}": x.detach().contiguous().clone() for name, x in own.items()}
         save_file(found | later, out / f"answer-{number}.safetensors")

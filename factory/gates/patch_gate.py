@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from agents.untrusted import one_line
 from factory import repository
 from factory.evals.policy import policy_sha256
 from factory.gates import patch_exploits, patch_ops, patch_scope, patch_static
@@ -123,6 +124,7 @@ def gather(
         for name in STAGES:
             began = time.monotonic()
             found = RUN[name](case)
+            found["reasons"] = [one_line(reason, 1000) for reason in found["reasons"]]  # some quote what a patch holds
             evidence["stages"][name] = found | {"stage_seconds": round(time.monotonic() - began, 2)}
             progress.line(f"  {name:<9} {found['state']:<10} {'; '.join(found['reasons'])[:160]}")
             if found["state"] not in ("passed", "not needed"):
