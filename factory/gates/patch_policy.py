@@ -30,7 +30,7 @@ class ExploitsPolicy(Strict):
     """Calls of each op at small sizes drawn anew, a few more or less; every one is checked."""
     recipe_calls: Count = 4
     """Calls of each op, among the others, at the sizes of the trunk's recipe, with no more rows than ``multiplications`` allow."""
-    multiplications: Annotated[float, Field(gt=0)] = 5e8
+    multiplications: Annotated[float, Field(gt=0)] = 1e9
     """Of one forward call at the recipe's sizes; larger models are tried at narrower widths."""
 
 
