@@ -157,7 +157,7 @@ ATTACKS = {
     "a cache by version": Attack(
         EXPLOITS,
         "off by",
-        KEPT + CACHE.format(key="id(gate), gate._version"),
+        KEPT + CACHE.format(key="id(gate), gate._version, gate.shape"),
         read="reaches for ._version",
     ),  # fmt: skip
     "a cache by content": Attack(
