@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from agents.untrusted import one_line
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -27,6 +29,11 @@ class Proposal:
     hypothesis: str
     predicted_gain: float
     edits: tuple[Edit, ...]
+
+    def __post_init__(self) -> None:
+        """Words are one bounded line each, whoever wrote them: they go into commit messages, terminals and reports."""
+        for name, limit in (("agent", 60), ("target", 200), ("title", 200), ("hypothesis", 4000)):
+            object.__setattr__(self, name, one_line(getattr(self, name), limit))
 
     @property
     def patch_id(self) -> str:

@@ -3,7 +3,10 @@
 ``python patch_driver.py make REQUEST OUT`` (approved code): OUT/inputs gets inputs and upstream gradients, OUT/truth the exact and
 the eager results.
 ``python patch_driver.py answer REQUEST IN OUT`` (the candidate's code): outputs and gradients. It never sees the right ones.
-REQUEST is a JSON list of ``{"op", "implementation", "case", "dtype", "values", "seed"}``. Nothing here judges.
+REQUEST is a JSON list of ``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields
+of kernels.op.Shape) has no ``case``; ``swap``, a seed, exchanges two elements of each tensor. Jobs of one op with the same
+``storage`` get their data in the same tensors, one after the other, and what they returned is read once more after the
+op's last one (``later …``). An exception becomes the answer ``raised``. Nothing here judges.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
+from kernels.op import Case, Shape  # noqa: E402
 from kernels.registry import OPS, get  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,12 +41,15 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
         part.mkdir(exist_ok=True)
     for number, job in enumerate(jobs):
         op = OPS[job["op"]]
-        case = next(c for c in op.cases if c.name == job["case"])
+        drawn = Case("drawn", Shape(**job["shape"])) if "shape" in job else None
+        case = drawn or next(c for c in op.cases if c.name == job["case"])
         inputs: list[Any] = tree_map_only(
             Tensor, Tensor.detach, list(op.inputs(case, dtype=DTYPES[job["dtype"]], seed=job["seed"]))
         )
         for position in op.hostile:
             inputs[position] = tree_map_only(Tensor, HOSTILE[job["values"]], inputs[position])
+            if job.get("swap") is not None:
+                inputs[position] = tree_map_only(Tensor, partial(_swapped, seed=job["swap"]), inputs[position])
         upstream = _upstream(op, inputs, job["seed"])
         exact = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
         for kind, arguments, by in (("exact", exact, [u.double() for u in upstream]), ("eager", inputs, upstream)):
@@ -61,40 +70,152 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
 
 
 def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
+    storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
+    waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # until the op's last call is made
     for number, job in enumerate(jobs):
+        if waiting and any(job.get(key) != jobs[number - 1][key] for key in ("op", "implementation")):
+            _look_again(waiting, storages, out)
         words = json.loads((given / f"given-{number}.json").read_text())
-        tensors = load_file(given / f"given-{number}.safetensors")
-        inputs = [_given(tensors, words, i) for i in range(words["count"])]
-        if not words["contiguous"]:
-            inputs = tree_map_only(Tensor, _strided, inputs)
-        upstream = [tensors[f"upstream {i}"] for i in range(sum(name.startswith("upstream") for name in tensors))]
-        before = tree_map_only(Tensor, Tensor.clone, inputs)
-        function = get(job["op"]).implementation(job["implementation"]).function
-        found = results(function, inputs, words["gradients"], words["writes"], upstream)
-        changed = [i for i, (a, b) in enumerate(zip(before, inputs)) if i not in words["spoils"] and not _same(a, b)]
+        inputs, upstream = _read(words, load_file(given / f"given-{number}.safetensors"))
+        shared = job.get("storage") is not None
+        if shared:
+            inputs, upstream = _into(storages, job["storage"], words["gradients"], inputs, upstream)
+        may_change = [*words["spoils"], *(words["writes"] if shared else ())]
+        before = tree_map_only(Tensor, lambda x: x.detach().clone(), inputs)
+        implementation = get(job["op"]).implementation(job["implementation"])
+        launches = _launches() if implementation.needs_triton else None
+        copied = () if shared else words["writes"]
+        try:
+            found, own = call(
+                implementation.function, inputs, words["gradients"], copied, upstream, outputs=words["writes"]
+            )
+        except Exception as error:
+            found, own = {"raised": _as_bytes(error)}, {}
+        changed = [i for i, (a, b) in enumerate(zip(before, inputs)) if i not in may_change and not _same(a, b)]
         found["inputs changed"] = torch.tensor(changed, dtype=torch.int64)
-        save_file(found, out / f"answer-{number}.safetensors")
+        if launches is not None:
+            found["launches"] = torch.tensor(_launches() - launches)
+        if shared:
+            waiting.append((number, found, {} if words["writes"] else own))
+        else:
+            save_file(found, out / f"answer-{number}.safetensors")
+    _look_again(waiting, storages, out)
 
 
 def results(
     function: Any, inputs: list[Any], gradients: Sequence[int], writes: Sequence[int], upstream: list[Tensor]
 ) -> dict[str, Tensor]:
     """Outputs and gradients by name. What the op writes in place are copies, and its outputs."""
+    return call(function, inputs, gradients, writes, upstream, outputs=writes)[0]
+
+
+def call(
+    function: Any,
+    inputs: list[Any],
+    gradients: Sequence[int],
+    copied: Sequence[int],
+    upstream: list[Tensor],
+    outputs: Sequence[int],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs and gradients by name, as they were when the call returned, and the very tensors that the op returned.
+
+    ``copied``: the positions that the op gets copies of. ``outputs``: those that it writes in place, which are its outputs
+    then. Raises: TypeError for anything but plain tensors (one of another kind may still have its work before it).
+    """
     arguments = list(inputs)
-    for position in writes:
+    for position in copied:
         arguments[position] = tree_map_only(Tensor, _copy, arguments[position])
     for position in gradients:
-        arguments[position] = arguments[position].detach().requires_grad_()
-    outputs = function(*arguments)
-    outputs = tuple(tree_leaves([arguments[p] for p in writes])) if writes else outputs
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    named = {f"output {i}": o.detach().contiguous().clone() for i, o in enumerate(outputs)}
-    if not gradients:
-        return named
-    # Inside the sums, not as an argument: for that torch imports sympy, which takes half a second.
-    weighted = [(o * u).sum() for o, u in zip([o for o in outputs if o.requires_grad], upstream, strict=True)]
-    found = torch.autograd.grad(weighted, [arguments[p] for p in gradients])
-    return named | {f"gradient {p}": g.contiguous().clone() for p, g in zip(gradients, found)}
+        if not arguments[position].requires_grad:
+            arguments[position] = arguments[position].detach().requires_grad_()
+    returned = function(*arguments)
+    returned = tuple(tree_leaves([arguments[p] for p in outputs])) if outputs else returned
+    returned = returned if isinstance(returned, tuple) else (returned,)
+    own = {f"output {i}": _plain(f"output {i}", o) for i, o in enumerate(returned)}
+    copies = {name: o.detach().contiguous().clone() for name, o in own.items()}
+    if gradients:
+        # Inside the sums, not as an argument: for that torch imports sympy, which takes half a second.
+        weighted = [(o * u).sum() for o, u in zip([o for o in returned if o.requires_grad], upstream, strict=True)]
+        found = torch.autograd.grad(weighted, [arguments[p] for p in gradients])
+        grads = {f"gradient {p}": _plain(f"gradient {p}", g) for p, g in zip(gradients, found)}
+        copies |= {name: g.contiguous().clone() for name, g in grads.items()}
+        own |= grads
+    return copies, own
+
+
+def _plain(name: str, x: Any) -> Tensor:
+    if type(x) is not Tensor or x.layout is not torch.strided or x.device.type != "cpu":
+        raise TypeError(f"{name} is no plain tensor: {type(x).__name__}")
+    return x
+
+
+def _as_bytes(error: Exception) -> Tensor:
+    """What was raised, and where in this worktree, as text that a tensor can hold."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if frame.filename.startswith(os.getcwd() + os.sep)]
+    where = f" ({os.path.relpath(inside[-1].filename)}, line {inside[-1].lineno})" if inside else ""
+    text = f"{type(error).__name__}: {error}"[:1500] + where
+    return torch.tensor(list(text.encode("utf-8", "replace")), dtype=torch.uint8)
+
+
+def _look_again(
+    waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]], storages: dict[Any, Any], out: Path
+) -> None:
+    """Read once more what the calls had returned, and save it all."""
+    for number, found, own in waiting:
+        later = {f"later {name}": x.detach().contiguous().clone() for name, x in own.items()}
+        save_file(found | later, out / f"answer-{number}.safetensors")
+    waiting.clear()
+    storages.clear()
+
+
+def _read(words: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """What ``make`` left for one job: inputs and upstream gradients."""
+    inputs = [_given(tensors, words, i) for i in range(words["count"])]
+    if not words["contiguous"]:
+        inputs = tree_map_only(Tensor, _strided, inputs)
+    return inputs, [tensors[f"upstream {i}"] for i in range(sum(name.startswith("upstream") for name in tensors))]
+
+
+def _into(
+    storages: dict[Any, tuple[list[Any], list[Tensor]]],
+    key: Any,
+    gradients: Sequence[int],
+    inputs: list[Any],
+    upstream: list[Tensor],
+) -> tuple[list[Any], list[Tensor]]:
+    """The tensors that earlier calls got, with new values: same objects, pointers and version counters."""
+    if key not in storages:
+        for position in gradients:
+            inputs[position].requires_grad_()
+        storages[key] = inputs, upstream
+    for old, new in zip(tree_leaves(list(storages[key])), tree_leaves([inputs, upstream]), strict=True):
+        if isinstance(old, Tensor):
+            old.data.copy_(new)
+    return storages[key]
+
+
+_counted: list[int] = []
+
+
+def _launches() -> int:
+    """How many Triton kernels this process has launched since it was first asked."""
+    if not _counted:
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+
+        _counted.append(0)
+        for kind in (InterpretedFunction, JITFunction):
+            kind.run = _counting(kind.run)
+    return _counted[0]
+
+
+def _counting(run: Any) -> Any:
+    def counted(self: Any, *arguments: Any, **settings: Any) -> Any:
+        _counted[0] += not settings.get("warmup")
+        return run(self, *arguments, **settings)
+
+    return counted
 
 
 def _upstream(op: Any, inputs: list[Any], seed: int) -> list[Tensor]:
@@ -136,6 +257,16 @@ def _same(before: Any, after: Any) -> bool:
 def _copy(x: Tensor) -> Tensor:
     """The same values in the same layout: a plain clone would be contiguous."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _swapped(x: Tensor, seed: int) -> Tensor:
+    """``x`` with two elements exchanged: the least change, which leaves its sum, its norm and most of its elements."""
+    if x.numel() < 2:
+        return x
+    first, second = torch.randint(x.numel(), (2,), generator=torch.Generator().manual_seed(seed)).tolist()
+    flat = x.clone().flatten()
+    flat[[first, second]] = flat[[second, first]]
+    return flat.view(x.shape)
 
 
 def _strided(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The patch gate: cheap to dear, the first failing stage ends it, every stage leaves its evidence (DESIGN §5).
 
-    scope → static → op oracle → isolated A/B → N-step training A/B, judged by weights and by the whole step's time
-    → held-out evaluations of those weights
+    scope → static → op oracle → exploit checks → isolated A/B → N-step training A/B, judged by weights and by the whole
+    step's time → held-out evaluations of those weights
 
 ``gather`` measures, ``judge_patch`` decides, ``decide`` does both and records the verdict, bound to the patch's hash. All
 code that a patch could have changed runs in the sandbox; what is believed of it is what approved code sees from outside.
@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from agents.untrusted import one_line
 from factory import repository
 from factory.evals.policy import policy_sha256
-from factory.gates import patch_ops, patch_scope, patch_static
+from factory.gates import patch_exploits, patch_ops, patch_scope, patch_static
 from factory.gates.held_out import gains, held_out_texts, scores
 from factory.gates.judge import Verdict
 from factory.gates.patch_judge import STAGES, gain, judge_patch
@@ -58,6 +59,7 @@ class Case:
     start: Start | None
     progress: Progress
     furthest: list[Pair] = field(default_factory=list)  # what training left for the stage after it
+    measured: dict[str, Stage] = field(default_factory=dict)  # evidence of stages to come, found by one before them
 
     @property
     def paths(self) -> list[str]:
@@ -125,6 +127,7 @@ def gather(
         for name in STAGES:
             began = time.monotonic()
             found = RUN[name](case)
+            found["reasons"] = [one_line(reason, 1000) for reason in found["reasons"]]  # some quote what a patch holds
             evidence["stages"][name] = found | {"stage_seconds": round(time.monotonic() - began, 2)}
             progress.line(f"  {name:<9} {found['state']:<10} {'; '.join(found['reasons'])[:160]}")
             if found["state"] not in ("passed", "not needed"):
@@ -178,10 +181,22 @@ def _oracle(case: Case) -> Stage:
         ops = _changed_ops(case)
     except KernelError as error:
         return {"state": "failed", "reasons": [str(error)]}
-    precision = case.start.recipe["precision"] if case.start else "fp32"
-    return patch_ops.oracle(
-        case.policy.oracle, ops, precision, case.baseline, case.applied.worktree, case.work / "oracle"
+    recipe = case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
+    found = patch_exploits.check(
+        case.policy.oracle,
+        case.policy.exploits,
+        ops,
+        recipe,
+        case.baseline,
+        case.applied.worktree,
+        case.work / "oracle",
     )
+    case.measured["exploits"] = found["exploits"]
+    return found["oracle"]
+
+
+def _exploits(case: Case) -> Stage:
+    return case.measured["exploits"]
 
 
 def _isolated(case: Case) -> Stage:
@@ -235,6 +250,7 @@ RUN: dict[str, Callable[[Case], Stage]] = {
     "scope": _scope,
     "static": _static,
     "oracle": _oracle,
+    "exploits": _exploits,
     "isolated": _isolated,
     "training": _training,
     "evals": _evals,

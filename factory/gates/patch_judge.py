@@ -15,8 +15,8 @@ from typing import Any
 from factory.gates.judge import HOLD, PROMOTE, REJECT, Verdict
 from factory.gates.patch_policy import EvalsPolicy, PatchPolicy, TrainingPolicy
 
-STAGES = ("scope", "static", "oracle", "isolated", "training", "evals")
-OPTIONAL = {"oracle", "isolated"}  # may be 'not needed': a patch that changes no op has nothing to check or time alone
+STAGES = ("scope", "static", "oracle", "exploits", "isolated", "training", "evals")
+OPTIONAL = {"oracle", "exploits", "isolated"}  # may be 'not needed': a patch that changes no op has nothing to check
 
 
 @dataclass(frozen=True)

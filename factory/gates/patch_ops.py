@@ -2,18 +2,20 @@
 
 Right: approved code makes inputs (three kinds of shape, hostile values) and the fp64 truth in one sandboxed process; the
 candidate answers in another, which sees inputs only; the comparison is made here. Rule, as in ``kernels.oracle``: the error
-of every output and gradient is at most twice that of the eager reference at the same dtype.
+of every output and gradient is at most twice that of the eager reference at the same dtype. The stage after this one
+(``patch_exploits``) has its calls made by the same two processes.
 Faster alone is asked only where both implementations are approved code, as a process cannot be trusted to time itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from agents.untrusted import one_line
 from factory import sandbox
 from factory.gates.patch_policy import IsolatedPolicy, OraclePolicy
 from factory.gates.untrusted_tensors import UntrustedFileError, read_tensors
 from factory.sandbox import Limits
 
+NO_OP = {"state": "not needed", "reasons": ["no op is changed"]}
 DRIVER = Path(__file__).with_name("patch_driver.py")
 HOSTILE = ("normal", "large", "tiny", "zero", "constant", "outlier")
 # Errors of this size always pass, as eager's own may be zero by luck: one unit in the last place of the dtype, and
@@ -59,50 +63,84 @@ def oracle(
 ) -> dict[str, Any]:
     """The stage's evidence. Raises: IsolationError."""
     if not ops:
-        return {"state": "not needed", "reasons": ["no op is changed"]}
-    jobs = _jobs(policy, ops, precision)
+        return NO_OP
+    jobs = oracle_jobs(policy, ops, precision)
+    with answered(jobs, policy.wall_seconds, baseline, candidate, work) as answers:
+        return answers.stage(range(len(jobs)), "checks against fp64, forward and gradients", last=True)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What approved code holds for true, and what the candidate's process left."""
+
+    jobs: Sequence[dict[str, Any]]
+    truth: Path
+    folder: int  # descriptor of the folder that the candidate wrote in, taken before it ran
+    seconds: float
+    missing: str  # why there is nothing to compare with; else ""
+    died: str  # how the candidate's process ended before its time; else ""
+    log: str
+
+    def stage(self, numbers: Sequence[int], what: str, *, last: bool) -> dict[str, Any]:
+        """Evidence from these jobs. ``last``: the process had nothing to do after them, so that its end counts as well."""
+        if self.missing:
+            return {"state": "missing", "reasons": [f"the test inputs could not be made: {self.missing}"]}
+        reasons, worst, broken = [], 0.0, last and bool(self.died)
+        for number in numbers:
+            try:
+                wrong, share = compare(self.truth, self.folder, number)
+            except UntrustedFileError as error:
+                if self.died:
+                    broken = True
+                    break
+                wrong, share = [f"no answer: {error}"], math.inf
+            worst = max(worst, share)
+            reasons += [f"{_named(self.jobs[number])}: {problem}" for problem in wrong]
+        found: dict[str, Any] = {"checks": len(numbers), "worst_share_of_allowed_error": worst, "seconds": self.seconds}
+        if broken:
+            ops = dict.fromkeys(job["op"] for job in self.jobs)
+            reasons.append(f"the changed ops {', '.join(ops)} could not be run: {self.died}")
+            found["log"] = self.log
+        if reasons:
+            return {"state": "failed", "reasons": reasons[:5], "failures": len(reasons), **found}
+        return {"state": "passed", "reasons": [f"{len(numbers)} {what}"], **found}
+
+
+@contextlib.contextmanager
+def answered(
+    jobs: Sequence[dict[str, Any]], wall_seconds: float, baseline: Path, candidate: Path, work: Path
+) -> Iterator[Answers]:
+    """The jobs as the driver made them with the baseline's code and answered them with the candidate's. Raises: IsolationError."""
     work.mkdir(parents=True, exist_ok=True)
     request = work / "request.json"
     request.write_text(json.dumps(jobs))
-    limits = Limits(wall_seconds=policy.wall_seconds)
     given, answers = work / "given", work / "answers"
-    command = [sys.executable, str(DRIVER)]
-    one_thread = {"OMP_NUM_THREADS": "1"}  # small shapes: a second thread only waits
-    made = sandbox.run(
-        [*command, "make", str(request), str(given)],
-        output=given,
-        readonly=[baseline, DRIVER, request],
-        cwd=baseline,
-        limits=limits,
-        environment=one_thread,
-    )
-    if not made.ok:
-        return {"state": "missing", "reasons": [f"the test inputs could not be made: {made.why()}"]}
     answers.mkdir(exist_ok=True)
-    left = os.open(answers, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    run = sandbox.run(
-        [*command, "answer", str(request), str(given / "inputs"), str(answers)],
-        output=answers,
-        readonly=[candidate, DRIVER, request, given / "inputs"],  # the truth lies beside it, out of sight
-        cwd=candidate,
-        limits=limits,
-        environment=one_thread,
+    folder = os.open(answers, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        made = _driver(["make", request, given], [baseline, request], given, baseline, wall_seconds)
+        if not made.ok:
+            yield Answers(jobs, given / "truth", folder, made.seconds, made.why(), "", "")
+            return
+        visible = [candidate, request, given / "inputs"]  # the truth lies beside it, out of sight
+        run = _driver(["answer", request, given / "inputs", answers], visible, answers, candidate, wall_seconds)
+        died, log = ("", "") if run.ok else (run.why(), run.stderr[-2000:])
+        yield Answers(jobs, given / "truth", folder, made.seconds + run.seconds, "", died, log)
+    finally:
+        os.close(folder)
+
+
+def _driver(
+    words: Sequence[str | Path], readonly: Sequence[Path], output: Path, code: Path, wall_seconds: float
+) -> sandbox.Result:
+    return sandbox.run(
+        [sys.executable, str(DRIVER), *map(str, words)],
+        output=output,
+        readonly=[*readonly, DRIVER],
+        cwd=code,
+        limits=Limits(wall_seconds=wall_seconds),
+        environment={"OMP_NUM_THREADS": "1"},  # small shapes: a second thread only waits
     )
-    if not run.ok:
-        reason = f"the changed ops {', '.join(op.op for op in ops)} could not be run: {run.why()}"
-        os.close(left)
-        return {"state": "failed", "reasons": [reason], "log": run.stderr[-2000:]}
-    reasons, worst = [], 0.0
-    for number, job in enumerate(jobs):
-        wrong, share = _compare(given / "truth", left, number)
-        worst = max(worst, share)
-        what = f"{job['op']} ({job['implementation']}; {job['case']}, {job['dtype']}, {job['values']} values)"
-        reasons += [f"{what}: {problem}" for problem in wrong]
-    os.close(left)
-    found = {"checks": len(jobs), "worst_share_of_allowed_error": worst, "seconds": made.seconds + run.seconds}
-    if reasons:
-        return {"state": "failed", "reasons": reasons[:5], "failures": len(reasons), **found}
-    return {"state": "passed", "reasons": [f"{len(jobs)} checks against fp64, forward and gradients"], **found}
 
 
 def isolated(
@@ -159,7 +197,7 @@ def isolated(
     return {"state": "passed", "reasons": reasons, "ops": found}
 
 
-def _jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:
+def oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:
     """Seeds are drawn anew every time, so that no answer can be prepared."""
     jobs = []
     for op in ops:
@@ -172,18 +210,28 @@ def _jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> lis
     return jobs
 
 
-def _compare(truth_folder: Path, answers: int, number: int) -> tuple[list[str], float]:
-    """What is wrong with one answer, and its largest error as a share of the error it may have."""
+def _named(job: dict[str, Any]) -> str:
+    about = job["about"] if "about" in job else f"{job['case']}, {job['dtype']}, {job['values']} values"
+    return f"{job['op']} ({job['implementation']}; {about})"
+
+
+def compare(truth_folder: Path, answers: int, number: int) -> tuple[list[str], float]:
+    """What is wrong with one answer, and its largest error as a share of the error it may have. Raises: UntrustedFileError."""
     paths = [truth_folder / f"{kind}-{number}.safetensors" for kind in ("exact", "eager")]
     exact, eager = map(load_file, paths)
-    try:
-        found = read_tensors(answers, (f"answer-{number}.safetensors",), 2 * paths[0].stat().st_size + (1 << 20))
-    except UntrustedFileError as error:
-        return [f"no answer: {error}"], math.inf
+    found = read_tensors(answers, (f"answer-{number}.safetensors",), 2 * paths[0].stat().st_size + (1 << 20))
+    if "raised" in found:
+        return [f"it raised {_text(found['raised'])}"], math.inf
     problems, worst = [], 0.0
     changed = found.pop("inputs changed", torch.zeros(1))
     if changed.numel():
         problems.append("it changes its inputs")
+    launches = found.pop("launches", torch.ones(1))
+    if not bool((launches > 0).all()):
+        problems.append("it is said to be a Triton kernel, and launches none")
+    for name, later in ((name, found.pop(f"later {name}")) for name in exact if f"later {name}" in found):
+        if name in found and not _identical(found[name], later):
+            problems.append(f"{name} was another when it was read again after later calls")
     for name, truth in exact.items():
         mine, theirs = found.get(name), eager[name]
         if mine is None or mine.shape != truth.shape or mine.dtype != theirs.dtype:
@@ -205,6 +253,17 @@ def _compare(truth_folder: Path, answers: int, number: int) -> tuple[list[str], 
                 problems.append(f"{name} is off by {off:.2g} ({measure.__name__.strip('_')}), {allowed:.2g} may be")
                 break
     return problems, worst
+
+
+def _text(letters: torch.Tensor) -> str:
+    """One line of what a candidate said, which nobody vouches for."""
+    numbers = letters.flatten()[:2000].to(torch.uint8).tolist()
+    return one_line(bytes(numbers).decode("utf-8", "replace"), 400)
+
+
+def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Element by element; NaN is like NaN."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _rms(x: torch.Tensor) -> float:

@@ -16,10 +16,22 @@ Ratio = Annotated[float, Field(ge=1)]
 class OraclePolicy(Strict):
     """Every op that the patch changes, against the reference in fp64."""
 
-    cases: list[str] = Field(default=["small", "recipe"], min_length=1)
-    """Names of kernels.op.CASES; hostile values and fp32 are tried on the first of them."""
+    cases: list[str] = Field(default=["small"], min_length=1)
+    """Names of kernels.op.CASES; hostile values and fp32 are tried on the first of them. The recipe's own sizes are for the
+    next stage."""
     wall_seconds: Seconds = 120.0
     """Time limit of one process of the stage."""
+
+
+class ExploitsPolicy(Strict):
+    """Every op that the patch changes, called again and again in one process, in the same tensors with new data."""
+
+    calls: Annotated[int, Field(ge=4)] = 32
+    """Calls of each op at small sizes drawn anew, a few more or less; every one is checked."""
+    recipe_calls: Count = 4
+    """Calls of each op, among the others, at the sizes of the trunk's recipe, with no more rows than ``multiplications`` allow."""
+    multiplications: Annotated[float, Field(gt=0)] = 1e9
+    """Of one forward call at the recipe's sizes; larger models are tried at narrower widths."""
 
 
 class IsolatedPolicy(Strict):
@@ -74,6 +86,7 @@ class EvalsPolicy(Strict):
 
 class PatchPolicy(Strict):
     oracle: OraclePolicy = OraclePolicy()
+    exploits: ExploitsPolicy = ExploitsPolicy()
     isolated: IsolatedPolicy = IsolatedPolicy()
     training: TrainingPolicy = TrainingPolicy()
     evals: EvalsPolicy = EvalsPolicy()

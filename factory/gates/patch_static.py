@@ -29,6 +29,29 @@ IMPORTS = {
     "enum",
 }
 IMPORTS |= {"kernels", "trainer", "numpy", "contextlib", "operator", "abc"}
+# Modules that a file must not borrow from another that imports them: "from trainer.segment import os".
+BORROWED = {
+    "sys",
+    "os",
+    "subprocess",
+    "ctypes",
+    "gc",
+    "inspect",
+    "builtins",
+    "threading",
+    "socket",
+    "importlib",
+    "pickle",
+}
+# Ways around what is read here: by an attribute's name as text, by swallowing errors, by text that is evaluated.
+OTHER_PARTS = {
+    "operator.attrgetter",
+    "operator.methodcaller",
+    "contextlib.suppress",
+    "typing.get_type_hints",
+    "typing.ForwardRef",
+}
+OTHER_PARTS |= {"numpy.load", "numpy.save", "numpy.memmap", "numpy.fromfile", "numpy.ctypeslib", "numpy.random.seed"}
 # Parts of torch that load code, start processes, read clocks or change everybody's settings.
 TORCH_PARTS = {
     "hub",
@@ -38,7 +61,10 @@ TORCH_PARTS = {
     "package",
     "jit",
     "classes",
-    "library",
+    "library.Library",
+    "library.impl",
+    "library.define",
+    "library.register_kernel",
     "profiler",
     "cuda.Event",
 }
@@ -58,6 +84,16 @@ TORCH_PARTS |= {
     "utils._python_dispatch",
     "cuda.Stream",
     "cuda.stream",
+    "set_float32_matmul_precision",
+    "set_default_device",
+    "use_deterministic_algorithms",
+    "set_flush_denormal",
+    "default_generator",
+    "random",
+    "save",
+    "from_file",
+    "distributed.rpc",
+    "_C",
 }
 NAMES = {
     "eval",
@@ -65,7 +101,6 @@ NAMES = {
     "compile",
     "__import__",
     "open",
-    "input",
     "breakpoint",
     "globals",
     "locals",
@@ -93,8 +128,8 @@ ATTRIBUTES |= {
     "tb_frame",
     "__getattribute__",
     "__setattr__",
-    "modules",
     "_getframe",
+    "_version",
 }
 ATTRIBUTES |= {
     "data_ptr",
@@ -105,6 +140,8 @@ ATTRIBUTES |= {
     "popen",
     "fork",
     "_exit",
+    "cr_frame",
+    "ag_frame",
     "kill",
     "environ",
 }
@@ -116,6 +153,9 @@ ATTRIBUTES |= {
     "is_compiling",
     "untyped_storage",
 }
+
+
+CATCH_ALL = {"Exception", "BaseException", "RuntimeError"}  # what torch and triton raise when a kernel fails
 
 
 def problems(change: Change, base: bytes | None) -> list[str]:
@@ -161,25 +201,23 @@ def _reaches(tree: ast.Module) -> Iterable[tuple[int, str]]:
         elif isinstance(node, ast.Name) and node.id in NAMES:
             yield line, f"uses {node.id}"
         elif isinstance(node, ast.Attribute):
-            if node.attr in ATTRIBUTES:
+            if node.attr in ATTRIBUTES or node.attr in BORROWED:
                 yield line, f"reaches for .{node.attr}"
             dotted = _dotted(node)
             if dotted and dotted.partition(".")[0] in modules:
                 whole = modules[dotted.partition(".")[0]] + dotted[len(dotted.partition(".")[0]) :]
-                if whole.startswith("torch.") and whole.removeprefix("torch.") in TORCH_PARTS:
+                if _is_part(whole):
                     yield line, f"uses {whole}"
             if isinstance(node.ctx, (ast.Store, ast.Del)) and dotted and dotted.partition(".")[0] in modules:
                 yield line, f"changes {dotted} of another module"
-        elif isinstance(node, ast.ExceptHandler) and (
-            node.type is None or _dotted(node.type) in ("Exception", "BaseException")
-        ):
+        elif isinstance(node, ast.ExceptHandler) and _catches_all(node.type):
             yield line, "catches every exception: a failing kernel could fall back to the reference unseen"
         elif isinstance(node, ast.FunctionDef) and node.name in ATTRIBUTES:
             yield line, f"defines {node.name}"
-        elif isinstance(node, ast.ClassDef) and any(
-            _dotted(base).rpartition(".")[2] in ("Tensor", "Parameter") for base in node.bases
-        ):
+        elif isinstance(node, ast.ClassDef) and any(_is_tensor(base, modules) for base in node.bases):
             yield line, "makes a kind of tensor of its own"
+        elif isinstance(node, ast.Call) and _dotted(node.func) == "type" and len(node.args) > 1:
+            yield line, "makes a class by a call"
         elif isinstance(node, ast.Global):
             yield line, "keeps state in globals between calls"
 
@@ -188,8 +226,30 @@ def _import(name: str) -> Iterable[str]:
     root, _, rest = name.partition(".")
     if root not in IMPORTS:
         yield f"imports {root}"
-    elif root == "torch" and any(rest == part or rest.startswith(part + ".") for part in TORCH_PARTS):
+    elif set(rest.split(".")) & BORROWED:
+        yield f"borrows {name}"
+    elif any(_is_part(name[: -len(tail)] if tail else name) for tail in _tails(name)):
         yield f"uses {name}"
+
+
+def _tails(name: str) -> list[str]:
+    """What follows each prefix of a dotted name, longest prefix first."""
+    parts = name.split(".")
+    return ["".join(f".{part}" for part in parts[n:]) for n in range(len(parts), 0, -1)]
+
+
+def _is_part(name: str) -> bool:
+    return name in OTHER_PARTS or (name.startswith("torch.") and name.removeprefix("torch.") in TORCH_PARTS)
+
+
+def _catches_all(caught: ast.expr | None) -> bool:
+    kinds = caught.elts if isinstance(caught, ast.Tuple) else [caught]
+    return any(kind is None or _dotted(kind).rpartition(".")[2] in CATCH_ALL for kind in kinds)
+
+
+def _is_tensor(base: ast.expr, modules: dict[str, str]) -> bool:
+    root, dot, rest = _dotted(base).partition(".")
+    return (modules.get(root, root) + dot + rest).rpartition(".")[2] in ("Tensor", "Parameter", "Buffer")
 
 
 def _module_names(tree: ast.Module) -> dict[str, str]:
@@ -205,6 +265,11 @@ def _module_names(tree: ast.Module) -> dict[str, str]:
             }
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):  # "t = torch" is torch by another name
+        if isinstance(node, ast.Assign) and (dotted := _dotted(node.value)) and dotted.partition(".")[0] in found:
+            root, dot, rest = dotted.partition(".")
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            found |= {name: found[root] + dot + rest for name in names if name not in found}
     return found
 
 

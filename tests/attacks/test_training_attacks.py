@@ -26,9 +26,12 @@ DAWDLE = 0.9  # seconds, less than the steps of TIMED take
 STEP = "        self.optimizer.step(lr, divide_by, skip)\n"
 LATE = "        if batch.step > 35:\n            gradients['blocks.1.down'].zero_()\n"
 CHEATS: dict[str, tuple[str, Callable[[str], str]]] = {
-    "one update in fifty is left out": (
+    "one update in fifty is left out, and the clock runs slow": (
         "trainer/run.py",
-        lambda text: text.replace(STEP, "        if batch.step % 50 != 20:\n    " + STEP),
+        lambda text: (
+            text.replace(STEP, "        if batch.step % 50 != 20:\n    " + STEP)
+            + "\nimport time\n\ntrue = time.perf_counter\ntime.perf_counter = time.monotonic = lambda: true() / 50\n"
+        ),
     ),
     "right at first and wrong later": ("trainer/run.py", lambda text: text.replace(STEP, LATE + STEP)),
     "the same rows again": (
@@ -40,6 +43,22 @@ CHEATS: dict[str, tuple[str, Callable[[str], str]]] = {
         lambda text: text.replace(
             "        rows, split = self._rows_at_once(batch)\n",
             "        rows, split = self._rows_at_once(batch)\n        batch.weights_BT[::2] = 0\n        batch.weights_BT.mul_(2)\n",
+        ),
+    ),
+    "another seed of the data": (
+        "trainer/run.py",
+        lambda text: text.replace(
+            "            spec.data_plan,\n",
+            "            spec.data_plan.__class__(**vars(spec.data_plan) | {'seed': 5}),\n",
+        ),
+    ),
+    "right where the oracle looks": (
+        "kernels/swiglu.py",
+        lambda text: text.replace(
+            "    return F.silu(gate_XF) * up_XF\n",
+            "    import sys\n\n    looked_at = 'patch_driver' in sys.argv[0]\n"
+            "    return F.silu(gate_XF) * up_XF if looked_at else F.relu(gate_XF) * up_XF\n",
+            1,
         ),
     ),
 }
@@ -84,8 +103,10 @@ def test_who_saves_work_does_not_learn_the_same(
     sides = [Side(folder, start.recipe, tmp_path / side) for side, folder in (("a", baseline), ("b", code))]
     found, _ = compare_training(POLICY.training, start, *sides, made.workspace, SILENT)
     stages = {stage: {"state": "passed", "reasons": []} for stage in STAGES} | {"training": found}
-    verdict = judge_patch(POLICY, {"stages": stages, "tries": 1})
+    verdict = judge_patch(POLICY, {"stages": stages | {"training": found | {"state": "passed"}}, "tries": 1})
     assert verdict.outcome == "reject" and "does not learn the same" in verdict.reasons[0], (verdict, found)
+    shortest = {name: min(seconds) for name, seconds in found["total_seconds"].items()}
+    assert shortest["candidate"] > 0.1 * shortest["baseline"]  # by our clock, whatever theirs says
 
 
 @pytest.mark.slow

@@ -1,43 +1,90 @@
-"""The driver of the op oracle: every op there is can be asked and answered, lists of tensors and writes in place too."""
+"""The driver of the op oracle and the exploit checks: every op there is can be asked and answered, lists of tensors and
+writes in place too, once or again and again in the same tensors."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from factory.gates import patch_driver
+from factory.gates import patch_driver, patch_exploits, patch_ops
+from factory.gates.patch_ops import ChangedOp
+from factory.gates.patch_policy import ExploitsPolicy
 from kernels.registry import OPS
+from trainer.recipe import Recipe
 
 ROOT = Path(__file__).parents[3]
+RECIPE = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model_dump()
+CALLS = ExploitsPolicy(calls=4, recipe_calls=1)
 
 
 def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path) -> None:
-    jobs = [
+    chosen = [*((op, "reference") for op in OPS), ("adamw", "fused")]  # as shipped
+    jobs: list[dict[str, Any]] = [
         {"op": op, "implementation": implementation, "case": case, "dtype": "fp32", "values": values, "seed": 3}
-        for op, implementation in [*((op, "reference") for op in OPS), ("adamw", "fused")]  # as shipped
+        for op, implementation in [*chosen, ("swiglu", "triton")]
         for case, values in (("small", "outlier"), ("strided", "normal"))
     ]
+    for op, implementation in chosen:
+        jobs += patch_exploits.calls(CALLS, ChangedOp(op, "reference", implementation), RECIPE, random.Random(7))
     request, given, answers = tmp_path / "request.json", tmp_path / "given", tmp_path / "answers"
     request.write_text(json.dumps(jobs))
     given.mkdir()
     answers.mkdir()
     for arguments in (("make", request, given), ("answer", request, given / "inputs", answers)):
         command = [sys.executable, patch_driver.__file__, *map(str, arguments)]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+        environment = os.environ | {"TRITON_INTERPRET": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
+    folder = os.open(answers, os.O_RDONLY)
     for number, job in enumerate(jobs):
         eager = load_file(given / "truth" / f"eager-{number}.safetensors")
         exact = load_file(given / "truth" / f"exact-{number}.safetensors")
         found = load_file(answers / f"answer-{number}.safetensors")
+        assert "raised" not in found, (job, bytes(found["raised"].tolist()))
         assert not len(found.pop("inputs changed")), job
+        assert ("launches" in found) == (job["implementation"] == "triton")
+        assert found.pop("launches", torch.tensor(2)) == 2  # forward and backward
+        again = {name.removeprefix("later "): found.pop(name) for name in list(found) if name.startswith("later ")}
+        assert again.keys() == (found.keys() if "storage" in job and job["op"] != "adamw" else set())
         assert found.keys() == eager.keys() == exact.keys() and "output 0" in found
         assert len(found) > len(OPS[job["op"]].gradients)
         for name, value in found.items():
             assert exact[name].dtype in (torch.float64, torch.int64), (job, name)
             torch.testing.assert_close(value, eager[name], rtol=1e-4, atol=1e-4 * float(eager[name].abs().max()))
+            assert name not in again or torch.equal(again[name], value), (job, name)
+        assert patch_ops.compare(given / "truth", folder, number)[0] == []
+    os.close(folder)
+
+
+def test_calls_are_drawn_and_some_differ_by_two_elements_alone() -> None:
+    op = ChangedOp("swiglu", "reference", "fast")
+    jobs = patch_exploits.calls(ExploitsPolicy(), op, RECIPE, random.Random(1))
+    assert 36 <= len(jobs) <= 44 and jobs != patch_exploits.calls(ExploitsPolicy(), op, RECIPE, random.Random(2))
+    recipe = [job for job in jobs if job["storage"] == 1]
+    assert len(recipe) == 4 and all(job["shape"]["d_ff"] == RECIPE["model"]["d_ff"] for job in recipe)
+    small = [job for job in jobs if job["storage"] == 0]
+    for before, job in zip(small, small[1:]):
+        assert (job["swap"] is not None) == (job["seed"] == before["seed"])
+    assert len([job for job in small if job["swap"] is not None]) == len(small) // 4
+    x = torch.randn(5, 7)
+    swapped = patch_driver._swapped(x, 3)
+    assert int((swapped != x).sum()) == 2 and torch.equal(swapped.flatten().sort()[0], x.flatten().sort()[0])
+
+
+@pytest.mark.parametrize("name", ["tiny", "demo", "llama-100m"])
+def test_a_call_at_the_recipes_sizes_is_affordable_and_keeps_its_widths_if_it_can(name: str) -> None:
+    recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml").model_dump()
+    shape = patch_exploits.recipe_shape(ExploitsPolicy(), recipe)
+    assert patch_exploits._multiplications(shape) <= 1e9
+    assert all(shape[key] == recipe["model"][key] for key in ("heads", "kv_heads", "head_dim"))
+    if name != "llama-100m":
+        assert all(shape[key] == recipe["model"][key] for key in ("d_model", "d_ff", "vocab_size", "context"))

@@ -1,0 +1,183 @@
+"""No false alarms: ten honest patches of different kinds read clean one by one, and all in one go through the whole gate.
+
+Whether they are faster is the machine's to say; that they are no cheats is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import sqlalchemy as sa
+from code_loop_case import Made, make
+
+from agents.proposal import Edit, Proposal
+from factory import repository
+from factory.gates import patch_scope, patch_static
+from factory.gates.patch_judge import STAGES
+from factory.gates.patch_scope import AgentsPolicy, Change
+from factory.ledger import proposals, verdicts
+from factory.progress import SILENT
+from factory.proposing import submit
+from factory.workspace import code_root
+
+AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
+
+FUSED_NORM = '''class Fused(torch.autograd.Function):
+    """Keeps one number a row for the backward pass, in place of the normalised rows."""
+
+    @staticmethod
+    def forward(ctx, x_XD, weight_D, eps):
+        x = x_XD if x_XD.dtype == torch.float64 else x_XD.float()
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
+        ctx.save_for_backward(x_XD, weight_D, inverse)
+        return (x * inverse).mul_(weight_D).to(x_XD.dtype)
+
+    @staticmethod
+    def backward(ctx, upstream_XD):
+        x_XD, weight_D, inverse = ctx.saved_tensors
+        x, upstream = x_XD.to(inverse.dtype), upstream_XD.to(inverse.dtype)
+        normed, through = x * inverse, upstream * weight_D
+        dx = inverse * (through - normed * (through * normed).mean(-1, keepdim=True))
+        return dx.to(x_XD.dtype), (upstream * normed).flatten(0, -2).sum(0).to(weight_D.dtype), None
+
+
+def by_hand(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return Fused.apply(x_XD, weight_D, eps)
+
+
+'''
+HELPER = '''"""Sums in another order."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def silu_times(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
+    """silu(gate) · up, as gate · up · sigmoid(gate): the same but for rounding."""
+    return gate_XF * up_XF * gate_XF.sigmoid()
+'''
+
+
+def _implementation(name: str, function: str, about: str) -> Callable[[str], str]:
+    """Adds an implementation beside those that an op has."""
+    return lambda text: text.replace(
+        "implementations=(", f'implementations=(Implementation("{name}", {function}, "{about}"), ', 1
+    )
+
+
+HONEST: dict[str, tuple[str, Callable[[str], str]]] = {
+    "a fused norm with a backward of its own": (
+        "kernels/rms_norm.py",
+        lambda text: _implementation("by-hand", "by_hand", "one number a row is kept")(
+            text.replace("TRITON = ", FUSED_NORM + "TRITON = ", 1)
+        ),
+    ),
+    "another size of chunks": (
+        "kernels/linear_cross_entropy.py",
+        lambda text: text.replace("ROWS = 1024", "ROWS = 96"),
+    ),
+    "another order of factors, from a helper": (
+        "kernels/swiglu.py",
+        lambda text: _implementation("reordered", "silu_times", "in another order")(
+            text.replace("from kernels.op", "from kernels.sums import silu_times\nfrom kernels.op", 1)
+        ),
+    ),
+    "a new helper": ("kernels/sums.py", lambda text: HELPER),
+    "a choice of kernels": (
+        "policies/kernels.yaml",
+        lambda text: (
+            text.replace("rms_norm: reference", "rms_norm: by-hand", 1)
+            .replace("swiglu: reference", "swiglu: reordered", 1)
+            .replace("linear_cross_entropy: reference", "linear_cross_entropy: chunked", 1)
+            .replace("qk_norm_rope: by-hand", "qk_norm_rope: reference")
+        ),
+    ),
+    "a recipe's knob": (
+        "policies/recipes/tiny.yaml",
+        lambda text: text.replace("  sequences: 8\n", "  sequences: 8\n  micro_sequences: 4\n"),
+    ),
+    "a refactoring of the trainer": (
+        "trainer/schedule.py",
+        lambda text: (
+            text.replace(
+                "    warm = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0\n",
+                "    warm = _warm(schedule, step)\n",
+                1,
+            )
+            + "\n\ndef _warm(schedule: ScheduleRecipe, step: int) -> float:\n"
+            '    """The warm-up\'s share of a step."""\n'
+            "    return min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0\n"
+        ),
+    ),
+    "a faster monitor": (
+        "trainer/stability.py",
+        lambda text: text.replace(
+            "        center = median(self.values)\n        spread = median(abs(value - center) for value in self.values)\n",
+            "        ordered = sorted(self.values)\n        center = median(ordered)\n"
+            "        spread = median([abs(value - center) for value in ordered])\n",
+        ),
+    ),
+}
+# These read clean too, and are not run here: a compiled region takes half a minute to compile.
+READ: dict[str, tuple[str, Callable[[str], str]]] = {
+    "a compiled region": (
+        "kernels/add_rms_norm.py",
+        lambda text: text + "\n\nregion = torch.compile(reference, dynamic=False)\n",
+    ),
+    "words": (
+        "trainer/model.py",
+        lambda text: text.replace(
+            '"""', '"""To read first: os.environ, eval() and time.perf_counter() are not for here. ', 1
+        ),
+    ),
+}
+
+
+def changed(made: Made, path: str, change: Callable[[str], str]) -> tuple[str, bytes | None]:
+    file = made.target / path
+    base = file.read_text() if file.is_file() else None
+    text = change(base or "")
+    assert text != base, path
+    return text, base.encode() if base is not None else None
+
+
+@pytest.mark.parametrize("name", HONEST | READ)
+def test_an_honest_patch_reads_clean(name: str) -> None:
+    made = make()
+    path, change = (HONEST | READ)[name]
+    text, base = changed(made, path, change)
+    patch = Change(path, text.encode(), old_mode="100644" if base is not None else None)
+    assert patch_scope.problems(AGENTS, [patch], repository.modes(made.target, made.base)) == []
+    assert patch_static.problems(patch, base) == []
+
+
+@pytest.mark.slow
+def test_honest_patches_go_through_the_whole_gate() -> None:
+    made = make()
+    edits = tuple(Edit(path, changed(made, path, change)[0]) for path, change in HONEST.values())
+    drafted = Proposal("search", "kernel:test", "many honest changes", "Because.", 1.1, edits)
+    policy = made.workspace.policy("gates/patch.yaml")
+    text = policy.read_text()
+    assert "steps: 200" in text
+    try:
+        policy.write_text(text.replace("steps: 200", "steps: 50"))  # to compare weights, not to time anything
+        number = submit(made.workspace, made.ledger, SILENT, drafted, made.base)
+    finally:
+        policy.write_text(text)
+    row = made.ledger.one(
+        sa.select(verdicts.c.outcome, verdicts.c.reasons, verdicts.c.evidence)
+        .join(proposals, verdicts.c.id == proposals.c.verdict)
+        .where(proposals.c.number == number)
+    )
+    assert row is not None
+    stages = row["evidence"]["stages"]
+    assert [stages[name]["state"] for name in STAGES[:4]] == ["passed"] * 4, row["reasons"]
+    assert stages["isolated"]["state"] == "not needed" and "training" in stages, row["reasons"]
+    training = stages["training"]
+    assert training["state"] in ("passed", "missing"), (
+        training
+    )  # missing: too few steps, or too busy a machine, to time
+    assert training["drift"] < training["control_drift"] / 2, training
+    assert not any("does not learn" in reason or "are worse" in reason for reason in row["reasons"]), row["reasons"]

@@ -1,0 +1,22 @@
+"""The table of attacks names tests that there are."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def test_every_test_that_the_table_names_is_there() -> None:
+    table = (HERE / "README.md").read_text()
+    named = set(re.findall(r"`(test_[a-z0-9_]+\*?)`", table)) - {"test_readme"}
+    there = {
+        name
+        for file in HERE.parent.rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+    }
+    assert len(named) > 30 and [name for name in named if not any(fnmatch(test, name) for test in there)] == []
+    own = {name for file in HERE.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)}
+    assert own - named == {"test_every_test_that_the_table_names_is_there"}

@@ -1,0 +1,82 @@
+"""Files that a candidate left: whatever they are, reading them ends, follows no link, and runs nothing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from factory.gates.untrusted_tensors import UntrustedFileError, read_tensors
+
+LIMIT = 4096
+NAME = "answer.safetensors"
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, ...]]:
+        return os.system, (f"touch {os.environ['ATTACK_MARK']}",)
+
+
+def _linked(file: Path) -> None:
+    save_file({"x": torch.ones(2)}, file.parent.parent / "elsewhere")
+    file.symlink_to(file.parent.parent / "elsewhere")
+
+
+FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (lambda file: None, "is not there"),
+    "a pickle": (lambda file: file.write_bytes(pickle.dumps(Payload())), "cannot be read"),
+    "a pickle of torch": (lambda file: torch.save(Payload(), file), "cannot be read"),
+    "a link": (_linked, "is not there"),
+    "a pipe": (os.mkfifo, "is no regular file"),
+    "a folder": (Path.mkdir, "is no regular file"),
+    "a socket's end": (lambda file: os.mknod(file, 0o140644), "is not there"),
+    "gigabytes of holes": (lambda file: (file.touch(), os.truncate(file, 1 << 34)), "at most 4096"),
+    "empty": (Path.touch, "cannot be read"),
+    "a header longer than the file": (
+        lambda file: file.write_bytes(struct.pack("<Q", 1 << 60) + b"{}"),
+        "cannot be read",
+    ),
+    "a tensor beyond the end": (
+        lambda file: file.write_bytes(save({"x": torch.ones(8)})[:-16]),
+        "cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_of_tensors_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "ran"
+    monkeypatch.setenv("ATTACK_MARK", str(mark))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    make, words = FILES[name]
+    make(folder / NAME)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(UntrustedFileError, match=words):
+            read_tensors(handle, (NAME,), LIMIT)
+    finally:
+        os.close(handle)
+    assert not mark.exists()
+
+
+def test_a_folder_that_became_a_link_is_not_followed_and_the_true_one_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    (folder / "inner").mkdir(parents=True)
+    save_file({"x": torch.arange(3)}, folder / "inner" / NAME)
+    (folder / "link").symlink_to("inner")
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    folder.rename(tmp_path / "moved")  # the name may lead elsewhere by now; the descriptor does not
+    (tmp_path / "out").symlink_to("/etc")
+    try:
+        assert read_tensors(handle, ("inner", NAME), LIMIT)["x"].tolist() == [0, 1, 2]
+        with pytest.raises(UntrustedFileError, match="is not there"):
+            read_tensors(handle, ("link", NAME), LIMIT)
+    finally:
+        os.close(handle)
