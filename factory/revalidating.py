@@ -14,7 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agents.proposal import Edit, Proposal
+from agents.proposal import Edit, Proposal, is_quality
 from factory import repository
 from factory.gates.patch_training import Start, find_start
 from factory.ledger import Ledger, anomalies, events, proposals, record
@@ -100,4 +100,6 @@ def note_validated(ledger: Ledger, number: int, start: Start) -> None:
 
 
 def _merged(ledger: Ledger) -> list[Row]:
-    return ledger.rows(sa.select(proposals).where(proposals.c.state == "approved").order_by(proposals.c.number))
+    """Approved patches whose gain was a time. What a recipe learns better does not hang on torch, driver or device."""
+    found = ledger.rows(sa.select(proposals).where(proposals.c.state == "approved").order_by(proposals.c.number))
+    return [row for row in found if not is_quality(row["target"])]

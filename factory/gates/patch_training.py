@@ -92,7 +92,7 @@ def compare_training(
     progress: Progress,
 ) -> dict[str, Any]:
     """The stage's evidence. Raises: IsolationError."""
-    texts, eval_policy = _held_out(policy, workspace, ledger)
+    texts, eval_policy = held_out_texts(policy.held_out_documents, policy.held_out_bytes, workspace, ledger)
     if not texts:
         return {"state": "missing", "reasons": ["nothing is held out to score weights on: ingest more documents"]}
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")  # of however many ranks
@@ -129,7 +129,7 @@ def compare_training(
     drift, change = 0.0, -math.inf
     for ours, theirs in zip(found["candidate"], found["baseline"], strict=True):
         drift = max(drift, _drift(ours.weights, theirs.weights, origin))
-        scores = [_bits_per_byte(run.weights, baseline.recipe, texts, eval_policy) for run in (theirs, ours)]
+        scores = [weights_bits(run.weights, baseline.recipe, texts, eval_policy) for run in (theirs, ours)]
         change = max(change, *(scores[1][domain] - scores[0][domain] for domain in scores[0]))
     overhead = sum(overheads) / len(overheads)
     totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
@@ -224,9 +224,10 @@ def _drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool 
     return max(whole, worst / 2) if of_one else whole
 
 
-def _bits_per_byte(
+def weights_bits(
     weights: Weights, recipe: dict[str, Any], texts: list[ScoredText], policy: EvalPolicy
 ) -> dict[str, float]:
+    """Bits per byte by domain of weights with the trainer's names, by the judge's own model."""
     return ratio_bits(bits_per_byte(reference_model(weights, recipe), texts, policy, lambda amount: None))
 
 
@@ -236,12 +237,13 @@ def reference_model(weights: Weights, recipe: dict[str, Any]) -> ReferenceModel:
     return ReferenceModel(parse_config(hf_config(shape, "float32"), "recipe"), hf_tensors(weights, shape))
 
 
-def _held_out(policy: TrainingPolicy, workspace: Workspace, ledger: Ledger) -> tuple[list[ScoredText], EvalPolicy]:
-    update = {"documents_per_domain": policy.held_out_documents, "document_bytes": policy.held_out_bytes}
+def held_out_texts(count: int, size: int, workspace: Workspace, ledger: Ledger) -> tuple[list[ScoredText], EvalPolicy]:
+    """``count`` held-out documents a domain, cut to ``size`` bytes, and how they are scored; none without a tokenizer."""
+    update = {"documents_per_domain": count, "document_bytes": size}
     eval_policy = EvalPolicy.load(workspace.policy("evals.yaml")).model_copy(update=update)
     try:
         tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
     except InputError:
         return [], eval_policy
     suite = build_suite(ledger, eval_policy, tokenizer.sha256)
-    return encode_suite(suite, tokenizer, token_bytes, policy.held_out_bytes), eval_policy
+    return encode_suite(suite, tokenizer, token_bytes, size), eval_policy
