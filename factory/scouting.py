@@ -49,6 +49,7 @@ def course(workspace: Workspace, ledger: Ledger, bench: Bench) -> Course | str:
         sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts),
         policy.runs.steps + policy.runs.tail_steps,
         policy.runs.min_gain,
+        policy.allows,
     )
 
 

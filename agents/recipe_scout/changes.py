@@ -92,7 +92,7 @@ def mixture(course: Course) -> Iterator[Change]:
         return
     for name, weight in named.items():
         for factor in (1.5, 2 / 3):
-            new = float(f"{weight * factor:.2g}")
+            new = float(f"{weight * factor:.3g}")
             moved = named | {name: new}
             shares = {n: (named[n] / sum(named.values()), moved[n] / sum(moved.values())) for n in named}
             gain = sum(

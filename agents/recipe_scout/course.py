@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -31,6 +31,7 @@ class Course:
     tokens: float  # positions trained on so far
     judged_tokens: float  # positions of one of the gate's runs
     least_gain: float  # bits per byte that the gate asks for at least
+    may_change: Callable[[str], bool]  # does the gate let patches change this key?
     slope: float
     domain_slopes: dict[str, float] = field(default_factory=dict)
     noise_scale: float | None = None  # gradient noise scale in supervised tokens, arXiv 1812.06162
@@ -57,6 +58,7 @@ def course_of(
     bytes_per_token: float,
     judged_steps: int,
     least_gain: float,
+    may_change: Callable[[str], bool] = lambda key: True,
 ) -> Course:
     """``lines``: of metrics.jsonl, oldest first; ``anomalies``: how many by kind; ``bytes_per_token``: of the tokenizer's text."""
     step = int(lines[-1]["step"]) + 1
@@ -75,6 +77,7 @@ def course_of(
         tokens=recipe.tokens_between(0, step),
         judged_tokens=recipe.tokens_between(step, step + judged_steps),
         least_gain=least_gain,
+        may_change=may_change,
         slope=slope(later, "loss") * bits,
         domain_slopes={name: slope(later, f"loss/{name}") * bits for name in sorted(domains)},
         noise_scale=median(scales) if scales else None,

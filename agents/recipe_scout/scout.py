@@ -26,7 +26,7 @@ def propose(course: Course, workbench: Workbench) -> Proposal | None:
         history = workbench.history(f"{QUALITY}:{change.key}")
         rejected = sum(attempt.outcome == REFUSED for attempt in history)
         worth = change.gain * DISCOURAGED**rejected
-        if worth < course.least_gain:
+        if worth < course.least_gain or not course.may_change(change.key):
             continue
         try:
             new_text, _ = changed(text, change.path, change.new)

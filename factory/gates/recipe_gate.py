@@ -34,6 +34,8 @@ from trainer.recipe import Recipe
 from trainer.strict import read_yaml
 
 GATE = "recipe"
+# Same code on as many positions: these change no step's time or memory, and a busy machine must not say that they do.
+FREE = ("optimizer.", "mixture.", "schedule.", "stability.")
 # Keys that act on the first steps of a trunk only: (key, step of the recipe from which on it changes nothing).
 EARLY = {"schedule.warmup_steps": lambda recipe: recipe.schedule.warmup_steps}
 
@@ -172,6 +174,7 @@ def runs(policy: RunsPolicy, case: Case) -> Stage:
             return {"state": "missing", "reasons": [str(error)]}
     sizes = lengths(policy, start.step, recipes["baseline"], recipes["candidate"])
     evidence = _evidence(found) | {"held_out_documents": len(texts), "from_step": start.step}
+    evidence["same_cost"] = all(key.startswith(FREE) for key in changed)
     evidence["steps"] = {side: [size.trunk, size.tail] for side, size in sizes.items()}
     if found.failed:
         # What breaks the baseline, or only takes too long, says nothing about the candidate.

@@ -10,7 +10,7 @@ The target is the mean over domains of the paired gain (baseline − candidate: 
   deviation, sd · √(2 / seeds). Pairing sees changes far smaller than that; they are real and not worth a merge;
 - cost no domain more than the margin, shown by a lower bound as well. All domains must pass, so that these bounds need no
   correction (an intersection-union test: Berger 1982);
-- cost no more time and memory than allowed.
+- cost no more time and memory than allowed, unless what changed cannot (``same_cost``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from factory.gates.recipe_policy import RecipePolicy, RunsPolicy
 
 STAGES = ("scope", "static", "runs")
 UNIT = "bits per byte"
+MOST = 1e18  # no score, rate or size of memory is larger: what is would only make sums of infinities
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,11 @@ def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
         return Verdict(HOLD, ("the weights after the runs were not scored, or not over enough seeds",))
     if result.noise <= 0:
         return Verdict(HOLD, ("other seeds gave the same score to the last bit: the noise was not measured",))
-    return _decide(policy.runs, result)
+    costs = "" if stages["runs"].get("same_cost") is True else _costs(policy.runs, result)
+    return _decide(policy.runs, result, costs)
 
 
-def _decide(policy: RunsPolicy, result: Comparison) -> Verdict:
+def _decide(policy: RunsPolicy, result: Comparison, costs: str) -> Verdict:
     target, needed = result.target, max(policy.min_gain, result.noise)
     floor = f"another seed alone moves a mean of {policy.seeds} runs by {result.noise:.4f}"
     shown = f"{target.mean:+.4f} {UNIT} on held-out documents (at least {target.lower:+.4f}; {floor})"
@@ -84,10 +86,9 @@ def _decide(policy: RunsPolicy, result: Comparison) -> Verdict:
         return Verdict(REJECT, (f"worse on {', '.join(hurt)} {UNIT} ({-policy.domain_margin:+g} may be)", shown))
     if target.mean <= needed:
         return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.4f} {UNIT} is needed)", shown))
-    if costs := _costs(policy, result):
-        return Verdict(
-            REJECT if result.slower.lower > policy.max_slower or _large(policy, result) else HOLD, (costs, shown)
-        )
+    if costs:
+        sure = result.memory > policy.max_memory or result.slower.lower > policy.max_slower
+        return Verdict(REJECT if sure else HOLD, (costs, shown))
     if target.lower <= 0:
         return Verdict(HOLD, ("a gain is likely but not shown: its lower bound is not above 0", shown))
     unsure = [name for name, found in result.domains.items() if found.lower <= -policy.domain_margin]
@@ -99,13 +100,9 @@ def _decide(policy: RunsPolicy, result: Comparison) -> Verdict:
     return Verdict(PROMOTE, (shown, f"by domain: {domains}; {cost}"))
 
 
-def _large(policy: RunsPolicy, result: Comparison) -> bool:
-    return result.memory > policy.max_memory
-
-
 def _costs(policy: RunsPolicy, result: Comparison) -> str:
     """What it costs too much of; empty: nothing."""
-    if _large(policy, result):
+    if result.memory > policy.max_memory:
         return f"takes {result.memory:.2f}× the memory ({policy.max_memory:g}× may be)"
     if result.slower.mean > policy.max_slower:
         return f"tokens take {result.slower.mean:.2f}× the time ({policy.max_slower:g}× may be)"
@@ -174,6 +171,6 @@ def _positive(values: object) -> list[float] | None:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e9:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST:
         return None
     return float(value)
