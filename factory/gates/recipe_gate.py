@@ -6,6 +6,7 @@ gate, whose weights-stay-the-same rule it breaks on purpose. ``gather`` of the p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -94,6 +95,7 @@ def static(policy: RecipePolicy, case: Case) -> Stage:
         for key in differing
         if not policy.allows(key)
     ]
+    found += [f"{used}: {key} is not finite" for key, (_, value) in differing.items() if value in (math.inf, -math.inf)]
     found += _without_effect(case, differing, used)
     try:
         check_ranks(case.workspace, new)

@@ -89,6 +89,7 @@ def submitted(made: Made, *swaps: tuple[str, str], path: str = TINY, base: str =
         (("lr: 3e-3", "lr: 3e-3\n  name: muon"), "reject", "optimizer.name may not be changed"),
         (("warmup_steps: 4", "warmup_steps: 2"), "reject", "rules no step that is still to come"),
         (("lr: 3e-3", "lr: -1"), "reject", "optimizer.lr"),
+        (("lr: 3e-3", "lr: .inf"), "reject", "optimizer.lr is not finite"),
         (("lr: 3e-3", "lr: &a 3e-4"), "reject", "anchors"),
         (("sequences: 8", "sequences: 4096"), "hold", "raise runs.steps"),
     ],
@@ -197,7 +198,7 @@ def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None
 
 @pytest.mark.slow
 def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
-    found = submitted(made, (RATE, "lr: 1e-4"))
+    found = submitted(made, (RATE, "lr: 0.9"))
     assert found.verdict["outcome"] == "reject" and "learns worse" in found.verdict["reasons"][0]
     page = Path(found.row["report"]).read_text()
     measured = re.search(r"Measured: (-[0-9.]+) bits per byte", page)
@@ -206,6 +207,26 @@ def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
     )
     assert "Predicted: 0.0100 bits per byte better" in page
     assert "Predicted: 0.0100 bits per byte better" in git(made.target, "log", "-1", "--format=%B", found.row["branch"])
+
+
+@pytest.mark.slow
+def test_a_candidate_that_breaks_down_is_rejected_at_once(made: Made) -> None:
+    found = submitted(made, (RATE, "lr: 1e39"))
+    assert found.verdict["outcome"] == "reject" and "the candidate's run failed" in found.verdict["reasons"][0]
+    assert len(found.runs["baseline"]) == 1 and found.runs["candidate"] == []  # the others were not run
+
+
+@pytest.mark.slow
+def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> dict[str, float]:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("factory.gates.recipe_gate.weights_bits", broken)
+    with pytest.raises(OSError, match="no space"):
+        submitted(made, (RATE, "lr: 4e-3"))
+    last = made.ledger.one(sa.select(proposals).order_by(proposals.c.number.desc()))
+    assert last is not None and last["state"] == "failed" and made.left_behind() == []
+    assert git(made.target, "branch", "--list", last["branch"]) == ""
 
 
 @pytest.mark.slow
@@ -229,18 +250,3 @@ def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> 
     assert planning.load_recipe(made.workspace).optimizer.lr == 6e-4
     assert changed_files(made.target, base, made.base) == []  # nothing that training reads as code
     assert revalidating._merged(made.ledger) == []  # what it learns better does not hang on torch or the device
-
-
-@pytest.mark.slow
-def test_a_candidate_that_cannot_run_fails_and_a_judge_that_breaks_leaves_nothing(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*arguments: Any) -> dict[str, float]:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("factory.gates.recipe_gate.weights_bits", broken)
-    with pytest.raises(OSError, match="no space"):
-        submitted(made, (RATE, "lr: 4e-3"))
-    last = made.ledger.one(sa.select(proposals).order_by(proposals.c.number.desc()))
-    assert last is not None and last["state"] == "failed" and made.left_behind() == []
-    assert git(made.target, "branch", "--list", last["branch"]) == ""
