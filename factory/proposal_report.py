@@ -69,7 +69,7 @@ def _measured(evidence: dict[str, Any]) -> str:
     if gain and "bits_per_byte" in gain:
         by_domain = ", ".join(f"{html.escape(name)} {found['mean']:+.4f}" for name, found in gain["domains"].items())
         bounds = f"{gain['lower']:+.4f} at least, noise {gain['noise']:.4f}"
-        return f"{gain['bits_per_byte']:+.4f} bits per byte ({bounds}; {by_domain}), tokens at {1 / gain['slower']:.2f}× the speed"
+        return f"{gain['bits_per_byte']:+.4f} bits per byte ({bounds}; {by_domain})"
     return f"{gain['ratio']:.3f}× ({gain['lower']:.3f} at least, noise {gain['noise']:.3f})" if gain else "not measured"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from agents.proposal import QUALITY, Edit, Proposal
 from agents.recipe_scout.changes import Change, Tried, all_changes
 from agents.recipe_scout.course import Course
-from agents.recipe_scout.lines import changed
+from agents.recipe_scout.lines import changed, written
 from agents.workbench import Attempt, Workbench
 from trainer.errors import RecipeError
 
@@ -26,7 +26,7 @@ def propose(course: Course, workbench: Workbench) -> Proposal | None:
         history = workbench.history(f"{QUALITY}:{change.key}")
         rejected = sum(attempt.outcome == REFUSED for attempt in history)
         worth = change.gain * DISCOURAGED**rejected
-        if worth < course.least_gain or not course.may_change(change.key):
+        if worth < course.least_gain or not course.may_change(change.key) or _waits(change, history):
             continue
         try:
             new_text, _ = changed(text, change.path, change.new)
@@ -36,6 +36,12 @@ def propose(course: Course, workbench: Workbench) -> Proposal | None:
         if not any(attempt.patch_id == drafted.patch_id and attempt.outcome == REFUSED for attempt in history):
             ranked.append(drafted)
     return max(ranked, key=lambda proposal: proposal.predicted_gain, default=None)
+
+
+def _waits(change: Change, history: Sequence[Attempt]) -> bool:
+    """Was another value of this key promoted, from the one that it has now? It waits for a person, or a person took it back."""
+    begins = f": {change.key} {written(change.old)} → "
+    return any(attempt.outcome == "promote" and begins in attempt.title for attempt in history)
 
 
 def tried(value: float, history: Sequence[Attempt]) -> Tried:
@@ -60,8 +66,8 @@ def _write(course: Course, change: Change, gain: float, text: str, history: Sequ
     earlier = f" Tried before on this key: {'; '.join(before)}." if before else ""
     hypothesis = (
         f"At step {course.step} {change.why}. In the gate's runs {change.words} should end {gain:.4f} bits per byte better on "
-        f"held-out documents, the mean over domains, after the anneal that ends every run; less than {gain / 2:.4f}, or a "
-        f"domain that gets worse, refutes this.{earlier}"
+        f"held-out documents, the mean over domains, after the anneal that ends every run. No gain beyond the noise of "
+        f"seeds, or a domain that gets worse, refutes the change; less than {gain / 2:.4f} refutes the prediction.{earlier}"
     )
     title = f"recipe {course.recipe.name}: {change.words}"
     return Proposal(AGENT, f"{QUALITY}:{change.key}", title, hypothesis, gain, (Edit(course.path, text),))

@@ -71,11 +71,10 @@ def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
         return Verdict(HOLD, ("the weights after the runs were not scored, or not over enough seeds",))
     if result.noise <= 0:
         return Verdict(HOLD, ("other seeds gave the same score to the last bit: the noise was not measured",))
-    costs = "" if stages["runs"].get("same_cost") is True else _costs(policy.runs, result)
-    return _decide(policy.runs, result, costs)
+    return _decide(policy.runs, result, same_cost=stages["runs"].get("same_cost") is True)
 
 
-def _decide(policy: RunsPolicy, result: Comparison, costs: str) -> Verdict:
+def _decide(policy: RunsPolicy, result: Comparison, same_cost: bool) -> Verdict:
     target, needed = result.target, max(policy.min_gain, result.noise)
     floor = f"another seed alone moves a mean of {policy.seeds} runs by {result.noise:.4f}"
     shown = f"{target.mean:+.4f} {UNIT} on held-out documents (at least {target.lower:+.4f}; {floor})"
@@ -86,7 +85,7 @@ def _decide(policy: RunsPolicy, result: Comparison, costs: str) -> Verdict:
         return Verdict(REJECT, (f"worse on {', '.join(hurt)} {UNIT} ({-policy.domain_margin:+g} may be)", shown))
     if target.mean <= needed:
         return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.4f} {UNIT} is needed)", shown))
-    if costs:
+    if costs := "" if same_cost else _costs(policy, result):
         sure = result.memory > policy.max_memory or result.slower.lower > policy.max_slower
         return Verdict(REJECT if sure else HOLD, (costs, shown))
     if target.lower <= 0:
@@ -95,9 +94,10 @@ def _decide(policy: RunsPolicy, result: Comparison, costs: str) -> Verdict:
     if unsure:
         words = f"not shown to be no worse on {', '.join(unsure)}: more seeds or documents would tell"
         return Verdict(HOLD, (words, shown))
-    domains = ", ".join(f"{name} {found.mean:+.4f}" for name, found in result.domains.items())
-    cost = f"{1 / result.slower.mean:.2f}× the tokens a second, {result.memory:.2f}× the memory"
-    return Verdict(PROMOTE, (shown, f"by domain: {domains}; {cost}"))
+    facts = [f"by domain: {', '.join(f'{name} {found.mean:+.4f}' for name, found in result.domains.items())}"]
+    if not same_cost:
+        facts.append(f"{1 / result.slower.mean:.2f}× the tokens a second, {result.memory:.2f}× the memory")
+    return Verdict(PROMOTE, (shown, *facts))
 
 
 def _costs(policy: RunsPolicy, result: Comparison) -> str:

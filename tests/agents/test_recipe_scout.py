@@ -151,7 +151,7 @@ def test_what_is_proposed_says_what_would_refute_it() -> None:
     assert proposal.title == "recipe demo: optimizer.lr 0.0003 → 0.0006"
     assert proposal.edits[0].new_text == bench.text.replace("lr: 3e-4", "lr: 0.0006")
     half = f"{proposal.predicted_gain / 2:.4f}"
-    assert f"less than {half}" in proposal.hypothesis and "refutes" in proposal.hypothesis
+    assert f"less than {half} refutes the prediction" in proposal.hypothesis
     assert gain_words(proposal.target, 0.0123) == "0.0123 bits per byte better"
     assert gain_words("kernel:rope", 1.5) == "1.500× on the whole step"
 
@@ -175,6 +175,8 @@ def test_what_was_rejected_is_not_proposed_again_and_the_other_way_is_next() -> 
     held.past[first.target] = [Attempt(first.patch_id, "hold", "too noisy", first.title)]
     again = propose(found, held)  # type: ignore[arg-type]
     assert again is not None and again.patch_id == first.patch_id and "hold, too noisy" in again.hypothesis
+    held.past[first.target] = [Attempt(first.patch_id, "promote", "it gains", first.title)]
+    assert propose(found, held) is None  # type: ignore[arg-type]  # it waits for a person
 
 
 def test_each_rejection_makes_its_key_less_promising() -> None:

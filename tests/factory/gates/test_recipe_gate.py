@@ -15,7 +15,7 @@ import yaml
 from code_loop_case import Made, git, make
 
 from agents.proposal import Edit, Proposal
-from factory import approvals, planning, proposing, revalidating
+from factory import approvals, planning, proposing, repository, revalidating
 from factory.certificate_runs import changed_files
 from factory.engineering import NOBODY, Hire
 from factory.errors import InputError
@@ -57,6 +57,9 @@ def made() -> Iterator[Made]:
     yield made
     own.unlink()
     git(made.target, "reset", "-q", "--hard", head)
+    for live in made.workspace.worktrees.glob("live-*"):
+        if live.name != f"live-{head[:12]}":
+            repository.remove_worktree(made.target, live)
 
 
 def judged(made: Made, number: int) -> Judged:
