@@ -23,7 +23,7 @@ from factory.gates.patch_scope import Change
 from factory.gates.patch_training import held_out_texts, weights_bits
 from factory.gates.recipe_judge import compare, judge_recipe
 from factory.gates.recipe_policy import RecipePolicy, RunsPolicy
-from factory.gates.recipe_runs import Measured, lengths, paired_runs
+from factory.gates.recipe_runs import Measured, lengths, paired_runs, patient
 from factory.ledger import Ledger
 from factory.planning import check_ranks
 from factory.progress import Progress
@@ -147,6 +147,7 @@ def runs(policy: RunsPolicy, case: Case) -> Stage:
         return {"state": "missing", "reasons": [NO_START]}
     path = case.paths[0]
     recipes = {"baseline": _base(case, path), "candidate": Recipe.load(case.applied.worktree / path)}
+    policy = patient(policy, recipes["baseline"], recipes["candidate"])
     trained = Recipe.parse(start.recipe)
     if (trained.model, trained.optimizer.name) != (recipes["baseline"].model, recipes["baseline"].optimizer.name):
         return {

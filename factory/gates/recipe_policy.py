@@ -18,10 +18,13 @@ class RunsPolicy(Strict):
 
     seeds: Annotated[int, Field(ge=3)] = 4
     """Pairs of runs; both runs of a pair draw their data by one fresh random seed."""
-    steps: Count = 48
+    steps: Count = 64
     """Of the trunk in each baseline run. A candidate of another batch gets as many tokens, not as many steps."""
-    tail_steps: Count = 16
-    """Of the anneal to rate zero that ends every run; weights are compared after it and never before."""
+    tail_steps: Count = 64
+    """Of the anneal to rate zero that ends every run; weights are compared after it and never before. Short ones favour a
+    lower rate (docs/LOG.md has numbers)."""
+    calmer_longer: Count = 2
+    """How many times as long both parts are where the candidate's rate is lower or its batch larger: what a short run favours."""
     wall_seconds: Seconds = 3600.0
     """Time limit of all runs together."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95

@@ -3,7 +3,8 @@
 Why the tail. Weights in mid-trunk carry the noise of the rate they were trained at: after any few steps a lower rate looks better,
 a larger batch too, though the lead is gone once the rate falls (arXiv 2410.05192 §3: a high rate makes progress that only the decay
 shows). So every run ends in an anneal of the recipe's shape to zero, as every release does, and weights are scored after it.
-What a run of N steps cannot show is what only later steps do: a rate that is too low in the long run may win a short one.
+A tail that is too short leaves some of that lead (docs/LOG.md): runs of a lower rate or a larger batch are longer, on both
+sides. What a run of N steps can never show is what only later steps do: a rate that is too low in the long run may win a short one.
 
 What is the same on both sides: code (the base's, approved; recipes are data), checkpoint, kernels, seed of the data, tokens
 of the run. Where the batch differs the steps do, so that the candidate never gets a token more; where the length of the
@@ -65,6 +66,13 @@ class Measured:
     memory: dict[str, float] = field(default_factory=dict)
     failed: str = ""
     failed_side: str = ""  # empty: nobody's fault
+
+
+def patient(policy: RunsPolicy, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
+    """With the runs' lengths for this pair of recipes."""
+    calmer = candidate.optimizer.lr < baseline.optimizer.lr or candidate.batch.sequences > baseline.batch.sequences
+    times = policy.calmer_longer if calmer else 1
+    return policy.model_copy(update={"steps": times * policy.steps, "tail_steps": times * policy.tail_steps})
 
 
 def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, Lengths]:

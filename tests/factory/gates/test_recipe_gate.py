@@ -21,7 +21,7 @@ from factory.engineering import NOBODY, Hire
 from factory.errors import InputError
 from factory.gates.patch_training import find_start
 from factory.gates.recipe_policy import RunsPolicy
-from factory.gates.recipe_runs import lengths, run_recipe, segment_specs
+from factory.gates.recipe_runs import lengths, patient, run_recipe, segment_specs
 from factory.ledger import proposals, verdicts
 from factory.progress import SILENT
 from factory.workbench import Bench
@@ -162,6 +162,19 @@ def test_a_candidate_never_gets_more_tokens_than_the_baseline() -> None:
     longer = lengths(policy, 6, base, recipe(schedule={"anneal_steps": 12}))
     assert (longer["baseline"].trunk, longer["baseline"].tail) == (12, 5)
     assert (longer["candidate"].trunk, longer["candidate"].tail) == (7, 10)
+
+
+def test_what_a_short_run_favours_is_run_longer() -> None:
+    policy, base = RunsPolicy(seeds=3, steps=12, tail_steps=5, calmer_longer=3), recipe()
+    for parts, times in (
+        ({"optimizer": {"lr": 2e-3}}, 3),
+        ({"batch": {"sequences": 16}}, 3),
+        ({"optimizer": {"lr": 4e-3}}, 1),
+        ({"batch": {"sequences": 4}}, 1),
+        ({"optimizer": {"weight_decay": 0.2}}, 1),
+    ):
+        size = lengths(patient(policy, base, recipe(**parts)), 6, base, base)["baseline"]
+        assert (size.trunk, size.tail) == (12 * times, 5 * times)
 
 
 def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) -> None:
