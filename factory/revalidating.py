@@ -14,10 +14,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agents.proposal import Edit, Proposal, is_quality
+from agents.proposal import Edit, Proposal
 from factory import repository
+from factory.gates import recipe_gate
 from factory.gates.patch_training import Start, find_start
-from factory.ledger import Ledger, anomalies, events, proposals, record
+from factory.ledger import Ledger, anomalies, events, proposals, record, verdicts
 from factory.progress import Progress
 from factory.workspace import Workspace
 
@@ -101,5 +102,6 @@ def note_validated(ledger: Ledger, number: int, start: Start) -> None:
 
 def _merged(ledger: Ledger) -> list[Row]:
     """Approved patches whose gain was a time. What a recipe learns better does not hang on torch, driver or device."""
-    found = ledger.rows(sa.select(proposals).where(proposals.c.state == "approved").order_by(proposals.c.number))
-    return [row for row in found if not is_quality(row["target"])]
+    joined = proposals.outerjoin(verdicts, verdicts.c.id == proposals.c.verdict)
+    approved = sa.select(proposals, verdicts.c.gate).select_from(joined).where(proposals.c.state == "approved")
+    return [row for row in ledger.rows(approved.order_by(proposals.c.number)) if row["gate"] != recipe_gate.GATE]

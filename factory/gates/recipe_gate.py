@@ -102,9 +102,14 @@ def static(policy: RecipePolicy, case: Case) -> Stage:
         new.batch.check_ranks(1)
     except (ConfigError, RecipeError) as error:
         found.append(str(error))
+    if found:
+        return {"state": "failed", "reasons": found[:8]}
     changes = {key: list(values) for key, values in differing.items()}
-    reasons = found[:8] or [f"{key}: {old} → {new}" for key, (old, new) in differing.items()]
-    return {"state": "failed" if found else "passed", "reasons": reasons, "changes": changes}
+    return {
+        "state": "passed",
+        "reasons": [f"{key}: {old} → {new}" for key, (old, new) in changes.items()],
+        "changes": changes,
+    }
 
 
 def _without_effect(case: Case, differing: dict[str, Any], used: str) -> list[str]:

@@ -265,4 +265,6 @@ def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> 
     assert approvals.approve(made.workspace, made.ledger, number, "ada", SILENT) == made.base == found.row["commit"]
     assert planning.load_recipe(made.workspace).optimizer.lr == 6e-4
     assert changed_files(made.target, base, made.base) == []  # nothing that training reads as code
-    assert revalidating._merged(made.ledger) == []  # what it learns better does not hang on torch or the device
+    assert number not in [
+        row["number"] for row in revalidating._merged(made.ledger)
+    ]  # what it learns better does not hang on torch or the device
