@@ -15,7 +15,7 @@ from agents.recipe_scout.lines import Scalar, written
 from trainer.run_plan import lr_by_rule
 
 STEPS_OF_RATE = (2.0, 1.4)  # factors that the rate is moved by, the larger one first
-CURVATURE = 0.25  # ln(φ) lost per squared ln(rate off its best): twice the best rate is worth 11 % of the tokens
+CURVATURE = 0.25  # ln(φ) lost per squared ln(rate off its best): at twice the best rate a token is worth 11 % less
 LONG_ENOUGH = 0.2  # share of a run that its anneal takes: arXiv 2405.18392 §4 finds no more to gain from there on
 
 

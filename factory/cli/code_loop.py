@@ -47,7 +47,8 @@ def propose(
     """The code loop, once: profile the training step, propose a patch on a git branch, let the patch gate judge it.
 
     With an endpoint (--endpoint, llm.endpoint in policies/agents.yaml, or OPENAI_BASE_URL; the key is OPENAI_API_KEY) the
-    kernel engineer proposes, otherwise the search proposer. Killed at any moment, the same command goes on.
+    kernel engineer proposes, otherwise the search proposer. With --agent recipe-scout one changed value of the recipe is
+    judged by what it learns. Killed at any moment, the same command goes on.
     """
     from factory import engineering
     from factory.proposing import propose as propose_patch
