@@ -7,6 +7,7 @@ gate, whose weights-stay-the-same rule it breaks on purpose. ``gather`` of the p
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -165,6 +166,9 @@ def runs(policy: RunsPolicy, case: Case) -> Stage:
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     shape = recipes["baseline"].model_dump()
     changed = set(_differing(case.workspace.repository, case.applied.base, case.changes[0]))
+    compiled = case.workspace.root / "cache" / "inductor"  # by approved code while it trained
+    if compiled.is_dir():
+        shutil.copytree(compiled, case.work / "recipe" / "cache" / "inductor", symlinks=True)
     with case.progress.task("runs, both recipes", 2 * policy.seeds) as task:
         try:
             found = paired_runs(
