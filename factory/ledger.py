@@ -208,7 +208,7 @@ verdicts = sa.Table(
     "verdicts",
     metadata,
     C("id", SERIAL, primary_key=True),
-    C("gate", T, nullable=False),  # 'release' | 'patch' | 'code' (a certificate)
+    C("gate", T, nullable=False),  # 'release' | 'patch' | 'recipe' | 'code' (a certificate)
     C("subject", T, nullable=False),  # 'candidate:2' | 'proposal:1' | 'segment:3'
     C("against", T),  # 'candidate:1' (the champion) | base commit | the commit of the segment before
     C("policy_sha256", T, nullable=False),
@@ -261,7 +261,7 @@ proposals = sa.Table(
     C("target", T, nullable=False),
     C("title", T, nullable=False),
     C("hypothesis", T, nullable=False),
-    C("predicted_gain", F),  # ratio of step times, baseline / candidate
+    C("predicted_gain", F),  # ratio of step times, baseline / candidate; of a 'quality:' target bits per byte
     C("base_commit", T, nullable=False),
     C("branch", T, nullable=False),
     C("commit", T),

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from agents.proposal import Proposal
+from agents.proposal import Proposal, gain_words
 from factory.gates.judge import Verdict
 
 COLOURS = {"promote": "#2a7d3f", "hold": "#a06a00", "reject": "#a02c2c"}
@@ -50,7 +50,7 @@ def _page(facts: dict[str, Any]) -> str:
         for name, stage in facts["evidence"]["stages"].items()
     )
     reasons = "".join(f"<li>{e(reason)}</li>" for reason in facts["reasons"])
-    predicted = f"{facts['predicted_gain']:.3f}×" if facts["predicted_gain"] else "not given"
+    predicted = gain_words(facts["target"], facts["predicted_gain"]) if facts["predicted_gain"] else "not given"
     colour = COLOURS.get(facts["outcome"], "#222")
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Proposal {facts['number']}</title><style>{STYLE}</style>"
@@ -66,7 +66,11 @@ def _page(facts: dict[str, Any]) -> str:
 
 def _measured(evidence: dict[str, Any]) -> str:
     gain = evidence.get("gain")
-    return f"{gain['ratio']:.3f}× ({gain['lower']:.3f} at least, noise {gain['noise']:.3f})" if gain else "not timed"
+    if gain and "bits_per_byte" in gain:
+        by_domain = ", ".join(f"{html.escape(name)} {found['mean']:+.4f}" for name, found in gain["domains"].items())
+        bounds = f"{gain['lower']:+.4f} at least, noise {gain['noise']:.4f}"
+        return f"{gain['bits_per_byte']:+.4f} bits per byte ({bounds}; {by_domain})"
+    return f"{gain['ratio']:.3f}× ({gain['lower']:.3f} at least, noise {gain['noise']:.3f})" if gain else "not measured"
 
 
 def _coloured(patch: str) -> str:

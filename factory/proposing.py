@@ -22,11 +22,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents import search_proposer
-from agents.proposal import Proposal
-from factory import devices, engineering, proposal_report, repository, sandbox
+from agents.proposal import Proposal, gain_words
+from agents.recipe_scout import scout
+from factory import devices, engineering, proposal_report, repository, sandbox, scouting
 from factory.devices import side_by_side
 from factory.engineering import NOBODY, Hire
 from factory.errors import InputError, nearest
+from factory.gates import recipe_gate
 from factory.gates.judge import Verdict
 from factory.gates.patch_gate import decide
 from factory.gates.patch_scope import AgentsPolicy
@@ -87,8 +89,9 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
         applied = repository.apply_proposal(
             workspace.repository, base, edits, policy=agents, branch=branch, message=message, worktree=worktree
         )
+        gate = recipe_gate.decide if recipe_gate.concerns(workspace, applied) else decide
         with devices.one():
-            verdict_id, verdict, evidence = decide(
+            verdict_id, verdict, evidence = gate(
                 workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id
             )
         commit = repository.reword(workspace.repository, applied, _message(drafted, verdict, evidence))
@@ -156,10 +159,27 @@ def _engineer(
     return [number for number in side_by_side([partial(work, job) for job in jobs]) if number is not None]
 
 
+def _scout(workspace: Workspace, ledger: Ledger, progress: Progress, bench: Bench, hire: Hire, count: int) -> list[int]:
+    if hire != NOBODY:
+        raise InputError(
+            "an endpoint, a model, a target and a person are for the kernel-engineer, not for 'recipe-scout'"
+        )
+    course = scouting.course(workspace, ledger, bench)
+    if isinstance(course, str):
+        progress.line(f"  nothing proposed: {course}")
+        return []
+    drafted = scout.propose(course, bench)
+    if drafted is None:
+        progress.line("  nothing proposed: every change of the recipe that is worth a try was rejected before")
+        return []
+    return [submit(workspace, ledger, progress, drafted, bench.base)]
+
+
 # What an agent is: a workbench and how many proposals may be made in, the numbers of judged ones out.
 AGENTS: dict[str, Callable[[Workspace, Ledger, Progress, Bench, Hire, int], list[int]]] = {
     search_proposer.AGENT: _search,
     engineering.AGENT: _engineer,
+    scout.AGENT: _scout,
 }
 
 
@@ -257,7 +277,7 @@ def _message(drafted: Proposal, verdict: Verdict | None, evidence: dict[str, Any
     """The commit's message: hypothesis, prediction; once judged, evidence and verdict."""
     lines = [drafted.title.splitlines()[0][:100] if drafted.title else "A proposal", "", drafted.hypothesis.strip(), ""]
     if drafted.predicted_gain:
-        lines.append(f"Predicted: {drafted.predicted_gain:.3f} times as fast, the whole step.")
+        lines.append(f"Predicted: {gain_words(drafted.target, drafted.predicted_gain)}.")
     for name, stage in ((evidence or {}).get("stages") or {}).items():
         lines.append(f"{name.capitalize()}: {stage['state']}; {'; '.join(stage['reasons'])[:300]}")
     if verdict:

@@ -10,6 +10,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from agents.proposal import gain_words, is_quality
 from factory.ledger import (
     Ledger,
     candidates,
@@ -87,7 +88,7 @@ def proposal_report(proposal: Mapping[str, Any], verdict: Mapping[str, Any] | No
     head = {
         "Agent": proposal["agent"],
         "Target": proposal["target"],
-        "Predicted": f"{gain:.3f} × faster" if isinstance(gain, int | float) else "–",
+        "Predicted": _predicted(str(proposal["target"]), gain) if isinstance(gain, int | float) else "–",
         "Branch": proposal["branch"],
         "Base": str(proposal["base_commit"])[:12],
         "Commit": str(proposal["commit"] or "–")[:12],
@@ -103,6 +104,10 @@ def proposal_report(proposal: Mapping[str, Any], verdict: Mapping[str, Any] | No
             section("Patch", _diff(diff)),
         ],
     )
+
+
+def _predicted(target: str, gain: float) -> str:
+    return gain_words(target, gain) if is_quality(target) else f"{gain:.3f} × faster"
 
 
 # -- verdict and measurements -------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 from agents.proposal import Edit, Proposal
 from factory import repository
 from factory.errors import IsolationError, WorkspaceError
+from factory.gates import recipe_gate
 from factory.gates.judge import REJECT
 from factory.gates.patch_training import Start, find_start
 from factory.ledger import Ledger, anomalies, events, proposals, record, verdicts
@@ -130,4 +131,7 @@ def note_validated(ledger: Ledger, number: int, start: Start) -> None:
 
 
 def _merged(ledger: Ledger) -> list[Row]:
-    return ledger.rows(sa.select(proposals).where(proposals.c.state == "approved").order_by(proposals.c.number))
+    """Approved patches whose gain was a time. What a recipe learns better does not hang on torch, driver or device."""
+    joined = proposals.outerjoin(verdicts, verdicts.c.id == proposals.c.verdict)
+    approved = sa.select(proposals, verdicts.c.gate).select_from(joined).where(proposals.c.state == "approved")
+    return [row for row in ledger.rows(approved.order_by(proposals.c.number)) if row["gate"] != recipe_gate.GATE]

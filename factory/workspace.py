@@ -128,13 +128,22 @@ class Workspace:
             raise ConfigError(f"no policy {name!r}: looked for {own} and {path}")
         return path
 
+    def own_recipe(self) -> Path:
+        """Where the workspace's own copy of the recipe lies, if it has one: no proposal changes that."""
+        return self.root / "policies" / "recipes" / f"{self.config.recipe}.yaml"
+
     def recipe_path(self) -> Path:
-        """The recipe that ``factory.yaml`` names.
+        """The recipe that ``factory.yaml`` names: the workspace's own copy, else the trained code's, which approved proposals
+        change, else the checkout's.
 
         Raises: ConfigError that names the nearest recipe when there is none of that name.
         """
+        name = f"recipes/{self.config.recipe}.yaml"
+        live = self.repository / "policies" / name
+        if live.is_file() and not self.own_recipe().exists():
+            return live
         try:
-            return self.policy(f"recipes/{self.config.recipe}.yaml")
+            return self.policy(name)
         except ConfigError:
             known = {p.stem for d in (self.root, code_root()) for p in (d / "policies" / "recipes").glob("*.yaml")}
             where = self.root / "factory.yaml"

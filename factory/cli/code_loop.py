@@ -32,7 +32,10 @@ def propose(
     where: Where = DEFAULT,
     agent: Annotated[
         str,
-        typer.Option(help="Who proposes: 'search' needs no LLM, 'kernel-engineer' is one. By default whichever can."),
+        typer.Option(
+            help="Who proposes: 'search' (faster kernels) and 'recipe-scout' (rates, mixture, schedule) need no LLM, "
+            "'kernel-engineer' is one. By default whichever can make the step faster."
+        ),
     ] = "",
     endpoint: Annotated[
         str, typer.Option(help="Where the LLM is: a base URL (OpenAI-compatible), or files:FOLDER to answer by hand.")
@@ -47,8 +50,9 @@ def propose(
     """The code loop, once: profile the training step, propose a patch on a git branch, let the patch gate judge it.
 
     With an endpoint (--endpoint, llm.endpoint in policies/agents.yaml, or OPENAI_BASE_URL; the key is OPENAI_API_KEY) the
-    kernel engineer proposes, otherwise the search proposer. Killed at any moment, the same command goes on. Several
-    (--count) wait for the model together; what is timed has its GPU, or the CPU, alone.
+    kernel engineer proposes, otherwise the search proposer. With --agent recipe-scout one changed value of the recipe is
+    judged by what it learns. Killed at any moment, the same command goes on. Several (--count) wait for the model
+    together; what is timed has its GPU, or the CPU, alone.
     """
     from factory import engineering
     from factory.proposing import propose as propose_patch
@@ -76,6 +80,7 @@ def _ask(question: str) -> str:
 
 
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
+    from agents.proposal import gain_words
     from agents.untrusted import one_line
     from factory.listing import rows
 
@@ -90,7 +95,7 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     if as_json:
         print_json(row)
         return
-    gain = f" (predicted {row['predicted_gain']:.2f}× on the whole step)" if row["predicted_gain"] else ""
+    gain = f" (predicted {gain_words(row['target'], row['predicted_gain'])})" if row["predicted_gain"] else ""
     print(
         f"proposal {row['number']} by {row['agent']} on branch {row['branch']}\n  target      {row['target']}\n"
         f"  change      {row['title']}\n  hypothesis  {row['hypothesis']}{gain}"

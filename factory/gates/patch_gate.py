@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from factory.evals.policy import policy_sha256
 from factory.gates import patch_exploits, patch_ops, patch_scope, patch_static
 from factory.gates.held_out import gains, held_out_texts, scores
 from factory.gates.judge import Verdict
-from factory.gates.patch_judge import STAGES, gain, judge_patch
+from factory.gates.patch_judge import gain, judge_patch
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import AgentsPolicy, Change
 from factory.gates.patch_training import Pair, Side, Start, compare_training, find_start
@@ -84,13 +84,20 @@ def decide(
     policy = PatchPolicy.load(workspace.policy("gates/patch.yaml"))
     evidence = gather(workspace, ledger, policy, applied, tries, progress) | {"patch_id": patch_id}
     verdict = judge_patch(policy, evidence)
+    return record_verdict(ledger, "patch", number, applied, policy_sha256(policy), verdict, evidence), verdict, evidence
+
+
+def record_verdict(
+    ledger: Ledger, gate: str, number: int, applied: Applied, policy: str, verdict: Verdict, evidence: dict[str, Any]
+) -> int:
+    """Bound to the patch's hash; ``policy`` is the SHA-256 of the policy that judged. Returns the verdict's id."""
     with ledger.begin() as tx:
         row = tx.execute(
             verdicts.insert().values(
-                gate="patch",
+                gate=gate,
                 subject=f"proposal:{number}",
                 against=applied.base,
-                policy_sha256=policy_sha256(policy),
+                policy_sha256=policy,
                 subject_sha256=applied.patch_sha256,
                 outcome=verdict.outcome,
                 reasons=list(verdict.reasons),
@@ -100,13 +107,20 @@ def decide(
         )
         assert row.inserted_primary_key is not None
         record(tx, "judged", f"proposal:{number}", {"outcome": verdict.outcome})
-        return int(row.inserted_primary_key[0]), verdict, evidence
+        return int(row.inserted_primary_key[0])
 
 
 def gather(
-    workspace: Workspace, ledger: Ledger, policy: PatchPolicy, applied: Applied, tries: int, progress: Progress
+    workspace: Workspace,
+    ledger: Ledger,
+    policy: PatchPolicy,
+    applied: Applied,
+    tries: int,
+    progress: Progress,
+    stages: Mapping[str, Callable[[Case], Stage]] | None = None,
 ) -> dict[str, Any]:
-    """What each stage found, up to the first that failed."""
+    """What each stage found, up to the first that failed. ``stages``: another gate's, in its order."""
+    stages = RUN if stages is None else stages
     repo = workspace.repository
     baseline = repository.checkout_live(workspace, applied.base)
     work = applied.worktree.with_name(applied.worktree.name + "-gate")
@@ -124,9 +138,9 @@ def gather(
     }
     evidence["files"] = case.paths
     try:
-        for name in STAGES:
+        for name, stage in stages.items():
             began = time.monotonic()
-            found = RUN[name](case)
+            found = stage(case)
             found["reasons"] = [one_line(reason, 1000) for reason in found["reasons"]]  # some quote what a patch holds
             evidence["stages"][name] = found | {"stage_seconds": round(time.monotonic() - began, 2)}
             progress.line(f"  {name:<9} {found['state']:<10} {'; '.join(found['reasons'])[:160]}")
@@ -142,7 +156,7 @@ def gather(
     return evidence
 
 
-def _scope(case: Case) -> Stage:
+def scope(case: Case) -> Stage:
     found = patch_scope.problems(
         case.agents, case.changes, repository.modes(case.workspace.repository, case.applied.base)
     )
@@ -172,8 +186,9 @@ def _settings(case: Case, change: Change) -> list[str]:
         old = Recipe.load(base).model_dump() if base.is_file() else {}
     except TrainerError as error:
         return [str(error)]
-    differing = sorted(key for key in _flat(new) if _flat(old).get(key, None) != _flat(new)[key])
-    return [f"{change.path}: {key} changes what is computed" for key in differing if key not in RECIPE_KNOBS]
+    differing = sorted(key for key in flat(new) if flat(old).get(key, None) != flat(new)[key])
+    learnt = [f"{change.path}: {key} changes what is computed" for key in differing if key not in RECIPE_KNOBS]
+    return learnt + (["what is learnt changes in a patch of its own, judged by what it learns"] if learnt else [])
 
 
 def _oracle(case: Case) -> Stage:
@@ -247,7 +262,7 @@ def _evals(case: Case) -> Stage:
 
 NO_START = "there is no trunk checkpoint to train from yet: run 'factory train' first"
 RUN: dict[str, Callable[[Case], Stage]] = {
-    "scope": _scope,
+    "scope": scope,
     "static": _static,
     "oracle": _oracle,
     "exploits": _exploits,
@@ -282,8 +297,9 @@ def _recipe(case: Case, start: Start, *, candidate: bool) -> dict[str, Any]:
     return recipe | {"batch": batch, "stability": recipe["stability"] | {"noise_scale_every": 0}}
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one: ``{"batch": {"sequences": 8}}`` is ``{"batch.sequences": 8}``."""
+    found: dict[str, Any] = {}
     for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

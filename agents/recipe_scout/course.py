@@ -1,0 +1,99 @@
+"""How the trunk went, from the lines that it wrote down: what the scout's predictions are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from trainer.recipe import Recipe
+
+LEAST_SLOPE = 0.01  # bits per byte an e-fold of tokens: a loss that stands still does not say that nothing can be won
+TROUBLE = (
+    "loss_spike",
+    "grad_norm_jump",
+    "divergence",
+    "non_finite",
+    "skipped_outlier",
+)  # anomalies of a rate too high
+Lines = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Course:
+    """Losses in bits per byte; slopes: how far they fall while the tokens grow e-fold, over the later half of the record."""
+
+    recipe: Recipe
+    path: str  # of the recipe in the repository
+    step: int  # of the trunk
+    tokens: float  # positions trained on so far
+    judged_tokens: float  # positions of one of the gate's runs
+    least_gain: float  # bits per byte that the gate asks for at least
+    may_change: Callable[[str], bool]  # does the gate let patches change this key?
+    slope: float
+    domain_slopes: dict[str, float] = field(default_factory=dict)
+    noise_scale: float | None = None  # gradient noise scale in supervised tokens, arXiv 1812.06162
+    supervised: float = 0.0  # tokens a step
+    clipped: float = 0.0  # share of the steps whose gradient was
+    z_share: float = 0.0  # of the loss
+    trouble: int = 0  # anomalies that a lower rate would spare
+
+    @property
+    def ahead(self) -> float:
+        """Share that the tokens of a gate's run have of all that its weights saw."""
+        return self.judged_tokens / (self.tokens + self.judged_tokens)
+
+    def gain_of_speed(self, speed: float) -> float:
+        """Bits per byte won when each token of the judged run is worth ``speed`` tokens: the loss's own slope, followed on."""
+        return self.slope * math.log1p(self.ahead * (speed - 1))
+
+
+def course_of(
+    recipe: Recipe,
+    path: str,
+    lines: Lines,
+    anomalies: Mapping[str, int],
+    bytes_per_token: float,
+    judged_steps: int,
+    least_gain: float,
+    may_change: Callable[[str], bool] = lambda key: True,
+) -> Course:
+    """``lines``: of metrics.jsonl, oldest first; ``anomalies``: how many by kind; ``bytes_per_token``: of the tokenizer's text."""
+    step = int(lines[-1]["step"]) + 1
+    later = lines[len(lines) // 2 :]
+    bits = 1 / math.log(2) / bytes_per_token
+    domains = {key.removeprefix("loss/") for line in lines for key in line if key.startswith("loss/")}
+    scales = [line["noise_scale"] for line in later if line.get("noise_scale")]
+    norms = [line["grad_norm"] for line in later if line.get("grad_norm") is not None]
+    losses = [line["loss"] for line in later if line.get("loss")]
+    z_losses = [line["z_loss"] for line in later if line.get("z_loss") is not None]
+    supervised = [b["supervised_tokens"] - a["supervised_tokens"] for a, b in zip(later, later[1:], strict=False)]
+    return Course(
+        recipe=recipe,
+        path=path,
+        step=step,
+        tokens=recipe.tokens_between(0, step),
+        judged_tokens=recipe.tokens_between(step, step + judged_steps),
+        least_gain=least_gain,
+        may_change=may_change,
+        slope=slope(later, "loss") * bits,
+        domain_slopes={name: slope(later, f"loss/{name}") * bits for name in sorted(domains)},
+        noise_scale=median(scales) if scales else None,
+        supervised=fmean(supervised) if supervised else 0.0,
+        clipped=fmean(norm > recipe.stability.grad_clip for norm in norms) if norms else 0.0,
+        z_share=fmean(z_losses) / fmean(losses) if z_losses and losses else 0.0,
+        trouble=sum(anomalies.get(kind, 0) for kind in TROUBLE),
+    )
+
+
+def slope(lines: Lines, key: str) -> float:
+    """−d value / d ln(step) by least squares, at least ``LEAST_SLOPE``; a step of a trunk has about as many tokens as the others."""
+    points = [(math.log(line["step"] + 1), line[key]) for line in lines if line.get(key) is not None]
+    if len(points) < 3:
+        return LEAST_SLOPE
+    mean_x, mean_y = (fmean(values) for values in zip(*points, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    fall = -sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+    return max(fall, LEAST_SLOPE)

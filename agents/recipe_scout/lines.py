@@ -1,0 +1,60 @@
+"""One value of a recipe's YAML text changed in place: every other byte, comments too, stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import yaml
+
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe
+from trainer.strict import read_yaml
+
+Scalar = float | int | str
+
+
+def set_value(text: str, path: Sequence[str], value: Scalar) -> str:
+    """``text`` with the value at ``path`` replaced, or added where it was left to its default.
+
+    >>> set_value("batch: {sequences: 8}  # of a step", ("batch", "sequences"), 4)
+    'batch: {sequences: 4}  # of a step'
+
+    Raises: RecipeError when the path leads through something that is no mapping.
+    """
+    root = yaml.compose(text)
+    node, depth = root, 0
+    while depth < len(path):
+        if not isinstance(node, yaml.MappingNode):
+            raise RecipeError(f"{'.'.join(path[:depth])} is no mapping")
+        found = next((inner for key, inner in node.value if key.value == path[depth]), None)
+        if found is None:
+            return _added(text, node, path[depth:], value)
+        node, depth = found, depth + 1
+    if not isinstance(node, yaml.ScalarNode):
+        raise RecipeError(f"{'.'.join(path)} is no single value")
+    return text[: node.start_mark.index] + written(value) + text[node.end_mark.index :]
+
+
+def changed(text: str, path: Sequence[str], value: Scalar) -> tuple[str, Recipe]:
+    """The new text and the recipe that it says. Raises: RecipeError when it says none."""
+    new = set_value(text, path, value)
+    return new, Recipe.parse(read_yaml(new, "recipe", RecipeError))
+
+
+def written(value: Scalar) -> str:
+    """As people write it: 0.006, 1e-05, linear."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _added(text: str, mapping: yaml.MappingNode, rest: Sequence[str], value: Scalar) -> str:
+    """A key that is not there yet, first in its mapping; a section that is not there yet, last in the file."""
+    *sections, key = rest
+    line = f"{key}: {written(value)}"
+    for section in reversed(sections):
+        line = f"{section}: {{{line}}}"
+    at = mapping.start_mark.index
+    if mapping.flow_style:
+        return f"{text[: at + 1]}{line}{', ' if mapping.value else ''}{text[at + 1 :]}"
+    if mapping.start_mark.column == 0:
+        return f"{text.rstrip()}\n{line}\n"
+    return f"{text[:at]}{line}\n{' ' * mapping.start_mark.column}{text[at:]}"

@@ -1,0 +1,73 @@
+"""Picks the change of the recipe with the largest predicted gain that the gate has not rejected, and writes the proposal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from agents.proposal import QUALITY, Edit, Proposal
+from agents.recipe_scout.changes import Change, Tried, all_changes
+from agents.recipe_scout.course import Course
+from agents.recipe_scout.lines import changed, written
+from agents.workbench import Attempt, Workbench
+from trainer.errors import RecipeError
+
+AGENT = "recipe-scout"
+REFUSED = "reject"  # what was held for want of evidence may be tried again
+DISCOURAGED = 0.5  # what a prediction is worth after each rejection on its key
+
+
+def propose(course: Course, workbench: Workbench) -> Proposal | None:
+    """The most promising change as a proposal, or None when none is predicted to gain what the gate asks for."""
+    text = workbench.read(course.path)
+    rate_tried = tried(course.recipe.optimizer.lr, workbench.history(f"{QUALITY}:optimizer.lr"))
+    ranked = []
+    for change in all_changes(course, rate_tried):
+        history = workbench.history(f"{QUALITY}:{change.key}")
+        rejected = sum(attempt.outcome == REFUSED for attempt in history)
+        worth = change.gain * DISCOURAGED**rejected
+        if worth < course.least_gain or not course.may_change(change.key) or _waits(change, history):
+            continue
+        try:
+            new_text, _ = changed(text, change.path, change.new)
+        except RecipeError:
+            continue  # a value that no recipe may have, such as a batch that its micro-batches do not divide
+        drafted = _write(course, change, worth, new_text, history)
+        if not any(attempt.patch_id == drafted.patch_id and attempt.outcome == REFUSED for attempt in history):
+            ranked.append(drafted)
+    return max(ranked, key=lambda proposal: proposal.predicted_gain, default=None)
+
+
+def _waits(change: Change, history: Sequence[Attempt]) -> bool:
+    """Was another value of this key promoted, from the one that it has now? It waits for a person, or a person took it back."""
+    begins = f": {change.key} {written(change.old)} → "
+    return any(attempt.outcome == "promote" and begins in attempt.title for attempt in history)
+
+
+def tried(value: float, history: Sequence[Attempt]) -> Tried:
+    """Which ways from ``value`` the gate rejected, by the titles that ``Change.words`` gives."""
+    higher = lower = False
+    rejected = [attempt for attempt in history if attempt.outcome == REFUSED]
+    for attempt in rejected:
+        found = re.search(r" ([0-9.e+-]+) → ([0-9.e+-]+)$", attempt.title)
+        if not found:
+            continue
+        try:
+            old, new = (float(part) for part in found.groups())
+        except ValueError:
+            continue
+        if abs(old - value) <= 1e-3 * abs(value):
+            higher, lower = higher or new > old, lower or new < old
+    return Tried(higher, lower, len(rejected))
+
+
+def _write(course: Course, change: Change, gain: float, text: str, history: Sequence[Attempt]) -> Proposal:
+    before = [f"{attempt.title}: {attempt.outcome}, {attempt.reason[:160]}" for attempt in history[-3:]]
+    earlier = f" Tried before on this key: {'; '.join(before)}." if before else ""
+    hypothesis = (
+        f"At step {course.step} {change.why}. In the gate's runs {change.words} should end {gain:.4f} bits per byte better on "
+        f"held-out documents, the mean over domains, after the anneal that ends every run. No gain beyond the noise of "
+        f"seeds, or a domain that gets worse, refutes the change; less than {gain / 2:.4f} refutes the prediction.{earlier}"
+    )
+    title = f"recipe {course.recipe.name}: {change.words}"
+    return Proposal(AGENT, f"{QUALITY}:{change.key}", title, hypothesis, gain, (Edit(course.path, text),))

@@ -1,0 +1,271 @@
+"""The gate of recipe changes on real runs: nothing is no gain, harm is rejected, a gain is promoted, merged and trained with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import yaml
+from code_loop_case import Made, git, make
+
+from agents.proposal import Edit, Proposal
+from factory import approvals, planning, proposing, repository, revalidating
+from factory.certificate_runs import changed_files
+from factory.engineering import NOBODY, Hire
+from factory.errors import InputError
+from factory.gates.patch_training import find_start
+from factory.gates.recipe_policy import RunsPolicy
+from factory.gates.recipe_runs import lengths, patient, run_recipe, segment_specs
+from factory.ledger import proposals, verdicts
+from factory.progress import SILENT
+from factory.workbench import Bench
+from factory.workspace import code_root
+from trainer.recipe import Recipe
+from trainer.schedule import lr_share
+
+TINY = "policies/recipes/tiny.yaml"
+RATE, LOW = "lr: 3e-3", "lr: 3e-4"
+RUNS = {"seeds": 3, "steps": 12, "tail_steps": 5, "held_out_documents": 2, "held_out_bytes": 1024, "domain_margin": 0.1}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A proposal as the ledger has it."""
+
+    number: int
+    row: dict[str, Any]
+    verdict: dict[str, Any]
+
+    @property
+    def runs(self) -> dict[str, Any]:
+        return dict(self.verdict["evidence"]["stages"]["runs"])
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Made]:
+    made = make()
+    policy = yaml.safe_load((code_root() / "policies" / "gates" / "recipe.yaml").read_text())
+    own = made.workspace.root / "policies" / "gates" / "recipe.yaml"
+    own.write_text(yaml.safe_dump(policy | {"runs": RUNS}))
+    head = made.base
+    yield made
+    own.unlink()
+    git(made.target, "reset", "-q", "--hard", head)
+    for live in made.workspace.worktrees.glob("live-*"):
+        if live.name != f"live-{head[:12]}":
+            repository.remove_worktree(made.target, live)
+
+
+def judged(made: Made, number: int) -> Judged:
+    row = made.ledger.one(sa.select(proposals).where(proposals.c.number == number))
+    assert row is not None
+    verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
+    assert verdict is not None
+    return Judged(number, row, verdict)
+
+
+def submitted(made: Made, *swaps: tuple[str, str], path: str = TINY, base: str = "") -> Judged:
+    """The recipe with some of its text swapped, through the whole gate."""
+    base = base or made.base
+    text = git(made.target, "show", f"{base}:{path}") + "\n"
+    for old, new in swaps:
+        assert old in text
+        text = text.replace(old, new)
+    drafted = Proposal("recipe-scout", f"quality:{swaps}", "Try it", "h", 0.01, (Edit(path, text),))
+    return judged(made, proposing.submit(made.workspace, made.ledger, SILENT, drafted, base))
+
+
+# -- without a run -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("swap", "outcome", "words"),
+    [
+        (("seed: 1", "seed: 2"), "reject", "seed may not be changed"),
+        (("precision: fp32", "precision: bf16"), "reject", "precision may not be changed"),
+        (("d_ff: 64", "d_ff: 128"), "reject", "model.d_ff may not be changed"),
+        (("max_epochs: 4", "max_epochs: 9"), "reject", "mixture.max_epochs may not be changed"),
+        (("lr: 3e-3", "lr: 3e-3\n  name: muon"), "reject", "optimizer.name may not be changed"),
+        (("warmup_steps: 4", "warmup_steps: 2"), "reject", "rules no step that is still to come"),
+        (("lr: 3e-3", "lr: -1"), "reject", "optimizer.lr"),
+        (("lr: 3e-3", "lr: .inf"), "reject", "optimizer.lr is not finite"),
+        (("lr: 3e-3", "lr: &a 3e-4"), "reject", "anchors"),
+        (("sequences: 8", "sequences: 4096"), "hold", "raise runs.steps"),
+    ],
+)
+def test_what_may_not_change_is_refused_before_any_run(
+    made: Made, swap: tuple[str, str], outcome: str, words: str
+) -> None:
+    found = submitted(made, swap)
+    assert found.verdict["outcome"] == outcome and words in found.verdict["reasons"][0]
+    assert made.left_behind() == []
+
+
+def test_a_knob_beside_what_is_learnt_is_refused(made: Made) -> None:
+    found = submitted(made, (RATE, "lr: 6e-3"), ("compile: false", "compile: true"))
+    assert found.verdict["outcome"] == "reject" and "compile may not be changed" in found.verdict["reasons"][0]
+
+
+def test_code_beside_what_is_learnt_is_refused_by_the_patch_gate(made: Made) -> None:
+    text = (made.target / TINY).read_text().replace(RATE, "lr: 6e-3")
+    code = (made.target / "trainer" / "average.py").read_text() + "\n"
+    edits = (Edit(TINY, text), Edit("trainer/average.py", code))
+    number = proposing.submit(
+        made.workspace, made.ledger, SILENT, Proposal("x", "quality:x", "Both", "h", 0.01, edits), made.base
+    )
+    verdict = judged(made, number).verdict
+    assert (verdict["gate"], verdict["outcome"]) == ("patch", "reject")
+    assert "optimizer.lr changes what is computed" in verdict["reasons"][0]
+
+
+def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
+    found = submitted(made, ("lr: 4e-3", "lr: 5e-3"), path="policies/recipes/demo.yaml")
+    assert (
+        found.verdict["outcome"] == "hold" and "only policies/recipes/tiny.yaml trains" in found.verdict["reasons"][0]
+    )
+    own = made.workspace.own_recipe()
+    own.parent.mkdir(parents=True)
+    own.write_text((made.target / TINY).read_text())
+    try:
+        found = submitted(made, (RATE, "lr: 5e-3"))
+        bench = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+        assert proposing._scout(made.workspace, made.ledger, SILENT, bench, NOBODY) is None
+    finally:
+        own.unlink()
+        own.parent.rmdir()
+    assert found.verdict["outcome"] == "hold" and "is what trains here" in found.verdict["reasons"][0]
+
+
+def test_the_scout_takes_no_endpoint(made: Made) -> None:
+    with pytest.raises(InputError, match="not for 'recipe-scout'"):
+        proposing.propose(made.workspace, made.ledger, SILENT, agent="recipe-scout", hire=Hire(model="m"))
+
+
+# -- what is run -----------------------------------------------------------------------------------------------------
+def recipe(**parts: dict[str, Any]) -> Recipe:
+    raw = Recipe.load(code_root() / TINY).model_dump()
+    return Recipe.parse({key: value | parts.get(key, {}) if key in parts else value for key, value in raw.items()})
+
+
+def test_a_candidate_never_gets_more_tokens_than_the_baseline() -> None:
+    policy, base = RunsPolicy(seeds=3, steps=12, tail_steps=5), recipe()
+    for sequences in (2, 3, 4, 7, 8, 16, 60):
+        other = recipe(batch={"sequences": sequences})
+        size = lengths(policy, 6, base, other)["candidate"]
+        tokens = other.tokens_between(6, 6 + size.trunk + size.tail)
+        most = base.tokens_between(6, 6 + 17)
+        assert tokens <= most < tokens + other.tokens_per_step and size.trunk >= 1 and size.tail >= 1
+    longer = lengths(policy, 6, base, recipe(schedule={"anneal_steps": 12}))
+    assert (longer["baseline"].trunk, longer["baseline"].tail) == (12, 5)
+    assert (longer["candidate"].trunk, longer["candidate"].tail) == (7, 10)
+
+
+def test_what_a_short_run_favours_is_run_longer() -> None:
+    policy, base = RunsPolicy(seeds=3, steps=12, tail_steps=5, calmer_longer=3), recipe()
+    for parts, times in (
+        ({"optimizer": {"lr": 2e-3}}, 3),
+        ({"batch": {"sequences": 16}}, 3),
+        ({"optimizer": {"lr": 4e-3}}, 1),
+        ({"batch": {"sequences": 4}}, 1),
+        ({"optimizer": {"weight_decay": 0.2}}, 1),
+    ):
+        size = lengths(patient(policy, base, recipe(**parts)), 6, base, base)["baseline"]
+        assert (size.trunk, size.tail) == (12 * times, 5 * times)
+
+
+def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) -> None:
+    start = find_start(made.ledger)
+    assert start is not None
+    other = recipe(
+        schedule={"final_lr_share": 0.5}, mixture={"weights": {"code": 1.0}, "anneal_weights": {"docs": 1.0}}
+    )
+    size = lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
+    raw = run_recipe(other, own_floor=False)
+    held = {"code", "docs", "chat"}
+    trunk, tail = segment_specs(start, other, raw, size, 7, held, Path("/run"))
+    assert (trunk["kind"], trunk["first_step"], trunk["last_step"], trunk["restart_data"]) == ("trunk", 6, 18, True)
+    assert (tail["kind"], tail["first_step"], tail["last_step"], tail["restart_data"]) == ("anneal", 18, 23, False)
+    assert tail["initial_checkpoint"] == "/run/trunk/checkpoints/step-00000018"
+    assert trunk["data_plan"]["weights"] == {"code": 1.0} and tail["data_plan"]["weights"] == {"docs": 1.0}
+    assert trunk["data_plan"]["seed"] == tail["data_plan"]["seed"] == 7
+    floors = [run_recipe(other, own_floor)["schedule"]["final_lr_share"] for own_floor in (False, True)]
+    assert floors == [0.0, 0.5]  # the recipe's own only where that is what is proposed
+    last = lr_share(Recipe.parse(raw), "anneal", 22, 18, 23)
+    assert 0 < last < lr_share(Recipe.parse(raw), "anneal", 18, 18, 23) < 1
+
+
+# -- real runs -------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None:
+    found = submitted(made, (RATE, "lr: 3.0003e-3"))
+    assert found.verdict["outcome"] == "reject" and "no gain beyond the noise floor" in found.verdict["reasons"][0]
+    runs = found.runs
+    pairs = zip(runs["baseline"], runs["candidate"], strict=True)
+    # the same data on both sides: on other data every domain is some thousandths away
+    assert max(abs(before[domain] - after[domain]) for before, after in pairs for domain in before) < 5e-4
+    assert len({json.dumps(run) for run in runs["baseline"]}) == 3
+    assert runs["steps"] == {"baseline": [12, 5], "candidate": [12, 5]} and runs["same_cost"] is True
+    assert found.verdict["gate"] == "recipe" and found.row["patch_sha256"] == found.verdict["subject_sha256"]
+    assert made.left_behind() == []
+
+
+@pytest.mark.slow
+def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
+    found = submitted(made, (RATE, "lr: 0.9"))
+    assert found.verdict["outcome"] == "reject" and "learns worse" in found.verdict["reasons"][0]
+    page = Path(found.row["report"]).read_text()
+    measured = re.search(r"Measured: (-[0-9.]+) bits per byte", page)
+    assert measured and float(measured[1]) == pytest.approx(
+        found.verdict["evidence"]["gain"]["bits_per_byte"], abs=1e-4
+    )
+    assert "Predicted: 0.0100 bits per byte better" in page
+    assert "Predicted: 0.0100 bits per byte better" in git(made.target, "log", "-1", "--format=%B", found.row["branch"])
+
+
+@pytest.mark.slow
+def test_a_candidate_that_breaks_down_is_rejected_at_once(made: Made) -> None:
+    found = submitted(made, (RATE, "lr: 1e39"))
+    assert found.verdict["outcome"] == "reject" and "the candidate's run failed" in found.verdict["reasons"][0]
+    assert len(found.runs["baseline"]) == 1 and found.runs["candidate"] == []  # the others were not run
+
+
+@pytest.mark.slow
+def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> dict[str, float]:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("factory.gates.recipe_gate.weights_bits", broken)
+    with pytest.raises(OSError, match="no space"):
+        submitted(made, (RATE, "lr: 4e-3"))
+    last = made.ledger.one(sa.select(proposals).order_by(proposals.c.number.desc()))
+    assert last is not None and last["state"] == "failed" and made.left_behind() == []
+    assert git(made.target, "branch", "--list", last["branch"]) == ""
+
+
+@pytest.mark.slow
+def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> None:
+    """Proposed, judged, approved; the next segment is planned with the new recipe and needs no runs to be certified."""
+    (made.target / TINY).write_text((made.target / TINY).read_text().replace(RATE, LOW))
+    git(made.target, "commit", "-q", "-am", "a rate that is much too low")
+    base = made.base
+    bench = Bench(made.workspace, made.ledger, base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    number = proposing._scout(made.workspace, made.ledger, SILENT, bench, NOBODY)
+    assert number is not None
+    found = judged(made, number)
+    assert (
+        found.row["target"] == "quality:optimizer.lr"
+        and found.row["title"] == "recipe tiny: optimizer.lr 0.0003 → 0.0006"
+    )
+    assert found.verdict["outcome"] == "promote", found.verdict["reasons"]
+    diff = git(made.target, "diff", base, found.row["commit"]).splitlines()
+    assert [line for line in diff if re.match(r"[+-] ", line)] == [f"-  {LOW}", "+  lr: 0.0006"]
+    assert approvals.approve(made.workspace, made.ledger, number, "ada", SILENT) == made.base == found.row["commit"]
+    assert planning.load_recipe(made.workspace).optimizer.lr == 6e-4
+    assert changed_files(made.target, base, made.base) == []  # nothing that training reads as code
+    assert number not in [
+        row["number"] for row in revalidating._merged(made.ledger)
+    ]  # what it learns better does not hang on torch or the device

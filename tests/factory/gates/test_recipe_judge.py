@@ -1,0 +1,197 @@
+"""The judge of recipe changes as a pure function: what promotes, what doesn't, and what evidence it refuses to believe."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from factory.errors import ConfigError
+from factory.gates.recipe_judge import STAGES, compare, judge_recipe
+from factory.gates.recipe_policy import RecipePolicy
+from factory.workspace import code_root
+
+POLICY = RecipePolicy.load(code_root() / "policies" / "gates" / "recipe.yaml")
+SEEDS = [2.000, 2.004, 1.997, 2.001]  # the baseline's score under four seeds: their mean moves by 0.002
+NOISE = float(np.std(SEEDS, ddof=1)) * math.sqrt(2 / 4)
+
+
+def evidence(gains: list[float], docs: list[float] | None = None, **runs: Any) -> dict[str, Any]:
+    """``gains`` of the domain code, a seed each; ``docs``: of docs, the same by default."""
+    docs = gains if docs is None else docs
+    stages: dict[str, Any] = {name: {"state": "passed", "reasons": [name]} for name in STAGES}
+    stages["runs"] |= {
+        "baseline": [{"code": score, "docs": score} for score in SEEDS],
+        "candidate": [{"code": s - c, "docs": s - d} for s, c, d in zip(SEEDS, gains, docs, strict=True)],
+        "baseline_tokens_per_s": [100.0, 101.0, 99.0, 100.0],
+        "candidate_tokens_per_s": [99.0, 100.0, 101.0, 100.0],
+        "baseline_memory": 1e9,
+        "candidate_memory": 1e9,
+    }
+    stages["runs"] |= runs
+    return {"stages": stages, "tries": 1}
+
+
+GOOD = evidence([0.03, 0.031, 0.029, 0.03])
+SLOW = {"candidate_tokens_per_s": [80.0, 81.0, 79.0, 80.0]}
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome", "words"),
+    [
+        (GOOD, "promote", "+0.0300 bits per byte"),
+        (evidence([0.0] * 4), "reject", "no gain beyond the noise floor"),
+        # a change of no size has one sign under every seed: shown by the pairs, and still nothing
+        (evidence([1e-5, 1.1e-5, 0.9e-5, 1e-5]), "reject", "no gain beyond the noise floor"),
+        (evidence([-0.03, -0.031, -0.029, -0.03]), "reject", "learns worse"),
+        (evidence([0.05, -0.03, 0.04, 0.0]), "hold", "likely but not shown"),
+        (evidence([0.09] * 4, docs=[-0.03] * 4), "reject", "worse on docs -0.0300"),
+        (evidence([0.09] * 4, docs=[-0.03, 0.03, 0.01, -0.03]), "hold", "not shown to be no worse on docs"),
+        (evidence([0.03] * 4, **SLOW), "reject", "tokens take 1.25× the time"),
+        (evidence([0.03] * 4, candidate_tokens_per_s=[70.0, 120.0, 60.0, 99.0]), "hold", "the time (1.1×"),
+        (evidence([0.03] * 4, candidate_memory=1.3e9), "reject", "1.30× the memory"),
+        (evidence([0.03] * 4, **SLOW, same_cost=True), "promote", "+0.03"),
+        (evidence([0.03] * 4, **SLOW, same_cost="True"), "reject", "the time"),
+    ],
+)
+def test_what_is_decided(found: dict[str, Any], outcome: str, words: str) -> None:
+    verdict = judge_recipe(POLICY, found)
+    assert verdict.outcome == outcome and words in verdict.reasons[0]
+
+
+def test_the_bounds_are_those_of_a_paired_t_test_shared_among_the_tries() -> None:
+    gains = [0.012, 0.004, 0.009, 0.007]
+    found = compare(POLICY.runs, evidence(gains)["stages"]["runs"], tries=2)
+    assert found is not None
+    t_975_of_3 = 3.18244630528  # published tables
+    reach = t_975_of_3 * float(np.std(gains, ddof=1)) / 2
+    assert found.target.mean == pytest.approx(0.008)
+    assert found.target.lower == pytest.approx(0.008 - reach) and found.target.upper == pytest.approx(0.008 + reach)
+    assert found.noise == pytest.approx(NOISE)
+    assert found.domains["docs"].lower == pytest.approx(0.008 - 2.35336343480 * float(np.std(gains, ddof=1)) / 2)
+
+
+def test_a_gain_that_one_try_shows_is_not_shown_after_many() -> None:
+    once = evidence([0.012, 0.004, 0.009, 0.007])
+    assert judge_recipe(POLICY, once).outcome == "promote"
+    assert judge_recipe(POLICY, once | {"tries": 10}).outcome == "hold"
+
+
+def test_the_noise_floor_is_that_of_the_seeds() -> None:
+    below, above = (evidence([NOISE * share] * 4) for share in (0.99, 1.01))
+    assert POLICY.runs.min_gain < NOISE
+    assert [judge_recipe(POLICY, found).outcome for found in (below, above)] == ["reject", "promote"]
+
+
+def test_scores_that_no_seed_moves_were_not_measured() -> None:
+    same = copy.deepcopy(GOOD)
+    same["stages"]["runs"]["baseline"] = [{"code": 2.0, "docs": 2.0}] * 4
+    same["stages"]["runs"]["candidate"] = [{"code": 1.9, "docs": 1.9}] * 4
+    verdict = judge_recipe(POLICY, same)
+    assert verdict.outcome == "hold" and "noise was not measured" in verdict.reasons[0]
+
+
+def test_the_target_follows_the_policys_weights() -> None:
+    weighted = POLICY.model_copy(
+        update={"runs": POLICY.runs.model_copy(update={"domain_weights": {"docs": 1.0}, "domain_margin": 1.0})}
+    )
+    found = evidence([0.05] * 4, docs=[-0.02] * 4)
+    assert judge_recipe(weighted, found).outcome == "reject" and "worse" in judge_recipe(weighted, found).reasons[0]
+    of_none = POLICY.runs.model_copy(update={"domain_weights": {"elsewhere": 1.0}})
+    assert compare(of_none, found["stages"]["runs"], 1) is None
+
+
+HOSTILE = [None, math.nan, math.inf, -math.inf, "0.1", "", True, [], {}, 1e300]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize("place", ["score", "run", "runs", "speed", "speeds", "memory"])
+def test_no_number_no_promotion(place: str, value: Any) -> None:
+    found = copy.deepcopy(GOOD)
+    runs = found["stages"]["runs"]
+    for side in ("baseline", "candidate"):
+        if place == "score":
+            runs[side][2]["docs"] = value
+        elif place == "run":
+            runs[side][2] = value
+        elif place == "runs":
+            runs[side] = value
+        elif place == "speed":
+            runs[f"{side}_tokens_per_s"][0] = value
+        elif place == "speeds":
+            runs[f"{side}_tokens_per_s"] = value
+        else:
+            runs[f"{side}_memory"] = value
+        assert judge_recipe(POLICY, found).outcome == "hold"
+
+
+def test_too_few_seeds_or_other_domains_hold() -> None:
+    few, lost, uneven = (copy.deepcopy(GOOD) for _ in range(3))
+    runs = few["stages"]["runs"]
+    few["stages"]["runs"] = {key: value[:3] if isinstance(value, list) else value for key, value in runs.items()}
+    few["stages"]["runs"] |= {"state": "passed", "reasons": ["x"]}
+    for run in lost["stages"]["runs"]["candidate"]:
+        del run["docs"]
+    uneven["stages"]["runs"]["candidate"].append({"code": 0.1, "docs": 0.1})
+    for found in (few, lost, uneven):
+        assert judge_recipe(POLICY, found).outcome == "hold"
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    ("state", "outcome"), [("failed", "reject"), ("missing", "hold"), ("", "hold"), (None, "hold")]
+)
+def test_every_stage_must_have_passed(name: str, state: str | None, outcome: str) -> None:
+    found = copy.deepcopy(GOOD)
+    found["stages"][name]["state"] = state
+    assert judge_recipe(POLICY, found).outcome == outcome
+    del found["stages"][name]
+    assert judge_recipe(POLICY, found).outcome == "hold"
+
+
+@pytest.mark.parametrize("tries", [0, -1, True, "1", None, 1.5])
+def test_unknown_tries_hold(tries: Any) -> None:
+    assert judge_recipe(POLICY, GOOD | {"tries": tries}).outcome == "hold"
+
+
+@given(st.lists(st.floats(-0.1, 0.1), min_size=4, max_size=4), st.floats(0, 0.05), st.integers(1, 30))
+def test_a_better_candidate_is_never_judged_worse(gains: list[float], more: float, tries: int) -> None:
+    order = ["reject", "hold", "promote"]
+    before, after = (
+        order.index(judge_recipe(POLICY, evidence([g + by for g in gains]) | {"tries": tries}).outcome)
+        for by in (0.0, more)
+    )
+    assert after >= before
+
+
+WORDS = st.sampled_from(["state", "reasons", "passed", "failed", "baseline", "candidate", ""])
+
+
+@given(st.dictionaries(st.sampled_from([*STAGES, "x"]), st.none() | st.dictionaries(WORDS, WORDS)))
+def test_no_odd_evidence_promotes(stages: dict[str, Any]) -> None:
+    assert judge_recipe(POLICY, {"stages": stages, "tries": 1}).outcome != "promote"
+
+
+def test_the_policy_says_which_keys_may_change() -> None:
+    assert POLICY.allows("optimizer.lr") and POLICY.allows("mixture.weights.code") and POLICY.allows("mixture.weights")
+    closed = (
+        "model.d_model",
+        "seed",
+        "optimizer.name",
+        "mixture.max_epochs",
+        "mixture.weightsx",
+        "precision",
+        "mixture",
+    )
+    assert not any(POLICY.allows(key) for key in closed)
+
+
+def test_a_policy_with_a_wrong_key_names_the_nearest(tmp_path: Any) -> None:
+    (tmp_path / "recipe.yaml").write_text("changes: [optimizer.lr]\nruns: {seedz: 4}\n")
+    with pytest.raises(ConfigError, match="did you mean 'seeds'"):
+        RecipePolicy.load(tmp_path / "recipe.yaml")
