@@ -7,7 +7,7 @@ The profile's fusion candidates that a change covers are named in its reason; a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import yaml
 
 from agents import fusions
 from agents.proposal import Edit, Proposal
-from agents.workbench import Attempt, Measurement, MeasurementError, Workbench
+from agents.workbench import Measurement, MeasurementError, Workbench
 from kernels.registry import OPS
 
 AGENT = "search"
@@ -38,22 +38,23 @@ class Candidate:
     predicted_gain: float
 
 
-def propose(profile: Mapping[str, Any], workbench: Workbench, history: Sequence[Attempt] = ()) -> Proposal | None:
-    """The candidate of the largest predicted gain as a proposal, or None when none is worth one. ``profile`` is a parsed profile.json.
+def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) -> list[Proposal]:
+    """Up to ``count`` proposals, the best of each target, largest predicted gain first. ``profile`` is a parsed profile.json.
 
-    A patch that history says failed is never proposed again: not by ``history``, nor by the workbench's for the same target.
+    A patch that the workbench's history says failed is never proposed again.
     """
     policy = workbench.read(POLICY)
     device = "cuda" if "cuda" in profile["device"].lower() or "nvidia" in profile["device"].lower() else "cpu"
     drafts = [write(candidate, profile, policy, device) for candidate in candidates(profile, workbench, device)]
     compiling = fusions.compile_blocks(profile, workbench, AGENT)
+    best: dict[str, Proposal] = {}
     for proposal in sorted([*drafts, *([compiling] if compiling else [])], key=lambda p: -p.predicted_gain):
-        if proposal.predicted_gain < LEAST_GAIN:
+        if proposal.predicted_gain < LEAST_GAIN or len(best) == count:
             break
-        before = (*history, *workbench.history(proposal.target))
-        if not any(attempt.patch_id == proposal.patch_id and attempt.outcome in REFUSED for attempt in before):
-            return proposal
-    return None
+        refused = [attempt.patch_id for attempt in workbench.history(proposal.target) if attempt.outcome in REFUSED]
+        if proposal.patch_id not in refused:
+            best.setdefault(proposal.target, proposal)
+    return list(best.values())
 
 
 def candidates(profile: Mapping[str, Any], workbench: Workbench, device: str) -> list[Candidate]:

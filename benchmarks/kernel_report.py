@@ -9,6 +9,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,18 +19,22 @@ from kernels.host_memory import keep_freed_memory
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 
 
-def one_round() -> dict[str, Ratio]:
-    """By ``op/implementation/shape``, measured in this process."""
+def one_round(only: Sequence[str] = ()) -> dict[str, Ratio]:
+    """By ``op/implementation/shape``, of those named or of all, measured in this process."""
     keep_freed_memory()
-    return {"/".join(key): measure(*key) for key in kernels()}
+    every = {"/".join(key): key for key in kernels()}
+    return {name: measure(*key) for name, key in every.items() if name in only or not only}
+
+
+def in_a_process(only: Sequence[str] = ()) -> dict[str, Ratio]:
+    """A round in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.kernel_report", "--one-round", *only]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return {key: Ratio(**value) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 def rounds(count: int) -> dict[str, Ratio]:
-    found: list[dict[str, Ratio]] = []
-    for _ in range(count):
-        command = [sys.executable, "-m", "benchmarks.kernel_report", "--one-round"]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        found.append({key: Ratio(**value) for key, value in json.loads(done.stdout.splitlines()[-1]).items()})
+    found = [in_a_process() for _ in range(count)]
     return {key: Ratio.over(ratios[key] for ratios in found) for key in found[0]}
 
 
@@ -57,10 +62,15 @@ def main(arguments: list[str] | None = None, results: Path = RESULTS) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_report", description=__doc__)
     parser.add_argument("--baseline", action="store_true", help="also write the baseline of this device class")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--one-round", action="store_true", help="print one round's ratios as JSON")
+    parser.add_argument(
+        "--one-round",
+        nargs="*",
+        metavar="OP/IMPLEMENTATION/SHAPE",
+        help="print one round's ratios as JSON, of all or of these",
+    )
     chosen = parser.parse_args(arguments)
-    if chosen.one_round:
-        print(json.dumps({key: asdict(ratio) for key, ratio in one_round().items()}))
+    if chosen.one_round is not None:
+        print(json.dumps({key: asdict(ratio) for key, ratio in one_round(chosen.one_round).items()}))
         return 0
     ratios = rounds(chosen.rounds)
     if chosen.baseline:

@@ -1,6 +1,8 @@
 """Every op × implementation on this device against eager, interleaved in one process: ``make bench``.
 
-A ratio that falls below the committed baseline's (``benchmarks/baselines``), by more than both ranges of noise, fails.
+A ratio that falls below the committed baseline's (``benchmarks/baselines``), by more than both ranges of noise, fails. It is
+measured as the baseline was, in a process of its own: what other benchmarks leave in this one moves ratios by a tenth.
+A fall must show again in another process, as one alone may draw what none of the baseline's did.
 torch.compile of the plain expression is the implementation ``compiled``. pytest-benchmark times the implementation; the
 ratio to eager is printed and kept in ``extra_info``.
 """
@@ -20,8 +22,8 @@ from benchmarks.kernel_ratios import (
     baseline_path,
     kernels,
     load_baseline,
-    measure,
 )
+from benchmarks.kernel_report import in_a_process
 from benchmarks.liger import NAME, contest, installed
 from kernels.bench import Setting, compare
 from kernels.host_memory import keep_freed_memory
@@ -32,17 +34,26 @@ from kernels.registry import OPS
 BASELINE = load_baseline(baseline_path())
 
 
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Ratio]:
+    """Every kernel's ratio to eager, of one process."""
+    return in_a_process()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _memory() -> None:
     keep_freed_memory()  # as the trainer does: page faults would drown what is measured
 
 
 @pytest.mark.parametrize(("op", "implementation", "shape"), kernels())
-def test_no_slower_beside_eager_than_it_was(benchmark: Any, op: str, implementation: str, shape: str) -> None:
+def test_no_slower_beside_eager_than_it_was(
+    benchmark: Any, measured: dict[str, Ratio], op: str, implementation: str, shape: str
+) -> None:
     case = Case(shape, SHAPES[shape])
     result = judge(contest(op), implementation, case, dtype=torch.bfloat16, device=DEVICE)
     assert result.ok, result.failures()
-    found = measure(op, implementation, shape)
+    name = f"{op}/{implementation}/{shape}"
+    found = measured[name]
     benchmark.extra_info.update(ratio=found.ratio, ratio_low=found.low, ratio_high=found.high)
     function = contest(op).implementations[implementation].function
     inputs = OPS[op].inputs(case, device=DEVICE, dtype=torch.bfloat16)
@@ -50,10 +61,13 @@ def test_no_slower_beside_eager_than_it_was(benchmark: Any, op: str, implementat
     print(
         f"\n{op}: {implementation} is {found.ratio:.2f} times as fast as eager ({found.low:.2f}–{found.high:.2f}), {shape}"
     )
-    before = BASELINE.get(f"{op}/{implementation}/{shape}")
+    before = BASELINE.get(name)
     if before is None:
-        pytest.skip(f"no baseline of {op}/{implementation}/{shape} in {baseline_path().name}: make bench-baseline")
-    assert not found.regressed_from(before), f"{found} is below the baseline {before}"
+        pytest.skip(f"no baseline of {name} in {baseline_path().name}: make bench-baseline")
+    if found.regressed_from(before):
+        again = in_a_process([name])[name]
+        print(f"{found} is below the baseline {before}; measured again: {again}")
+        assert not again.regressed_from(before), f"{found}, again {again}: below the baseline {before}"
 
 
 CONTESTED = [name for name in OPS if NAME in contest(name).implementations] if DEVICE == "cuda" else []

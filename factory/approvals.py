@@ -175,7 +175,6 @@ def _settle_what_it_is_about(ledger: Ledger, row: Row) -> None:
 def _judge_again(workspace: Workspace, ledger: Ledger, row: Row, live: str, progress: Progress) -> int:
     """The same patch on top of newer code, as a proposal of its own; returns its number. Raises: InputError."""
     from factory.proposing import submit
-    from factory.tracking import Tracking
 
     code = workspace.repository
     changes = repository.changes(code, row["base_commit"], row["commit"])
@@ -189,7 +188,6 @@ def _judge_again(workspace: Workspace, ledger: Ledger, row: Row, live: str, prog
     same = {key: row[key] for key in ("agent", "target", "title", "hypothesis", "predicted_gain")}
     number = submit(workspace, ledger, progress, Proposal(**same, edits=edits), live)
     _become(ledger, row, "superseded")
-    Tracking.open(workspace, ledger).proposal_run(number)
     return number
 
 

@@ -246,12 +246,14 @@ def reconcile(
     """
     from factory.approvals import follow
     from factory.releases import reconcile as reconcile_releases
+    from factory.revalidating import follow as judge_merged_again
 
     done = repeats = 0
     previous: Action | None = None
     refused: set[tuple[str, int]] = set()
     reconcile_releases(workspace, ledger)
     follow(workspace, ledger, progress)
+    judge_merged_again(workspace, ledger, progress)
     while True:
         world = observe(workspace, ledger, settle=settle, endless=endless, refused=frozenset(refused))
         action = next_action(world)

@@ -13,7 +13,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from agents.kernel_engineer.draft import AGENT
 from agents.kernel_engineer.graph import Run, forget, work
-from agents.kernel_engineer.targets import TargetError
+from agents.kernel_engineer.targets import TargetError, targets, worthwhile
 from agents.llm.client import Client
 from agents.llm.exchange import BudgetError, Endpoint, LlmError
 from agents.llm.file_endpoint import FileEndpoint
@@ -82,30 +82,55 @@ def configured(workspace: Workspace, hire: Hire) -> bool:
     return bool(endpoint_of(AgentsPolicy.load(workspace.policy("agents.yaml")).llm, hire))
 
 
-def take_up(workspace: Workspace, ledger: Ledger, progress: Progress, base: str, hire: Hire) -> Job:
-    """Go on with this target's run on this commit, or profile and begin one.
+def take_up(
+    workspace: Workspace, ledger: Ledger, progress: Progress, bench: Workbench, base: str, hire: Hire, count: int = 1
+) -> list[Job]:
+    """Go on with this target's run on this commit, or profile and begin one. More than one: a target each, the most promising.
 
     Raises: InputError for an endpoint that cannot be, before anything is measured; ConfigError; ProfileError.
     """
+    if count > 1 and (hire.target or hire.person):
+        raise InputError("several proposals at once choose their own targets, and ask nobody")
     policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
     policy = policy.model_copy(update={"model": hire.model or policy.model})
     endpoint = _endpoint(policy, hire, progress.line)
     agent_runs.create(ledger.engine, checkfirst=True)  # a ledger may be older than this table
-    row = _running(workspace, ledger, base, hire.target)
-    if row is None:
+    rows = _running(workspace, ledger, base, hire.target, count)
+    if len(rows) < count:
         number = profile(workspace, ledger, progress, QUICK)
-        values = {"agent": AGENT, "asked": hire.target, "base_commit": base, "profile": number, "state": "running"}
-        with ledger.begin() as tx:
-            made = tx.execute(agent_runs.insert().values(**values, created_at=time.time()))
-            assert made.inserted_primary_key is not None
-            record(tx, "agent_began", f"agent_run:{made.inserted_primary_key[0]}", {"agent": AGENT})
-        row = ledger.one(sa.select(agent_runs).where(agent_runs.c.id == made.inserted_primary_key[0]))
-        assert row is not None
-    path = ledger.one(sa.select(profiles.c.path).where(profiles.c.id == row["profile"]))
-    assert path is not None
-    books = ExchangeBooks(workspace, ledger, policy, row["id"], progress.line)
-    client = Client(endpoint, policy, books, progress.line)
-    return Job(row["id"], client, hire, json.loads(Path(path["path"]).read_text(encoding="utf-8")), row["created_at"])
+        aims = [hire.target]
+        if count > 1:
+            found = targets(_read_profile(ledger, number), set(bench.files(patchable=True)))
+            names = [target.name for target in worthwhile(found, bench.history)]
+            aims = [name for name in names if name not in {row["asked"] for row in rows}] or aims
+        rows += [_begin(ledger, asked, base, number) for asked in aims[: count - len(rows)]]
+    jobs = []
+    for row in rows:
+        books = ExchangeBooks(workspace, ledger, policy, row["id"], progress.line)
+        client = Client(endpoint, policy, books, progress.line)
+        own = replace(hire, target=row["asked"])
+        jobs.append(Job(row["id"], client, own, _read_profile(ledger, row["profile"]), row["created_at"]))
+    return jobs
+
+
+def _read_profile(ledger: Ledger, number: int) -> dict[str, Any]:
+    row = ledger.one(sa.select(profiles.c.path).where(profiles.c.id == number))
+    assert row is not None
+    found: dict[str, Any] = json.loads(Path(row["path"]).read_text(encoding="utf-8"))
+    return found
+
+
+def _begin(ledger: Ledger, asked: str, base: str, profile: int) -> dict[str, Any]:
+    """A run's row."""
+    values = {"agent": AGENT, "asked": asked, "base_commit": base, "profile": profile, "state": "running"}
+    with ledger.begin() as tx:
+        made = tx.execute(agent_runs.insert().values(**values, created_at=time.time()))
+        assert made.inserted_primary_key is not None
+        number = made.inserted_primary_key[0]
+        record(tx, "agent_began", f"agent_run:{number}", {"agent": AGENT})
+    row = ledger.one(sa.select(agent_runs).where(agent_runs.c.id == number))
+    assert row is not None
+    return row
 
 
 def draft(workspace: Workspace, ledger: Ledger, progress: Progress, job: Job, bench: Workbench) -> Proposal | None:
@@ -157,12 +182,13 @@ def _end(workspace: Workspace, ledger: Ledger, run: int, state: str, **values: A
         forget(workspace.root / "agents.db", run)
 
 
-def _running(workspace: Workspace, ledger: Ledger, base: str, asked: str) -> dict[str, Any] | None:
-    """The run to go on with; all others that are unfinished are abandoned: their commit or their target is not asked for."""
-    found = None
+def _running(workspace: Workspace, ledger: Ledger, base: str, asked: str, count: int) -> list[dict[str, Any]]:
+    """The runs to go on with; all others that are unfinished are abandoned: their commit or their target is not asked for."""
+    found: list[dict[str, Any]] = []
     for row in ledger.rows(sa.select(agent_runs).where(agent_runs.c.state == "running").order_by(agent_runs.c.id)):
-        if found is None and (row["base_commit"], row["asked"]) == (base, asked):
-            found = row
+        wanted = row["base_commit"] == base and (count > 1 or row["asked"] == asked)
+        if wanted and len(found) < count:
+            found.append(row)
         else:
             _end(workspace, ledger, row["id"], "abandoned", why="another commit or target was asked for")
     return found

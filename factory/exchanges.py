@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,9 @@ from factory.workspace import Workspace
 DAY = 86_400  # seconds
 AWAY_SECONDS = 60.0  # MLflow is left alone after it failed
 PROPOSAL = "this proposal"
+
+
+_telling = threading.Lock()  # agents work side by side, and each trace is made once
 
 
 class ExchangeBooks:
@@ -107,6 +111,10 @@ class ExchangeBooks:
 
     def tell(self) -> None:
         """Make the traces that MLflow lacks. Whatever MLflow does, it never raises."""
+        with _telling:
+            self._tell()
+
+    def _tell(self) -> None:
         if time.monotonic() < self.tell_after:
             return
         untold = sa.select(exchanges).where(exchanges.c.trace.is_(None), exchanges.c.file.is_not(None))

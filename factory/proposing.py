@@ -11,8 +11,11 @@ import json
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ import sqlalchemy as sa
 
 from agents import search_proposer
 from agents.proposal import Proposal
-from factory import engineering, proposal_report, repository, sandbox
+from factory import devices, engineering, proposal_report, repository, sandbox
+from factory.devices import side_by_side
 from factory.engineering import NOBODY, Hire
 from factory.errors import InputError, nearest
 from factory.gates.judge import Verdict
@@ -36,13 +40,21 @@ from factory.sandbox import Limits
 from factory.workbench import Bench, history
 from factory.workspace import Workspace
 
+_telling = threading.Lock()
 QUICK = Options(isolation_s=0)  # the search proposer has implementations measured, not lines
 
 
 def propose(
-    workspace: Workspace, ledger: Ledger, progress: Progress, *, agent: str = search_proposer.AGENT, hire: Hire = NOBODY
-) -> int | None:
-    """Profile, let ``agent`` propose, judge; returns the proposal's number, or None (and says why) when there is nothing to propose.
+    workspace: Workspace,
+    ledger: Ledger,
+    progress: Progress,
+    *,
+    agent: str = search_proposer.AGENT,
+    hire: Hire = NOBODY,
+    count: int = 1,
+) -> list[int]:
+    """Profile, let ``agent`` propose, judge; returns the proposals' numbers: at most ``count``, none (and says why) when there is
+    nothing to propose. Several are drafted side by side; what is timed has its device alone (``factory.devices``).
 
     The caller holds the workspace's ``code-loop`` lock. Raises: InputError for an unknown agent, endpoint or target; ModelError;
     IsolationError without a sandbox; RepositoryError; whatever it raises, no branch and no worktree is left behind.
@@ -55,21 +67,15 @@ def propose(
     start = find_start(ledger)
     if start is None:
         progress.line("  nothing proposed: there is no trunk checkpoint to measure on yet; run 'factory train' first")
-        return None
+        return []
     _refuse_without_isolation(workspace)
     revalidate(workspace, ledger, progress, base)
     bench = Bench(workspace, ledger, base, start, progress)
-    number = AGENTS[agent](workspace, ledger, progress, bench, hire)
-    if number is None:
-        return None
-    from factory.tracking import Tracking
-
-    Tracking.open(workspace, ledger).proposal_run(number)
-    return number
+    return AGENTS[agent](workspace, ledger, progress, bench, hire, count)
 
 
 def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Proposal, base: str) -> int:
-    """Turn an agent's proposal into a branch, judge it, record it; returns its number."""
+    """Turn an agent's proposal into a branch, judge it, record it, show it in MLflow; returns its number."""
     agents = AgentsPolicy.load(workspace.policy("agents.yaml"))
     tries = 1 + sum(1 for row in history(ledger) if row["target"] == drafted.target)
     number, branch = _draft(workspace, ledger, drafted, base)
@@ -81,9 +87,10 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
         applied = repository.apply_proposal(
             workspace.repository, base, edits, policy=agents, branch=branch, message=message, worktree=worktree
         )
-        verdict_id, verdict, evidence = decide(
-            workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id
-        )
+        with devices.one():
+            verdict_id, verdict, evidence = decide(
+                workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id
+            )
         commit = repository.reword(workspace.repository, applied, _message(drafted, verdict, evidence))
         patch = repository.patch(workspace.repository, base, commit)
         report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, patch)
@@ -98,11 +105,17 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
     finally:
         repository.remove_worktree(workspace.repository, worktree)
         shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
+    from factory.tracking import Tracking
+
+    with _telling:
+        Tracking.open(workspace, ledger).proposal_run(number)
     return number
 
 
 def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
     """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
+    for leftover in (workspace.root / "cache").glob("check-*"):  # a quick check that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     for row in ledger.rows(sa.select(proposals).where(proposals.c.state == "drafted")):
         worktree = workspace.worktrees / f"proposal-{row['number']}"
         repository.remove_worktree(workspace.repository, worktree)
@@ -112,32 +125,39 @@ def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> Non
         progress.line(f"  proposal {row['number']} was left unjudged by a killed process: cleared away")
 
 
-def _search(workspace: Workspace, ledger: Ledger, progress: Progress, bench: Bench, hire: Hire) -> int | None:
+def _search(
+    workspace: Workspace, ledger: Ledger, progress: Progress, bench: Bench, hire: Hire, count: int
+) -> list[int]:
     if hire != NOBODY:
         raise InputError("an endpoint, a model, a target and a person are for the kernel-engineer, not for 'search'")
     found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress, QUICK)))
     assert found is not None
-    drafted = search_proposer.propose(json.loads(Path(found["path"]).read_text()), bench)
-    if drafted is None:
+    drafts = search_proposer.propose(json.loads(Path(found["path"]).read_text()), bench, count)
+    if not drafts:
         progress.line("  nothing proposed: no change was found that measures faster than what runs now")
-        return None
-    return submit(workspace, ledger, progress, drafted, bench.base)
+    return side_by_side([partial(submit, workspace, ledger, progress, drafted, bench.base) for drafted in drafts])
 
 
-def _engineer(workspace: Workspace, ledger: Ledger, progress: Progress, bench: Bench, hire: Hire) -> int | None:
-    job = engineering.take_up(workspace, ledger, progress, bench.base, hire)
-    drafted = engineering.draft(workspace, ledger, progress, job, bench)
-    if drafted is None:
-        return None
-    number = engineering.judged_already(ledger, job, drafted)
-    if number is None:
-        number = submit(workspace, ledger, progress, drafted, bench.base)
-    engineering.finish(workspace, ledger, job, number)
-    return number
+def _engineer(
+    workspace: Workspace, ledger: Ledger, progress: Progress, bench: Bench, hire: Hire, count: int
+) -> list[int]:
+    jobs = engineering.take_up(workspace, ledger, progress, bench, bench.base, hire, count)
+
+    def work(job: engineering.Job) -> int | None:
+        drafted = engineering.draft(workspace, ledger, progress, job, replace(bench))
+        if drafted is None:
+            return None
+        number = engineering.judged_already(ledger, job, drafted)
+        if number is None:
+            number = submit(workspace, ledger, progress, drafted, bench.base)
+        engineering.finish(workspace, ledger, job, number)
+        return number
+
+    return [number for number in side_by_side([partial(work, job) for job in jobs]) if number is not None]
 
 
-# What an agent is: a workbench in, the number of a judged proposal or nothing out.
-AGENTS: dict[str, Callable[[Workspace, Ledger, Progress, Bench, Hire], int | None]] = {
+# What an agent is: a workbench and how many proposals may be made in, the numbers of judged ones out.
+AGENTS: dict[str, Callable[[Workspace, Ledger, Progress, Bench, Hire, int], list[int]]] = {
     search_proposer.AGENT: _search,
     engineering.AGENT: _engineer,
 }

@@ -1,4 +1,5 @@
-"""Merged patches are judged again when what they were judged on changed: another torch, driver, device or recipe, or a throughput drop.
+"""Merged patches are judged again when what they were judged on changed: another torch, driver, device or recipe, a throughput
+drop, or a candidate that the release gate rejected. ``factory propose`` does it, and the daemon by itself.
 
 What is judged is the patch's undoing, as a proposal like any other: baseline is the live code with the patch, candidate the
 code without it. The gate promotes it only if the step is faster without the patch by then. A person approves it like any
@@ -16,15 +17,37 @@ import sqlalchemy as sa
 
 from agents.proposal import Edit, Proposal
 from factory import repository
+from factory.errors import IsolationError, WorkspaceError
+from factory.gates.judge import REJECT
 from factory.gates.patch_training import Start, find_start
-from factory.ledger import Ledger, anomalies, events, proposals, record
+from factory.ledger import Ledger, anomalies, events, proposals, record, verdicts
 from factory.progress import Progress
 from factory.workspace import Workspace
 
 AGENT = "revalidator"
+_told: set[str] = set()
 UNDO = "undo"  # kind of its targets: undo:<number of a proposal>
 VALIDATED = "proposal_validated"
 Row = dict[str, Any]
+
+
+def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:
+    """``revalidate`` as the daemon does it at each pass: what keeps it from that is told once, and stops nothing else."""
+    start = find_start(ledger)
+    if start is None or not any(_moved(ledger, row["number"], start) for row in _merged(ledger)):
+        return []
+    code = workspace.repository
+    try:
+        with workspace.lock("code-loop"):
+            repository.require_settled(code)
+            return revalidate(workspace, ledger, progress, repository.live_commit(code))
+    except WorkspaceError:
+        return []  # somebody proposes just now: the next pass looks again
+    except (IsolationError, repository.RepositoryError) as error:
+        if str(error) not in _told:
+            _told.add(str(error))
+            progress.line(f"  a merged patch waits to be judged again: {error}")
+        return []
 
 
 def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: str) -> list[int]:
@@ -33,25 +56,20 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
     The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
     """
     from factory.proposing import submit
-    from factory.tracking import Tracking
 
     made = []
     start = find_start(ledger)
     for row in _merged(ledger) if start is not None else ():
         assert start is not None
-        now = surroundings(ledger, start)
-        before = validated(ledger, row["number"])
-        if now in before:
-            continue
-        if not before:
+        changed = _moved(ledger, row["number"], start)
+        if changed is None:
             note_validated(ledger, row["number"], start)  # merged by a killed process
+        if not changed:
             continue
-        changed = sorted(key for key in now if before[-1].get(key) != now[key])
         progress.line(f"  proposal {row['number']} was judged with another {', '.join(changed)}: it is judged again")
         drafted = undoing(workspace, row, base, changed)
         if drafted is not None:
             made.append(submit(workspace, ledger, progress, drafted, base))
-            Tracking.open(workspace, ledger).proposal_run(made[-1])
         note_validated(ledger, row["number"], start)
     return made
 
@@ -79,13 +97,25 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
     sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
     drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
     slow = ledger.one(drops)
+    released = sa.select(verdicts.c.subject, verdicts.c.outcome).where(verdicts.c.gate == "release")
+    newest = ledger.one(released.order_by(verdicts.c.id.desc()).limit(1))
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads",
         "driver": str(torch.version.cuda) if cuda else "",
         "recipe": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16],
         "throughput": f"dropped in segment {slow['newest']}" if slow and slow["newest"] else "",
+        "evals": f"{newest['subject']} rejected" if newest and newest["outcome"] == REJECT else "",
     }
+
+
+def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:
+    """What changed since a merged patch was last judged; nothing where it was judged like this before, None when nobody noted it."""
+    now, before = surroundings(ledger, start), validated(ledger, number)
+    if not before:
+        return None
+    alike = lambda then: all(then.get(key, value) == value for key, value in now.items())  # an older note lacks some
+    return [] if any(map(alike, before)) else sorted(key for key in now if before[-1].get(key, now[key]) != now[key])
 
 
 def validated(ledger: Ledger, number: int) -> list[dict[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,12 +21,12 @@ import yaml
 
 from agents.proposal import Edit
 from agents.workbench import Attempt, Checked, Measurement, MeasurementError, ReadError
-from factory import repository, sandbox
+from factory import devices, repository, sandbox
 from factory.errors import InputError
 from factory.gates import patch_ops, patch_scope, patch_static
 from factory.gates.patch_gate import KERNELS
 from factory.gates.patch_policy import PatchPolicy
-from factory.gates.patch_scope import AgentsPolicy
+from factory.gates.patch_scope import AgentsPolicy, Change
 from factory.gates.patch_training import Start
 from factory.ledger import Ledger, proposals, verdicts
 from factory.progress import Progress
@@ -86,7 +87,11 @@ class Bench:
             base = (baseline / change.path).read_bytes() if change.path in self.modes else None
             if found := patch_static.problems(change, base):
                 return Checked("static", tuple(found))
-        work = self.workspace.root / "cache" / "check"
+        with devices.one():
+            return self._checked(baseline, changes, op)
+
+    def _checked(self, baseline: Path, changes: Sequence[Change], op: str) -> Checked:
+        work = self.workspace.root / "cache" / f"check-{threading.get_native_id()}"
         shutil.rmtree(work, ignore_errors=True)  # of a process that was killed here
         try:
             candidate = work / "code"
@@ -132,7 +137,8 @@ class Bench:
         code = repository.checkout_live(self.workspace, self.base)
         command = [sys.executable, "-m", "kernels.bench", "--op", op, "--implementation", implementation]
         command += ["--against", against, "--recipe", str(recipe)]
-        done = sandbox.run(command, output=folder, readonly=[code], cwd=code, limits=Limits(wall_seconds=left))
+        with devices.one():
+            done = sandbox.run(command, output=folder, readonly=[code], cwd=code, limits=Limits(wall_seconds=left))
         self.spent += done.seconds
         try:
             found = json.loads(done.stdout)

@@ -92,7 +92,6 @@ def judge(
     device: str = "cpu",
     values: str = "normal",
     seed: int = 0,
-    factor: float = FACTOR,
 ) -> OracleResult:
     """Run implementation and eager at ``dtype`` and the reference in fp64 on the same inputs and upstream gradients."""
     function = op.implementation(implementation).function
@@ -103,7 +102,7 @@ def judge(
     eager = outcome(op, op.reference, tuple(inputs), seed)
     found = outcome(op, function, tuple(inputs), seed)
     eps = max(torch.finfo(dtype).eps, 16 * torch.finfo(torch.float32).eps)
-    tensors = tuple(_compare(name, found[name], eager[name], exact[name], eps, factor) for name in exact)
+    tensors = tuple(_compare(name, found[name], eager[name], exact[name], eps) for name in exact)
     return OracleResult(op.name, implementation, case.name, str(dtype).removeprefix("torch."), device, values, tensors)
 
 
@@ -148,7 +147,7 @@ def outcome(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> 
     return named | {f"gradient of argument {p}": g for p, g in zip(op.gradients, gradients, strict=True)}
 
 
-def _compare(name: str, found: Tensor, eager: Tensor, exact: Tensor, eps: float, factor: float) -> TensorError:
+def _compare(name: str, found: Tensor, eager: Tensor, exact: Tensor, eps: float) -> TensorError:
     assert found.shape == exact.shape and found.dtype == eager.dtype, (
         name,
         found.shape,
@@ -165,7 +164,7 @@ def _compare(name: str, found: Tensor, eager: Tensor, exact: Tensor, eps: float,
     size, peak = _rms(truth) or 1.0, float(truth.abs().max()) or 1.0
     rms, eager_rms = _rms(mine) / size, _rms(theirs) / size
     largest, eager_largest = float(mine.abs().max()) / peak, float(theirs.abs().max()) / peak
-    ok = finite and rms <= max(factor * eager_rms, eps) and largest <= max(factor * eager_largest, eps)
+    ok = finite and rms <= max(FACTOR * eager_rms, eps) and largest <= max(FACTOR * eager_largest, eps)
     return TensorError(name, rms, eager_rms, largest, eager_largest, finite, ok)
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 
 from agents.kernel_engineer import prompts
 from agents.kernel_engineer.draft import AGENT, DraftError, read_draft
-from agents.kernel_engineer.targets import Target, choose, named, targets
+from agents.kernel_engineer.targets import Target, named, targets, worthwhile
 from agents.kernel_engineer.tools import PROPOSE, TOOLS, Reader
 from agents.llm.client import Client
 from agents.llm.exchange import Message
@@ -133,9 +133,10 @@ class _Engineer:
         """Pick the target, and say what is known of it."""
         run = self.run
         found = targets(run.profile, set(run.workbench.files(patchable=True)))
-        target = named(run.asked, found, run.profile) if run.asked else choose(found, run.workbench.history)
-        if target is None:
+        aims = [named(run.asked, found, run.profile)] if run.asked else worthwhile(found, run.workbench.history)
+        if not aims:
             return {"ended": "no target promises a gain that could be measured"}
+        target = aims[0]
         run.say(
             f"  target {target.name}: {target.share:.1%} of the step, {target.aim:.3f}x as fast a step at the roofline"
         )

@@ -60,14 +60,14 @@ def targets(profile: Mapping[str, Any], files: Collection[str]) -> list[Target]:
     return sorted(found, key=lambda target: -target.attainable)
 
 
-def choose(found: Sequence[Target], history: Callable[[str], Sequence[Attempt]]) -> Target | None:
-    """The largest attainable gain that is worth a branch and was not refused too often; None when there is none."""
-    for target in found:
-        if target.aim < LEAST_GAIN:
-            return None
-        if sum(attempt.outcome == "reject" for attempt in history(target.name)) < MOST_TRIES:
-            return target
-    return None
+def worthwhile(found: Sequence[Target], history: Callable[[str], Sequence[Attempt]]) -> list[Target]:
+    """Those whose attainable gain is worth a branch and that were not refused too often, largest gain first."""
+    return [
+        target
+        for target in found
+        if target.aim >= LEAST_GAIN
+        and sum(attempt.outcome == "reject" for attempt in history(target.name)) < MOST_TRIES
+    ]
 
 
 def named(asked: str, found: Sequence[Target], profile: Mapping[str, Any]) -> Target:

@@ -31,7 +31,7 @@ from trainer.recipe import Recipe
 from trainer.run import DTYPES, Run
 
 WARMUP_STEPS = 2
-STEPS = 3
+STEPS = 6
 LEAST_S, SETTLING_S = 2.0, 10.0  # short steps are taken more often than STEPS; waiting for a quiet machine ends
 CONFIRMED, ALIKE = 5, 1.03  # a fastest step is believed when five lie within 3 %: on a busy machine it takes more
 ISOLATION_BUDGET_S = 18.0
@@ -133,8 +133,8 @@ class Turns:
     torch: list[float]
 
     def settled(self) -> bool:
-        """Are the fastest steps, unwatched and watched, no accident?"""
-        for times in (self.unwatched, [total(step) for step in self.watched]):
+        """Are the fastest steps of each kind no accident?"""
+        for times in (self.unwatched, [total(step) for step in self.watched], self.torch):
             if len(times) < CONFIRMED or sorted(times)[CONFIRMED - 1] > ALIKE * min(times):
                 return False
         return True

@@ -40,11 +40,15 @@ def propose(
     model: Annotated[str, typer.Option(help="The LLM's name there; agents.yaml's when not given.")] = "",
     target: Annotated[str, typer.Option(help="What to improve: an op, or file:line of the profile.")] = "",
     interactive: Annotated[bool, typer.Option("--interactive", help="Ask me between rounds.")] = False,
+    count: Annotated[
+        int, typer.Option(min=1, max=64, help="So many proposals, each of another target, drafted side by side.")
+    ] = 1,
 ) -> None:
     """The code loop, once: profile the training step, propose a patch on a git branch, let the patch gate judge it.
 
     With an endpoint (--endpoint, llm.endpoint in policies/agents.yaml, or OPENAI_BASE_URL; the key is OPENAI_API_KEY) the
-    kernel engineer proposes, otherwise the search proposer. Killed at any moment, the same command goes on.
+    kernel engineer proposes, otherwise the search proposer. Killed at any moment, the same command goes on. Several
+    (--count) wait for the model together; what is timed has its GPU, or the CPU, alone.
     """
     from factory import engineering
     from factory.proposing import propose as propose_patch
@@ -57,8 +61,8 @@ def propose(
         if not called:
             terminal.line("  no LLM endpoint is configured: the search proposer works")
     with workspace.lock("code-loop"):
-        number = propose_patch(workspace, ledger, terminal, agent=agent, hire=hire)
-    if number is not None:
+        numbers = propose_patch(workspace, ledger, terminal, agent=agent, hire=hire, count=count)
+    for number in numbers:
         _show_proposal(workspace, number, False)
 
 

@@ -1,6 +1,7 @@
 """The patch gate: cheap to dear, the first failing stage ends it, every stage leaves its evidence (DESIGN §5).
 
     scope → static → op oracle → isolated A/B → N-step training A/B, judged by weights and by the whole step's time
+    → held-out evaluations of those weights
 
 ``gather`` measures, ``judge_patch`` decides, ``decide`` does both and records the verdict, bound to the patch's hash. All
 code that a patch could have changed runs in the sandbox; what is believed of it is what approved code sees from outside.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import torch
 from factory import repository
 from factory.evals.policy import policy_sha256
 from factory.gates import patch_ops, patch_scope, patch_static
+from factory.gates.held_out import gains, held_out_texts, scores
 from factory.gates.judge import Verdict
 from factory.gates.patch_judge import STAGES, gain, judge_patch
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import AgentsPolicy, Change
-from factory.gates.patch_training import Side, Start, compare_training, find_start
+from factory.gates.patch_training import Pair, Side, Start, compare_training, find_start
 from factory.ledger import Ledger, record, verdicts
 from factory.progress import Progress
 from factory.repository import Applied
@@ -55,6 +57,7 @@ class Case:
     work: Path  # scratch, removed afterwards
     start: Start | None
     progress: Progress
+    furthest: list[Pair] = field(default_factory=list)  # what training left for the stage after it
 
     @property
     def paths(self) -> list[str]:
@@ -205,9 +208,26 @@ def _training(case: Case) -> Stage:
         Side(code, _recipe(case, case.start, candidate=name == "candidate"), case.work / name)
         for name, code in (("baseline", case.baseline), ("candidate", case.applied.worktree))
     ]
-    return compare_training(
-        case.policy.training, case.start, sides[0], sides[1], case.workspace, case.ledger, case.progress
-    )
+    found, pair = compare_training(case.policy.training, case.start, sides[0], sides[1], case.workspace, case.progress)
+    case.furthest.extend([pair] if pair else [])
+    return found
+
+
+def _evals(case: Case) -> Stage:
+    policy, start, pair = case.policy.evals, case.start, case.furthest[0]
+    assert start is not None
+    texts, how = held_out_texts(policy.documents, policy.document_bytes, case.workspace, case.ledger)
+    if not texts:
+        return {"state": "missing", "reasons": ["nothing is held out to score weights on: ingest more documents"]}
+    ours, theirs = (scores(run.weights, start.recipe, texts, how) for run in pair)
+    found = gains(ours, theirs)
+    worst = min(found, key=lambda domain: sum(found[domain]) / len(found[domain]))
+    change = -sum(found[worst]) / len(found[worst])
+    return {
+        "state": "passed",
+        "reasons": [f"{len(texts)} held-out documents; the worst domain, {worst}, {change:+.4f} bits per byte"],
+        "gains": found,
+    }
 
 
 NO_START = "there is no trunk checkpoint to train from yet: run 'factory train' first"
@@ -217,6 +237,7 @@ RUN: dict[str, Callable[[Case], Stage]] = {
     "oracle": _oracle,
     "isolated": _isolated,
     "training": _training,
+    "evals": _evals,
 }
 
 

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from factory.gates.judge import HOLD, PROMOTE, REJECT, Verdict
-from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
+from factory.gates.patch_policy import EvalsPolicy, PatchPolicy, TrainingPolicy
 
-STAGES = ("scope", "static", "oracle", "isolated", "training")
+STAGES = ("scope", "static", "oracle", "isolated", "training", "evals")
 OPTIONAL = {"oracle", "isolated"}  # may be 'not needed': a patch that changes no op has nothing to check or time alone
 
 
@@ -45,12 +45,13 @@ def judge_patch(policy: PatchPolicy, evidence: Mapping[str, Any]) -> Verdict:
     tries = evidence.get("tries")
     if not isinstance(tries, int) or tries < 1:
         return Verdict(HOLD, ("how often this target was tried before is not known",))
-    return _judge_training(policy.training, stages["training"], tries)
+    verdict = _judge_training(policy.training, stages["training"], tries)
+    return _judge_evals(policy.evals, stages["evals"], verdict) if verdict.outcome == PROMOTE else verdict
 
 
 def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Verdict:
-    drift, control, loss_change = (_number(found.get(key)) for key in ("drift", "control_drift", "held_out_change"))
-    if drift is None or control is None or loss_change is None:
+    drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
+    if drift is None or control is None:
         return Verdict(HOLD, ("the weights after the same steps were not compared",))
     if drift > policy.max_drift * control:
         away = (
@@ -58,16 +59,10 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
             f"{policy.steps} steps ends {control:.3f} away, and {policy.max_drift:g} of that may be"
         )
         return Verdict(REJECT, (f"the candidate does not learn the same: {away}",))
-    if loss_change > policy.loss_margin:
-        worse = f"{loss_change:+.4f} bits per byte on held-out documents ({policy.loss_margin:+g} may be)"
-        return Verdict(REJECT, (f"the candidate's weights are worse: {worse}",))
     result = gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), tries)
     if result is None:
         return Verdict(HOLD, ("the whole step was not timed, or not often enough",))
-    weights = f"weights {drift:.3f} away, held-out {loss_change:+.4f} bits per byte"
-    times = (
-        f"{result.ratio:.3f}× whole-step gain (at least {result.lower:.3f}, noise floor {result.noise:.3f}; {weights})"
-    )
+    times = f"{result.ratio:.3f}× whole-step gain (at least {result.lower:.3f}, noise floor {result.noise:.3f}; weights {drift:.3f} away)"
     needed = max(policy.min_gain, result.noise)
     if result.noise > policy.max_noise:
         return Verdict(
@@ -81,6 +76,31 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
             HOLD, (f"a gain is likely but not shown: its lower bound is not above {policy.min_gain:g}", times)
         )
     return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.3f}× is needed)", times))
+
+
+def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict) -> Verdict:
+    """``verdict``, where no domain is worse; each source document counts once, and the domains share the confidence."""
+    gains = found.get("gains")
+    if not isinstance(gains, Mapping) or not gains:
+        return Verdict(HOLD, ("nothing held out was scored",))
+    unshown, worst = [], (-math.inf, "")
+    for domain, values in gains.items():
+        numbers = [_number(value) for value in values] if isinstance(values, list) else []
+        known = [number for number in numbers if number is not None]
+        if len(known) < 2 or len(known) < len(numbers):
+            return Verdict(HOLD, (f"{domain}: too little was held out to score weights on: ingest more documents",))
+        mean = sum(known) / len(known)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in known) / (len(known) - 1))
+        reach = t_quantile(1 - (1 - policy.confidence) / len(gains), len(known) - 1) * deviation / math.sqrt(len(known))
+        said = f"{domain} {-mean:+.4f} bits per byte (at most {-(mean - reach):+.4f}, {len(known)} documents)"
+        worst = max(worst, (reach - mean, said))
+        if mean < -policy.margin:
+            return Verdict(REJECT, (f"the candidate's weights are worse: {said}, {policy.margin:+g} may be",))
+        if mean - reach <= -policy.margin:
+            unshown.append(f"that the candidate's weights are no worse is not shown: {said}, {policy.margin:+g} may be")
+    if unshown:
+        return Verdict(HOLD, (*unshown, *verdict.reasons))
+    return Verdict(verdict.outcome, (*verdict.reasons, f"held out, the worst domain: {worst[1]}"))
 
 
 def gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> Gain | None:

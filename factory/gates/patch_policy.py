@@ -53,11 +53,6 @@ class TrainingPolicy(Strict):
     max_drift: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """How far the candidate's weights may end from the baseline's, after the same steps on the same data: a share of how
     far the baseline itself ends when it leaves out ``left_out`` steps. Both in ‖difference‖ / ‖baseline − start‖."""
-    loss_margin: Annotated[float, Field(ge=0)] = 0.02
-    """Bits per byte on held-out documents by which the candidate's weights may be worse than the baseline's."""
-    held_out_documents: Count = 4
-    """Documents a domain that weights are scored on, by the judge's own model."""
-    held_out_bytes: Count = 1024
 
     @property
     def left_out(self) -> int:
@@ -65,10 +60,23 @@ class TrainingPolicy(Strict):
         return max(1, round(self.steps * (1 - 1 / self.min_gain)))
 
 
+class EvalsPolicy(Strict):
+    """The weights that training left, candidate's and baseline's, on held-out documents, by the judge's own model."""
+
+    documents: Count = 60
+    """Of a domain, at most."""
+    document_bytes: Count = 2048
+    margin: Annotated[float, Field(gt=0)] = 0.02
+    """Bits per byte by which no domain may be worse: its lower bound must be above minus this."""
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    """One-sided, of all domains' bounds together."""
+
+
 class PatchPolicy(Strict):
     oracle: OraclePolicy = OraclePolicy()
     isolated: IsolatedPolicy = IsolatedPolicy()
     training: TrainingPolicy = TrainingPolicy()
+    evals: EvalsPolicy = EvalsPolicy()
     approval: Literal["manual", "automatic"] = "manual"
     """manual: a person approves a 'promote' before it is merged; the approval binds to the hash of what was judged."""
 

@@ -10,15 +10,14 @@ known to be slow: where it does not look so, the clock is wrong and nothing is j
 
 Result. Every run trains on data of its own (a fresh random seed), the same for a baseline and a candidate run, so that no
 weights can be prepared or kept from an earlier run. The weights that the candidate leaves are its only testimony: they are
-compared with the baseline's after the same steps on the same data, and scored on held-out documents by the judge's own
-model. How far apart they may be is measured too: one more baseline run leaves out as many steps as would be worth the
+compared with the baseline's after the same steps on the same data (the next stage scores those that ended furthest apart).
+How far apart they may be is measured too: one more baseline run leaves out as many steps as would be worth the
 least gain that counts, and the candidate must end much nearer than that. No gain can be had by doing less.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import shutil
 import statistics
@@ -29,22 +28,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.errors import InputError
-from factory.evals.export_config import parse_config
-from factory.evals.policy import EvalPolicy
-from factory.evals.reference_model import ReferenceModel
-from factory.evals.suite import build_suite
-from factory.evals.tasks import ScoredText, bits_per_byte, encode_suite, ratio_bits
-from factory.evals.token_bytes import TokenBytes
 from factory.gates.patch_policy import TrainingPolicy
 from factory.gates.patch_session import WARM_STEPS, Session, TimedRun, Weights, timed_session
-from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import Ledger, checkpoints, data_plans, segments
 from factory.progress import Progress
 from factory.workspace import Workspace
 from trainer import checkpoint as checkpoint_files
-from trainer.export import hf_config, hf_tensors
-from trainer.recipe import Recipe
 
 BRIEF_STEPS = 2  # of the runs that a candidate's own overhead is seen in
 SLOW_CONTROL = 1.5  # a run of twice the steps must take more than this many times as long, or nothing is measured here
@@ -82,19 +71,18 @@ class Side:
     folder: Path
 
 
+Pair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
+
+
 def compare_training(
     policy: TrainingPolicy,
     start: Start,
     baseline: Side,
     candidate: Side,
     workspace: Workspace,
-    ledger: Ledger,
     progress: Progress,
-) -> dict[str, Any]:
-    """The stage's evidence. Raises: IsolationError."""
-    texts, eval_policy = _held_out(policy, workspace, ledger)
-    if not texts:
-        return {"state": "missing", "reasons": ["nothing is held out to score weights on: ingest more documents"]}
+) -> tuple[dict[str, Any], Pair | None]:
+    """The stage's evidence, and the runs that ended furthest apart. Raises: IsolationError."""
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")  # of however many ranks
     seeds = [secrets.randbelow(1 << 31) for _ in range(policy.pairs)]
     half = policy.pairs // 2
@@ -114,7 +102,7 @@ def compare_training(
         for side, name, extra, timed in plan:
             session = _session(policy, start, side, [*extra, *timed], origin)
             if session.failed:
-                return _broken(name, session.failed)
+                return _broken(name, session.failed), None
             others += session.runs[: len(extra)]
             runs = session.runs[len(extra) :]
             found[name] += runs
@@ -126,39 +114,35 @@ def compare_training(
             task.advance(len(runs), f"{name}: {min(run.seconds for run in runs):.1f} s a run")
     fewer, *briefs, twice = others
     control_drift = _drift(fewer.weights, found["baseline"][0].weights, origin, of_one=False)
-    drift, change = 0.0, -math.inf
-    for ours, theirs in zip(found["candidate"], found["baseline"], strict=True):
-        drift = max(drift, _drift(ours.weights, theirs.weights, origin))
-        scores = [_bits_per_byte(run.weights, baseline.recipe, texts, eval_policy) for run in (theirs, ours)]
-        change = max(change, *(scores[1][domain] - scores[0][domain] for domain in scores[0]))
+    pairs = list(zip(found["candidate"], found["baseline"], strict=True))
+    drifts = [_drift(ours.weights, theirs.weights, origin) for ours, theirs in pairs]
     overhead = sum(overheads) / len(overheads)
     totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
-    evidence: dict[str, Any] = {"total_seconds": totals, "overhead_seconds": overhead, "held_out_change": change}
-    evidence |= {"drift": drift, "control_drift": control_drift, "left_out": policy.left_out}
+    evidence: dict[str, Any] = {"total_seconds": totals, "overhead_seconds": overhead}
+    evidence |= {"drift": max(drifts), "control_drift": control_drift, "left_out": policy.left_out}
     shortest = min(*totals["baseline"], *totals["candidate"])
     if shortest <= overhead:
         reason = f"{policy.steps} steps drown in the overhead of a run, {overhead:.2f} s: raise training.steps"
-        return {"state": "missing", "reasons": [reason], **evidence}
+        return {"state": "missing", "reasons": [reason], **evidence}, None
     counted = policy.steps - 1  # the first step belongs to the overhead
     usual = statistics.median(totals["baseline"])
     slow = evidence["slow_control"] = (twice.seconds - overhead) / (usual - overhead)
     if slow <= SLOW_CONTROL:
         reason = f"no time can be trusted here: twice the steps took {slow:.2f}× the time"
-        return {"state": "missing", "reasons": [reason], **evidence}
+        return {"state": "missing", "reasons": [reason], **evidence}, None
     steps_alone = counted / (policy.steps - BRIEF_STEPS)
     longest_brief = max(run.seconds for run in briefs)
     candidate_seconds = [
         max(total - overhead, (total - longest_brief) * steps_alone) / counted for total in totals["candidate"]
     ]
-    return {
+    evidence |= {
         "state": "passed",
         "reasons": [f"{policy.pairs} runs of {policy.steps} steps a side, from step {start.step}"],
         "steps": policy.steps,
         "baseline_seconds": [(total - overhead) / counted for total in totals["baseline"]],
         "candidate_seconds": candidate_seconds,
-        "held_out_documents": len(texts),
-        **evidence,
     }
+    return evidence, pairs[drifts.index(max(drifts))]
 
 
 def _session(
@@ -222,26 +206,3 @@ def _drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool 
             worst = max(worst, (a / m) ** 0.5 if m else 1e9)
     whole = (apart / moved) ** 0.5 if moved else (1e9 if apart else 0.0)
     return max(whole, worst / 2) if of_one else whole
-
-
-def _bits_per_byte(
-    weights: Weights, recipe: dict[str, Any], texts: list[ScoredText], policy: EvalPolicy
-) -> dict[str, float]:
-    return ratio_bits(bits_per_byte(reference_model(weights, recipe), texts, policy, lambda amount: None))
-
-
-def reference_model(weights: Weights, recipe: dict[str, Any]) -> ReferenceModel:
-    """The judge's own model of weights with the trainer's names, as the recipe's export would be."""
-    shape = Recipe.parse(recipe).model
-    return ReferenceModel(parse_config(hf_config(shape, "float32"), "recipe"), hf_tensors(weights, shape))
-
-
-def _held_out(policy: TrainingPolicy, workspace: Workspace, ledger: Ledger) -> tuple[list[ScoredText], EvalPolicy]:
-    update = {"documents_per_domain": policy.held_out_documents, "document_bytes": policy.held_out_bytes}
-    eval_policy = EvalPolicy.load(workspace.policy("evals.yaml")).model_copy(update=update)
-    try:
-        tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
-    except InputError:
-        return [], eval_policy
-    suite = build_suite(ledger, eval_policy, tokenizer.sha256)
-    return encode_suite(suite, tokenizer, token_bytes, policy.held_out_bytes), eval_policy

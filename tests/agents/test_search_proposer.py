@@ -55,8 +55,8 @@ def _profile(compile: bool = False) -> dict[str, Any]:
 
 def test_the_largest_gain_of_the_whole_step_wins() -> None:
     bench = Bench({("attention", "recompute"): 1.5, ("linear_cross_entropy", "chunked_compiled"): 3.0})
-    proposal = propose(_profile(), bench)
-    assert proposal is not None and proposal.target == "kernel:linear_cross_entropy"
+    (proposal,) = propose(_profile(), bench)
+    assert proposal.target == "kernel:linear_cross_entropy"
     assert proposal.predicted_gain == pytest.approx(1 / (0.7 + 0.1))
     assert "refuted" in proposal.hypothesis
     changed = yaml.safe_load(proposal.edits[0].new_text)
@@ -66,23 +66,28 @@ def test_the_largest_gain_of_the_whole_step_wins() -> None:
 
 def test_a_compiled_step_is_predicted_from_measured_times_and_not_compiled_again() -> None:
     bench = Bench({("attention", "recompute"): 2.0, ("attention", "compiled"): 9.0})
-    proposal = propose(_profile(compile=True), bench)
-    assert proposal is not None and proposal.predicted_gain == pytest.approx(
-        1 / (0.6 + 0.2)
-    )  # 4 calls of 0.1 s in a step of 1 s
+    (proposal,) = propose(_profile(compile=True), bench)
+    assert proposal.predicted_gain == pytest.approx(1 / (0.6 + 0.2))  # 4 calls of 0.1 s in a step of 1 s
     assert ("attention", "compiled") not in bench.asked
 
 
 def test_what_failed_is_not_proposed_again() -> None:
     bench = Bench({("attention", "recompute"): 2.0, ("linear_cross_entropy", "chunked"): 1.5})
-    first = propose(_profile(), bench)
-    assert first is not None and first.target == "kernel:attention"
+    (first,) = propose(_profile(), bench)
+    assert first.target == "kernel:attention"
     bench.past[first.target] = [Attempt(first.patch_id, "reject")]
-    second = propose(_profile(), bench)
-    assert second is not None and second.target == "kernel:linear_cross_entropy"
+    (second,) = propose(_profile(), bench)
+    assert second.target == "kernel:linear_cross_entropy"
     bench.past[first.target] = [Attempt(first.patch_id, "promote")]
-    again = propose(_profile(), bench)
+    (again,) = propose(_profile(), bench)
     assert again == first
+
+
+def test_several_proposals_are_the_best_of_each_target() -> None:
+    ratios = {("attention", "recompute"): 2.0, ("attention", "native"): 1.5, ("linear_cross_entropy", "chunked"): 1.5}
+    found = propose(_profile(), Bench(ratios), count=3)
+    assert [proposal.target for proposal in found] == ["kernel:attention", "kernel:linear_cross_entropy"]
+    assert found[0] == propose(_profile(), Bench(ratios))[0] and "recompute" in found[0].title
 
 
 NORM = ("kernels/rms_norm.py:16#rms_norm", "kernels/rms_norm.py:17#rms_norm")
@@ -105,46 +110,46 @@ def _with_fusions(compile: bool) -> dict[str, Any]:
 def test_blocks_are_compiled_for_the_fusion_candidates_in_them() -> None:
     bench = Bench({})
     bench.files[RECIPE] = "name: small\ncompile: false  # for now\nseed: 1\n"
-    proposal = propose(_with_fusions(compile=False), bench)
-    assert proposal is not None and proposal.target == "recipe:compile"
+    (proposal,) = propose(_with_fusions(compile=False), bench)
+    assert proposal.target == "recipe:compile"
     assert proposal.predicted_gain == pytest.approx(1 / (1 - 0.25)), "the loss head is no part of a block"
     assert " → ".join(NORM) in proposal.hypothesis and "200 MB" in proposal.hypothesis
     assert HEAD[0] not in proposal.hypothesis
     (edit,) = proposal.edits
     assert (edit.path, edit.new_text) == (RECIPE, "name: small\ncompile: true  # for now\nseed: 1\n")
     bench.past[proposal.target] = [Attempt(proposal.patch_id, "reject")]
-    assert propose(_with_fusions(compile=False), bench) is None
+    assert propose(_with_fusions(compile=False), bench) == []
 
 
 def test_a_recipe_that_compiles_or_is_not_the_repositorys_is_left_alone() -> None:
     bench = Bench({})
-    assert propose(_with_fusions(compile=False), bench) is None  # nothing to read: the workspace's own recipe
+    assert propose(_with_fusions(compile=False), bench) == []  # nothing to read: the workspace's own recipe
     bench.files[RECIPE] = "name: small\ncompile: true\n"
-    assert propose(_with_fusions(compile=True), bench) is None
+    assert propose(_with_fusions(compile=True), bench) == []
 
 
 def test_an_implementation_is_ranked_beside_the_compiler_and_names_what_it_covers() -> None:
     bench = Bench({("linear_cross_entropy", "chunked"): 4.0})
     bench.files[RECIPE] = "name: small\ncompile: false\n"
     profile = _with_fusions(compile=False) | {"recipe_step_s": 2.0}
-    first = propose(profile, bench)
-    assert first is not None and first.target == "recipe:compile"
+    (first,) = propose(profile, bench)
+    assert first.target == "recipe:compile"
     bench.ratios["linear_cross_entropy", "chunked"] = 40.0
-    first = propose(profile, bench)
-    assert first is not None and first.target == "kernel:linear_cross_entropy"
+    (first,) = propose(profile, bench)
+    assert first.target == "kernel:linear_cross_entropy"
     assert f"fusion candidates: {HEAD[0]} (300 MB, 300.0 ms)" in first.hypothesis
 
 
 def test_the_optimisers_share_of_a_compiled_step_is_its_time_of_the_eager_one() -> None:
     profile = _profile(compile=True)
     profile["ops"] = [{"op": "adamw", "implementation": "reference", "share": 0.2, "calls": 2}]
-    proposal = propose(profile, Bench({("adamw", "fused"): 4.0}))
-    assert proposal is not None and proposal.predicted_gain == pytest.approx(1 / (1 - 0.4 + 0.4 / 4))
+    (proposal,) = propose(profile, Bench({("adamw", "fused"): 4.0}))
+    assert proposal.predicted_gain == pytest.approx(1 / (1 - 0.4 + 0.4 / 4))
 
 
 def test_nothing_worth_a_branch() -> None:
-    assert propose(_profile(), Bench({("attention", "recompute"): 1.01})) is None
-    assert propose(_profile(), Bench({})) is None
+    assert propose(_profile(), Bench({("attention", "recompute"): 1.01})) == []
+    assert propose(_profile(), Bench({})) == []
 
 
 def test_only_the_chosen_line_changes() -> None:

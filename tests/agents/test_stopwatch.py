@@ -73,7 +73,8 @@ def test_a_crossing_is_what_watching_adds_to_an_operation() -> None:
 def test_a_fastest_step_is_believed_when_others_come_near() -> None:
     watched = lambda *seconds: [[Lap(ADD, 0.0, each)] for each in seconds]
     near, far = (1.0, 1.02, 1.01, 5.0, 1.0, 1.02), (1.0, 1.2, 1.3, 1.01, 1.0, 1.02)
-    assert Turns(list(near), watched(*near), []).settled()
-    assert not Turns(list(far), watched(*near), []).settled()
-    assert not Turns(list(near), watched(*far), []).settled()
-    assert not Turns([1.0, 1.0], watched(1.0, 1.0), []).settled()
+    assert Turns(list(near), watched(*near), list(near)).settled()
+    assert not Turns(list(far), watched(*near), list(near)).settled()
+    assert not Turns(list(near), watched(*far), list(near)).settled()
+    assert not Turns(list(near), watched(*near), list(far)).settled()
+    assert not Turns([1.0, 1.0], watched(1.0, 1.0), [1.0, 1.0]).settled()

@@ -17,10 +17,12 @@ from factory.progress import SILENT
 from factory.workspace import code_root
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
-FEW = {"steps": 50, "pairs": 2, "held_out_documents": 2, "held_out_bytes": 256, "max_noise": 4.0}
+FEW = {"steps": 50, "pairs": 2, "max_noise": 4.0}
 POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update=FEW)})
+TIMED = POLICY.training.model_copy(update={"steps": 120})
 AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
 
+DAWDLE = 0.9  # seconds, less than the steps of TIMED take
 STEP = "        self.optimizer.step(lr, divide_by, skip)\n"
 LATE = "        if batch.step > 35:\n            gradients['blocks.1.down'].zero_()\n"
 CHEATS: dict[str, tuple[str, Callable[[str], str]]] = {
@@ -80,7 +82,7 @@ def test_who_saves_work_does_not_learn_the_same(
     code = candidate(path, change(text))
     baseline = repository.checkout_live(made.workspace, made.base)
     sides = [Side(folder, start.recipe, tmp_path / side) for side, folder in (("a", baseline), ("b", code))]
-    found = compare_training(POLICY.training, start, *sides, made.workspace, made.ledger, SILENT)
+    found, _ = compare_training(POLICY.training, start, *sides, made.workspace, SILENT)
     stages = {stage: {"state": "passed", "reasons": []} for stage in STAGES} | {"training": found}
     verdict = judge_patch(POLICY, {"stages": stages, "tries": 1})
     assert verdict.outcome == "reject" and "does not learn the same" in verdict.reasons[0], (verdict, found)
@@ -95,12 +97,17 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
     assert start is not None
     text = (made.target / "trainer/segment.py").read_text()
     line = '    """The loop, and the files it leaves."""\n'
-    slow = candidate("trainer/segment.py", text.replace(line, line + "    time.sleep(0.3)\n"))
+    slow = candidate("trainer/segment.py", text.replace(line, line + f"    time.sleep({DAWDLE})\n"))
     assert line in text
     quick = repository.checkout_live(made.workspace, made.base)
     sides = [Side(code, start.recipe, tmp_path / name) for name, code in (("a", slow), ("b", quick))]
-    found = compare_training(POLICY.training, start, *sides, made.workspace, made.ledger, SILENT)
+    found, _ = compare_training(TIMED, start, *sides, made.workspace, SILENT)
     totals = {name: sum(seconds) for name, seconds in found["total_seconds"].items()}
-    assert totals["baseline"] - totals["candidate"] > 0.3  # it is quicker, as a whole
-    shown = gain(POLICY.training, found["baseline_seconds"], found["candidate_seconds"], 1)
-    assert shown is not None and shown.ratio < max(POLICY.training.min_gain, shown.noise), (shown, found)
+    assert totals["baseline"] - totals["candidate"] > DAWDLE  # it is quicker, as a whole
+    if found["state"] == "missing":  # a machine so fast that its steps drown in the dawdling: nobody gains there
+        assert "drown" in found["reasons"][0]
+        return
+    shown = gain(TIMED, found["baseline_seconds"], found["candidate_seconds"], 1)
+    steps = [total - found["overhead_seconds"] for total in found["total_seconds"]["candidate"]]
+    credited = sum(found["baseline_seconds"]) * (TIMED.steps - 1) / sum(steps)  # if the baseline's overhead were all
+    assert credited > 1.5 and shown is not None and shown.ratio < credited**0.5, (shown, credited, found)

@@ -287,6 +287,17 @@ def test_a_merged_patch_is_judged_again_once_when_its_surroundings_change(
     assert undo["target"] == "undo:1" and "recipe changed since" in undo["hypothesis"]
     assert repository.file_text(plant.target, undo["commit"], "kernels/ops.py") == FILES["kernels/ops.py"]
     assert again() == [] and plant.row()["state"] == "approved" and plant.head() == live
+    with plant.ledger.begin() as tx:
+        release = {"gate": "release", "subject": "candidate:7", "outcome": "reject", "against": "", "policy_sha256": ""}
+        tx.execute(verdicts.insert().values(**release, subject_sha256="", reasons=[], evidence={}, created_at=1.0))
+    if outcome == "reject":  # the daemon by itself, and once
+        daemon = lambda: revalidating.follow(plant.workspace, plant.ledger, SILENT)
+        stray = plant.target / "kernels" / "ops.py"
+        text = stray.read_text()
+        stray.write_text(text + "# mine")
+        assert daemon() == []  # work that is not committed waits for nobody, and nobody for it
+        stray.write_text(text)
+        assert daemon() == [3] and "evals changed since" in plant.row(3)["hypothesis"] and daemon() == []
     if outcome == "promote":
         plant.approve(2)
         assert plant.files() == FILES | {"kernels/fused.py": NEW["kernels/fused.py"]}  # a file that nobody reads stays

@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from agents.llm.replay_server import ReplayServer, Session
 from agents.proposal import Edit, Proposal
 from factory import proposing
 from factory.console import Terminal
+from factory.devices import side_by_side
 from factory.engineering import AGENT, NOBODY, Hire, Job, ModelError, judged_already
 from factory.errors import FactoryError, InputError
 from factory.ledger import agent_runs, exchanges, profiles, proposals, verdicts
@@ -77,8 +80,8 @@ def begun(made: Made, asked: str) -> int:
         return int(run[0])
 
 
-def proposed(made: Made, hire: Hire) -> int | None:
-    return proposing.propose(made.workspace, made.ledger, SILENT, agent=AGENT, hire=hire)
+def proposed(made: Made, hire: Hire, count: int = 1) -> list[int]:
+    return proposing.propose(made.workspace, made.ledger, SILENT, agent=AGENT, hire=hire, count=count)
 
 
 def state_of(made: Made, run: int) -> str:
@@ -173,6 +176,42 @@ def test_another_target_abandons_the_run_that_was_begun(made: Made) -> None:
     with ReplayServer(Session(turns=[])) as server, pytest.raises(ModelError):
         proposed(made, Hire(server.url, target="swiglu"))
     assert (state_of(made, first), state_of(made, second)) == ("abandoned", "running")
+
+
+def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> None:
+    policy(made, exchanges=1)
+    runs = [begun(made, "kernel:swiglu"), begun(made, "kernel:attention")]  # killed: the same command goes on with both
+    hire, found = Hire(f"files:{tmp_path}", "m"), []
+    worker = threading.Thread(target=lambda: found.append(proposed(made, hire, count=2)))
+    worker.start()
+    deadline = time.monotonic() + 120
+    while len(requests := list(tmp_path.glob("*.request.json"))) < 2:  # both ask before either is answered
+        assert worker.is_alive() and time.monotonic() < deadline
+        time.sleep(0.05)
+    for path in requests:
+        path.with_name(path.name.replace("request", "reply")).write_text(json.dumps({"content": "I would not know."}))
+    worker.join(120)
+    assert found == [[]] and [state_of(made, run) for run in runs] == ["nothing", "nothing"]
+    assert all(any(f"{AGENT}-{run}-001" in path.name for path in requests) for run in runs)
+    with pytest.raises(InputError, match="choose their own targets"):
+        proposed(made, Hire(f"files:{tmp_path}", "m", target="swiglu"), count=2)
+
+
+def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> None:
+    edits = [Edit("trainer/schedule.py", f"import socket  # {number}\n") for number in range(4)]
+    drafts = [Proposal(AGENT, f"file:{n}", f"Try {n}", "Because.", 1.1, (edit,)) for n, edit in enumerate(edits)]
+    numbers = side_by_side(
+        [partial(proposing.submit, made.workspace, made.ledger, SILENT, d, made.base) for d in drafts]
+    )
+    rows = {n: made.ledger.one(sa.select(proposals).where(proposals.c.number == n)) for n in numbers}
+    for number, drafted in zip(numbers, drafts, strict=True):
+        row = rows.pop(number)
+        assert row and (row["title"], row["state"]) == (drafted.title, "judged")
+        text = git(made.target, "show", f"{row['branch']}:trainer/schedule.py")
+        assert text == drafted.edits[0].new_text.strip()
+        git(made.target, "branch", "-D", row["branch"])
+    with made.ledger.begin() as tx:
+        tx.execute(proposals.delete().where(proposals.c.number.in_(numbers)))
 
 
 def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made) -> None:

@@ -36,9 +36,9 @@ def evidence(baseline: list[float], candidate: list[float], **training: Any) -> 
         "candidate_seconds": candidate,
         "drift": 0.01,
         "control_drift": 0.2,
-        "held_out_change": 0.0,
     }
     stages["training"] |= training
+    stages["evals"]["gains"] = {"code": [0.001, -0.001, 0.0], "docs": [0.0, 0.0]}
     return {"stages": stages, "tries": 1}
 
 
@@ -65,12 +65,30 @@ def test_a_clear_gain_promotes_and_says_how_much() -> None:
         (evidence([1.0, 1.0], [0.5, 0.5], drift=0.11), "reject", "leaving out 1 of 10 steps ends 0.200 away"),
         (evidence([1.0, 1.0], [0.5, 0.5], drift=math.nan), "hold", "not compared"),
         (evidence([1.0, 1.0], [0.5, 0.5], control_drift=None), "hold", "not compared"),
-        (evidence([1.0, 1.0], [0.5, 0.5], held_out_change=0.1), "reject", "weights are worse"),
         ({}, "hold", "no evidence from the scope"),
         (GOOD | {"tries": None}, "hold", "tried before"),
     ],
 )
 def test_verdicts(found: dict[str, Any], outcome: str, words: str) -> None:
+    verdict = judge_patch(POLICY, found)
+    assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
+
+
+@pytest.mark.parametrize(
+    ("gains", "outcome", "words"),
+    [
+        ({"code": [0.0, 0.001], "docs": [-0.03, -0.031]}, "reject", "weights are worse: docs +0.0305"),
+        ({"code": [0.0, 0.001], "docs": [0.1, -0.1]}, "hold", "is not shown: docs -0.0000"),
+        ({"code": [0.0, 0.001], "docs": [0.1]}, "hold", "docs: too little was held out"),
+        ({"code": [0.0, None]}, "hold", "code: too little was held out"),
+        ({"code": "0.0"}, "hold", "code: too little was held out"),
+        ({}, "hold", "nothing held out"),
+        (None, "hold", "nothing held out"),
+    ],
+)
+def test_a_gain_in_speed_is_none_where_the_weights_may_be_worse(gains: Any, outcome: str, words: str) -> None:
+    found = evidence([1.0, 1.01, 0.99], [0.8, 0.81, 0.79])
+    found["stages"]["evals"]["gains"] = gains
     verdict = judge_patch(POLICY, found)
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
 
@@ -89,21 +107,23 @@ states = st.sampled_from(["passed", "failed", "missing", "not needed", None, 3])
     seconds,
     seconds,
     st.floats(0, 3),
-    st.floats(-1, 1),
+    st.lists(st.floats(-0.1, 0.1) | st.sampled_from([math.nan, None]), max_size=4),
     st.dictionaries(st.sampled_from(STAGES), states),
     st.integers(-1, 30),
 )
 def test_only_whole_evidence_of_a_gain_promotes(
-    baseline: list[float], candidate: list[float], drift: float, change: float, changed: dict[str, Any], tries: int
+    baseline: list[float], candidate: list[float], drift: float, gains: list[Any], changed: dict[str, Any], tries: int
 ) -> None:
-    found = evidence(baseline, candidate, drift=drift, held_out_change=change) | {"tries": tries}
+    found = evidence(baseline, candidate, drift=drift) | {"tries": tries}
+    found["stages"]["evals"]["gains"] = {"code": gains}
     for name, state in changed.items():
         found["stages"][name]["state"] = state
     verdict = judge_patch(POLICY, found)
     assert verdict.outcome in ("promote", "hold", "reject") and verdict.reasons
     if verdict.outcome == "promote":
         assert sum(candidate) / len(candidate) < sum(baseline)  # sane
-        assert drift <= 0.2 * POLICY.training.max_drift and change <= POLICY.training.loss_margin
+        assert drift <= 0.2 * POLICY.training.max_drift
+        assert len(gains) > 1 and sum(gains) / len(gains) > -POLICY.evals.margin
         assert all(state in ("passed", "not needed") for state in changed.values())
         for name in STAGES:  # taking any stage away never keeps a promotion
             fewer = {key: stage for key, stage in found["stages"].items() if key != name}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from factory.gates.patch_training import alone, reference_model
+from factory.gates.held_out import reference_model
+from factory.gates.patch_training import alone
 from kernels.registry import bind
 from tests.trainer.conftest import recipe_with
 from tests.trainer.families import FAMILIES, ODD

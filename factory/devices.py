@@ -1,0 +1,82 @@
+"""The machine's devices, one holder each: what is timed has its device alone, whatever else this process does meanwhile.
+
+Agents that work side by side wait for their language models together and take turns here: at the GPUs, or at the CPU as one device.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+Found = TypeVar("Found")
+_first = threading.Lock()
+_held: ContextVar[str | None] = ContextVar("device", default=None)
+
+
+@contextmanager
+def one() -> Iterator[None]:
+    """Hold a device until the block ends; waits for a free one. Who holds one already keeps it."""
+    if _held.get() is not None:
+        yield
+        return
+    with _first:
+        free = _free()
+    name = free.get()
+    token = _held.set(name)
+    try:
+        yield
+    finally:
+        _held.reset(token)
+        free.put(name)
+
+
+def environment() -> dict[str, str]:
+    """What tells a process to use the held device only; nothing on a CPU, or while none is held."""
+    name = _held.get()
+    return {"CUDA_VISIBLE_DEVICES": name} if name else {}
+
+
+def side_by_side(jobs: Sequence[Callable[[], Found]]) -> list[Found]:
+    """Run ``jobs`` at once, a thread each, and wait for all; their results in order.
+
+    The first error among them is raised after all have ended. An interrupt is raised at once: the threads end with the process.
+    """
+    if len(jobs) == 1:
+        return [jobs[0]()]
+    found: dict[int, Found] = {}
+    errors: dict[int, BaseException] = {}
+
+    def work(number: int) -> None:
+        try:
+            found[number] = jobs[number]()
+        except BaseException as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [found[number] for number in range(len(jobs))]
+
+
+@functools.cache
+def _free() -> queue.SimpleQueue[str]:
+    """The names of those that nobody holds; the CPU's is empty."""
+    import torch
+
+    count = torch.cuda.device_count()
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    names = visible[:count] if visible else [str(number) for number in range(count)]
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in names or [""]:
+        free.put(name)
+    return free
