@@ -2,7 +2,8 @@
 
 ``Ledger.open`` gives ``begin()`` (one write transaction, all or nothing) and ``read()``. Tables are plain SQLAlchemy Core
 objects of this module; the module that owns a noun (``ingest``, ``training``, ``releases`` …) owns the statements on its table.
-SQLite is the embedded default (WAL, full sync, foreign keys on); a PostgreSQL URL works the same.
+SQLite is the embedded default (WAL, full sync, foreign keys on); a PostgreSQL URL (``postgresql://user:password@host/database``)
+works the same. On either, writers are serial: a transaction that writes waits for the one before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import sqlalchemy as sa
 from factory.errors import WorkspaceError
 
 SCHEMA_VERSION = "1"
+DRIVER = "PostgreSQL needs the extra 'postgres': pip install 'llm-factory[postgres]'"
+WRITERS_LOCK = 0x6C656467  # of pg_advisory_xact_lock
 metadata = sa.MetaData()
 T, N, F, J, C = sa.Text, sa.BigInteger, sa.Float, sa.JSON, sa.Column
 # SQLite gives only INTEGER PRIMARY KEY its row counter.
@@ -311,22 +314,31 @@ class Ledger:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        if url.startswith("sqlite"):
-            self.engine = sa.create_engine(url, connect_args={"timeout": 60})
+        try:
+            address = sa.make_url(url)
+            if address.drivername == "postgresql":  # for which SQLAlchemy 2.0 takes another driver than 2.1
+                address = address.set(drivername="postgresql+psycopg")
+            embedded = address.get_backend_name() == "sqlite"
+            more: dict[str, Any] = {"connect_args": {"timeout": 60}} if embedded else {"pool_pre_ping": True}
+            self.engine = sa.create_engine(address, **more)
+        except ImportError as error:
+            raise WorkspaceError(
+                f"ledger_url {url.split('://')[0]}://…: no driver for it here ({error}). {DRIVER}"
+            ) from error
+        except sa.exc.ArgumentError as error:
+            raise WorkspaceError(
+                f"ledger_url: {error}; expected sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
+            ) from error
+        if embedded:
             sa.event.listen(self.engine, "connect", _pragmas)
-            sa.event.listen(self.engine, "begin", _begin)
-        else:
-            try:
-                self.engine = sa.create_engine(url, pool_pre_ping=True)
-            except (ImportError, sa.exc.ArgumentError) as error:
-                raise WorkspaceError(f"ledger_url {url.split('://')[0]}://…: no driver for it here: {error}") from error
+        sa.event.listen(self.engine, "begin", _begin)
 
     @classmethod
     def create(cls, url: str) -> Ledger:
         """Make the tables when they are not there; safe to call again."""
         ledger = cls(url)
-        metadata.create_all(ledger.engine)
         with ledger.begin() as tx:
+            metadata.create_all(tx)
             if tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar() is None:
                 tx.execute(meta.insert().values(key="schema", value=SCHEMA_VERSION))
         return ledger
@@ -338,10 +350,14 @@ class Ledger:
         try:
             found = ledger.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
         except sa.exc.DBAPIError as error:
-            raise WorkspaceError(f"the ledger at {url} cannot be read: {error.orig}; run 'factory init'") from error
+            raise WorkspaceError(
+                f"the ledger at {ledger.engine.url!r} cannot be read: {error.orig}; run 'factory init'"
+            ) from error
         version = found and found["value"]
         if version != SCHEMA_VERSION:
-            raise WorkspaceError(f"the ledger at {url} is of version {version}, this factory speaks {SCHEMA_VERSION}")
+            raise WorkspaceError(
+                f"the ledger at {ledger.engine.url!r} is of version {version}, this factory speaks {SCHEMA_VERSION}"
+            )
         return ledger
 
     @contextmanager
@@ -367,9 +383,14 @@ def record(tx: sa.Connection, kind: str, subject: str, detail: dict[str, Any] | 
 
 
 def _begin(connection: sa.Connection) -> None:
-    # pysqlite starts transactions late and deferred; a writer must take the lock at BEGIN, or two writers deadlock.
-    reads_only = connection.get_execution_options().get("reads_only", False)
-    connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
+    """A writer takes the only writers' lock when it begins: no two of them read what the other is about to change. A reader cannot write."""
+    writes = not connection.get_execution_options().get("reads_only", False)
+    if connection.dialect.name == "sqlite":
+        # pysqlite starts transactions late and deferred; two writers that take the lock late deadlock.
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    else:
+        lock = f"SELECT pg_advisory_xact_lock({WRITERS_LOCK})"
+        connection.exec_driver_sql(lock if writes else "SET TRANSACTION READ ONLY")
 
 
 def _pragmas(connection: Any, _record: Any) -> None:

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -9,7 +12,14 @@ import sqlalchemy as sa
 from factory.errors import WorkspaceError
 from factory.ledger import Ledger, events, meta, record
 from factory.listing import rows
-from factory.workspace import Workspace
+from factory.workspace import Config, Workspace
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def workspace(request: pytest.FixtureRequest, tmp_path: Path) -> Workspace:
+    """Every test once with each database."""
+    url = "" if request.param == "sqlite" else request.getfixturevalue("postgres")()
+    return Workspace.create(tmp_path / "workspace", Config(ledger_url=url))
 
 
 def test_transaction_is_all_or_nothing(ledger: Ledger) -> None:
@@ -60,5 +70,31 @@ def test_listing_decodes_json_and_cannot_write(workspace: Workspace, ledger: Led
     assert rows(workspace, "SELECT kind, detail FROM events WHERE subject = :s", s="shard:1") == [
         {"kind": "ingested", "detail": {"kept": 3}}
     ]
-    with pytest.raises(WorkspaceError, match="readonly"):
+    with pytest.raises(WorkspaceError, match="readonly|read-only"):
         rows(workspace, "DELETE FROM events")
+
+
+def test_makers_at_once_make_one_ledger(workspace: Workspace) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(Ledger.create, [workspace.ledger_url] * 4))
+    assert len(Ledger.open(workspace.ledger_url).rows(sa.select(meta))) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nowhere", "expected sqlite:///FILE or postgresql://"),
+        ("oracel://here", "expected sqlite:///FILE or postgresql://"),
+        ("postgresql+psycopg2cffi://here", r"llm-factory\[postgres\]"),
+    ],
+)
+def test_an_address_that_cannot_be_is_a_clear_error(url: str, words: str) -> None:
+    with pytest.raises(WorkspaceError, match=words):
+        Ledger.create(url)
+
+
+def test_a_password_is_not_told(postgres: Callable[[], str]) -> None:
+    url = postgres().replace("factory@", "factory:secret@").replace("factory_", "nowhere_")
+    with pytest.raises(WorkspaceError, match="nowhere_") as caught:
+        Ledger.open(url)
+    assert "secret" not in str(caught.value)
