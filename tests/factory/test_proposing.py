@@ -101,6 +101,7 @@ def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
 ) -> None:
     before = branches(made)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("FACTORY_SANDBOX", "bubblewrap")
     text = (
         (made.target / "policies" / "kernels.yaml")
         .read_text()
