@@ -12,8 +12,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TypeVar
 
+GPU_FILES = ("nvidia*", "nvidia-caps/*", "kfd", "dri/*", "dxg")  # of NVIDIA, AMD, WSL
 Found = TypeVar("Found")
 _first = threading.Lock()
 _held: ContextVar[str | None] = ContextVar("device", default=None)
@@ -40,6 +42,15 @@ def environment() -> dict[str, str]:
     """What tells a process to use the held device only; nothing on a CPU, or while none is held."""
     name = _held.get()
     return {"CUDA_VISIBLE_DEVICES": name} if name else {}
+
+
+def nodes() -> list[str]:
+    """The files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while none is held.
+
+    Which of several GPUs it may use, ``environment`` says: NVIDIA's driver numbers them by what it sees of all.
+    """
+    found = [path for pattern in GPU_FILES for path in Path("/dev").glob(pattern)] if _held.get() else []
+    return sorted(str(path) for path in found if not path.is_dir())
 
 
 def side_by_side(jobs: Sequence[Callable[[], Found]]) -> list[Found]:

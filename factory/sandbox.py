@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from agents.untrusted import one_line
-from factory import sandbox_bubblewrap, sandbox_cgroup, sandbox_filter, sandbox_namespaces
+from factory import devices, sandbox_bubblewrap, sandbox_cgroup, sandbox_filter, sandbox_namespaces
 from factory.errors import IsolationError, nearest
 from factory.sandbox_pipes import Told, unnamed
 from factory.sandbox_view import LAUNCHER_INSIDE, View, view
@@ -149,7 +149,7 @@ def run(
             inherited.append(opened.enter_context(unnamed(data)))
             return inherited[-1].fileno()
 
-        rules = json.dumps(_rules(output, limits) | {"go": go_read.fileno()})
+        rules = json.dumps(_rules(output, limits, bool(devices.nodes())) | {"go": go_read.fileno()})
         words = [sys.executable, "-I", "-S", LAUNCHER_INSIDE, rules, *map(str, command)]
         seen = view(words, output, readonly, cwd or output, environment or {}, limits.tmp)
         arguments = made_by.command(seen, status_write.fileno(), given)
@@ -355,12 +355,13 @@ def _task_limit() -> str:
     return "no control group can be made, and root has no rlimit" if os.geteuid() == 0 else "rlimit"
 
 
-def _rules(output: Path, limits: Limits) -> dict[str, object]:
-    """What the launcher puts in force on itself before it becomes the command."""
+def _rules(output: Path, limits: Limits, gpu: bool) -> dict[str, object]:
+    """What the launcher puts in force on itself before it becomes the command. A GPU's driver maps far more than it uses: the watch
+    alone holds the tree to its memory then."""
     return {
         "rlimits": {
             "RLIMIT_CPU": limits.cpu_seconds,
-            "RLIMIT_DATA": limits.memory,
+            **({} if gpu else {"RLIMIT_DATA": limits.memory}),
             "RLIMIT_FSIZE": limits.file,
             "RLIMIT_NPROC": limits.processes * TASKS,
             "RLIMIT_NOFILE": 4096,

@@ -29,6 +29,8 @@ def command(view: View, status: int, given: Callable[[bytes], int]) -> list[str]
         arguments += ["--ro-bind-try", path, path]
     arguments += ["--ro-bind-data", str(given(PASSWD.encode())), "/etc/passwd"]
     arguments += ["--ro-bind", str(LAUNCHER), LAUNCHER_INSIDE]
+    for path in view.devices:
+        arguments += ["--dev-bind", path, path]
     for path in view.given:
         arguments += ["--ro-bind", path, path]
     arguments += ["--bind", view.output, view.output]

@@ -91,6 +91,7 @@ def make_file_system(spec: dict) -> None:
     small = {"size": str(spec["tmp"]), "mode": "1777"}
     mounts = [("/proc", made("proc", inside | NOEXEC)), ("/dev", made("tmpfs", inside, size="1m", mode="0755"))]
     mounts += [(f"/dev/{name}", taken(f"/dev/{name}", NOSUID | NOEXEC)) for name in DEVICES]
+    mounts += [(path, taken(path, NOSUID | NOEXEC)) for path in spec["devices"]]
     mounts += [(path, made("tmpfs", inside, **small)) for path in ("/dev/shm", "/tmp")]
     mounts += [(path, taken(path, inside | READONLY)) for path in spec["system"]]
     source, target = spec["launcher"]

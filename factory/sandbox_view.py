@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from factory import devices
+
 LAUNCHER = Path(__file__).with_name("sandbox_launch.py")
 LAUNCHER_INSIDE = "/run/launch.py"
 PASSWD = "sandbox:x:1000:1000::/tmp:/bin/sh\n"
 USER = 1000  # and group
 HOSTNAME = "sandbox"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+GPU_FACTS = ("/sys",)  # where a GPU's driver looks for the machine it is in; seen by nobody who has no GPU
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 
 
@@ -30,6 +33,7 @@ class View:
     links: Mapping[str, str]  # path → where it points
     system: Sequence[str]  # read-only
     given: Sequence[str]  # read-only; a missing one is an error
+    devices: Sequence[str]  # files in /dev, beside the harmless ones
     output: str
     tmp: int
     cwd: str
@@ -40,13 +44,15 @@ class View:
 def view(
     command: Sequence[str], output: Path, given: Sequence[Path], cwd: Path, extra: Mapping[str, str], tmp: int
 ) -> View:
-    """The system's, the interpreter's and the given paths; a clean environment, with ``extra``."""
+    """The system's, the interpreter's and the given paths; a clean environment, with ``extra``; the GPU that the caller holds."""
     there = [path for path in SYSTEM if os.path.lexists(path)]
     links = {path: os.readlink(path) for path in there if os.path.islink(path)}
     system = [path for path in there if path not in links]
     system += [path for path in (*SYSTEM_FILES, *interpreter_paths()) if os.path.exists(path)]
-    environment = {**_environment(output), **extra}
-    return View(links, system, list(map(str, given)), str(output), tmp, str(cwd), environment, command)
+    nodes = devices.nodes()
+    system += [path for path in GPU_FACTS if nodes and os.path.exists(path)]
+    environment = {**_environment(output), **devices.environment(), **extra}
+    return View(links, system, list(map(str, given)), nodes, str(output), tmp, str(cwd), environment, command)
 
 
 @functools.cache
