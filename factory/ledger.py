@@ -21,7 +21,19 @@ SCHEMA_VERSION = "1"
 DRIVER = "PostgreSQL needs the extra 'postgres': pip install 'llm-factory[postgres]'"
 WRITERS_LOCK = 0x6C656467  # of pg_advisory_xact_lock
 metadata = sa.MetaData()
-T, N, F, J, C = sa.Text, sa.BigInteger, sa.Float, sa.JSON, sa.Column
+
+
+class PlainText(sa.TypeDecorator[str]):
+    """Text of which PostgreSQL refuses no character: what a shard names its documents may hold a NUL, which is stored as U+FFFD."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        return value.replace("\0", "\ufffd") if value else value
+
+
+T, N, F, J, C = PlainText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
 # SQLite gives only INTEGER PRIMARY KEY its row counter.
 SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 

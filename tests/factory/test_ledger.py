@@ -74,6 +74,14 @@ def test_listing_decodes_json_and_cannot_write(workspace: Workspace, ledger: Led
         rows(workspace, "DELETE FROM events")
 
 
+def test_a_nul_in_a_name_is_stored_and_found_by_either_database(ledger: Ledger) -> None:
+    with ledger.begin() as tx:
+        record(tx, "ingested", "a\0b", {"from": "a\0b"})
+    assert ledger.rows(sa.select(events.c.subject, events.c.detail).where(events.c.subject == "a\0b")) == [
+        {"subject": "a\ufffdb", "detail": {"from": "a\0b"}}
+    ]
+
+
 def test_makers_at_once_make_one_ledger(workspace: Workspace) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(Ledger.create, [workspace.ledger_url] * 4))
