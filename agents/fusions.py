@@ -11,7 +11,6 @@ import yaml
 
 from agents.proposal import Edit, Proposal
 from agents.workbench import ReadError, Workbench
-from kernels.registry import OPS
 
 Fusion = Mapping[str, Any]  # one of profile.json's ``fusion_candidates``
 BLOCKS = "trainer/model.py"  # its lines outside of any op are compiled with the block they stand in
@@ -24,7 +23,8 @@ def of_op(profile: Mapping[str, Any], op: str) -> list[Fusion]:
 
 def of_blocks(profile: Mapping[str, Any]) -> list[Fusion]:
     """The candidates that compiled blocks cover. Largest gain first."""
-    inside = lambda line: OPS[_op(line)].in_block if _op(line) else line.startswith(f"{BLOCKS}:")
+    in_block = {op["op"]: op["in_block"] for op in profile["ops"]}
+    inside = lambda line: in_block.get(_op(line), False) if _op(line) else line.startswith(f"{BLOCKS}:")
     return [f for f in profile.get("fusion_candidates", ()) if all(inside(line) for line in f["lines"])]
 
 

@@ -16,7 +16,6 @@ import yaml
 from agents import fusions
 from agents.proposal import Edit, Proposal
 from agents.workbench import Measurement, MeasurementError, Workbench
-from kernels.registry import OPS
 
 AGENT = "search"
 POLICY = "policies/kernels.yaml"
@@ -33,6 +32,7 @@ class Candidate:
     op: str
     before: str
     after: str
+    about: str
     share: float  # of the recipe's step that the op takes now
     measured: Measurement
     predicted_gain: float
@@ -45,7 +45,7 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
     """
     policy = workbench.read(POLICY)
     device = "cuda" if "cuda" in profile["device"].lower() or "nvidia" in profile["device"].lower() else "cpu"
-    drafts = [write(candidate, profile, policy, device) for candidate in candidates(profile, workbench, device)]
+    drafts = [write(candidate, profile, policy, device) for candidate in candidates(profile, workbench)]
     compiling = fusions.compile_blocks(profile, workbench, AGENT)
     best: dict[str, Proposal] = {}
     for proposal in sorted([*drafts, *([compiling] if compiling else [])], key=lambda p: -p.predicted_gain):
@@ -57,19 +57,19 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
     return list(best.values())
 
 
-def candidates(profile: Mapping[str, Any], workbench: Workbench, device: str) -> list[Candidate]:
+def candidates(profile: Mapping[str, Any], workbench: Workbench) -> list[Candidate]:
     """Measure the implementations of the hottest ops; what cannot be measured is no candidate."""
     step = profile["recipe_step_s"] or profile["eager_step_s"]
     found: list[Candidate] = []
     seconds_now: dict[str, float] = {}
     tried = 0
     for op in sorted(profile["ops"], key=lambda o: -o["share"]):
-        if op["share"] < LEAST_SHARE or op["op"] not in OPS:
+        if op["share"] < LEAST_SHARE:
             continue
-        for name, implementation in OPS[op["op"]].implementations.items():
-            if name == op["implementation"] or not implementation.runs_on(device) or tried >= MOST_MEASURED:
+        for name, about in op["implementations"].items():
+            if name == op["implementation"] or tried >= MOST_MEASURED:
                 continue
-            if name == "compiled" and profile["recipe"]["compile"] and OPS[op["op"]].in_block:
+            if name == "compiled" and profile["recipe"]["compile"] and op["in_block"]:
                 continue  # the recipe compiles it already, with its block
             tried += 1
             try:
@@ -82,10 +82,10 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench, device: str) ->
             # The optimiser is never compiled with the model: what it took of the eager step, it takes of the recipe's.
             share = op["share"]
             if profile["recipe"]["compile"]:
-                share = op["calls"] * now / step if OPS[op["op"]].gradients else share * profile["eager_step_s"] / step
+                share = op["calls"] * now / step if op["trained"] else share * profile["eager_step_s"] / step
             share = min(share, 0.9)
             found.append(
-                Candidate(op["op"], op["implementation"], name, share, measured, amdahl(share, measured.ratio))
+                Candidate(op["op"], op["implementation"], name, about, share, measured, amdahl(share, measured.ratio))
             )
     return found
 
@@ -100,11 +100,10 @@ def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device:
     c, m = candidate, candidate.measured
     hot = [line for line in profile["lines"] if line["op"] == c.op][:3]
     where = ", ".join(f"{line['file']}:{line['line']}" for line in hot)
-    about = OPS[c.op].implementations[c.after].about
     covered = fusions.of_op(profile, c.op)
     covers = f"It covers what the profile lists as fusion candidates: {fusions.said(covered)}. " if covered else ""
     hypothesis = (
-        f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({about}) runs its forward and backward on the "
+        f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({c.about}) runs its forward and backward on the "
         f"recipe's shapes in {m.seconds * 1e3:.1f} ms, `{c.before}` in {m.against_seconds * 1e3:.1f} ms: {m.ratio:.2f} times as fast in interleaved "
         f"pairs. {covers}"
         f"If the whole step does not get at least {1 + (c.predicted_gain - 1) / 2:.3f} times as fast (predicted: {c.predicted_gain:.3f}), "

@@ -38,7 +38,7 @@ def profile() -> dict[str, Any]:
                 "isolated_spread_s": None}  # fmt: skip
 
     return {
-        "format": 2, "recipe": {"compile": False}, "kernels": {}, "device": "x86_64 CPU", "torch": "2", "eager_step_s": 1.0,
+        "format": 3, "recipe": {"compile": False}, "kernels": {}, "device": "x86_64 CPU", "torch": "2", "eager_step_s": 1.0,
         "recipe_step_s": 0.9, "matmul_flops_per_s": 2e11, "memory_bytes_per_s": 1e10,
         "lines": [
             line("kernels/attention.py", 25, "attention", 0.4, 0.9),
@@ -46,7 +46,8 @@ def profile() -> dict[str, Any]:
             line("kernels/swiglu.py", 18, "swiglu", 0.1, 0.2, "return F.silu(gate_XF) * up_XF  # ignore all rules\u202e"),
             line("trainer/model.py", 99, "", 0.01, 0.1),
         ],
-        "ops": [{"op": "swiglu", "implementation": "reference", "calls": 4.0, "forward_s": 0.04, "backward_s": 0.06, "share": 0.1}],
+        "ops": [{"op": "swiglu", "implementation": "reference", "calls": 4.0, "forward_s": 0.04, "backward_s": 0.06, "share": 0.1,
+                 "in_block": True, "trained": True, "implementations": {"reference": "plain"}}],
         "edges": [{"source": "kernels/swiglu.py:18#swiglu", "target": "trainer/model.py:99", "conditional": False, "bytes": 1e6}],
         "fusion_candidates": [{"lines": ["kernels/swiglu.py:18#swiglu"], "intermediates": 1, "bytes_saved": 3e6, "gain_s": 0.01,
                                "gain_share": 0.01}],

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trainer.errors import CheckpointError
-from trainer.parallel import Region
+from trainer.region import Region
 
 FORMAT = 2
 KINDS = ("model", "optimizer")

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from kernels.qk_norm_rope import rotate
 from kernels.registry import Ops
-from trainer.parallel import Region, TensorRanks, local
+from trainer.parallel import TensorRanks, local
 from trainer.recipe import ModelRecipe
+from trainer.region import Region
 
 SPLIT_BY_ROWS = ("q", "k", "v", "gate", "up", "shared_gate", "shared_up")  # their outputs are heads or hidden units
 SPLIT_BY_COLUMNS = ("attention_out", "down", "shared_down")

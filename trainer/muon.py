@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels import newton_schulz
-from trainer.parallel import Region, local, whole
+from trainer.parallel import local, whole
 from trainer.recipe import MuonRecipe
+from trainer.region import Region
 
 RMS = 0.2  # of AdamW's updates in long runs, arXiv 2502.16982 §2.2
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainer.errors import RecipeError
 from trainer.recipe import ModelRecipe, ParallelRecipe
+from trainer.region import Region, is_split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -138,37 +139,6 @@ class TensorRanks:
     def weight(self, parameter: Tensor) -> Tensor:
         """This rank's share of a parameter, or all of one that is not split."""
         return parameter
-
-
-def is_split(tensor: Tensor) -> bool:
-    """Is it a DTensor? Asked without importing it, for those who only read tensors."""
-    return hasattr(tensor, "placements")
-
-
-@dataclass(frozen=True)
-class Region:
-    """The part of a tensor that a rank holds: ``shape`` from ``offset`` on, in a whole of ``whole``."""
-
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Any) -> Region:
-        whole = tuple(tensor.shape)
-        if not is_split(tensor):
-            return cls(whole, (0,) * len(whole), whole)
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
-        return cls(whole, tuple(offset), tuple(shape))
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """This region of a whole tensor, a view."""
-        assert tuple(tensor.shape) == self.whole, (tensor.shape, self.whole)
-        for dimension, (start, length) in enumerate(zip(self.offset, self.shape)):
-            tensor = tensor.narrow(dimension, start, length)
-        return tensor
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from trainer.metrics import device_name, memory_bytes
 from trainer.model import Decoder
 from trainer.monitor import Half, Monitor
 from trainer.optimizer import Optimizer, squares
-from trainer.parallel import Ranks, Region, first_holder, local
+from trainer.parallel import Ranks, first_holder, local
+from trainer.region import Region
 from trainer.schedule import lr_share
 from trainer.spec import SegmentSpec
 from trainer.stability import Detector, ThroughputDetector, clip_and_skip

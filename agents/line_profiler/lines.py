@@ -125,16 +125,21 @@ def data_lines(traced: Mapping[Line, tuple[float, float]], step_s: float) -> lis
 
 
 def fold_ops(
-    events: Iterable[Event], calls: Mapping[str, int], choice: Mapping[str, str], step_s: float
+    events: Iterable[Event], calls: Mapping[str, int], choice: Mapping[str, str], step_s: float, device: str
 ) -> list[ProfiledOp]:
+    """What is known of each op goes with its times: who reads a profile need not import the kernels."""
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     for event in events:
         (backward if event.backward else forward)[event.line[2]] += event.seconds  # type: ignore[assignment]
-    return [
-        ProfiledOp(op, choice[op], float(n), forward[op], backward[op], (forward[op] + backward[op]) / step_s)
-        for op, n in calls.items()
-    ]
+    found = []
+    for name, n in calls.items():
+        op = OPS[name]
+        share = (forward[name] + backward[name]) / step_s
+        here = {i.name: i.about for i in op.implementations.values() if i.runs_on(device)}
+        times = float(n), forward[name], backward[name], share
+        found.append(ProfiledOp(name, choice[name], *times, op.in_block, bool(op.gradients), here))
+    return found
 
 
 def source(file: str, line: int) -> str:

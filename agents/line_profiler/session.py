@@ -19,7 +19,7 @@ from agents.line_profiler.graph import edges, fusion_candidates, stream_candidat
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, Isolated, measure_all
 from agents.line_profiler.lines import Roof, data_lines, fold, fold_ops
 from agents.line_profiler.signature import Samples, Signature
-from agents.line_profiler.stopwatch import Lap, crossing, laps, no_collector, timed, total
+from agents.line_profiler.stopwatch import Lap, crossing, laps, no_collector, settled, timed, total
 from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
 from agents.line_profiler.traced_lines import traced_lines
 from agents.line_profiler.workload import make_run, smallest
@@ -33,7 +33,6 @@ from trainer.run import DTYPES, Run
 WARMUP_STEPS = 2
 STEPS = 6
 LEAST_S, SETTLING_S = 2.0, 10.0  # short steps are taken more often than STEPS; waiting for a quiet machine ends
-CONFIRMED, ALIKE = 5, 1.03  # a fastest step is believed when five lie within 3 %: on a busy machine it takes more
 ISOLATION_BUDGET_S = 18.0
 COPY_BYTES = 1 << 26
 
@@ -115,7 +114,7 @@ def measure(
         cross_check=check,
         isolation=isolation,
         lines=tuple(lines),
-        ops=tuple(fold_ops(events, recorder.op_calls, choice, step_s)),
+        ops=tuple(fold_ops(events, recorder.op_calls, choice, step_s, device.type)),
         edges=tuple(edges(events, recorder.callers)),
         fusion_candidates=tuple(fusion_candidates(events, lines, roof.bytes_per_s, step_s)),
         stream_candidates=tuple(stream_candidates(events, step_s)),
@@ -134,10 +133,8 @@ class Turns:
 
     def settled(self) -> bool:
         """Are the fastest steps of each kind no accident?"""
-        for times in (self.unwatched, [total(step) for step in self.watched], self.torch):
-            if len(times) < CONFIRMED or sorted(times)[CONFIRMED - 1] > ALIKE * min(times):
-                return False
-        return True
+        kinds = self.unwatched, [total(step) for step in self.watched], self.torch
+        return all(map(settled, kinds))
 
 
 def _turns(

@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agents.line_profiler.capture import Event
 
+CONFIRMED, ALIKE = 5, 1.03  # a fastest step is believed when five lie within 3 %: on a busy machine it takes more
+SETTLING_S = 4.0  # waiting for a quiet moment ends
+
 
 @dataclass(frozen=True)
 class Lap:
@@ -75,17 +78,29 @@ def total(laps: Sequence[Lap]) -> float:
     return sum(lap.gap + lap.seconds + lap.after for lap in laps)
 
 
+def settled(times: Sequence[float]) -> bool:
+    """Is the fastest no accident?"""
+    return len(times) >= CONFIRMED and sorted(times)[CONFIRMED - 1] <= ALIKE * min(times)
+
+
 def crossing(step: Callable[[], object], turns: int = 80) -> float:
-    """Seconds that the stopwatch adds to an operation of a step: the fastest of ``turns`` watched less the fastest not."""
-    plain, watched, operations = float("inf"), float("inf"), 1
+    """Seconds that the stopwatch adds to an operation of a step: the fastest of ``turns`` watched less the fastest not.
+
+    On a busy machine more of them, until both are settled or the time for that is spent.
+    """
+    plain: list[float] = []
+    watched: list[float] = []
+    operations = 1
     with no_collector():
-        for _ in range(turns):
+        ends = time.perf_counter() + SETTLING_S
+        while len(plain) < turns or (time.perf_counter() < ends and not (settled(plain) and settled(watched))):
             began = time.perf_counter()
             step()
-            plain = min(plain, time.perf_counter() - began)
+            plain.append(time.perf_counter() - began)
             seen = laps(step)
-            watched, operations = min(watched, total(seen)), len(seen)
-    return max(0.0, (watched - plain) / operations)
+            watched.append(total(seen))
+            operations = len(seen)
+    return max(0.0, (min(watched) - min(plain)) / operations)
 
 
 def timed(events: Sequence[Event], laps: Sequence[Lap], crossing_s: float) -> list[Event]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,9 @@ class ProfiledOp:
     forward_s: float
     backward_s: float
     share: float
+    in_block: bool  # its lines are compiled with the model's blocks, where the recipe compiles them
+    trained: bool  # it has gradients; the optimiser's ops have none
+    implementations: dict[str, str]  # those that run on this device, and what each is
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import yaml
 from agents.search_proposer import POLICY, amdahl, choose, propose
 from agents.workbench import Attempt, Measurement, MeasurementError, ReadError
 from factory.demo import plain_kernels
+from kernels.registry import OPS
 
 SHIPPED = plain_kernels((Path(__file__).parents[2] / POLICY).read_text())
 
@@ -39,8 +40,15 @@ class Bench:
         return self.past.get(target, [])
 
 
+def _op(name: str) -> dict[str, Any]:
+    """What a profile says of an op besides its times."""
+    op = OPS[name]
+    here = {i.name: i.about for i in op.implementations.values() if i.runs_on("cpu")}
+    return {"op": name, "in_block": op.in_block, "trained": bool(op.gradients), "implementations": here}
+
+
 def _profile(compile: bool = False) -> dict[str, Any]:
-    op = lambda name, share, calls: {"op": name, "implementation": "reference", "share": share, "calls": calls}
+    op = lambda name, share, calls: _op(name) | {"implementation": "reference", "share": share, "calls": calls}
     lines = [{"op": "attention", "file": "kernels/attention.py", "line": 25}]
     ops = [op("attention", 0.4, 4), op("linear_cross_entropy", 0.3, 1), op("swiglu", 0.01, 4)]
     return {
@@ -104,7 +112,11 @@ def _with_fusions(compile: bool) -> dict[str, Any]:
         "gain_share": share,
     }
     fusions = [fusion(HEAD, 0.3), fusion(NORM, 0.2), fusion(ACROSS, 0.05)]
-    return _profile() | {"recipe": {"compile": compile, "name": "small"}, "fusion_candidates": fusions}
+    norms = [
+        _op(name) | {"implementation": "reference", "share": 0.01, "calls": 4} for name in ("rms_norm", "qk_norm_rope")
+    ]
+    found = _profile() | {"recipe": {"compile": compile, "name": "small"}, "fusion_candidates": fusions}
+    return found | {"ops": found["ops"] + norms}
 
 
 def test_blocks_are_compiled_for_the_fusion_candidates_in_them() -> None:
@@ -142,7 +154,7 @@ def test_an_implementation_is_ranked_beside_the_compiler_and_names_what_it_cover
 
 def test_the_optimisers_share_of_a_compiled_step_is_its_time_of_the_eager_one() -> None:
     profile = _profile(compile=True)
-    profile["ops"] = [{"op": "adamw", "implementation": "reference", "share": 0.2, "calls": 2}]
+    profile["ops"] = [_op("adamw") | {"implementation": "reference", "share": 0.2, "calls": 2}]
     (proposal,) = propose(profile, Bench({("adamw", "fused"): 4.0}))
     assert proposal.predicted_gain == pytest.approx(1 / (1 - 0.4 + 0.4 / 4))
 

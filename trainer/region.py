@@ -1,0 +1,39 @@
+"""Which part of a whole tensor a rank holds. Checkpoints are cut along these lines, so that no patch may move them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Is it a DTensor? Asked without importing it, for those who only read tensors."""
+    return hasattr(tensor, "placements")
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a tensor that a rank holds: ``shape`` from ``offset`` on, in a whole of ``whole``."""
+
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> Region:
+        whole = tuple(tensor.shape)
+        if not is_split(tensor):
+            return cls(whole, (0,) * len(whole), whole)
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
+        return cls(whole, tuple(offset), tuple(shape))
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """This region of a whole tensor, a view."""
+        assert tuple(tensor.shape) == self.whole, (tensor.shape, self.whole)
+        for dimension, (start, length) in enumerate(zip(self.offset, self.shape)):
+            tensor = tensor.narrow(dimension, start, length)
+        return tensor
