@@ -4,6 +4,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,9 @@ def test_transaction_is_all_or_nothing(ledger: Ledger) -> None:
     assert ledger.rows(sa.select(events)) == []
 
 
-def _append(url: str, name: str, count: int) -> None:
+def _append(url: str, name: str, count: int, together: Barrier) -> None:
     ledger = Ledger.open(url)
+    together.wait(60)
     for number in range(count):
         with ledger.begin() as tx:
             seen = tx.execute(sa.select(sa.func.count()).select_from(events)).scalar()
@@ -40,7 +42,8 @@ def _append(url: str, name: str, count: int) -> None:
 def test_writers_in_several_processes_are_serial(ledger: Ledger) -> None:
     """Each writer reads the count and appends it: with serial transactions the counts are 0, 1, 2, … without a gap or a repeat."""
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_append, args=(ledger.url, name, 25)) for name in "ab"]
+    together = context.Barrier(2)
+    writers = [context.Process(target=_append, args=(ledger.url, name, 25, together)) for name in "ab"]
     for writer in writers:
         writer.start()
     for writer in writers:
