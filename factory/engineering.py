@@ -34,7 +34,8 @@ from agents.workbench import Workbench
 from factory.errors import FactoryError, InputError
 from factory.exchanges import ExchangeBooks
 from factory.gates.patch_scope import AgentsPolicy
-from factory.ledger import DRIVER, Ledger, agent_runs, profiles, proposals, record, verdicts
+from factory.ledger import Ledger, agent_runs, profiles, proposals, record, verdicts
+from factory.ledger_engine import DRIVER
 from factory.profiling import Options, profile
 from factory.progress import Progress
 from factory.workspace import Workspace
