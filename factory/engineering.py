@@ -8,6 +8,7 @@ run is abandoned then.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import sqlite3
@@ -19,6 +20,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from agents.kernel_engineer.checkpoints import CheckpointError
 from agents.kernel_engineer.draft import AGENT
 from agents.kernel_engineer.graph import Run, forget, work
 from agents.kernel_engineer.targets import TargetError, targets, worthwhile
@@ -33,6 +35,7 @@ from factory.errors import FactoryError, InputError
 from factory.exchanges import ExchangeBooks
 from factory.gates.patch_scope import AgentsPolicy
 from factory.ledger import Ledger, agent_runs, profiles, proposals, record, verdicts
+from factory.ledger_engine import DRIVER
 from factory.profiling import Options, profile
 from factory.progress import Progress
 from factory.workspace import Workspace
@@ -94,6 +97,7 @@ def take_up(
     policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
     policy = policy.model_copy(update={"model": hire.model or policy.model})
     endpoint = _endpoint(policy, hire, progress.line)
+    saved_at(workspace)
     agent_runs.create(ledger.engine, checkfirst=True)  # a ledger may be older than this table
     rows = _running(workspace, ledger, base, hire.target, count)
     if len(rows) < count:
@@ -133,11 +137,20 @@ def _begin(ledger: Ledger, asked: str, base: str, profile: int) -> dict[str, Any
     return row
 
 
+def saved_at(workspace: Workspace) -> Path | str:
+    """Where runs keep their checkpoints: in the workspace, or in the ledger's database. Raises: InputError."""
+    url = sa.make_url(workspace.ledger_url)
+    if url.get_backend_name() == "sqlite":
+        return workspace.root / "agents.db"
+    if importlib.util.find_spec("langgraph.checkpoint.postgres") is None:
+        raise InputError(f"the ledger is at {url!r}, and so are the agents' checkpoints: {DRIVER}")
+    return url.set(drivername="postgresql").render_as_string(hide_password=False)
+
+
 def draft(workspace: Workspace, ledger: Ledger, progress: Progress, job: Job, bench: Workbench) -> Proposal | None:
     """The engineer's proposal, or None (and why). Raises: InputError for a target that is not there; ModelError."""
     hire = job.hire
-    saved = workspace.root / "agents.db"
-    run = Run(job.run, job.profile, bench, job.client, saved, hire.target, hire.person, progress.line)
+    run = Run(job.run, job.profile, bench, job.client, saved_at(workspace), hire.target, hire.person, progress.line)
     try:
         drafted, why = work(run)
     except TargetError as error:
@@ -149,10 +162,8 @@ def draft(workspace: Workspace, ledger: Ledger, progress: Progress, job: Job, be
         raise ModelError(str(error)) from None
     except LlmError as error:
         raise ModelError(f"{error}. Run {job.run} is kept: the same command goes on with it") from None
-    except sqlite3.DatabaseError as error:
-        if error.sqlite_errorname not in ("SQLITE_CORRUPT", "SQLITE_NOTADB"):
-            raise
-        raise ModelError(f"{saved}: {error}; delete it, and the run starts over") from error
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
     if drafted is None:
         progress.line(f"  nothing proposed: {why}")
         _end(workspace, ledger, job.run, "nothing", why=why)
@@ -178,8 +189,10 @@ def _end(workspace: Workspace, ledger: Ledger, run: int, state: str, **values: A
     with ledger.begin() as tx:
         tx.execute(agent_runs.update().where(agent_runs.c.id == run).values(state=state, **values))
         record(tx, f"agent_{state}", f"agent_run:{run}", values)
-    with contextlib.suppress(sqlite3.DatabaseError):  # the checkpoints of a run that is over are but ballast
-        forget(workspace.root / "agents.db", run)
+    with contextlib.suppress(
+        sqlite3.DatabaseError, CheckpointError
+    ):  # the checkpoints of a run that is over are but ballast
+        forget(saved_at(workspace), run)
 
 
 def _running(workspace: Workspace, ledger: Ledger, base: str, asked: str, count: int) -> list[dict[str, Any]]:

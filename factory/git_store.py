@@ -5,10 +5,10 @@ and outside configuration pinned off. Files are written byte for byte as stored;
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from factory.errors import FactoryError
 from factory.gates.patch_scope import Change
@@ -44,6 +44,8 @@ ENVIRONMENT = {
     "GIT_COMMITTER_NAME": "factory",
     "GIT_COMMITTER_EMAIL": "factory@localhost",
 }
+AS_BYTES: dict[str, Any] = {"with_extended_output": True, "with_exceptions": False, "shell": False}
+AS_BYTES |= {"stdout_as_string": False, "strip_newline_in_stdout": False}
 REGULAR = ("100644", "100755")
 
 
@@ -54,22 +56,31 @@ class RepositoryError(FactoryError):
 
 
 def git(
-    folder: Path,
-    *arguments: str,
-    data: bytes | None = None,
-    environment: dict[str, str] | None = None,
-    check: bool = True,
-) -> subprocess.CompletedProcess[bytes]:
+    folder: Path, *arguments: str, data: bytes = b"", environment: Mapping[str, str] | None = None, check: bool = True
+) -> bytes:
+    """What git says to one command whose standard input is ``data``. Raises: RepositoryError; nothing is said without ``check``.
+
+    GitPython starts it and hands on the environment that the factory has, so ``env -i`` stands before git. More of it is
+    not used: a ``Repo`` reads the repository's configuration, and what that includes, by a parser that knows no pin.
+    """
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # that git is missing is told by ``live_commit``
+    from git.cmd import Git
+
+    clean = [f"{key}={value}" for key, value in {**ENVIRONMENT, **(environment or {})}.items()]
     pinned = [word for key, value in PINNED.items() for word in ("-c", f"{key}={value}")]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *pinned, *arguments],
-        input=data or b"",
-        capture_output=True,
-        env={**ENVIRONMENT, **(environment or {})},
-    )
-    if check and done.returncode:
-        raise RepositoryError(f"git {arguments[0]} in {folder}: {done.stderr.decode(errors='replace').strip()[-500:]}")
-    return done
+    with tempfile.TemporaryFile() as given:
+        given.write(data)
+        given.seek(0)
+        words = ["/usr/bin/env", "-i", *clean, "git", "-C", str(folder), *pinned, *arguments]
+        status, said, error = Git().execute(words, istream=given, **AS_BYTES)
+    if status and check:
+        raise RepositoryError(f"git {arguments[0]} in {folder}: {error.strip()[-500:]}")
+    return b"" if status else said
+
+
+def line(folder: Path, *arguments: str, **how: Any) -> str:
+    """The line that ``git`` says, empty when there is none."""
+    return os.fsdecode(git(folder, *arguments, **how)).rstrip("\n")
 
 
 def commit_of(repository: Path, base: str, edited: Sequence[Change], message: str) -> str | None:
@@ -81,20 +92,20 @@ def commit_of(repository: Path, base: str, edited: Sequence[Change], message: st
             if change.content is None:
                 git(repository, "update-index", "--force-remove", change.path, environment=index)
                 continue
-            stored = git(repository, "hash-object", "-w", "--no-filters", "--stdin", data=change.content)
-            entry = f"{change.mode},{stored.stdout.decode().strip()},{change.path}"
+            blob = line(repository, "hash-object", "-w", "--no-filters", "--stdin", data=change.content)
+            entry = f"{change.mode},{blob},{change.path}"
             git(repository, "update-index", "--add", "--cacheinfo", entry, environment=index)
-        tree = git(repository, "write-tree", environment=index).stdout.decode().strip()
-    if tree == git(repository, "rev-parse", f"{base}^{{tree}}").stdout.decode().strip():
+        tree = line(repository, "write-tree", environment=index)
+    if tree == line(repository, "rev-parse", f"{base}^{{tree}}"):
         return None
-    return git(repository, "commit-tree", tree, "-p", base, data=message.encode()).stdout.decode().strip()
+    return line(repository, "commit-tree", tree, "-p", base, data=message.encode())
 
 
 def staged_entries(repository: Path) -> dict[str, tuple[str, str]]:
     """path → (mode, blob) of what is staged."""
     found = {}
-    for line in git(repository, "ls-files", "--stage", "-z").stdout.split(b"\0")[:-1]:
-        head, path = line.split(b"\t", 1)
+    for entry in git(repository, "ls-files", "--stage", "-z").split(b"\0")[:-1]:
+        head, path = entry.split(b"\t", 1)
         mode, blob, _ = head.decode().split(" ")
         found[os.fsdecode(path)] = (mode, blob)
     return found
@@ -102,10 +113,10 @@ def staged_entries(repository: Path) -> dict[str, tuple[str, str]]:
 
 def entries_of(repository: Path, commit: str) -> dict[str, tuple[str, str]]:
     """path → (mode, blob) of a commit's tree."""
-    listed = git(repository, "ls-tree", "-r", "-z", "--full-tree", commit).stdout
+    listed = git(repository, "ls-tree", "-r", "-z", "--full-tree", commit)
     entries = {}
-    for line in listed.split(b"\0")[:-1]:
-        head, path = line.split(b"\t", 1)
+    for entry in listed.split(b"\0")[:-1]:
+        head, path = entry.split(b"\t", 1)
         mode, _, blob = head.decode().split(" ")
         entries[os.fsdecode(path)] = (mode, blob)
     return entries
@@ -113,15 +124,13 @@ def entries_of(repository: Path, commit: str) -> dict[str, tuple[str, str]]:
 
 def hashes(repository: Path, files: Sequence[Path]) -> list[str]:
     names = "".join(f"{file.absolute()}\n" for file in files)
-    return (
-        git(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).stdout.decode().split()
-    )
+    return line(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).split()
 
 
 def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path) -> None:
     """Write a tree's regular files as stored. Links and submodules are left out: no code of ours needs them."""
     regular = [(path, mode, blob) for path, (mode, blob) in entries.items() if mode in REGULAR]
-    stored = git(repository, "cat-file", "--batch", data="".join(f"{blob}\n" for _, _, blob in regular).encode()).stdout
+    stored = git(repository, "cat-file", "--batch", data="".join(f"{blob}\n" for _, _, blob in regular).encode())
     at = 0
     for path, mode, _ in regular:
         end = stored.index(b"\n", at)

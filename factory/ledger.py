@@ -2,7 +2,8 @@
 
 ``Ledger.open`` gives ``begin()`` (one write transaction, all or nothing) and ``read()``. Tables are plain SQLAlchemy Core
 objects of this module; the module that owns a noun (``ingest``, ``training``, ``releases`` …) owns the statements on its table.
-SQLite is the embedded default (WAL, full sync, foreign keys on); a PostgreSQL URL works the same.
+SQLite is the embedded default (WAL, full sync, foreign keys on); a PostgreSQL URL (``postgresql://user:password@host/database``)
+works the same. On either, writers are serial: a transaction that writes waits for the one before.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.errors import WorkspaceError
+from factory.ledger_engine import SERIAL, PlainText, engine
 
 SCHEMA_VERSION = "1"
 metadata = sa.MetaData()
-T, N, F, J, C = sa.Text, sa.BigInteger, sa.Float, sa.JSON, sa.Column
-# SQLite gives only INTEGER PRIMARY KEY its row counter.
-SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+T, N, F, J, C = PlainText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
 
 meta = sa.Table("meta", metadata, C("key", T, primary_key=True), C("value", T))
 
@@ -311,22 +311,14 @@ class Ledger:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        if url.startswith("sqlite"):
-            self.engine = sa.create_engine(url, connect_args={"timeout": 60})
-            sa.event.listen(self.engine, "connect", _pragmas)
-            sa.event.listen(self.engine, "begin", _begin)
-        else:
-            try:
-                self.engine = sa.create_engine(url, pool_pre_ping=True)
-            except (ImportError, sa.exc.ArgumentError) as error:
-                raise WorkspaceError(f"ledger_url {url.split('://')[0]}://…: no driver for it here: {error}") from error
+        self.engine = engine(url)
 
     @classmethod
     def create(cls, url: str) -> Ledger:
         """Make the tables when they are not there; safe to call again."""
         ledger = cls(url)
-        metadata.create_all(ledger.engine)
         with ledger.begin() as tx:
+            metadata.create_all(tx)
             if tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar() is None:
                 tx.execute(meta.insert().values(key="schema", value=SCHEMA_VERSION))
         return ledger
@@ -338,10 +330,14 @@ class Ledger:
         try:
             found = ledger.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
         except sa.exc.DBAPIError as error:
-            raise WorkspaceError(f"the ledger at {url} cannot be read: {error.orig}; run 'factory init'") from error
+            raise WorkspaceError(
+                f"the ledger at {ledger.engine.url!r} cannot be read: {error.orig}; run 'factory init'"
+            ) from error
         version = found and found["value"]
         if version != SCHEMA_VERSION:
-            raise WorkspaceError(f"the ledger at {url} is of version {version}, this factory speaks {SCHEMA_VERSION}")
+            raise WorkspaceError(
+                f"the ledger at {ledger.engine.url!r} is of version {version}, this factory speaks {SCHEMA_VERSION}"
+            )
         return ledger
 
     @contextmanager
@@ -364,17 +360,3 @@ class Ledger:
 def record(tx: sa.Connection, kind: str, subject: str, detail: dict[str, Any] | None = None) -> None:
     """Append an event in the caller's transaction."""
     tx.execute(events.insert().values(at=time.time(), kind=kind, subject=subject, detail=detail))
-
-
-def _begin(connection: sa.Connection) -> None:
-    # pysqlite starts transactions late and deferred; a writer must take the lock at BEGIN, or two writers deadlock.
-    reads_only = connection.get_execution_options().get("reads_only", False)
-    connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
-
-
-def _pragmas(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # SQLAlchemy's BEGIN above is the only one
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=60000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()

@@ -33,10 +33,12 @@ def rows(workspace: Workspace, sql: str, **parameters: Any) -> list[dict[str, An
             finally:
                 connection.close()
         else:
-            import sqlalchemy
+            from factory.ledger import Ledger, sa
 
-            with sqlalchemy.create_engine(url).connect() as open_connection:
-                found = [dict(row) for row in open_connection.execute(sqlalchemy.text(sql), parameters).mappings()]
+            try:
+                found = Ledger.open(url).rows(sa.text(sql), parameters)
+            except sa.exc.DBAPIError as error:
+                raise WorkspaceError(f"the ledger of {workspace.root} cannot be read: {error.orig}") from error
     except sqlite3.Error as error:
         raise WorkspaceError(f"the ledger of {workspace.root} cannot be read: {error}; run 'factory doctor'") from error
     for row in found:

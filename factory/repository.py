@@ -24,6 +24,7 @@ from factory.git_store import (
     entries_of,
     git,
     hashes,
+    line,
     staged_entries,
     write_files,
 )
@@ -61,16 +62,16 @@ def live_commit(repository: Path) -> str:
         raise RepositoryError("git is not installed: install it with your system's package manager")
     if not repository.is_dir():
         raise RepositoryError(f"{repository} is not a folder: set 'repository' in factory.yaml to a git checkout")
-    top = git(repository, "rev-parse", "--show-toplevel", check=False)
-    if top.returncode or Path(os.fsdecode(top.stdout).rstrip("\n")).resolve() != repository.resolve():
+    top = line(repository, "rev-parse", "--show-toplevel", check=False)
+    if not top or Path(top).resolve() != repository.resolve():
         raise RepositoryError(
             f"{repository} is not a git checkout (it may have been downloaded as an archive): clone the repository, or "
             "run 'git init && git add -A && git commit -m base' there; code is trained with and patched as commits"
         )
-    head = git(repository, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
-    if head.returncode:
+    head = line(repository, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
+    if not head:
         raise RepositoryError(f"{repository} has no commit yet: make one ('git add -A && git commit -m base')")
-    return head.stdout.decode().strip()
+    return head
 
 
 def changed_files(repository: Path, folders: Sequence[str] = ("kernels", "trainer", "agents", "policies")) -> list[str]:
@@ -84,7 +85,7 @@ def changed_files(repository: Path, folders: Sequence[str] = ("kernels", "traine
 
 def require_settled(repository: Path) -> None:
     """Raises: RepositoryError unless HEAD is a branch and the checkout holds its code: a proposal is made on, and merged into, that."""
-    if git(repository, "symbolic-ref", "--quiet", "HEAD", check=False).returncode:
+    if not line(repository, "symbolic-ref", "--quiet", "HEAD", check=False):
         raise RepositoryError(
             f"{repository} is on no branch (detached HEAD): 'git switch' to the branch that proposals are for, or make one with "
             "'git switch -c NAME'"
@@ -108,18 +109,8 @@ def checkout(repository: Path, commit: str, folder: Path) -> Path:
     if not _holds(repository, folder, commit, entries):
         remove_worktree(repository, folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        git(
-            repository,
-            "worktree",
-            "add",
-            "--quiet",
-            "--force",
-            "--force",
-            "--no-checkout",
-            "--detach",
-            str(folder),
-            commit,
-        )
+        add = ("worktree", "add", "--quiet", "--force", "--force", "--no-checkout", "--detach")
+        git(repository, *add, str(folder), commit)
         write_files(repository, entries, folder)
         git(folder, "read-tree", commit)
     return folder
@@ -141,7 +132,7 @@ def remove_branch(repository: Path, branch: str) -> None:
 
 def branch_numbers(repository: Path) -> set[int]:
     """The proposal numbers that branches ``factory/<agent>/<number>-<slug>`` already bear."""
-    names = git(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").stdout.decode().split()
+    names = line(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").split()
     found = (re.fullmatch(r"refs/heads/factory/[^/]+/(\d+)-.*", name) for name in names)
     return {int(match.group(1)) for match in found if match}
 
@@ -164,11 +155,8 @@ def fork(source: Path, target: Path, edit: Callable[[str], str], path: str, mess
     git(aside, "remote", "remove", "origin")
     mode, _ = entries_of(aside, base)[path]
     text = edit(file_text(aside, base, path))
-    blob = git(aside, "hash-object", "-w", "--no-filters", "--stdin", data=encoded(text)).stdout.decode().strip()
-    git(aside, "read-tree", base)
-    git(aside, "update-index", "--cacheinfo", f"{mode},{blob},{path}")
-    tree = git(aside, "write-tree").stdout.decode().strip()
-    commit = git(aside, "commit-tree", tree, "-p", base, data=message.encode()).stdout.decode().strip()
+    commit = commit_of(aside, base, [Change(path, encoded(text), mode, mode)], message) or base
+    git(aside, "read-tree", commit)
     git(aside, "symbolic-ref", "HEAD", "refs/heads/main")  # the source may be on no branch
     git(aside, "update-ref", "HEAD", commit)
     write_files(aside, entries_of(aside, commit), aside)
@@ -217,13 +205,16 @@ def proposed(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> l
 
 def branch_commit(repository: Path, branch: str) -> str | None:
     """Where a branch points; None when there is none."""
-    found = git(repository, "rev-parse", "--verify", "--quiet", f"refs/heads/{branch}^{{commit}}", check=False)
-    return found.stdout.decode().strip() or None
+    return line(repository, "rev-parse", "--verify", "--quiet", f"refs/heads/{branch}^{{commit}}", check=False) or None
 
 
 def contains(repository: Path, commit: str, older: str) -> bool:
     """Is ``older`` an ancestor of ``commit``, or that commit itself?"""
-    return git(repository, "merge-base", "--is-ancestor", older, commit, check=False).returncode == 0
+    try:
+        git(repository, "merge-base", "--is-ancestor", older, commit)
+    except RepositoryError:
+        return False
+    return True
 
 
 def undoing(repository: Path, live: str, base: str, commit: str, message: str) -> str:
@@ -246,7 +237,7 @@ def advance(repository: Path, base: str, commit: str) -> None:
     Raises: RepositoryError, and nothing has moved, when no branch is checked out, it is no longer at ``base``, or a file
     that would change holds what nobody committed.
     """
-    head = git(repository, "symbolic-ref", "--quiet", "HEAD", check=False).stdout.decode().strip()
+    head = line(repository, "symbolic-ref", "--quiet", "HEAD", check=False)
     if not head:
         raise RepositoryError(f"{repository} has no branch checked out (its HEAD is detached): check one out first")
     before, after = entries_of(repository, base), entries_of(repository, commit)
@@ -276,8 +267,7 @@ def advance(repository: Path, base: str, commit: str) -> None:
 
 def reword(repository: Path, applied: Applied, message: str) -> str:
     """Give the proposal's commit another message (same tree, same parent); returns the new commit."""
-    commit = git(repository, "commit-tree", f"{applied.commit}^{{tree}}", "-p", applied.base, data=message.encode())
-    new = commit.stdout.decode().strip()
+    new = line(repository, "commit-tree", f"{applied.commit}^{{tree}}", "-p", applied.base, data=message.encode())
     git(repository, "update-ref", f"refs/heads/{applied.branch}", new, applied.commit)
     return new
 
@@ -285,7 +275,7 @@ def reword(repository: Path, applied: Applied, message: str) -> str:
 def patch(repository: Path, base: str, commit: str) -> str:
     """The patch as text, with whole object names: what is shown to people, hashed, and approved."""
     flags = ("--full-index", "--binary", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")
-    return os.fsdecode(git(repository, "diff-tree", "-p", *flags, base, commit).stdout)
+    return os.fsdecode(git(repository, "diff-tree", "-p", *flags, base, commit))
 
 
 def patch_sha256(repository: Path, base: str, commit: str) -> str:
@@ -302,7 +292,7 @@ def changes(repository: Path, base: str, commit: str) -> list[Change]:
             continue
         content = None
         if new is not None and new[0] != "160000":
-            content = git(repository, "cat-file", "blob", new[1]).stdout
+            content = git(repository, "cat-file", "blob", new[1])
         found.append(
             Change(path, content, new[0] if new else (old or new or ("100644", ""))[0], old[0] if old else None)
         )
@@ -311,7 +301,7 @@ def changes(repository: Path, base: str, commit: str) -> list[Change]:
 
 def file_text(repository: Path, commit: str, path: str) -> str:
     """A stored file as text; bytes that are not UTF-8 are replaced."""
-    return git(repository, "cat-file", "blob", f"{commit}:{path}").stdout.decode("utf-8", "replace")
+    return git(repository, "cat-file", "blob", f"{commit}:{path}").decode("utf-8", "replace")
 
 
 def modes(repository: Path, commit: str) -> dict[str, str]:
@@ -324,9 +314,9 @@ def _holds(repository: Path, folder: Path, commit: str, entries: dict[str, tuple
     """Is ``folder`` a registered worktree at ``commit`` whose files are all there, byte for byte?"""
     if folder.is_symlink() or not (folder / ".git").is_file():
         return False
-    head = git(folder, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False).stdout.decode().strip()
-    ours = git(folder, "rev-parse", "--path-format=absolute", "--git-common-dir", check=False).stdout
-    if head != commit or ours != git(repository, "rev-parse", "--path-format=absolute", "--git-common-dir").stdout:
+    head = line(folder, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
+    common = ("rev-parse", "--path-format=absolute", "--git-common-dir")
+    if head != commit or line(folder, *common, check=False) != line(repository, *common):
         return False
     files = {folder / path: blob for path, (mode, blob) in entries.items() if mode in REGULAR}
     if not all(file.is_file() and not file.is_symlink() for file in files):

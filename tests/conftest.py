@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import postgres_server
 import pytest
 
 from factory.ledger import Ledger
@@ -65,3 +68,13 @@ def plant(tmp_path: Path, code_repository: Path) -> Workspace:
     workspace = Workspace.create(tmp_path / "plant", Config(recipe="tiny", repository=str(code_repository)))
     Ledger.create(workspace.ledger_url)
     return workspace
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Callable[[], str]]:
+    """Makes a new database in a real server, and tells its address."""
+    if why := postgres_server.missing():
+        pytest.skip(why)
+    with postgres_server.server() as address:
+        names = (f"factory_{number}" for number in itertools.count())
+        yield lambda: postgres_server.new_database(address, next(names))

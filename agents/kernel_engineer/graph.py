@@ -1,4 +1,4 @@
-"""The kernel engineer's loop, as a LangGraph graph whose state is in SQLite after every node: killed anywhere, it goes on where it was.
+"""The kernel engineer's loop, as a LangGraph graph whose state is in a database after every node: killed anywhere, it goes on where it was.
 
     aim ─► steer ─► think ─► act ─┬─► think          (it read something)
                       ▲           ├─► steer ─► think (its proposal was not taken, and rounds are left; or a person wants more)
@@ -10,14 +10,12 @@ The state holds plain JSON values only.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from agents.kernel_engineer import prompts
+from agents.kernel_engineer import checkpoints, prompts
 from agents.kernel_engineer.draft import AGENT, DraftError, read_draft
 from agents.kernel_engineer.targets import Target, named, targets, worthwhile
 from agents.kernel_engineer.tools import PROPOSE, TOOLS, Reader
@@ -50,14 +48,14 @@ class State(TypedDict, total=False):
 class Run:
     """One run: its number, what it works from, and whom it may ask. ``asked``: the target that a person named, or ''.
 
-    ``saved``: the SQLite file of the checkpoints.
+    ``saved``: the SQLite file of the checkpoints, or a PostgreSQL address.
     """
 
     number: int
     profile: Mapping[str, Any]
     workbench: Workbench
     client: Client
-    saved: Path
+    saved: Path | str
     asked: str = ""
     person: Person | None = None
     say: Callable[[str], None] = lambda _: None
@@ -66,15 +64,11 @@ class Run:
 def work(run: Run) -> tuple[Proposal | None, str]:
     """The proposal, or None; and why it ended. Called again after a kill, with the same number, it goes on.
 
-    Raises: TargetError; LlmError; whatever the workbench's sandbox raises. The run can be gone on with after each.
+    Raises: TargetError; LlmError; CheckpointError; whatever the workbench's sandbox raises. The run can be gone on with after each.
     """
-    from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
-    from langgraph.checkpoint.sqlite import SqliteSaver
     from langgraph.types import Command
 
-    with closing(sqlite3.connect(run.saved, check_same_thread=False, timeout=60)) as connection:
-        connection.execute("PRAGMA synchronous=FULL")
-        saver = SqliteSaver(connection, serde=JsonPlusSerializer(allowed_msgpack_modules=None))  # plain values only
+    with checkpoints.opened(run.saved) as saver:
         graph = _Engineer(run).graph().compile(checkpointer=saver)
         steps = 4 * (run.client.policy.exchanges + run.client.policy.rounds) + 20
         config: Any = {"configurable": {"thread_id": _thread(run.number)}, "recursion_limit": steps}
@@ -95,13 +89,11 @@ def work(run: Run) -> tuple[Proposal | None, str]:
     return draft, state.get("ended") or state.get("problem") or ""
 
 
-def forget(saved: Path, number: int) -> None:
-    """Drop the checkpoints of a run that is over."""
-    from langgraph.checkpoint.sqlite import SqliteSaver
-
-    if saved.exists():
-        with closing(sqlite3.connect(saved, check_same_thread=False, timeout=60)) as connection:
-            SqliteSaver(connection).delete_thread(_thread(number))
+def forget(saved: Path | str, number: int) -> None:
+    """Drop the checkpoints of a run that is over. Raises: CheckpointError."""
+    if isinstance(saved, str) or saved.exists():
+        with checkpoints.opened(saved) as saver:
+            saver.delete_thread(_thread(number))
 
 
 def _thread(number: int) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from code_loop_case import Made, make
 from engineer_case import Notes, profile, recorded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agents.kernel_engineer import checkpoints
 from agents.kernel_engineer.draft import DraftError, read_draft
 from agents.kernel_engineer.graph import Run, forget, work
 from agents.kernel_engineer.targets import Target, TargetError, named, targets, worthwhile
@@ -28,6 +29,7 @@ from agents.proposal import Proposal
 from agents.untrusted import one_line, quoted, visible
 from agents.workbench import Attempt
 from factory.gates.patch_training import find_start
+from factory.ledger import Ledger
 from factory.progress import SILENT
 from factory.workbench import Bench
 
@@ -49,7 +51,14 @@ Start = Callable[..., tuple[Proposal | None, str, list[str], ReplayServer]]
 
 
 @pytest.fixture
-def start(bench: Bench, tmp_path: Path) -> Start:
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    """Where checkpoints go: a file, or with the parameter 'postgresql' a database."""
+    server = getattr(request, "param", "") == "postgresql"
+    return request.getfixturevalue("postgres")() if server else tmp_path / "agents.db"
+
+
+@pytest.fixture
+def start(bench: Bench, saved: Path | str) -> Start:
     """Play a recorded session: the proposal, why it ended, what was said, the server."""
 
     def play(name: str, asked: str = "swiglu", person: Any = None, **policy: Any) -> Any:
@@ -57,7 +66,7 @@ def start(bench: Bench, tmp_path: Path) -> Start:
         with ReplayServer(recorded(name)) as server:
             changed = POLICY.model_copy(update=policy)
             client = Client(HttpEndpoint(server.url, "", changed), changed, Notes(), said.append)
-            run = Run(1, profile(), bench, client, tmp_path / "agents.db", asked, person, said.append)
+            run = Run(1, profile(), bench, client, saved, asked, person, said.append)
             return *work(run), said, server
 
     return play
@@ -96,16 +105,37 @@ def test_it_mends_what_the_quick_check_finds(start: Start, bench: Bench) -> None
     assert not list((bench.workspace.root / "cache").glob("check*"))
 
 
-def test_a_run_goes_on_where_it_ended_with_an_error(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", ["sqlite", "postgresql"], indirect=True)
+def test_a_run_goes_on_where_it_ended_with_an_error(start: Start, saved: Path | str) -> None:
     """The same checkpoints serve a later process: what was asked and answered is not asked again."""
     with pytest.raises(LlmError, match="no byte for 0.3 s"):
         start("hang", silence_seconds=0.3, attempts=1)
     drafted, why, said, server = start("cheat", rounds=1)
     assert drafted is None and "none of 1" in why and any("goes on where it was" in line for line in said)
     assert start("hang")[:2] == (None, why)  # it is over: nothing is asked any more
-    forget(tmp_path / "agents.db", 1)
-    with closing(sqlite3.connect(tmp_path / "agents.db")) as connection:
-        assert connection.execute("SELECT count(*) FROM checkpoints").fetchone() == (0,)
+    with checkpoints.opened(saved) as saver:
+        assert list(saver.list(None))
+    forget(saved, 1)
+    with checkpoints.opened(saved) as saver:
+        assert not list(saver.list(None))
+
+
+def test_checkpoints_share_a_database_with_the_ledger(postgres: Callable[[], str]) -> None:
+    """Both have a table of that name; several runs may make theirs at once."""
+    url = postgres()
+    ledger = Ledger.create(url)
+
+    def numbers(run: int) -> int:
+        with checkpoints.opened(url) as saver:
+            return len(list(saver.list(None)))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(numbers, range(4))) == [0] * 4
+    columns = sa.inspect(ledger.engine).get_columns("checkpoints")
+    assert [column["name"] for column in columns] == ["id", "segment", "step", "path", "created_at"]
+    gone = url.replace("/factory_", "/nowhere_")
+    with pytest.raises(checkpoints.CheckpointError, match="nowhere_.*the same command"), checkpoints.opened(gone):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -28,13 +29,13 @@ from agents.proposal import Edit, Proposal
 from factory import proposing
 from factory.console import Terminal
 from factory.devices import side_by_side
-from factory.engineering import AGENT, NOBODY, Hire, Job, ModelError, judged_already
+from factory.engineering import AGENT, NOBODY, Hire, Job, ModelError, judged_already, saved_at
 from factory.errors import FactoryError, InputError
 from factory.ledger import agent_runs, exchanges, profiles, proposals, verdicts
 from factory.progress import SILENT
 from factory.repository import RepositoryError
 from factory.sandbox import Result
-from factory.workspace import code_root
+from factory.workspace import Config, Workspace, code_root
 
 
 @pytest.fixture
@@ -250,6 +251,18 @@ def test_a_torn_file_of_checkpoints_is_one_clear_error(made: Made) -> None:
             proposed(made, Hire(server.url, target="swiglu"))
     finally:
         saved.unlink()
+
+
+def test_checkpoints_follow_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Workspace.create(tmp_path / "here")
+    assert saved_at(here) == here.root / "agents.db"
+    there = Workspace.create(tmp_path / "there", Config(ledger_url="postgresql+psycopg://me:secret@host/db"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert saved_at(there) == "postgresql://me:secret@host/db"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'llm-factory\[postgres\]'") as caught:
+        saved_at(there)
+    assert "secret" not in str(caught.value)
 
 
 def command(made: Made, *words: str) -> subprocess.Popen[str]:

@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -9,7 +13,14 @@ import sqlalchemy as sa
 from factory.errors import WorkspaceError
 from factory.ledger import Ledger, events, meta, record
 from factory.listing import rows
-from factory.workspace import Workspace
+from factory.workspace import Config, Workspace
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def workspace(request: pytest.FixtureRequest, tmp_path: Path) -> Workspace:
+    """Every test once with each database."""
+    url = "" if request.param == "sqlite" else request.getfixturevalue("postgres")()
+    return Workspace.create(tmp_path / "workspace", Config(ledger_url=url))
 
 
 def test_transaction_is_all_or_nothing(ledger: Ledger) -> None:
@@ -19,8 +30,9 @@ def test_transaction_is_all_or_nothing(ledger: Ledger) -> None:
     assert ledger.rows(sa.select(events)) == []
 
 
-def _append(url: str, name: str, count: int) -> None:
+def _append(url: str, name: str, count: int, together: Barrier) -> None:
     ledger = Ledger.open(url)
+    together.wait(60)
     for number in range(count):
         with ledger.begin() as tx:
             seen = tx.execute(sa.select(sa.func.count()).select_from(events)).scalar()
@@ -30,7 +42,8 @@ def _append(url: str, name: str, count: int) -> None:
 def test_writers_in_several_processes_are_serial(ledger: Ledger) -> None:
     """Each writer reads the count and appends it: with serial transactions the counts are 0, 1, 2, … without a gap or a repeat."""
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_append, args=(ledger.url, name, 25)) for name in "ab"]
+    together = context.Barrier(2)
+    writers = [context.Process(target=_append, args=(ledger.url, name, 25, together)) for name in "ab"]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -60,5 +73,39 @@ def test_listing_decodes_json_and_cannot_write(workspace: Workspace, ledger: Led
     assert rows(workspace, "SELECT kind, detail FROM events WHERE subject = :s", s="shard:1") == [
         {"kind": "ingested", "detail": {"kept": 3}}
     ]
-    with pytest.raises(WorkspaceError, match="readonly"):
+    with pytest.raises(WorkspaceError, match="readonly|read-only"):
         rows(workspace, "DELETE FROM events")
+
+
+def test_a_nul_in_a_name_is_stored_and_found_by_either_database(ledger: Ledger) -> None:
+    with ledger.begin() as tx:
+        record(tx, "ingested", "a\0b", {"from": "a\0b"})
+    assert ledger.rows(sa.select(events.c.subject, events.c.detail).where(events.c.subject == "a\0b")) == [
+        {"subject": "a\ufffdb", "detail": {"from": "a\0b"}}
+    ]
+
+
+def test_makers_at_once_make_one_ledger(workspace: Workspace) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(Ledger.create, [workspace.ledger_url] * 4))
+    assert len(Ledger.open(workspace.ledger_url).rows(sa.select(meta))) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nowhere", "expected sqlite:///FILE or postgresql://"),
+        ("oracel://here", "expected sqlite:///FILE or postgresql://"),
+        ("postgresql+psycopg2cffi://here", r"llm-factory\[postgres\]"),
+    ],
+)
+def test_an_address_that_cannot_be_is_a_clear_error(url: str, words: str) -> None:
+    with pytest.raises(WorkspaceError, match=words):
+        Ledger.create(url)
+
+
+def test_a_password_is_not_told(postgres: Callable[[], str]) -> None:
+    url = postgres().replace("factory@", "factory:secret@").replace("factory_", "nowhere_")
+    with pytest.raises(WorkspaceError, match="nowhere_") as caught:
+        Ledger.open(url)
+    assert "secret" not in str(caught.value)

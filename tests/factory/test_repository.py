@@ -149,6 +149,24 @@ def test_a_patch_becomes_one_commit_on_a_branch(target: Path, tmp_path: Path) ->
     assert left_behind(target) == ("", 1) and not applied.worktree.exists()
 
 
+def test_nothing_of_our_environment_reaches_git(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hook := tmp_path / "hooks" / "reference-transaction").parent.mkdir()
+    hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    hook.chmod(0o755)
+    base = repository.live_commit(target)
+    hostile = {
+        "GIT_DIR": "nowhere",
+        "GIT_INDEX_FILE": "nowhere",
+        "GIT_TRACE": f"{tmp_path}/ran",
+        "GIT_EXEC_PATH": "nowhere",
+    }
+    hostile |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "core.hooksPath", "GIT_CONFIG_VALUE_0": str(hook.parent)}
+    for name, value in hostile.items():
+        monkeypatch.setenv(name, value)
+    assert apply(target, [("kernels/new.py", "x = 1\n")], tmp_path / "1").base == base
+    assert not (tmp_path / "ran").exists()
+
+
 def test_the_hash_is_of_the_patch(target: Path, tmp_path: Path) -> None:
     one = apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "1", "factory/search/1-a")
     two = apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "2", "factory/search/2-a")

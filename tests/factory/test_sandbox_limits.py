@@ -120,15 +120,15 @@ def test_a_disk_bomb_of_many_files(tmp_path: Path) -> None:
 
 
 HOLD = """
-    import mmap, os, socket, sys, time
+    import ctypes, os, socket, sys, time
+    libc = ctypes.CDLL(None)
     near, far = socket.socketpair()
-    held = []
     for _ in range(60):
         file = os.open('x', os.O_CREAT | os.O_RDWR)
         os.unlink('x')
         os.write(file, bytes(4 << 20))
         if sys.argv[1] == 'map':
-            held.append(mmap.mmap(file, 4096))
+            libc.mmap(None, ctypes.c_size_t(4096), 1, 1, file, ctypes.c_long(0))  # Python's own keeps it open too
         if sys.argv[1] == 'send':
             socket.send_fds(near, [b'x'], [file])
         if sys.argv[1] != 'open':

@@ -1,0 +1,69 @@
+"""Where the state of the engineer's graph is kept: in a SQLite file, or in a PostgreSQL database beside what else is there."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+SETUP_LOCK = 0x61676E74  # of pg_try_advisory_lock: one sets the tables up at a time
+
+
+class CheckpointError(Exception):
+    """The checkpoints cannot be read or written; the run itself is not lost by that. Says where, and what to do."""
+
+
+@contextmanager
+def opened(saved: Path | str) -> Iterator[Any]:
+    """A LangGraph checkpointer over a SQLite file, or over the database at a ``postgresql://`` address. Raises: CheckpointError."""
+    with _sqlite(saved) if isinstance(saved, Path) else _postgres(saved) as saver:
+        yield saver
+
+
+def _plain() -> Any:
+    from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+
+    return JsonPlusSerializer(allowed_msgpack_modules=None)  # plain values only
+
+
+@contextmanager
+def _sqlite(file: Path) -> Iterator[Any]:
+    from langgraph.checkpoint.sqlite import SqliteSaver
+
+    try:
+        with closing(sqlite3.connect(file, check_same_thread=False, timeout=60)) as connection:
+            connection.execute("PRAGMA synchronous=FULL")
+            yield SqliteSaver(connection, serde=_plain())
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorname not in ("SQLITE_CORRUPT", "SQLITE_NOTADB"):
+            raise
+        raise CheckpointError(f"{file}: {error}; delete it, and the run starts over") from error
+
+
+@contextmanager
+def _postgres(url: str) -> Iterator[Any]:
+    """Its tables are in a schema of their own, named after the one in use: the ledger has a table ``checkpoints`` too."""
+    import psycopg
+    from langgraph.checkpoint.postgres import PostgresSaver
+    from psycopg.rows import dict_row
+
+    try:
+        with psycopg.connect(url, autocommit=True, prepare_threshold=0, row_factory=dict_row) as connection:
+            found = connection.execute("SELECT quote_ident(current_schema() || '_agents') AS name").fetchone()
+            assert found is not None
+            saver = PostgresSaver(connection, serde=_plain())
+            # Asked for again and again: one that waits for it would hold up the index that the other makes meanwhile.
+            while not connection.execute("SELECT pg_try_advisory_lock(%s) AS had", (SETUP_LOCK,)).fetchone()["had"]:  # type: ignore[index]
+                time.sleep(0.05)
+            connection.execute(f"CREATE SCHEMA IF NOT EXISTS {found['name']}")  # type: ignore[arg-type]
+            connection.execute(f"SET search_path TO {found['name']}")  # type: ignore[arg-type]
+            saver.setup()
+            connection.execute("SELECT pg_advisory_unlock(%s)", (SETUP_LOCK,))
+            yield saver
+    except psycopg.Error as error:
+        raise CheckpointError(
+            f"the checkpoints in PostgreSQL: {str(error).strip()}; the same command goes on with the run"
+        ) from error

@@ -1,0 +1,57 @@
+"""A real PostgreSQL server for tests, where its programs and its driver are installed: on a Unix socket, in a folder of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+
+def missing() -> str:
+    """What is not installed here; empty when a server can be had."""
+    if importlib.util.find_spec("langgraph.checkpoint.postgres") is None or importlib.util.find_spec("psycopg") is None:
+        return "the extra 'postgres' is not installed"
+    return "" if _program("initdb") else "no PostgreSQL server is installed"
+
+
+def _program(name: str) -> str:
+    folders = sorted(glob("/usr/lib/postgresql/*/bin"), reverse=True)
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *folders])) or ""
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """Its address without a database: ``…{database}…`` is to be filled in."""
+    folder = Path(tempfile.mkdtemp(prefix="factory-postgres-"))
+    who: dict[str, Any] = {}
+    if os.geteuid() == 0:  # which PostgreSQL refuses to run as
+        shutil.chown(folder, "nobody")
+        who = {"user": "nobody", "group": "nogroup", "extra_groups": []}
+    call = lambda *words: subprocess.run(words, check=True, cwd=folder, stdout=subprocess.DEVNULL, **who)
+    data = f"{folder}/data"
+    try:
+        call(_program("initdb"), "-D", data, "-U", "factory", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
+        settings = f"-k {folder} -c listen_addresses= -c fsync=off -c shared_buffers=16MB"
+        call(_program("pg_ctl"), "-D", data, "-w", "-l", f"{folder}/log", "-o", settings, "start")
+        try:
+            yield f"postgresql://factory@/{{database}}?host={folder}"
+        finally:
+            call(_program("pg_ctl"), "-D", data, "-w", "-m", "immediate", "stop")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def new_database(address: str, name: str) -> str:
+    """The address of a new, empty database."""
+    import psycopg
+
+    with psycopg.connect(address.format(database="postgres"), autocommit=True) as connection:
+        connection.execute(f'CREATE DATABASE "{name}"')  # type: ignore[arg-type]
+    return address.format(database=name)
