@@ -38,6 +38,13 @@ def one() -> Iterator[None]:
         free.put(name)
 
 
+def kind() -> str:
+    """Where training runs on this machine, as kernels.yaml names it: 'cuda' or 'cpu'."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def environment() -> dict[str, str]:
     """What tells a process to use the held device only; nothing on a CPU, or while none is held."""
     name = _held.get()

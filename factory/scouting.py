@@ -15,7 +15,7 @@ from factory.ledger import Ledger, anomalies, segments
 from factory.workbench import Bench
 from factory.workspace import Workspace
 from trainer.errors import RecipeError, TrainerError
-from trainer.metrics import read_lines
+from trainer.json_lines import read_lines
 from trainer.recipe import Recipe
 from trainer.strict import read_yaml
 

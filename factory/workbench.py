@@ -104,9 +104,7 @@ class Bench:
             shutil.rmtree(work, ignore_errors=True)
 
     def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str) -> Checked:
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = devices.kind()
         before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
         ops = patch_ops.changed_ops(before, after, paths, device)
         quick = [changed for changed in ops if changed.op == op or changed.before != changed.after]
@@ -136,7 +134,7 @@ class Bench:
         recipe.write_text(yaml.safe_dump(self.start.recipe))
         code = repository.checkout_live(self.workspace, self.base)
         command = [sys.executable, "-m", "kernels.bench", "--op", op, "--implementation", implementation]
-        command += ["--against", against, "--recipe", str(recipe)]
+        command += ["--against", against, "--recipe", str(recipe), "--device", devices.kind()]
         with devices.one():
             done = sandbox.run(command, output=folder, readonly=[code], cwd=code, limits=Limits(wall_seconds=left))
         self.spent += done.seconds

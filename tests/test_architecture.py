@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from factory.gates.patch_scope import AgentsPolicy
+
 ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
     "kernels": {"kernels"},
@@ -93,3 +95,32 @@ def test_no_file_holds_two_ideas() -> None:
         if (n := len(p.read_text().splitlines())) > 400
     }
     assert not long
+
+
+def _reached(module: str, graph: dict[str, set[str]]) -> dict[str, tuple[str, ...]]:
+    """Everything that a module imports, by whatever way, and the way."""
+    ways: dict[str, tuple[str, ...]] = {}
+    pending = [(module, (module,))]
+    while pending:
+        name, way = pending.pop()
+        for imported in graph[name] - set(ways):
+            ways[imported] = (*way, imported)
+            pending.append((imported, ways[imported]))
+    return ways
+
+
+def test_what_judges_imports_nothing_that_agents_may_patch() -> None:
+    """Not even once it was approved: the live code runs in processes of its own, or in the sandbox."""
+    policy = AgentsPolicy.load(ROOT / "policies" / "agents.yaml")
+    every = {name: path for folder in MAY_IMPORT for name, path in modules(folder).items()}
+    graph = {name: {i for i in imports(path) if i in every and i != name} for name, path in every.items()}
+    kept = set(policy.out_of_scope)
+    paths = {name: str(path.relative_to(ROOT)) for name, path in every.items()}
+    patchable = {n for n, p in paths.items() if p not in kept and any(rule.covers(p) for rule in policy.scope)}
+    assert {"trainer.model", "kernels.swiglu"} <= patchable and all((ROOT / path).is_file() for path in kept)
+    shown_to_people = ("factory.cli", "factory.__main__", "factory.doctor")  # they tell what the live code does here
+    judges = [n for n in every if n.startswith("factory.") and not n.startswith(shown_to_people)]
+    judges.remove("factory.gates.patch_driver")  # runs in the sandbox, from a worktree
+    for name in [*judges, "agents.search_proposer", "agents.kernel_engineer.graph", "agents.recipe_scout.scout"]:
+        ways = _reached(name, graph)
+        assert not (found := patchable & set(ways)), " → ".join(ways[min(found)])

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from trainer.json_lines import read_lines
+
 FLUSH_SECONDS = 1.0
 
 
@@ -63,16 +65,6 @@ def device_name(device: torch.device) -> str:
         if device.type == "cuda"
         else f"{device.type}, {torch.get_num_threads()} threads"
     )
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; a torn last line is left out."""
-    records = []
-    for line in path.read_text().splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        records.append(json.loads(line))
-    return records
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -25,7 +25,8 @@ from trainer.checkpoint_writer import Writer
 from trainer.data_order import document_keys
 from trainer.errors import CheckpointError, SpecError, Stopped
 from trainer.feasible import refuse_impossible
-from trainer.metrics import Lines, matmul_rate, read_lines
+from trainer.json_lines import read_lines
+from trainer.metrics import Lines, matmul_rate
 from trainer.optimizer import format_table
 from trainer.parallel import Ranks
 from trainer.run import DTYPES, Run

@@ -16,6 +16,8 @@ How a patch is judged, by measurements it cannot touch:
   that model code does not need; no `except Exception`; no tensor subclass; no state kept between calls.
 - oracle: every output and every gradient of every op against fp64, on random and hostile values, odd and empty shapes,
   non-contiguous inputs. Errors may be twice those of the eager reference.
+- exploits: some thirty calls in one process at sizes drawn anew, with new data in the same tensors; every one must be right, and what it
+  returned must stay so.
 - then N real training steps, baseline and candidate in turn, timed from outside: only the whole step's time counts, and the
   weights must learn the same.
 

@@ -3,7 +3,8 @@
 ``python patch_driver.py make REQUEST OUT`` (approved code): OUT/inputs gets inputs and upstream gradients, OUT/truth the exact and
 the eager results.
 ``python patch_driver.py answer REQUEST IN OUT`` (the candidate's code): outputs and gradients. It never sees the right ones.
-REQUEST is a JSON list of ``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields
+REQUEST is a JSON object: ``device`` ('cpu' or 'cuda'), where all is computed, and ``jobs``, a list of
+``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields
 of kernels.op.Shape) has no ``case``; ``swap``, a seed, exchanges two elements of each tensor. Jobs of one op with the same
 ``storage`` get their data in the same tensors, one after the other, and what they returned is read once more after the
 op's last one (``later …``). An exception becomes the answer ``raised``. Nothing here judges.
@@ -28,8 +29,9 @@ from torch import Tensor  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 from kernels.op import Case, Shape  # noqa: E402
-from kernels.registry import OPS, get  # noqa: E402
+from kernels.registry import OPS, get, load_choice  # noqa: E402
 
+DEVICE = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -40,6 +42,8 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
     for part in (out, truth):
         part.mkdir(exist_ok=True)
     for number, job in enumerate(jobs):
+        if job["op"] not in OPS:
+            continue  # kernels.yaml names what is no op: who answers has to say so
         op = OPS[job["op"]]
         drawn = Case("drawn", Shape(**job["shape"])) if "shape" in job else None
         case = drawn or next(c for c in op.cases if c.name == job["case"])
@@ -51,10 +55,12 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
             if job.get("swap") is not None:
                 inputs[position] = tree_map_only(Tensor, partial(_swapped, seed=job["swap"]), inputs[position])
         upstream = _upstream(op, inputs, job["seed"])
-        exact = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
-        for kind, arguments, by in (("exact", exact, [u.double() for u in upstream]), ("eager", inputs, upstream)):
-            found = results(op.reference, arguments, op.gradients, op.writes, by)
-            save_file(found, truth / f"{kind}-{number}.safetensors")
+        here = tree_map_only(Tensor, lambda x: x.to(DEVICE), inputs)
+        exact = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, here)
+        by = [u.to(DEVICE) for u in upstream]
+        for kind, arguments, given in (("exact", exact, [u.double() for u in by]), ("eager", here, by)):
+            found = results(op.reference, arguments, op.gradients, op.writes, given)
+            save_file({name: x.cpu() for name, x in found.items()}, truth / f"{kind}-{number}.safetensors")
         tensors = {_name(i, j): x.contiguous() for i, value in enumerate(inputs) for j, x in _tensors(value)}
         save_file(tensors | {f"upstream {i}": u for i, u in enumerate(upstream)}, out / f"given-{number}.safetensors")
         words = {
@@ -70,13 +76,15 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
 
 
 def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
+    load_choice(Path("policies/kernels.yaml"), DEVICE.type)  # raises what is wrong with it
     storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # until the op's last call is made
     for number, job in enumerate(jobs):
         if waiting and any(job.get(key) != jobs[number - 1][key] for key in ("op", "implementation")):
             _look_again(waiting, storages, out)
         words = json.loads((given / f"given-{number}.json").read_text())
-        inputs, upstream = _read(words, load_file(given / f"given-{number}.safetensors"))
+        loaded = load_file(given / f"given-{number}.safetensors")
+        inputs, upstream = _read(words, {name: x.to(DEVICE) for name, x in loaded.items()})
         shared = job.get("storage") is not None
         if shared:
             inputs, upstream = _into(storages, job["storage"], words["gradients"], inputs, upstream)
@@ -98,7 +106,7 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
         if shared:
             waiting.append((number, found, {} if words["writes"] else own))
         else:
-            save_file(found, out / f"answer-{number}.safetensors")
+            _save(found, out, number)
     _look_again(waiting, storages, out)
 
 
@@ -144,7 +152,7 @@ def call(
 
 
 def _plain(name: str, x: Any) -> Tensor:
-    if type(x) is not Tensor or x.layout is not torch.strided or x.device.type != "cpu":
+    if type(x) is not Tensor or x.layout is not torch.strided or x.device.type != DEVICE.type:
         raise TypeError(f"{name} is no plain tensor: {type(x).__name__}")
     return x
 
@@ -164,9 +172,13 @@ def _look_again(
     """Read once more what the calls had returned, and save it all."""
     for number, found, own in waiting:
         later = {f"later {name}": x.detach().contiguous().clone() for name, x in own.items()}
-        save_file(found | later, out / f"answer-{number}.safetensors")
+        _save(found | later, out, number)
     waiting.clear()
     storages.clear()
+
+
+def _save(found: dict[str, Tensor], out: Path, number: int) -> None:
+    save_file({name: x.cpu() for name, x in found.items()}, out / f"answer-{number}.safetensors")
 
 
 def _read(words: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[Any], list[Tensor]]:
@@ -277,7 +289,8 @@ def _strided(x: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     verb, request, *folders = sys.argv[1:]
-    jobs = json.loads(Path(request).read_text())
+    told = json.loads(Path(request).read_text())
+    jobs, DEVICE = told["jobs"], torch.device(told["device"])
     if verb == "make":
         make(jobs, Path(folders[0]))
     else:

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from agents.untrusted import one_line
-from factory import repository
+from factory import devices, repository
 from factory.evals.policy import policy_sha256
 from factory.gates import patch_exploits, patch_ops, patch_scope, patch_static
 from factory.gates.held_out import gains, held_out_texts, scores
@@ -32,8 +30,6 @@ from factory.ledger import Ledger, record, verdicts
 from factory.progress import Progress
 from factory.repository import Applied
 from factory.workspace import Workspace
-from kernels.op import KernelError
-from kernels.registry import load_choice
 from trainer.errors import TrainerError
 from trainer.recipe import Recipe
 
@@ -192,10 +188,7 @@ def _settings(case: Case, change: Change) -> list[str]:
 
 
 def _oracle(case: Case) -> Stage:
-    try:
-        ops = _changed_ops(case)
-    except KernelError as error:
-        return {"state": "failed", "reasons": [str(error)]}
+    ops = _changed_ops(case)
     recipe = case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
     found = patch_exploits.check(
         case.policy.oracle,
@@ -273,12 +266,8 @@ RUN: dict[str, Callable[[Case], Stage]] = {
 
 
 def _changed_ops(case: Case) -> list[patch_ops.ChangedOp]:
-    """Raises: KernelError when the candidate's choice cannot be read, or names what approved code lacks and the patch does not add."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    after = case.applied.worktree / KERNELS
-    if not any(path.endswith(".py") for path in case.paths):
-        load_choice(after, device)
-    return patch_ops.changed_ops(case.base_bytes(KERNELS), after.read_bytes(), case.paths, device)
+    after = (case.applied.worktree / KERNELS).read_bytes()
+    return patch_ops.changed_ops(case.base_bytes(KERNELS), after, case.paths, devices.kind())
 
 
 def _recipe(case: Case, start: Start, *, candidate: bool) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import yaml
 from safetensors.torch import load_file
 
 from agents.untrusted import one_line
-from factory import sandbox
+from factory import devices, sandbox
 from factory.gates.patch_policy import IsolatedPolicy, OraclePolicy
 from factory.gates.untrusted_tensors import UntrustedFileError, read_tensors
 from factory.sandbox import Limits
@@ -113,7 +113,7 @@ def answered(
     """The jobs as the driver made them with the baseline's code and answered them with the candidate's. Raises: IsolationError."""
     work.mkdir(parents=True, exist_ok=True)
     request = work / "request.json"
-    request.write_text(json.dumps(jobs))
+    request.write_text(json.dumps({"device": devices.kind(), "jobs": jobs}))
     given, answers = work / "given", work / "answers"
     answers.mkdir(exist_ok=True)
     folder = os.open(answers, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -163,7 +163,8 @@ def isolated(
     found: dict[str, Any] = {}
     for op in switched:
         command = [sys.executable, "-m", "kernels.bench", "--op", op.op, "--against", op.before]
-        command += ["--recipe", str(recipe_path), "--pairs", str(policy.pairs), "--implementation"]
+        command += ["--recipe", str(recipe_path), "--pairs", str(policy.pairs), "--device", devices.kind()]
+        command += ["--implementation"]
         limits = Limits(wall_seconds=policy.wall_seconds)
         for _ in range(policy.tries):
             answers = []

@@ -16,7 +16,7 @@ from tests.trainer.test_segment import result
 from trainer.batch import Batch, make_batch
 from trainer.data_order import DataOrder, document_keys
 from trainer.data_plan import DataPlan
-from trainer.metrics import read_lines
+from trainer.json_lines import read_lines
 from trainer.run import Run
 from trainer.token_shard import TokenizedDocument, write_token_shard
 

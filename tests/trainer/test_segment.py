@@ -25,7 +25,7 @@ from tests.trainer.conftest import (
     write_spec,
 )
 from trainer import checkpoint as checkpoints
-from trainer.metrics import read_lines
+from trainer.json_lines import read_lines
 
 TIMED = {"tokens_per_s", "mfu", "data_wait_s", "time", "memory"}
 

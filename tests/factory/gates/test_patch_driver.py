@@ -36,7 +36,7 @@ def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path) -> None
     for op, implementation in chosen:
         jobs += patch_exploits.calls(CALLS, ChangedOp(op, "reference", implementation), RECIPE, random.Random(7))
     request, given, answers = tmp_path / "request.json", tmp_path / "given", tmp_path / "answers"
-    request.write_text(json.dumps(jobs))
+    request.write_text(json.dumps({"device": "cpu", "jobs": jobs}))
     given.mkdir()
     answers.mkdir()
     for arguments in (("make", request, given), ("answer", request, given / "inputs", answers)):
