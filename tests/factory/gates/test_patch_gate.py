@@ -231,6 +231,13 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     assert report["outcome"] == row["outcome"] and "chunked" in report["patch"]
 
 
+def test_a_choice_of_what_is_not_there_is_refused_by_name() -> None:
+    made = make()
+    policy = (made.target / "policies" / "kernels.yaml").read_text()
+    row = judged(made, proposal("a new op", ("policies/kernels.yaml", policy.replace("swiglu:", "swiglo:", 1))))
+    assert row["outcome"] == "reject" and "swiglo" in row["reasons"][-1], row["reasons"]
+
+
 @pytest.mark.slow
 def test_a_patch_that_changes_nothing_is_no_gain_and_no_cheat() -> None:
     made = make()
