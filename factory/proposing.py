@@ -164,6 +164,8 @@ def _scout(workspace: Workspace, ledger: Ledger, progress: Progress, bench: Benc
         raise InputError(
             "an endpoint, a model, a target and a person are for the kernel-engineer, not for 'recipe-scout'"
         )
+    if count > 1:
+        raise InputError("the recipe-scout proposes one change at a time: what is learnt is the sum of them")
     course = scouting.course(workspace, ledger, bench)
     if isinstance(course, str):
         progress.line(f"  nothing proposed: {course}")

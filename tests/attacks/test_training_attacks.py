@@ -125,8 +125,7 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
     found, _ = compare_training(TIMED, start, *sides, made.workspace, SILENT)
     totals = {name: sum(seconds) for name, seconds in found["total_seconds"].items()}
     assert totals["baseline"] - totals["candidate"] > DAWDLE  # it is quicker, as a whole
-    if found["state"] == "missing":  # a machine so fast that its steps drown in the dawdling: nobody gains there
-        assert "drown" in found["reasons"][0]
+    if found["state"] == "missing":  # steps that drown in the dawdling, or a clock that cannot be trusted: nobody gains
         return
     shown = gain(TIMED, found["baseline_seconds"], found["candidate_seconds"], 1)
     steps = [total - found["overhead_seconds"] for total in found["total_seconds"]["candidate"]]

@@ -246,9 +246,11 @@ def test_a_patch_that_changes_nothing_is_no_gain_and_no_cheat() -> None:
     training = row["evidence"]["stages"]["training"]
     assert training.get("drift") == 0, training  # the same code on the same data leaves the same weights
     assert 0 < training["control_drift"] < 0.5, training
-    assert 1.5 < training["slow_control"] < 3, training
+    assert training["state"] == "missing" or training["slow_control"] > 1.5, training
     assert row["outcome"] in ("reject", "hold")  # whatever a busy machine's clock says
-    assert any(words in row["reasons"][0] for words in ("no gain", "noisy", "not shown", "drown")), row["reasons"]
+    assert any(words in row["reasons"][0] for words in ("no gain", "noisy", "not shown", "drown", "trusted")), row[
+        "reasons"
+    ]
 
 
 def test_no_checkpoint_is_a_hold(workspace: Any, ledger: Any, tmp_path: Any) -> None:

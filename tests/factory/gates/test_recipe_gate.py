@@ -133,7 +133,7 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     try:
         found = submitted(made, (RATE, "lr: 5e-3"))
         bench = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
-        assert proposing._scout(made.workspace, made.ledger, SILENT, bench, NOBODY) is None
+        assert proposing._scout(made.workspace, made.ledger, SILENT, bench, NOBODY, 1) == []
     finally:
         own.unlink()
         own.parent.rmdir()
@@ -253,7 +253,7 @@ def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> 
     git(made.target, "commit", "-q", "-am", "a rate that is much too low")
     base = made.base
     bench = Bench(made.workspace, made.ledger, base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
-    number = proposing._scout(made.workspace, made.ledger, SILENT, bench, NOBODY)
+    (number,) = proposing._scout(made.workspace, made.ledger, SILENT, bench, NOBODY, 1)
     assert number is not None
     found = judged(made, number)
     assert (
