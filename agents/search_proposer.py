@@ -44,7 +44,7 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
     A patch that the workbench's history says failed is never proposed again.
     """
     policy = workbench.read(POLICY)
-    device = "cuda" if "cuda" in profile["device"].lower() or "nvidia" in profile["device"].lower() else "cpu"
+    device = profile["device_kind"]
     drafts = [write(candidate, profile, policy, device) for candidate in candidates(profile, workbench)]
     compiling = fusions.compile_blocks(profile, workbench, AGENT)
     best: dict[str, Proposal] = {}

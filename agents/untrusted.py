@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import unicodedata
 
-# Control, format (bidirectional overrides, zero widths), private, surrogate characters; line and paragraph separators.
-INVISIBLE = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
+# Control, format (bidirectional overrides, zero widths), private, surrogate, unassigned characters; line and paragraph separators.
+INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 
 
 def visible(text: str, limit: int) -> str:

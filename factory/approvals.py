@@ -10,14 +10,20 @@ automatic`` in policies/gates/patch.yaml the verdict alone is enough.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+import yaml
 
 from agents.proposal import Edit, Proposal
+from agents.search_proposer import choose
 from factory import repository
-from factory.errors import InputError, WorkspaceError
+from factory.errors import FactoryError, InputError, WorkspaceError
+from factory.gates import patch_ops
+from factory.gates.patch_gate import KERNELS
 from factory.gates.patch_policy import PatchPolicy
+from factory.gates.patch_scope import Change
 from factory.gates.patch_training import find_start
 from factory.ledger import Ledger, events, proposals, record, verdicts
 from factory.progress import Progress
@@ -25,6 +31,7 @@ from factory.revalidating import UNDO, note_validated
 from factory.workspace import Workspace
 
 Row = dict[str, Any]
+_told: set[str] = set()
 WORDS = ("approved", "rejected")
 
 
@@ -110,8 +117,11 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
                     settled += 1
         except WorkspaceError:
             return settled  # somebody proposes or decides just now: the next pass asks again
-        except (InputError, repository.RepositoryError) as error:
-            progress.line(f"  proposal {number} was {word} by {by} and cannot be: {error}")
+        except FactoryError as error:
+            said = f"  proposal {number} was {word} by {by} and cannot be: {error}"
+            if said not in _told:
+                _told.add(said)
+                progress.line(said)
         tracking.proposal_run(number)
     return settled
 
@@ -179,16 +189,38 @@ def _judge_again(workspace: Workspace, ledger: Ledger, row: Row, live: str, prog
     code = workspace.repository
     changes = repository.changes(code, row["base_commit"], row["commit"])
     moved = {change.path for change in repository.changes(code, row["base_commit"], live)}
-    if both := sorted(moved & {change.path for change in changes}):
+    if both := sorted(moved & {change.path for change in changes} - {KERNELS}):
         raise InputError(
             f"{', '.join(both)} changed since proposal {row['number']} was judged: it has to be proposed anew"
         )
     progress.line(f"  the code moved on to {live[:12]} since proposal {row['number']} was judged: the gate runs again")
-    edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in changes)
+    edits = tuple(Edit(change.path, _moved_on(code, row, change, live)) for change in changes)
     same = {key: row[key] for key in ("agent", "target", "title", "hypothesis", "predicted_gain")}
     number = submit(workspace, ledger, progress, Proposal(**same, edits=edits), live)
     _become(ledger, row, "superseded")
     return number
+
+
+def _moved_on(code: Path, row: Row, change: Change, live: str) -> str:
+    """A file as the patch makes it of the live one. In kernels.yaml, a line an op, what other patches chose meanwhile stays.
+
+    Raises: InputError where both chose for the same op, or the patch changed more there than choices.
+    """
+    text = (change.content or b"").decode()
+    if change.path != KERNELS:
+        return text
+    base, now = (repository.file_text(code, commit, KERNELS) for commit in (row["base_commit"], live))
+    anew = f"{KERNELS} changed since proposal {row['number']} was judged"
+    replayed = base
+    for device in yaml.safe_load(text):
+        old, new, held = (patch_ops.choices(version.encode(), device) for version in (base, text, now))
+        for op in (op for op in new if old.get(op) != new[op]):
+            if held.get(op) != old.get(op):
+                raise InputError(f"{anew}, in its choice of {op}: it has to be proposed anew")
+            replayed, now = (choose(version, device, op, new[op]) for version in (replayed, now))
+    if yaml.safe_load(replayed) != yaml.safe_load(text):
+        raise InputError(f"{anew}, and the patch changes more there than choices: it has to be proposed anew")
+    return now
 
 
 def _say(ledger: Ledger, kind: str, row: Row, by: str, why: str = "") -> None:

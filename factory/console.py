@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ class Terminal:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, stderr=False)
         self.bars: Progress | None = None
+        self._tasks, self._lock = 0, threading.Lock()
 
     def line(self, text: str) -> None:
         """Print a line; what a terminal would obey (an agent may have written it) is shown as �."""
@@ -82,21 +84,29 @@ class Terminal:
             yield plain
             plain.say()
             return
-        outermost = self.bars is None
-        if self.bars is None:
-            columns = (
-                TextColumn("  {task.description:<28}"),
-                BarColumn(30),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-            )
-            self.bars = Progress(*columns, console=self.console)
-            self.bars.start()
+        bars = self._begun()
         try:
-            yield _Bar(self.bars, self.bars.add_task(title, total=total, note=""))
+            yield _Bar(bars, bars.add_task(title, total=total, note=""))
         finally:
-            if outermost:
-                self.bars.stop()
-                self.bars = None
+            with self._lock:
+                self._tasks -= 1
+                if not self._tasks:
+                    bars.stop()
+                    self.bars = None
+
+    def _begun(self) -> Progress:
+        """The bars of all tasks that go on, on whatever thread."""
+        with self._lock:
+            if self.bars is None:
+                columns = (
+                    TextColumn("  {task.description:<28}"),
+                    BarColumn(30),
+                    MofNCompleteColumn(),
+                    TimeElapsedColumn(),
+                    TimeRemainingColumn(),
+                    TextColumn("{task.fields[note]}"),
+                )
+                self.bars = Progress(*columns, console=self.console)
+                self.bars.start()
+            self._tasks += 1
+            return self.bars

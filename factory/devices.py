@@ -51,6 +51,11 @@ def environment() -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": name} if name else {}
 
 
+def label() -> str:
+    """A word for names of folders that those who hold another device may not share; empty for the CPU."""
+    return f"-{_held.get()}" if _held.get() else ""
+
+
 def nodes() -> list[str]:
     """The files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while none is held.
 

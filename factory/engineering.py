@@ -106,7 +106,10 @@ def take_up(
         if count > 1:
             found = targets(_read_profile(ledger, number), set(bench.files(patchable=True)))
             names = [target.name for target in worthwhile(found, bench.history)]
-            aims = [name for name in names if name not in {row["asked"] for row in rows}] or aims
+            taken = {
+                row["asked"] or next(iter(names), "") for row in rows
+            }  # a run that chose for itself took the first
+            aims = [name for name in names if name not in taken] or ([] if rows else aims)
         rows += [_begin(ledger, asked, base, number) for asked in aims[: count - len(rows)]]
     jobs = []
     for row in rows:

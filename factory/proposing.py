@@ -27,7 +27,7 @@ from agents.recipe_scout import scout
 from factory import devices, engineering, proposal_report, repository, sandbox, scouting
 from factory.devices import side_by_side
 from factory.engineering import NOBODY, Hire
-from factory.errors import InputError, nearest
+from factory.errors import FactoryError, InputError, nearest
 from factory.gates import recipe_gate
 from factory.gates.judge import Verdict
 from factory.gates.patch_gate import decide
@@ -59,7 +59,8 @@ def propose(
     nothing to propose. Several are drafted side by side; what is timed has its device alone (``factory.devices``).
 
     The caller holds the workspace's ``code-loop`` lock. Raises: InputError for an unknown agent, endpoint or target; ModelError;
-    IsolationError without a sandbox; RepositoryError; whatever it raises, no branch and no worktree is left behind.
+    IsolationError without a sandbox; RepositoryError; whatever it raises, no branch and no worktree is left behind. (Killed or
+    interrupted, the next call clears away.) Of several, the others are judged to their end before an error of one is raised.
     """
     if agent not in AGENTS:
         raise InputError(f"no agent {agent!r}{nearest(agent, AGENTS)}")
@@ -70,7 +71,7 @@ def propose(
     if start is None:
         progress.line("  nothing proposed: there is no trunk checkpoint to measure on yet; run 'factory train' first")
         return []
-    _refuse_without_isolation(workspace)
+    refuse_without_isolation(workspace)
     revalidate(workspace, ledger, progress, base)
     bench = Bench(workspace, ledger, base, start, progress)
     return AGENTS[agent](workspace, ledger, progress, bench, hire, count)
@@ -79,7 +80,6 @@ def propose(
 def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Proposal, base: str) -> int:
     """Turn an agent's proposal into a branch, judge it, record it, show it in MLflow; returns its number."""
     agents = AgentsPolicy.load(workspace.policy("agents.yaml"))
-    tries = 1 + sum(1 for row in history(ledger) if row["target"] == drafted.target)
     number, branch = _draft(workspace, ledger, drafted, base)
     worktree = workspace.worktrees / f"proposal-{number}"
     progress.line(f"  proposal {number}: {drafted.title}")
@@ -91,6 +91,7 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
         )
         gate = recipe_gate.decide if recipe_gate.concerns(workspace, applied) else decide
         with devices.one():
+            tries = 1 + sum(1 for row in history(ledger) if row["target"] == drafted.target)
             verdict_id, verdict, evidence = gate(
                 workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id
             )
@@ -108,11 +109,19 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
     finally:
         repository.remove_worktree(workspace.repository, worktree)
         shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
+    _tell(workspace, ledger, number, progress)
+    return number
+
+
+def _tell(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> None:
+    """Show a proposal in MLflow. The ledger has its verdict: that MLflow is away now undoes nothing."""
     from factory.tracking import Tracking
 
-    with _telling:
-        Tracking.open(workspace, ledger).proposal_run(number)
-    return number
+    try:
+        with _telling:
+            Tracking.open(workspace, ledger).proposal_run(number)
+    except FactoryError as error:
+        progress.line(f"  MLflow was not told of proposal {number}: {error}")
 
 
 def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
@@ -185,7 +194,7 @@ AGENTS: dict[str, Callable[[Workspace, Ledger, Progress, Bench, Hire, int], list
 }
 
 
-def _refuse_without_isolation(workspace: Workspace) -> None:
+def refuse_without_isolation(workspace: Workspace) -> None:
     """Raises: IsolationError, before minutes are spent on a proposal that could not be judged."""
     with tempfile.TemporaryDirectory(dir=workspace.worktrees) as folder:
         sandbox.run([sys.executable, "-c", ""], output=Path(folder), limits=Limits(wall_seconds=30))

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
 from agents.proposal import Edit, Proposal
 from factory import repository
-from factory.errors import IsolationError, WorkspaceError
+from factory.errors import FactoryError, WorkspaceError
 from factory.gates import recipe_gate
 from factory.gates.judge import REJECT
 from factory.gates.patch_training import Start, find_start
@@ -37,14 +39,18 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int
     start = find_start(ledger)
     if start is None or not any(_moved(ledger, row["number"], start) for row in _merged(ledger)):
         return []
+    from factory.proposing import clear_stale, refuse_without_isolation
+
     code = workspace.repository
     try:
         with workspace.lock("code-loop"):
+            clear_stale(workspace, ledger, progress)
             repository.require_settled(code)
+            refuse_without_isolation(workspace)
             return revalidate(workspace, ledger, progress, repository.live_commit(code))
     except WorkspaceError:
         return []  # somebody proposes just now: the next pass looks again
-    except (IsolationError, repository.RepositoryError) as error:
+    except FactoryError as error:
         if str(error) not in _told:
             _told.add(str(error))
             progress.line(f"  a merged patch waits to be judged again: {error}")
@@ -102,12 +108,18 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
     newest = ledger.one(released.order_by(verdicts.c.id.desc()).limit(1))
     return {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "driver": str(torch.version.cuda) if cuda else "",
+        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} processors",
+        "driver": f"{_driver()}, CUDA {torch.version.cuda}" if cuda else "",
         "recipe": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16],
         "throughput": f"dropped in segment {slow['newest']}" if slow and slow["newest"] else "",
         "evals": f"{newest['subject']} rejected" if newest and newest["outcome"] == REJECT else "",
     }
+
+
+def _driver() -> str:
+    """The kernel's part of NVIDIA's driver; empty for another."""
+    facts = Path("/proc/driver/nvidia/version")
+    return facts.read_text().partition("\n")[0] if facts.is_file() else ""
 
 
 def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:

@@ -126,16 +126,15 @@ class Bench:
         left = self.agents.measure_seconds - self.spent
         if left < 1:
             raise MeasurementError(f"the {self.agents.measure_seconds:g} seconds for measuring are spent")
-        folder = (
-            self.workspace.root / "cache" / "workbench"
-        )  # compiled code of approved kernels, kept for the next time
-        folder.mkdir(parents=True, exist_ok=True)
-        recipe = folder / "recipe.yaml"
-        recipe.write_text(yaml.safe_dump(self.start.recipe))
         code = repository.checkout_live(self.workspace, self.base)
-        command = [sys.executable, "-m", "kernels.bench", "--op", op, "--implementation", implementation]
-        command += ["--against", against, "--recipe", str(recipe), "--device", devices.kind()]
         with devices.one():
+            # Compiled code of approved kernels, kept for the next time.
+            folder = self.workspace.root / "cache" / f"workbench{devices.label()}"
+            folder.mkdir(parents=True, exist_ok=True)
+            recipe = folder / "recipe.yaml"
+            recipe.write_text(yaml.safe_dump(self.start.recipe))
+            command = [sys.executable, "-m", "kernels.bench", "--op", op, "--implementation", implementation]
+            command += ["--against", against, "--recipe", str(recipe), "--device", devices.kind()]
             done = sandbox.run(command, output=folder, readonly=[code], cwd=code, limits=Limits(wall_seconds=left))
         self.spent += done.seconds
         try:

@@ -38,7 +38,7 @@ def profile() -> dict[str, Any]:
                 "isolated_spread_s": None}  # fmt: skip
 
     return {
-        "format": 3, "recipe": {"compile": False}, "kernels": {}, "device": "x86_64 CPU", "torch": "2", "eager_step_s": 1.0,
+        "format": 3, "recipe": {"compile": False}, "kernels": {}, "device": "x86_64 CPU", "device_kind": "cpu", "torch": "2", "eager_step_s": 1.0,
         "recipe_step_s": 0.9, "matmul_flops_per_s": 2e11, "memory_bytes_per_s": 1e10,
         "lines": [
             line("kernels/attention.py", 25, "attention", 0.4, 0.9),

@@ -80,5 +80,5 @@ def read_yaml(text: str, where: str, error: type[TrainerError]) -> object:
     """Raises: ``error`` naming the line that is no YAML."""
     try:
         return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as broken:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as broken:  # a date that is none, a list as a key
         raise error(f"{where}: no YAML: {' '.join(str(broken).split())}") from None

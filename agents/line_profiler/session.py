@@ -102,6 +102,7 @@ def measure(
         recipe=recipe.model_dump(),
         kernels=choice,
         device=device_name(device),
+        device_kind=device.type,
         torch=torch.__version__,
         eager_step_s=step_s,
         recipe_step_s=recipe_step if recipe.compile else step_s,

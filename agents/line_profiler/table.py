@@ -134,6 +134,7 @@ class Profile:
     recipe: dict[str, Any]
     kernels: dict[str, str]
     device: str
+    device_kind: str  # 'cpu' or 'cuda', as kernels.yaml names it
     torch: str
     eager_step_s: float  # the fastest, no profiler, taken in turn with the profiled steps
     recipe_step_s: float | None  # as the recipe runs it: compiled where it says so; None when not measured

@@ -9,8 +9,10 @@ code that a patch could have changed runs in the sandbox; what is believed of it
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 from agents.untrusted import one_line
 from factory import devices, repository
+from factory.errors import FactoryError
 from factory.evals.policy import policy_sha256
 from factory.gates import patch_exploits, patch_ops, patch_scope, patch_static
 from factory.gates.held_out import gains, held_out_texts, scores
@@ -136,7 +139,7 @@ def gather(
     try:
         for name, stage in stages.items():
             began = time.monotonic()
-            found = stage(case)
+            found = _tried(name, stage, case)
             found["reasons"] = [one_line(reason, 1000) for reason in found["reasons"]]  # some quote what a patch holds
             evidence["stages"][name] = found | {"stage_seconds": round(time.monotonic() - began, 2)}
             progress.line(f"  {name:<9} {found['state']:<10} {'; '.join(found['reasons'])[:160]}")
@@ -149,7 +152,30 @@ def gather(
     training = evidence["stages"].get("training", {})
     shown = gain(policy.training, training.get("baseline_seconds"), training.get("candidate_seconds"), tries)
     evidence["gain"] = shown.to_json() if shown else None
-    return evidence
+    return _finite(evidence)  # type: ignore[no-any-return]
+
+
+def _tried(name: str, stage: Callable[[Case], Stage], case: Case) -> Stage:
+    """The stage's evidence. One that breaks, over something that nobody thought of, holds the patch back and says where.
+
+    Raises: FactoryError, when it is the machine or a policy that is not as it should be.
+    """
+    try:
+        return stage(case)
+    except FactoryError:
+        raise
+    except Exception as error:
+        log = traceback.format_exc()
+        return {"state": "missing", "reasons": [f"the {name} stage broke: {type(error).__name__}: {error}"], "log": log}
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity and no NaN: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def scope(case: Case) -> Stage:
@@ -218,9 +244,8 @@ def _isolated(case: Case) -> Stage:
         recipe,
         case.baseline,
         approved,
-        case.workspace.root
-        / "cache"
-        / "workbench",  # approved code alone runs here: what it compiled before may be used
+        # Approved code alone runs here: what it compiled before may be used.
+        case.workspace.root / "cache" / f"workbench{devices.label()}",
     )
 
 

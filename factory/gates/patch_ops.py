@@ -1,4 +1,4 @@
-"""Third and fourth stage of the patch gate: is every changed op right, and is it faster alone?
+"""Two stages of the patch gate: is every changed op right, and is it faster alone?
 
 Right: approved code makes inputs (three kinds of shape, hostile values) and the fp64 truth in one sandboxed process; the
 candidate answers in another, which sees inputs only; the comparison is made here. Rule, as in ``kernels.oracle``: the error
@@ -48,13 +48,19 @@ class ChangedOp:
     after: str
 
 
+def choices(text: bytes | None, device: str) -> dict[str, str]:
+    """A device's section of kernels.yaml, op → implementation; what is none reads as empty (the registry refuses it by name)."""
+    found = yaml.safe_load(text or b"{}")
+    section = found.get(device) if isinstance(found, dict) else None
+    return {str(op): str(name) for op, name in section.items()} if isinstance(section, dict) else {}
+
+
 def changed_ops(before: bytes | None, after: bytes | None, paths: Sequence[str], device: str) -> list[ChangedOp]:
     """From kernels.yaml before and after. A patch to ``kernels/*.py`` may change any op: all that are chosen count."""
-    old, new = (yaml.safe_load(text or b"{}") for text in (before, after))
-    old, new = (choices.get(device) or {} if isinstance(choices, dict) else {} for choices in (old, new))
+    old, new = (choices(text, device) for text in (before, after))
     everything = any(path.startswith("kernels/") for path in paths)
     names = sorted(set(old) | set(new))
-    pairs = [ChangedOp(str(n), str(old.get(n, "reference")), str(new.get(n, "reference"))) for n in names]
+    pairs = [ChangedOp(name, old.get(name, "reference"), new.get(name, "reference")) for name in names]
     return [pair for pair in pairs if everything or pair.before != pair.after]
 
 
@@ -227,11 +233,11 @@ def compare(truth_folder: Path, answers: int, number: int) -> tuple[list[str], f
     changed = found.pop("inputs changed", torch.zeros(1))
     if changed.numel():
         problems.append("it changes its inputs")
-    launches = found.pop("launches", torch.ones(1))
-    if not bool((launches > 0).all()):
+    launches = found.pop("launches", torch.ones(1, dtype=torch.int64))
+    if launches.dtype != torch.int64 or not bool((launches > 0).all()):
         problems.append("it is said to be a Triton kernel, and launches none")
     for name, later in ((name, found.pop(f"later {name}")) for name in exact if f"later {name}" in found):
-        if name in found and not _identical(found[name], later):
+        if name in found and found[name].dtype == eager[name].dtype and not _identical(found[name], later):
             problems.append(f"{name} was another when it was read again after later calls")
     for name, truth in exact.items():
         mine, theirs = found.get(name), eager[name]
@@ -264,7 +270,7 @@ def _text(letters: torch.Tensor) -> str:
 
 def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Element by element; NaN is like NaN."""
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _rms(x: torch.Tensor) -> float:

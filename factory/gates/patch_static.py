@@ -274,11 +274,11 @@ def _module_names(tree: ast.Module) -> dict[str, str]:
 
 
 def _dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (left := _dotted(node.value)):
-        return f"{left}.{node.attr}"
-    return ""
+    words: list[str] = []
+    while isinstance(node, ast.Attribute):  # a patch may chain more of them than Python recurses
+        words.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(words)]) if isinstance(node, ast.Name) else ""
 
 
 def _yaml(text: str) -> Iterable[str]:

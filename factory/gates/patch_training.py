@@ -1,4 +1,4 @@
-"""Last stage of the patch gate: N real training steps, baseline and candidate, in the sandbox (``patch_session``).
+"""Stage of the patch gate: N real training steps, baseline and candidate, in the sandbox (``patch_session``).
 
 Time. A run is timed from outside, from the reveal of its data to its weights. What is subtracted is the *baseline's* overhead
 (total less the span of its own steps, which approved code recorded), the same for both sides, so that a slower way to the

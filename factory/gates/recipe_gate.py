@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
+
 from factory import repository
 from factory.errors import ConfigError
 from factory.evals.policy import policy_sha256
@@ -25,7 +27,7 @@ from factory.gates.patch_scope import Change
 from factory.gates.recipe_judge import compare, judge_recipe
 from factory.gates.recipe_policy import RecipePolicy, RunsPolicy
 from factory.gates.recipe_runs import Measured, lengths, paired_runs, patient
-from factory.ledger import Ledger
+from factory.ledger import Ledger, verdicts
 from factory.planning import check_ranks
 from factory.progress import Progress
 from factory.repository import Applied
@@ -66,6 +68,7 @@ def decide(
 ) -> tuple[int, Verdict, dict[str, Any]]:
     """Judge a proposal: (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; nothing is recorded then."""
     policy = RecipePolicy.load(workspace.policy("gates/recipe.yaml"))
+    tries = max(tries, 1 + _tried_before(workspace, ledger, applied))
     patch_policy = PatchPolicy.load(workspace.policy("gates/patch.yaml"))
     stages: dict[str, Callable[[Case], Stage]]
     stages = {"scope": patch_gate.scope, "static": partial(static, policy), "runs": partial(runs, policy.runs)}
@@ -75,6 +78,22 @@ def decide(
     verdict = judge_recipe(policy, evidence)
     recorded = patch_gate.record_verdict(ledger, GATE, number, applied, policy_sha256(policy), verdict, evidence)
     return recorded, verdict, evidence
+
+
+def _tried_before(workspace: Workspace, ledger: Ledger, applied: Applied) -> int:
+    """Verdicts on any of the same keys, whoever proposed the change and whatever target was named."""
+    repo = workspace.repository
+    keys = {
+        key
+        for change in repository.changes(repo, applied.base, applied.commit)
+        for key in _differing(repo, applied.base, change)
+    }
+    rows = ledger.rows(sa.select(verdicts.c.evidence).where(verdicts.c.gate == GATE))
+    return sum(bool(keys & set(_changed_keys(row["evidence"]))) for row in rows)
+
+
+def _changed_keys(evidence: dict[str, Any]) -> list[str]:
+    return list(((evidence.get("stages") or {}).get("static") or {}).get("changes") or ())
 
 
 # -- static ------------------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ def _profile(compile: bool = False) -> dict[str, Any]:
     ops = [op("attention", 0.4, 4), op("linear_cross_entropy", 0.3, 1), op("swiglu", 0.01, 4)]
     return {
         "device": "x86_64 CPU",
+        "device_kind": "cpu",
         "recipe": {"compile": compile},
         "recipe_step_s": 1.0,
         "eager_step_s": 2.0,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+import yaml
 from code_loop_case import git
+from rich.console import Console
 
 from factory import approvals, proposing, repository, revalidating
+from factory.console import Terminal
 from factory.errors import InputError
 from factory.gates.judge import Verdict
 from factory.gates.patch_scope import AgentsPolicy
@@ -43,13 +47,13 @@ class Plant:
     def head(self) -> str:
         return repository.live_commit(self.target)
 
-    def judged(self, number: int = 1, outcome: str = "promote") -> dict[str, Any]:
+    def judged(self, number: int = 1, outcome: str = "promote", edits: dict[str, str] | None = None) -> dict[str, Any]:
         """As the code loop leaves it, without the minutes of the gate."""
         agents = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
         branch, worktree = f"factory/search/{number}-x", self.workspace.worktrees / f"proposal-{number}"
-        edits = list(NEW.items())
+        made = list((edits or NEW).items())
         applied = repository.apply_proposal(
-            self.target, self.head(), edits, policy=agents, branch=branch, message=f"m {number}", worktree=worktree
+            self.target, self.head(), made, policy=agents, branch=branch, message=f"m {number}", worktree=worktree
         )
         repository.remove_worktree(self.target, worktree)
         with self.ledger.begin() as tx:
@@ -266,6 +270,47 @@ def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: Plant) -
     policy.parent.mkdir(parents=True, exist_ok=True)
     policy.write_text("approval: automatic\n")
     assert settle() == 1 and plant.files() == FILES | NEW and plant.words()[-1] == ("approved", "policy")
+
+
+def test_choices_for_other_ops_are_merged_one_after_the_other(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "policies/kernels.yaml"
+    text = "# how ops run\ncpu:\n  attention: reference\n  swiglu: reference  # plain\n"
+    (plant.target / "policies").mkdir()
+    (plant.target / path).write_text(text)
+    git(plant.target, "add", "-A")
+    git(plant.target, "commit", "-q", "-m", "choices")
+    attention, swiglu = ("attention: reference", "attention: native"), ("swiglu: reference  # plain", "swiglu: native")
+    plant.judged(1, edits={path: text.replace(*attention)})
+    plant.judged(2, edits={path: text.replace(*swiglu)})
+    plant.judged(3, edits={path: text.replace("attention: reference", "attention: folded")})
+    plant.judged(4, edits={path: text.replace("cpu:", "on_failure: fail\ncpu:")})
+    judged = given_verdict(monkeypatch, "promote")
+    plant.approve(1)
+    plant.approve(2)  # judged again on what is live, as number 5, and merged
+    assert judged[0][0] == 5 and plant.row(2)["state"] == "superseded" and plant.row(5)["state"] == "approved"
+    assert yaml.safe_load((plant.target / path).read_text()) == {"cpu": {"attention": "native", "swiglu": "native"}}
+    with pytest.raises(InputError, match="in its choice of attention: it has to be proposed anew"):
+        plant.approve(3)
+    with pytest.raises(InputError, match="more there than choices"):
+        plant.approve(4)
+
+
+def test_without_a_sandbox_the_daemon_proposes_nothing_and_says_so_once(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
+    for module in (approvals, revalidating):
+        monkeypatch.setattr(module, "find_start", lambda ledger: Start(plant.target, 0, recipe, {}))
+    plant.judged()
+    plant.approve()
+    recipe["model"] = {"d_model": 16}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("FACTORY_SANDBOX", "bubblewrap")
+    said = io.StringIO()
+    for _ in range(3):
+        assert revalidating.follow(plant.workspace, plant.ledger, Terminal(Console(file=said, width=300))) == []
+    assert said.getvalue().count("waits to be judged again: no sandbox") == 1
+    assert len(plant.ledger.rows(sa.select(proposals))) == 1
 
 
 @pytest.mark.parametrize("outcome", ["promote", "reject"])

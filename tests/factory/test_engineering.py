@@ -26,15 +26,17 @@ from rich.console import Console
 
 from agents.llm.replay_server import ReplayServer, Session
 from agents.proposal import Edit, Proposal
-from factory import proposing
+from factory import engineering, proposing
 from factory.console import Terminal
 from factory.devices import side_by_side
 from factory.engineering import AGENT, NOBODY, Hire, Job, ModelError, judged_already, saved_at
 from factory.errors import FactoryError, InputError
+from factory.gates.patch_training import find_start
 from factory.ledger import agent_runs, exchanges, profiles, proposals, verdicts
 from factory.progress import SILENT
 from factory.repository import RepositoryError
 from factory.sandbox import Result
+from factory.workbench import Bench
 from factory.workspace import Config, Workspace, code_root
 
 
@@ -196,6 +198,19 @@ def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> 
     assert all(any(f"{AGENT}-{run}-001" in path.name for path in requests) for run in runs)
     with pytest.raises(InputError, match="choose their own targets"):
         proposed(made, Hire(f"files:{tmp_path}", "m", target="swiglu"), count=2)
+
+
+def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    policy(made)
+    hire, start = Hire(f"files:{tmp_path}", "m"), find_start(made.ledger)
+    assert start is not None
+    bench = Bench(made.workspace, made.ledger, made.base, start, SILENT)
+    take_up = lambda: engineering.take_up(made.workspace, made.ledger, SILENT, bench, made.base, hire, 3)
+    begun(made, "")  # which chose the first target
+    number = made.ledger.rows(sa.select(profiles).order_by(profiles.c.id))[-1]["id"]
+    monkeypatch.setattr(engineering, "profile", lambda *_: number)
+    for _ in range(2):
+        assert [job.hire.target for job in take_up()] == ["", "kernel:attention"]  # nothing else is worth it
 
 
 def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> None:

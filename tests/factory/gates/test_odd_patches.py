@@ -1,0 +1,100 @@
+"""What nobody would write, but a patch may hold: the gate answers it with a verdict, and never with a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+import torch
+from code_loop_case import make
+from safetensors.torch import save_file
+
+from agents.proposal import Edit, Proposal
+from factory.gates import patch_gate, patch_ops, patch_static
+from factory.gates.patch_ops import changed_ops
+from factory.gates.patch_scope import Change
+from factory.ledger import proposals, verdicts
+from factory.progress import SILENT
+from factory.proposing import submit
+from trainer.errors import RecipeError
+from trainer.strict import read_yaml
+
+
+@pytest.mark.parametrize("section", ["hello", "3", "[a, b]", "{1: a, b: c}", "{on: a, rms_norm: c}", "{~: x, a: b}"])
+def test_a_choice_that_is_no_mapping_of_words_is_read_without_a_crash(section: str) -> None:
+    found = changed_ops(b"cpu: {swiglu: native}", f"cpu: {section}".encode(), [], "cpu")
+    assert any(op.op == "swiglu" and op.after == "reference" for op in found)
+    assert changed_ops(None, b"- cpu", [], "cpu") == []
+
+
+@pytest.mark.parametrize(
+    "text", ["x = a" + ".b" * 1200, "x = " + "-" * 1200 + "1", "x = " + "(" * 150 + "1" + ")" * 150]
+)
+def test_deep_sources_are_read_or_refused(text: str) -> None:
+    change = Change("kernels/a.py", None, "100644", text.encode())
+    for problem in patch_static.problems(change, None):
+        assert problem.startswith("kernels/a.py")
+
+
+@pytest.mark.parametrize("text", ["? [a]\n: b\n", "a: 2001-99-99\n", "a: " + "9" * 5000, "[" * 3000])
+def test_yaml_that_python_cannot_hold_is_one_clear_error(text: str) -> None:
+    with pytest.raises(RecipeError, match="recipe: no YAML"):
+        read_yaml(text, "recipe", RecipeError)
+
+
+@pytest.mark.parametrize(
+    ("forged", "words"),
+    [
+        ({"launches": torch.ones(1, dtype=torch.complex64)}, "launches none"),
+        ({"launches": torch.ones(1, dtype=torch.uint16)}, "launches none"),
+        ({"launches": torch.zeros(1, dtype=torch.int64)}, "launches none"),
+        ({"later output 0": torch.ones(2).to(torch.float8_e5m2)}, "read again"),
+        ({"output 0": torch.ones(2).to(torch.float8_e5m2)}, "another shape or dtype"),
+    ],
+)
+def test_a_forged_answer_is_a_wrong_answer(tmp_path: Path, forged: dict[str, torch.Tensor], words: str) -> None:
+    truth, answers = tmp_path / "truth", tmp_path / "answers"
+    for folder in (truth, answers):
+        folder.mkdir()
+    save_file({"output 0": torch.ones(2, dtype=torch.float64)}, truth / "exact-0.safetensors")
+    save_file({"output 0": torch.ones(2)}, truth / "eager-0.safetensors")
+    right = {
+        "output 0": torch.ones(2),
+        "later output 0": torch.ones(2),
+        "inputs changed": torch.zeros(0, dtype=torch.int64),
+    }
+    descriptor = os.open(answers, os.O_RDONLY)
+    for found, expected in ((right, ""), (right | forged, words)):
+        save_file(found, answers / "answer-0.safetensors")
+        wrong, _ = patch_ops.compare(truth, descriptor, 0)
+        assert expected in " ".join(wrong) and bool(wrong) == bool(expected), wrong
+    os.close(descriptor)
+
+
+def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = make()
+
+    def breaks(case: patch_gate.Case) -> patch_gate.Stage:
+        raise OverflowError("nobody thought of this")
+
+    endless = {"state": "passed", "reasons": ["fine"], "worst": math.inf, "inner": [{"a": -math.inf}, math.nan, 1.5]}
+    monkeypatch.setitem(patch_gate.RUN, "static", lambda case: dict(endless))
+    monkeypatch.setitem(patch_gate.RUN, "oracle", breaks)
+    edit = Edit("trainer/schedule.py", (made.target / "trainer" / "schedule.py").read_text() + "# x\n")
+    number = submit(
+        made.workspace, made.ledger, SILENT, Proposal("search", "x", "Odd", "Because.", 1.1, (edit,)), made.base
+    )
+    joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
+    row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
+    assert row and row["outcome"] == "hold" and "oracle stage broke: OverflowError: nobody" in row["reasons"][0]
+    static = row["evidence"]["stages"]["static"]
+    assert (static["worst"], static["inner"]) == (None, [{"a": None}, None, 1.5])
+    report = (made.workspace.reports / f"proposal-{number}.json").read_text()
+    json.loads(report, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert made.left_behind() == []
