@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import sqlite3
 import time
@@ -36,7 +35,7 @@ from factory.exchanges import ExchangeBooks
 from factory.gates.patch_scope import AgentsPolicy
 from factory.ledger import Ledger, agent_runs, profiles, proposals, record, verdicts
 from factory.ledger_engine import DRIVER
-from factory.profiling import Options, profile
+from factory.profiling import Options, profile, read_profile
 from factory.progress import Progress
 from factory.workspace import Workspace
 
@@ -123,8 +122,7 @@ def take_up(
 def _read_profile(ledger: Ledger, number: int) -> dict[str, Any]:
     row = ledger.one(sa.select(profiles.c.path).where(profiles.c.id == number))
     assert row is not None
-    found: dict[str, Any] = json.loads(Path(row["path"]).read_text(encoding="utf-8"))
-    return found
+    return read_profile(Path(row["path"]))
 
 
 def _begin(ledger: Ledger, asked: str, base: str, profile: int) -> dict[str, Any]:

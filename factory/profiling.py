@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from factory import repository
 from factory.errors import FactoryError, InputError, nearest
@@ -28,8 +29,22 @@ USERS = 2  # the profiler's exit code for what its user can mend
 FILES = ("profile.json", "profile.html", "trace.json")
 
 
+FORMAT = 3  # of agents.line_profiler.table, which only the profiler's own process imports
+
+
 class ProfileError(FactoryError):
     """The line profiler failed; what it said last is in the message."""
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """A parsed profile.json. Raises: ProfileError when code of another version wrote it."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("format") != FORMAT:
+        raise ProfileError(
+            f"{path} is of format {found.get('format')}, this factory reads {FORMAT}: the code that it works on is of another "
+            "version than the factory; bring both to the same one"
+        )
+    return found
 
 
 @dataclass(frozen=True)

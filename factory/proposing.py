@@ -7,7 +7,6 @@ goes on: a proposal is 'drafted' before its branch exists and 'judged' in the tr
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from factory.gates.patch_gate import decide
 from factory.gates.patch_scope import AgentsPolicy
 from factory.gates.patch_training import find_start
 from factory.ledger import Ledger, profiles, proposals, record, verdicts
-from factory.profiling import Options, profile
+from factory.profiling import Options, profile, read_profile
 from factory.progress import Progress
 from factory.repository import ScopeError
 from factory.revalidating import revalidate
@@ -144,7 +143,7 @@ def _search(
         raise InputError("an endpoint, a model, a target and a person are for the kernel-engineer, not for 'search'")
     found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress, QUICK)))
     assert found is not None
-    drafts = search_proposer.propose(json.loads(Path(found["path"]).read_text()), bench, count)
+    drafts = search_proposer.propose(read_profile(Path(found["path"])), bench, count)
     if not drafts:
         progress.line("  nothing proposed: no change was found that measures faster than what runs now")
     return side_by_side([partial(submit, workspace, ledger, progress, drafted, bench.base) for drafted in drafts])

@@ -12,10 +12,10 @@ import pytest
 import sqlalchemy as sa
 from code_loop_case import make
 
-from agents.line_profiler import Profile
+from agents.line_profiler import Profile, table
 from factory.errors import InputError
 from factory.ledger import profiles
-from factory.profiling import FILES, Options, ProfileError, find_recipe, profile, run_profiler
+from factory.profiling import FILES, FORMAT, Options, ProfileError, find_recipe, profile, read_profile, run_profiler
 from factory.progress import SILENT
 from factory.tracking import Tracking
 from factory.workspace import code_root
@@ -61,3 +61,13 @@ def test_what_the_profiler_says_is_in_the_error(tmp_path: Path) -> None:
     recipe.write_text("name: x\n")
     with pytest.raises(InputError, match="bad.yaml"):
         run_profiler(code_root(), ["--recipe", str(recipe), "--out", str(tmp_path)], SILENT)
+
+
+def test_a_profile_of_other_code_is_one_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text('{"format": 2}')
+    with pytest.raises(
+        ProfileError, match="is of format 2, this factory reads 3: the code that it works on is of another version"
+    ):
+        read_profile(path)
+    assert FORMAT == table.FORMAT
