@@ -45,7 +45,9 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
     """
     policy = workbench.read(POLICY)
     device = profile["device_kind"]
-    drafts = [write(candidate, profile, policy, device) for candidate in candidates(profile, workbench)]
+    drafts = [
+        write(candidate, profile, policy, device) for candidate in candidates(profile, workbench, MOST_MEASURED * count)
+    ]
     compiling = fusions.compile_blocks(profile, workbench, AGENT)
     best: dict[str, Proposal] = {}
     for proposal in sorted([*drafts, *([compiling] if compiling else [])], key=lambda p: -p.predicted_gain):
@@ -57,8 +59,8 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
     return list(best.values())
 
 
-def candidates(profile: Mapping[str, Any], workbench: Workbench) -> list[Candidate]:
-    """Measure the implementations of the hottest ops; what cannot be measured is no candidate."""
+def candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOST_MEASURED) -> list[Candidate]:
+    """Measure ``most`` implementations of the hottest ops; what cannot be measured is no candidate."""
     step = profile["recipe_step_s"] or profile["eager_step_s"]
     found: list[Candidate] = []
     seconds_now: dict[str, float] = {}
@@ -67,7 +69,7 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench) -> list[Candida
         if op["share"] < LEAST_SHARE:
             continue
         for name, about in op["implementations"].items():
-            if name == op["implementation"] or tried >= MOST_MEASURED:
+            if name == op["implementation"] or tried >= most:
                 continue
             if name == "compiled" and profile["recipe"]["compile"] and op["in_block"]:
                 continue  # the recipe compiles it already, with its block

@@ -143,7 +143,7 @@ def _search(
         raise InputError("an endpoint, a model, a target and a person are for the kernel-engineer, not for 'search'")
     found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress, QUICK)))
     assert found is not None
-    drafts = search_proposer.propose(read_profile(Path(found["path"])), bench, count)
+    drafts = search_proposer.propose(read_profile(Path(found["path"])), replace(bench, count=count), count)
     if not drafts:
         progress.line("  nothing proposed: no change was found that measures faster than what runs now")
     return side_by_side([partial(submit, workspace, ledger, progress, drafted, bench.base) for drafted in drafts])

@@ -53,6 +53,7 @@ class Bench:
     start: Start
     progress: Progress
     spent: float = 0.0  # seconds of measuring
+    count: int = 1  # proposals that it serves; each has the agents' seconds
 
     @cached_property
     def agents(self) -> AgentsPolicy:
@@ -123,9 +124,10 @@ class Bench:
 
     def measure(self, op: str, implementation: str, against: str) -> Measurement:
         """``kernels.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
-        left = self.agents.measure_seconds - self.spent
+        budget = self.agents.measure_seconds * self.count
+        left = budget - self.spent
         if left < 1:
-            raise MeasurementError(f"the {self.agents.measure_seconds:g} seconds for measuring are spent")
+            raise MeasurementError(f"the {budget:g} seconds for measuring are spent")
         code = repository.checkout_live(self.workspace, self.base)
         with devices.one():
             # Compiled code of approved kernels, kept for the next time.
