@@ -2,7 +2,8 @@
 
 Every implementation of an op that runs on the device is measured, alone, against the one in use, on the recipe's shapes and as the recipe
 runs it. The step's predicted time follows by Amdahl's law: each call saves (1 − 1/ratio) of the time that the chosen one takes.
-The profile's fusion candidates that a change covers are named in its reason; a recipe that does not compile its blocks may be told to.
+The profile's fusion candidates that a change covers are named in its reason. Of the recipe's knobs, those that change no result are tried:
+``compile``, and the rows of a micro-batch where seconds for measuring are left.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from agents import fusions
+from agents import fusions, micro_batches
 from agents.proposal import Edit, Proposal
 from agents.workbench import Measurement, MeasurementError, Workbench
 
@@ -48,9 +49,9 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
     drafts = [
         write(candidate, profile, policy, device) for candidate in candidates(profile, workbench, MOST_MEASURED * count)
     ]
-    compiling = fusions.compile_blocks(profile, workbench, AGENT)
+    knobs = [fusions.compile_blocks(profile, workbench, AGENT), micro_batches.propose(profile, workbench, AGENT)]
     best: dict[str, Proposal] = {}
-    for proposal in sorted([*drafts, *([compiling] if compiling else [])], key=lambda p: -p.predicted_gain):
+    for proposal in sorted([*drafts, *filter(None, knobs)], key=lambda p: -p.predicted_gain):
         if proposal.predicted_gain < LEAST_GAIN or len(best) == count:
             break
         refused = [attempt.patch_id for attempt in workbench.history(proposal.target) if attempt.outcome in REFUSED]

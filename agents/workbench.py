@@ -62,8 +62,8 @@ class Workbench(Protocol):
         """Would the gate's first stages take these edits? ``op`` is run against fp64 in the sandbox, as is what they choose anew."""
         ...
 
-    def measure(self, op: str, implementation: str, against: str) -> Measurement:
-        """Raises: MeasurementError."""
+    def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
+        """``rows``: of a micro-batch; 0: as many as the recipe has. Raises: MeasurementError."""
         ...
 
     def history(self, target: str) -> list[Attempt]:

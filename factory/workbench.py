@@ -122,7 +122,7 @@ class Bench:
         done = sandbox.run(command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits)
         return Checked("import", () if done.ok else (f"the changed files cannot be imported: {done.why()}",))
 
-    def measure(self, op: str, implementation: str, against: str) -> Measurement:
+    def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
         """``kernels.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
         budget = self.agents.measure_seconds * self.count
         left = budget - self.spent
@@ -134,7 +134,8 @@ class Bench:
             folder = self.workspace.root / "cache" / f"workbench{devices.label()}"
             folder.mkdir(parents=True, exist_ok=True)
             recipe = folder / "recipe.yaml"
-            recipe.write_text(yaml.safe_dump(self.start.recipe))
+            batch = self.start.recipe["batch"] | ({"micro_sequences": rows} if rows else {})
+            recipe.write_text(yaml.safe_dump(self.start.recipe | {"batch": batch}))
             command = [sys.executable, "-m", "kernels.bench", "--op", op, "--implementation", implementation]
             command += ["--against", against, "--recipe", str(recipe), "--device", devices.kind()]
             done = sandbox.run(command, output=folder, readonly=[code], cwd=code, limits=Limits(wall_seconds=left))
@@ -146,7 +147,10 @@ class Bench:
         except (ValueError, KeyError, TypeError) as error:
             self.progress.line(f"  {op}: {implementation} could not be measured: {done.why()}")
             raise MeasurementError(f"{op}: {implementation}: {done.why()}") from error
-        self.progress.line(f"  {op}: {implementation} is {measured.ratio:.2f}x as fast as {against}, alone")
+        if rows:
+            self.progress.line(f"  {op}: {implementation} takes {measured.seconds * 1e3:.1f} ms for {rows} rows, alone")
+        else:
+            self.progress.line(f"  {op}: {implementation} is {measured.ratio:.2f}x as fast as {against}, alone")
         return measured
 
     def history(self, target: str) -> list[Attempt]:

@@ -23,13 +23,18 @@ class Bench:
         self.ratios, self.asked = ratios, []  # type: ignore[var-annotated]
         self.past: dict[str, list[Attempt]] = {}
         self.files = {POLICY: SHIPPED}
+        self.a_row: dict[int, float] = {}  # seconds a row, by how many go at a time
 
     def read(self, path: str) -> str:
         if path not in self.files:
             raise ReadError(path)
         return self.files[path]
 
-    def measure(self, op: str, implementation: str, against: str) -> Measurement:
+    def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
+        if rows:
+            if rows not in self.a_row:
+                raise MeasurementError("no seconds left")
+            return Measurement(seconds=rows * self.a_row[rows], against_seconds=0.1, ratio=1.0, ratio_low=1.0)
         self.asked.append((op, implementation))
         if (op, implementation) not in self.ratios:
             raise MeasurementError("it crashed")
@@ -158,6 +163,31 @@ def test_the_optimisers_share_of_a_compiled_step_is_its_time_of_the_eager_one() 
     profile["ops"] = [_op("adamw") | {"implementation": "reference", "share": 0.2, "calls": 2}]
     (proposal,) = propose(profile, Bench({("adamw", "fused"): 4.0}))
     assert proposal.predicted_gain == pytest.approx(1 / (1 - 0.4 + 0.4 / 4))
+
+
+@pytest.mark.parametrize(
+    ("now", "a_row", "chosen"),
+    [
+        (None, {8: 0.2, 4: 0.1}, "4"),
+        (4, {4: 0.2, 2: 0.3, 8: 0.1}, "null"),
+        (4, {4: 0.1, 2: 0.11, 8: 0.12}, ""),
+        (4, {4: 0.1}, ""),
+    ],
+)
+def test_rows_of_a_micro_batch_are_a_knob(now: int | None, a_row: dict[int, float], chosen: str) -> None:
+    bench, profile = Bench({}), _profile()
+    bench.a_row = a_row
+    profile["recipe"] |= {"name": "tiny", "batch": {"sequences": 8, "micro_sequences": now}}
+    text = (Path(__file__).parents[2] / "policies/recipes/tiny.yaml").read_text()
+    bench.files["policies/recipes/tiny.yaml"] = text
+    found = propose(profile, bench)
+    assert [proposal.target for proposal in found] == (["recipe:micro_sequences"] if chosen else [])
+    for proposal in found:
+        assert proposal.predicted_gain == pytest.approx(1 / (1 - 0.7 + 0.7 / 2))  # the ops above 5 %, twice as fast
+        (edit,) = proposal.edits
+        assert f"micro_sequences: {chosen}" in edit.new_text and len(edit.new_text.splitlines()) == len(
+            text.splitlines()
+        )
 
 
 def test_nothing_worth_a_branch() -> None:
