@@ -42,8 +42,8 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Pro
         target="recipe:micro_sequences",
         title=f"recipe {recipe['name']}: {best} rows at a time in place of {now}",
         hypothesis=(
-            f"The hottest ops do their rows of a step faster {best} at a time than {now} at a time, alone and as they run now. If the whole step does "
-            f"not get at least {1 + (gains[best] - 1) / 2:.3f} times as fast (predicted: {gains[best]:.3f}), this is refuted."
+            f"The hottest ops do their rows of a step faster {best} at a time than {now} at a time, alone and as they run now. If the "
+            f"whole step does not get at least {1 + (gains[best] - 1) / 2:.3f} times as fast (predicted: {gains[best]:.3f}), this is refuted."
         ),
         predicted_gain=gains[best],
         edits=(Edit(path, edited),),

@@ -185,9 +185,8 @@ def test_rows_of_a_micro_batch_are_a_knob(now: int | None, a_row: dict[int, floa
     for proposal in found:
         assert proposal.predicted_gain == pytest.approx(1 / (1 - 0.7 + 0.7 / 2))  # the ops above 5 %, twice as fast
         (edit,) = proposal.edits
-        assert f"micro_sequences: {chosen}" in edit.new_text and len(edit.new_text.splitlines()) == len(
-            text.splitlines()
-        )
+        batch = yaml.safe_load(text)["batch"] | {"micro_sequences": yaml.safe_load(chosen)}
+        assert yaml.safe_load(edit.new_text) == yaml.safe_load(text) | {"batch": batch}
 
 
 def test_nothing_worth_a_branch() -> None:
