@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agents.line_profiler.capture import Event
 
 CONFIRMED, ALIKE = 5, 1.03  # a fastest step is believed when five lie within 3 %: on a busy machine it takes more
-SETTLING_S = 4.0  # waiting for a quiet moment ends
+SETTLING_S = 2.0  # waiting for a quiet moment ends
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def total(laps: Sequence[Lap]) -> float:
     return sum(lap.gap + lap.seconds + lap.after for lap in laps)
 
 
-def settled(times: Sequence[float]) -> bool:
+def settled(times: Sequence[float], alike: float = ALIKE) -> bool:
     """Is the fastest no accident?"""
-    return len(times) >= CONFIRMED and sorted(times)[CONFIRMED - 1] <= ALIKE * min(times)
+    return len(times) >= CONFIRMED and sorted(times)[CONFIRMED - 1] <= alike * min(times)
 
 
 def crossing(step: Callable[[], object], turns: int = 80) -> float:
