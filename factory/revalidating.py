@@ -1,5 +1,5 @@
 """Merged patches are judged again when what they were judged on changed: another torch, driver, device or recipe, a throughput
-drop, or a candidate that the release gate rejected. ``factory propose`` does it, and the daemon by itself.
+drop, a benchmark that fell, or a candidate that the release gate rejected. ``factory propose`` does it, and the daemon by itself.
 
 What is judged is the patch's undoing, as a proposal like any other: baseline is the live code with the patch, candidate the
 code without it. The gate promotes it only if the step is faster without the patch by then. A person approves it like any
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ AGENT = "revalidator"
 _told: set[str] = set()
 UNDO = "undo"  # kind of its targets: undo:<number of a proposal>
 VALIDATED = "proposal_validated"
+FELL = "benchmarks_fell"
 Row = dict[str, Any]
 
 
@@ -104,6 +106,7 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
     sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
     drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
     slow = ledger.one(drops)
+    fell = ledger.one(sa.select(sa.func.max(events.c.id).label("newest")).where(events.c.kind == FELL))
     released = sa.select(verdicts.c.subject, verdicts.c.outcome).where(verdicts.c.gate == "release")
     newest = ledger.one(released.order_by(verdicts.c.id.desc()).limit(1))
     return {
@@ -112,8 +115,15 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
         "driver": f"{_driver()}, CUDA {torch.version.cuda}" if cuda else "",
         "recipe": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16],
         "throughput": f"dropped in segment {slow['newest']}" if slow and slow["newest"] else "",
+        "benchmarks": f"fell, event {fell['newest']}" if fell and fell["newest"] else "",
         "evals": f"{newest['subject']} rejected" if newest and newest["outcome"] == REJECT else "",
     }
+
+
+def benchmarks_fell(ledger: Ledger, tests: Sequence[str]) -> None:
+    """Note that a run of the benchmarks failed in ``tests``."""
+    with ledger.begin() as tx:
+        record(tx, FELL, "benchmarks", {"tests": list(tests)})
 
 
 def _driver() -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -293,6 +296,30 @@ def test_choices_for_other_ops_are_merged_one_after_the_other(plant: Plant, monk
         plant.approve(3)
     with pytest.raises(InputError, match="more there than choices"):
         plant.approve(4)
+
+
+def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = {"model": {}, "batch": {}, "precision": "fp32", "compile": False}
+    for module in (approvals, revalidating):
+        monkeypatch.setattr(module, "find_start", lambda ledger: Start(plant.target, 0, recipe, {}))
+    judged = given_verdict(monkeypatch, "promote")
+    plant.judged()
+    plant.approve()
+    suite = tmp_path / "test_speed.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.conftest", "-c", os.devnull, str(suite)]
+    environment = os.environ | {"FACTORY_HOME": str(plant.workspace.root), "PYTHONPATH": str(code_root())}
+    bench = lambda: subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
+    daemon = lambda: revalidating.follow(plant.workspace, plant.ledger, SILENT)
+    suite.write_text("def test_stays(): pass\n")
+    assert "told" not in bench() and daemon() == []
+    suite.write_text("def test_stays(): pass\ndef test_falls(): assert 0\n")
+    assert "1 told to the factory" in bench()
+    assert daemon() == [2] and len(judged) == 1 and "benchmarks changed since" in plant.row(2)["hypothesis"]
+    assert daemon() == []
+    environment["FACTORY_HOME"] = str(tmp_path)
+    assert "could not be told" in bench()
 
 
 def test_without_a_sandbox_the_daemon_proposes_nothing_and_says_so_once(

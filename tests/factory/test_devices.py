@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
+from contextvars import ContextVar
+from pathlib import Path
 
 import pytest
+from sandboxed import inside
 
 from factory import devices
 
@@ -70,3 +74,23 @@ def test_each_gpu_is_named_as_the_machine_names_it() -> None:
         )
         held, other = ({names[1][0]: device} for device in (first, second))
         assert eval(found.stdout) == [{}, held, {}, {}, other, other]  # a job's thread holds nothing by itself
+
+
+@pytest.mark.usefixtures("each_sandbox")
+def test_who_holds_a_gpu_hands_its_files_on_and_nobody_else_sees_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = next((name for name in ("hwrng", "fuse", "loop-control", "kmsg") if Path("/dev", name).exists()), "")
+    if not stand_in:
+        pytest.skip("no device here that could stand in for a GPU")
+    monkeypatch.setattr(devices, "GPU_FILES", (stand_in,))
+    script = """
+        import json, os, stat, sys
+        mode = os.stat(sys.argv[1]).st_mode if os.path.exists(sys.argv[1]) else 0
+        print(json.dumps([stat.S_ISCHR(mode), os.path.exists('/sys/devices'), os.environ.get('CUDA_VISIBLE_DEVICES')]))
+    """
+    alone = inside(tmp_path, script, f"/dev/{stand_in}")
+    assert alone.ok and json.loads(alone.stdout) == [False, False, None], alone
+    monkeypatch.setattr(devices, "_held", ContextVar("device", default="3"))
+    held = inside(tmp_path, script, f"/dev/{stand_in}")
+    assert held.ok and json.loads(held.stdout) == [True, True, "3"], held

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import platform
 import signal
@@ -14,13 +13,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
 from sandboxed import inside, processes_naming, told
 
-from factory import devices, sandbox, sandbox_cgroup, sandbox_filter
+from factory import sandbox, sandbox_cgroup, sandbox_filter
 from factory.errors import IsolationError
 from factory.ledger import Ledger
 from factory.sandbox import MIB, Limits
@@ -385,23 +383,3 @@ def test_describe_says_what_is_in_force(each_sandbox: str) -> None:
     assert described["isolation"].startswith(each_sandbox) and "capabilities none" in described["user"]
     assert "no new privileges" in described["user"]
     assert ("filter" in described["seccomp"]) == (platform.machine() in sandbox_filter.ARCHITECTURES)
-
-
-@each
-def test_who_holds_a_gpu_hands_its_files_on_and_nobody_else_sees_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in = next((name for name in ("hwrng", "fuse", "loop-control", "kmsg") if Path("/dev", name).exists()), "")
-    if not stand_in:
-        pytest.skip("no device here that could stand in for a GPU")
-    monkeypatch.setattr(devices, "GPU_FILES", (stand_in,))
-    script = """
-        import json, os, stat, sys
-        mode = os.stat(sys.argv[1]).st_mode if os.path.exists(sys.argv[1]) else 0
-        print(json.dumps([stat.S_ISCHR(mode), os.path.exists('/sys/devices'), os.environ.get('CUDA_VISIBLE_DEVICES')]))
-    """
-    alone = inside(tmp_path, script, f"/dev/{stand_in}")
-    assert alone.ok and json.loads(alone.stdout) == [False, False, None], alone
-    monkeypatch.setattr(devices, "_held", ContextVar("device", default="3"))
-    held = inside(tmp_path, script, f"/dev/{stand_in}")
-    assert held.ok and json.loads(held.stdout) == [True, True, "3"], held
