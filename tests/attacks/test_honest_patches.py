@@ -1,4 +1,4 @@
-"""No false alarms: ten honest patches of different kinds read clean one by one, and all in one go through the whole gate.
+"""No false alarms: ten honest patches of different kinds read clean one by one, and go through the whole gate, many in a patch.
 
 Whether they are faster is the machine's to say; that they are no cheats is not.
 """
@@ -14,7 +14,6 @@ from code_loop_case import Made, make
 from agents.proposal import Edit, Proposal
 from factory import repository
 from factory.gates import patch_scope, patch_static
-from factory.gates.patch_judge import STAGES
 from factory.gates.patch_scope import AgentsPolicy, Change
 from factory.ledger import proposals, verdicts
 from factory.progress import SILENT
@@ -88,10 +87,10 @@ HONEST: dict[str, tuple[str, Callable[[str], str]]] = {
     "a choice of kernels": (
         "policies/kernels.yaml",
         lambda text: (
-            text.replace("rms_norm: reference", "rms_norm: by-hand", 1)
+            text.replace("add_rms_norm: reference", "add_rms_norm: region", 1)
+            .replace("  rms_norm: reference", "  rms_norm: by-hand", 1)
             .replace("swiglu: reference", "swiglu: reordered", 1)
             .replace("linear_cross_entropy: reference", "linear_cross_entropy: chunked", 1)
-            .replace("qk_norm_rope: by-hand", "qk_norm_rope: reference")
         ),
     ),
     "a recipe's knob": (
@@ -119,12 +118,11 @@ HONEST: dict[str, tuple[str, Callable[[str], str]]] = {
             "        spread = median([abs(value - center) for value in ordered])\n",
         ),
     ),
-}
-# These read clean too, and are not run here: a compiled region takes half a minute to compile.
-READ: dict[str, tuple[str, Callable[[str], str]]] = {
     "a compiled region": (
         "kernels/add_rms_norm.py",
-        lambda text: text + "\n\nregion = torch.compile(reference, dynamic=False)\n",
+        lambda text: _implementation("region", "region", "one region of the compiler")(
+            text.replace("OP = op(", "region = torch.compile(reference, dynamic=False)\nOP = op(", 1)
+        ),
     ),
     "words": (
         "trainer/model.py",
@@ -143,20 +141,26 @@ def changed(made: Made, path: str, change: Callable[[str], str]) -> tuple[str, b
     return text, base.encode() if base is not None else None
 
 
-@pytest.mark.parametrize("name", HONEST | READ)
+@pytest.mark.parametrize("name", HONEST)
 def test_an_honest_patch_reads_clean(name: str) -> None:
     made = make()
-    path, change = (HONEST | READ)[name]
+    path, change = HONEST[name]
     text, base = changed(made, path, change)
     patch = Change(path, text.encode(), old_mode="100644" if base is not None else None)
     assert patch_scope.problems(AGENTS, [patch], repository.modes(made.target, made.base)) == []
     assert patch_static.problems(patch, base) == []
 
 
+# Two patches of a size that a patch may have: what the kernels compute, and all that goes on around it.
+KERNELS = [name for name, (path, _) in HONEST.items() if path.startswith(("kernels/", "policies/kernels.yaml"))]
+AROUND = [name for name in HONEST if name not in KERNELS]
+
+
 @pytest.mark.slow
-def test_honest_patches_go_through_the_whole_gate() -> None:
+@pytest.mark.parametrize("names", [KERNELS, AROUND], ids=["kernels", "around"])
+def test_honest_patches_go_through_the_whole_gate(names: list[str]) -> None:
     made = make()
-    edits = tuple(Edit(path, changed(made, path, change)[0]) for path, change in HONEST.values())
+    edits = tuple(Edit(path, changed(made, path, change)[0]) for path, change in map(HONEST.__getitem__, names))
     drafted = Proposal("search", "kernel:test", "many honest changes", "Because.", 1.1, edits)
     policy = made.workspace.policy("gates/patch.yaml")
     text = policy.read_text()
@@ -173,11 +177,12 @@ def test_honest_patches_go_through_the_whole_gate() -> None:
     )
     assert row is not None
     stages = row["evidence"]["stages"]
-    assert [stages[name]["state"] for name in STAGES[:4]] == ["passed"] * 4, row["reasons"]
+    assert [stages[name]["state"] for name in ("scope", "static")] == ["passed"] * 2, row["reasons"]
+    ops = "passed" if names is KERNELS else "not needed"
+    assert [stages[name]["state"] for name in ("oracle", "exploits")] == [ops] * 2, row["reasons"]
     assert stages["isolated"]["state"] == "not needed" and "training" in stages, row["reasons"]
     training = stages["training"]
-    assert training["state"] in ("passed", "missing"), (
-        training
-    )  # missing: too few steps, or too busy a machine, to time
+    # missing: too few steps, or too busy a machine, to time
+    assert training["state"] in ("passed", "missing"), training
     assert training["drift"] < training["control_drift"] / 2, training
     assert not any("does not learn" in reason or "are worse" in reason for reason in row["reasons"]), row["reasons"]
