@@ -43,6 +43,8 @@ class Checked:
 
     stage: str  # scope | static | oracle | import
     problems: tuple[str, ...]
+    times: tuple[str, ...] = ()
+    """A line per op whose choice changes: how fast it is alone. Told by the code under test itself: for its author, never for the gate."""
 
     @property
     def ok(self) -> bool:
@@ -58,8 +60,10 @@ class Workbench(Protocol):
         """A file in scope, path relative to the repository's root. Raises: ReadError."""
         ...
 
-    def check(self, edits: Sequence[Edit], op: str = "") -> Checked:
-        """Would the gate's first stages take these edits? ``op`` is run against fp64 in the sandbox, as is what they choose anew."""
+    def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
+        """Would the gate's first stages take these edits? ``op`` is run against fp64 in the sandbox, as is what they choose anew.
+
+        ``timed``: what they choose anew is timed too, within the agent's seconds for measuring."""
         ...
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
@@ -67,5 +71,5 @@ class Workbench(Protocol):
         ...
 
     def history(self, target: str) -> list[Attempt]:
-        """Earlier proposals for a target, oldest first."""
+        """Earlier proposals for a target, or for all of a kind (``quality:``), oldest first."""
         ...

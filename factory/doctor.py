@@ -101,7 +101,7 @@ def _sandbox() -> tuple[bool | None, str]:
 
 
 def _endpoint(workspace: Workspace | None) -> tuple[bool | None, str]:
-    from factory.engineering import NOBODY, endpoint_of
+    from factory.agent_runs import NOBODY, endpoint_of
     from factory.gates.patch_scope import AgentsPolicy
 
     path = workspace.policy("agents.yaml") if workspace else code_root() / "policies" / "agents.yaml"

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,14 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents import search_proposer
+from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
+from agents.loop.role import Role
 from agents.proposal import Proposal, gain_words
 from agents.recipe_scout import scout
-from factory import devices, engineering, proposal_report, repository, sandbox, scouting
+from agents.recipe_scout.role import RecipeScout
+from factory import agent_runs, devices, engineering, proposal_report, repository, sandbox, scouting
+from factory.agent_runs import NOBODY, Hire, Job
 from factory.devices import side_by_side
-from factory.engineering import NOBODY, Hire
 from factory.errors import FactoryError, InputError, nearest
 from factory.gates import recipe_gate
 from factory.gates.judge import Verdict
@@ -140,7 +143,7 @@ def _search(
     workspace: Workspace, ledger: Ledger, progress: Progress, bench: Bench, hire: Hire, count: int
 ) -> list[int]:
     if hire != NOBODY:
-        raise InputError("an endpoint, a model, a target and a person are for the kernel-engineer, not for 'search'")
+        raise InputError("an endpoint, a model, a target and a person are for a language model, not for 'search'")
     found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress, QUICK)))
     assert found is not None
     drafts = search_proposer.propose(read_profile(Path(found["path"])), replace(bench, count=count), count)
@@ -152,32 +155,48 @@ def _search(
 def _engineer(
     workspace: Workspace, ledger: Ledger, progress: Progress, bench: Bench, hire: Hire, count: int
 ) -> list[int]:
-    jobs = engineering.take_up(workspace, ledger, progress, bench, bench.base, hire, count)
+    desk = agent_runs.open_desk(workspace, ledger, progress, KERNEL_ENGINEER, hire, count)
+    jobs = engineering.take_up(desk, bench, bench.base, count)
+    return _with_model(jobs, workspace, ledger, progress, bench, partial(engineering.role, ledger))
 
-    def work(job: engineering.Job) -> int | None:
-        drafted = engineering.draft(workspace, ledger, progress, job, replace(bench))
+
+def _with_model(
+    jobs: Sequence[Job],
+    workspace: Workspace,
+    ledger: Ledger,
+    progress: Progress,
+    bench: Bench,
+    role: Callable[[Job, Bench], Role],
+) -> list[int]:
+    """What language models propose, side by side, each with seconds of its own for measuring."""
+
+    def work(job: Job) -> int | None:
+        own = replace(bench)
+        drafted = agent_runs.draft(workspace, ledger, progress, job, role(job, own), own)
         if drafted is None:
             return None
-        number = engineering.judged_already(ledger, job, drafted)
+        number = agent_runs.judged_already(ledger, job, drafted)
         if number is None:
             number = submit(workspace, ledger, progress, drafted, bench.base)
-        engineering.finish(workspace, ledger, job, number)
+        agent_runs.finish(workspace, ledger, job, number)
         return number
 
     return [number for number in side_by_side([partial(work, job) for job in jobs]) if number is not None]
 
 
 def _scout(workspace: Workspace, ledger: Ledger, progress: Progress, bench: Bench, hire: Hire, count: int) -> list[int]:
-    if hire != NOBODY:
-        raise InputError(
-            "an endpoint, a model, a target and a person are for the kernel-engineer, not for 'recipe-scout'"
-        )
     if count > 1:
         raise InputError("the recipe-scout proposes one change at a time: what is learnt is the sum of them")
+    called = agent_runs.called(workspace, hire)
+    desk = agent_runs.open_desk(workspace, ledger, progress, scout.AGENT, hire) if called else None
     course = scouting.course(workspace, ledger, bench)
     if isinstance(course, str):
         progress.line(f"  nothing proposed: {course}")
         return []
+    if desk:
+        jobs = desk.running(bench.base, 1) or [desk.begin(bench.base, hire.target)]
+        role = lambda job, bench: RecipeScout(course, bench, job.hire.target)
+        return _with_model(jobs, workspace, ledger, progress, bench, role)
     drafted = scout.propose(course, bench)
     if drafted is None:
         progress.line("  nothing proposed: every change of the recipe that is worth a try was rejected before")
@@ -188,7 +207,7 @@ def _scout(workspace: Workspace, ledger: Ledger, progress: Progress, bench: Benc
 # What an agent is: a workbench and how many proposals may be made in, the numbers of judged ones out.
 AGENTS: dict[str, Callable[[Workspace, Ledger, Progress, Bench, Hire, int], list[int]]] = {
     search_proposer.AGENT: _search,
-    engineering.AGENT: _engineer,
+    KERNEL_ENGINEER: _engineer,
     scout.AGENT: _scout,
 }
 

@@ -25,6 +25,7 @@ from factory import devices, repository, sandbox
 from factory.errors import InputError
 from factory.gates import patch_ops, patch_scope, patch_static
 from factory.gates.patch_gate import KERNELS
+from factory.gates.patch_ops import ChangedOp
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import AgentsPolicy, Change
 from factory.gates.patch_training import Start
@@ -63,6 +64,11 @@ class Bench:
     def modes(self) -> dict[str, str]:
         return repository.modes(self.workspace.repository, self.base)
 
+    @property
+    def left(self) -> float:
+        """Seconds of measuring that are left."""
+        return self.agents.measure_seconds * self.count - self.spent
+
     def files(self, patchable: bool = False) -> list[str]:
         """The live code's files that lie in scope; ``patchable``: without those that people keep for themselves."""
         kept = self.agents.out_of_scope if patchable else ()
@@ -75,7 +81,7 @@ class Bench:
             raise OutOfScopeError(f"{path!r} is not a file that agents may read")
         return repository.file_text(self.workspace.repository, self.base, path)
 
-    def check(self, edits: Sequence[Edit], op: str = "") -> Checked:
+    def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
         """Scope and static stage, then the op oracle's first case (or, for other code, an import) in the sandbox.
 
         Quick, and no verdict: the gate does it all again, on what git holds. Raises: IsolationError.
@@ -89,9 +95,9 @@ class Bench:
             if found := patch_static.problems(change, base):
                 return Checked("static", tuple(found))
         with devices.one():
-            return self._checked(baseline, changes, op)
+            return self._checked(baseline, changes, op, timed)
 
-    def _checked(self, baseline: Path, changes: Sequence[Change], op: str) -> Checked:
+    def _checked(self, baseline: Path, changes: Sequence[Change], op: str, timed: bool) -> Checked:
         work = self.workspace.root / "cache" / f"check-{threading.get_native_id()}"
         shutil.rmtree(work, ignore_errors=True)  # of a process that was killed here
         try:
@@ -100,11 +106,11 @@ class Bench:
             for change in changes:
                 (candidate / change.path).parent.mkdir(parents=True, exist_ok=True)
                 (candidate / change.path).write_bytes(change.content or b"")
-            return self._run(baseline, candidate, work, [change.path for change in changes], op)
+            return self._run(baseline, candidate, work, [change.path for change in changes], op, timed)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
-    def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str) -> Checked:
+    def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str, timed: bool) -> Checked:
         device = devices.kind()
         before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
         ops = patch_ops.changed_ops(before, after, paths, device)
@@ -115,47 +121,76 @@ class Bench:
             found = patch_ops.oracle(
                 policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle"
             )
-            return Checked("oracle", () if found["state"] == "passed" else tuple(found["reasons"]))
+            if found["state"] != "passed":
+                return Checked("oracle", tuple(found["reasons"]))
+            return Checked("oracle", (), self._times(candidate, work / "times", ops) if timed else ())
         names = [path.removesuffix(".py").replace("/", ".") for path in paths if path.endswith(".py")]
         command = [sys.executable, "-c", IMPORT, *names]
         limits = Limits(wall_seconds=policy.wall_seconds)
         done = sandbox.run(command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits)
         return Checked("import", () if done.ok else (f"the changed files cannot be imported: {done.why()}",))
 
+    def _times(self, candidate: Path, folder: Path, ops: Sequence[ChangedOp]) -> tuple[str, ...]:
+        """What the candidate's own code tells of its speed, in a folder that nothing else reads."""
+        words = []
+        for changed in ops:
+            if changed.before == changed.after:
+                continue
+            try:
+                told = self._bench(candidate, folder, changed.op, changed.after, changed.before, {})
+            except MeasurementError as error:
+                words.append(str(error))
+            else:
+                spread = f"quartile {told.ratio_low:.3f}x, {told.seconds * 1e3:.2f} ms against {told.against_seconds * 1e3:.2f} ms"
+                words.append(
+                    f"{changed.op}: {changed.after} is {told.ratio:.3f}x as fast as {changed.before} alone ({spread})"
+                )
+        return tuple(words) or ("no op's choice is changed in policies/kernels.yaml: nothing to time alone",)
+
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
         """``kernels.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
-        budget = self.agents.measure_seconds * self.count
-        left = budget - self.spent
-        if left < 1:
-            raise MeasurementError(f"the {budget:g} seconds for measuring are spent")
         code = repository.checkout_live(self.workspace, self.base)
         with devices.one():
             # Compiled code of approved kernels, kept for the next time.
             folder = self.workspace.root / "cache" / f"workbench{devices.label()}"
-            folder.mkdir(parents=True, exist_ok=True)
-            recipe = folder / "recipe.yaml"
-            batch = self.start.recipe["batch"] | ({"micro_sequences": rows} if rows else {})
-            recipe.write_text(yaml.safe_dump(self.start.recipe | {"batch": batch}))
-            command = [sys.executable, "-m", "kernels.bench", "--op", op, "--implementation", implementation]
-            command += ["--against", against, "--recipe", str(recipe), "--device", devices.kind()]
-            done = sandbox.run(command, output=folder, readonly=[code], cwd=code, limits=Limits(wall_seconds=left))
-        self.spent += done.seconds
-        try:
-            found = json.loads(done.stdout)
-            keys = ("seconds", "against_seconds", "ratio", "ratio_low")
-            measured = Measurement(*(float(found[key]) for key in keys))
-        except (ValueError, KeyError, TypeError) as error:
-            self.progress.line(f"  {op}: {implementation} could not be measured: {done.why()}")
-            raise MeasurementError(f"{op}: {implementation}: {done.why()}") from error
+            try:
+                measured = self._bench(
+                    code, folder, op, implementation, against, {"micro_sequences": rows} if rows else {}
+                )
+            except MeasurementError as error:
+                if self.left >= 1:
+                    self.progress.line(f"  {error}")
+                raise
         if rows:
             self.progress.line(f"  {op}: {implementation} takes {measured.seconds * 1e3:.1f} ms for {rows} rows, alone")
         else:
             self.progress.line(f"  {op}: {implementation} is {measured.ratio:.2f}x as fast as {against}, alone")
         return measured
 
+    def _bench(
+        self, code: Path, folder: Path, op: str, implementation: str, against: str, batch: dict[str, int]
+    ) -> Measurement:
+        """``kernels.bench`` of a checkout in the sandbox, writing in ``folder``. Raises: MeasurementError."""
+        if self.left < 1:
+            raise MeasurementError(f"{op}: {implementation} is not measured: the seconds for it are spent")
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(yaml.safe_dump(self.start.recipe | {"batch": self.start.recipe["batch"] | batch}))
+        command = [sys.executable, "-m", "kernels.bench", "--op", op, "--implementation", implementation]
+        command += ["--against", against, "--recipe", str(recipe), "--device", devices.kind()]
+        done = sandbox.run(command, output=folder, readonly=[code], cwd=code, limits=Limits(wall_seconds=self.left))
+        self.spent += done.seconds
+        try:
+            found = json.loads(done.stdout)
+            keys = ("seconds", "against_seconds", "ratio", "ratio_low")
+            return Measurement(*(float(found[key]) for key in keys))
+        except (ValueError, KeyError, TypeError) as error:
+            raise MeasurementError(f"{op}: {implementation} could not be measured: {done.why()}") from error
+
     def history(self, target: str) -> list[Attempt]:
-        """Judged proposals on a target, oldest first."""
-        rows = [row for row in history(self.ledger) if row["target"] == target]
+        """Judged proposals on a target, or on all of a kind (``quality:``), oldest first."""
+        of_kind = lambda name: name.startswith(target) if target.endswith(":") else name == target
+        rows = [row for row in history(self.ledger) if of_kind(row["target"])]
         return [
             Attempt(row["patch_id"] or "", row["outcome"], "; ".join(row["reasons"])[:500], row["title"])
             for row in rows

@@ -121,6 +121,12 @@ def test_what_judges_imports_nothing_that_agents_may_patch() -> None:
     shown_to_people = ("factory.cli", "factory.__main__", "factory.doctor")  # they tell what the live code does here
     judges = [n for n in every if n.startswith("factory.") and not n.startswith(shown_to_people)]
     judges.remove("factory.gates.patch_driver")  # runs in the sandbox, from a worktree
-    for name in [*judges, "agents.search_proposer", "agents.kernel_engineer.graph", "agents.recipe_scout.scout"]:
+    for name in [
+        *judges,
+        "agents.search_proposer",
+        "agents.loop.graph",
+        "agents.kernel_engineer.role",
+        "agents.recipe_scout.role",
+    ]:
         ways = _reached(name, graph)
         assert not (found := patchable & set(ways)), " → ".join(ways[min(found)])

@@ -7,15 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agents.loop.role import TargetError
 from agents.workbench import Attempt
 
 MOST_LINES = 12  # named of a target, hottest first
 MOST_TRIES = 3  # refused proposals after which a target is left alone, unless a person names it
 LEAST_GAIN = 1.02  # an attainable whole-step gain below this drowns in the gate's noise floor
-
-
-class TargetError(Exception):
-    """The target that was asked for is not in the profile, or may not be patched."""
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,22 @@
-"""The tools that the model may use: they read, and nothing else. Whatever they return is bounded and marked as data."""
+"""The tools that the model may use: they read, or try edits in the sandbox. Whatever they return is bounded and marked as data."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from agents.kernel_engineer.draft import read_edits
 from agents.kernel_engineer.targets import Target
+from agents.loop import tools
+from agents.loop.role import DraftError
+from agents.loop.said import read_object
+from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, TRY, tool
 from agents.untrusted import one_line, quoted
-from agents.workbench import ReadError, Workbench
+from agents.workbench import Workbench
 
-MOST_FILE_LINES = 400
 MOST_ROWS = 40
-PROPOSE = "propose"
-
-
-def _tool(name: str, about: str, required: tuple[str, ...] = (), **properties: dict[str, Any]) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": properties, "required": list(required)}
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
-
-
-TEXT, WHOLE, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 EDIT = {
     "type": "object",
     "properties": {
@@ -31,23 +27,24 @@ EDIT = {
     },
     "required": ["path"],
 }
+EDITS = {"type": "array", "items": EDIT}
 TOOLS = (
-    _tool("list_files", "The files that you may read."),
-    _tool("read_file", "Lines of a file.", ("path",), path=TEXT, first=WHOLE, last=WHOLE),
-    _tool("line_profile", "Time, traffic and work of source lines, hottest first.", only=TEXT | {"description": "an op or a file"}),
-    _tool("graph", "Which lines feed which, and what could be fused.", line=TEXT | {"description": "file:line; empty: all"}),
-    _tool("roofline", "The machine's measured rates, and every op's share of the step."),
-    _tool("earlier_proposals", "What was proposed for this target before, and why it was kept or not."),
-    _tool(
+    *READING,
+    tool("line_profile", "Time, traffic and work of source lines, hottest first.", only=TEXT | {"description": "an op or a file"}),
+    tool("graph", "Which lines feed which, and what could be fused.", line=TEXT | {"description": "file:line; empty: all"}),
+    tool("roofline", "The machine's measured rates, and every op's share of the step."),
+    tool("earlier_proposals", "What was proposed for this target before, and why it was kept or not."),
+    tool(TRY, "Check edits, and time the ops that they choose anew, alone, on the recipe's shapes; no proposal.", ("edits",), edits=EDITS),
+    tool(
         PROPOSE,
         "Propose the patch.",
-        ("title", "hypothesis", "predicted_gain", "bytes_saved", "flops_saved", "edits"),
+        ("title", "hypothesis", "predicted_gain", "bytes_saved", "flops_saved"),
         title=TEXT | {"description": "one line"},
         hypothesis=TEXT | {"description": "what takes the time, what the patch changes, what follows"},
         predicted_gain=NUMBER | {"description": "the whole step's time before over after, such as 1.05"},
         bytes_saved=NUMBER | {"description": "memory traffic saved a step"},
         flops_saved=NUMBER | {"description": "work saved a step"},
-        edits={"type": "array", "items": EDIT},
+        edits=EDITS | {"description": "empty: those of the last try_patch"},
     ),
 )  # fmt: skip
 
@@ -61,35 +58,23 @@ class Reader:
     def call(self, name: str, arguments: str) -> str:
         """The tool's answer; a call that cannot be answered says why."""
         known: dict[str, Callable[..., str]] = {
-            "list_files": self.list_files,
-            "read_file": self.read_file,
+            "list_files": lambda: tools.list_files(self.workbench),
+            "read_file": partial(tools.read_file, self.workbench),
             "line_profile": self.line_profile,
             "graph": self.graph,
             "roofline": self.roofline,
             "earlier_proposals": self.earlier_proposals,
         }
-        if name not in known:
-            return f"There is no tool {one_line(name, 60)!r}; there are: {', '.join([*known, PROPOSE])}."
+        return self.try_patch(arguments) if name == TRY else tools.answered(known, name, arguments)
+
+    def try_patch(self, arguments: str) -> str:
+        """The quick check of edits, and how fast what they choose anew is alone, by its own clock."""
         try:
-            given = json.loads(arguments or "{}")
-            if not isinstance(given, dict):
-                raise ValueError("expected an object")
-            return known[name](**given)
-        except (ValueError, TypeError, RecursionError) as error:
-            return f"The arguments cannot be used: {one_line(str(error), 200)}"
-        except ReadError as error:
-            return one_line(str(error), 300)
-
-    def list_files(self) -> str:
-        return quoted("files", "\n".join(self.workbench.files()))
-
-    def read_file(self, path: str, first: int = 1, last: int = MOST_FILE_LINES) -> str:
-        if not isinstance(path, str) or not isinstance(first, int) or not isinstance(last, int):
-            raise ValueError("path is a text, first and last are line numbers")
-        lines = self.workbench.read(path).split("\n")
-        first = max(1, first)
-        last = min(last, len(lines), first + MOST_FILE_LINES - 1)
-        return quoted(f"{path}, lines {first} to {last} of {len(lines)}", "\n".join(lines[first - 1 : last]), 40_000)
+            edits = read_edits(read_object(arguments).get("edits"), self.workbench)
+        except DraftError as error:
+            return f"The edits cannot be read: {error}"
+        found = self.workbench.check(edits, self.target.op, timed=True)
+        return tools.told(found) if found.problems else quoted("times alone", "\n".join(found.times))
 
     def line_profile(self, only: str = "") -> str:
         rows = [line for line in self.profile["lines"] if only in ("", line["op"], line["file"])]
@@ -121,8 +106,7 @@ class Reader:
         return quoted("roofline", "\n".join(words))
 
     def earlier_proposals(self) -> str:
-        found = self.workbench.history(self.target.name)
-        return quoted("earlier proposals", "\n".join(f"{a.outcome}: {a.title}: {a.reason}" for a in found) or "none")
+        return tools.earlier(self.workbench.history(self.target.name))
 
     def evidence(self) -> str:
         """What the model is told unasked."""

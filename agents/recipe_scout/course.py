@@ -18,6 +18,8 @@ TROUBLE = (
     "non_finite",
     "skipped_outlier",
 )  # anomalies of a rate too high
+SAMPLED = 24  # lines that are shown of a record
+SHOWN = ("step", "loss", "lr", "grad_norm", "z_loss", "noise_scale", "tokens_per_s")
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -39,6 +41,7 @@ class Course:
     clipped: float = 0.0  # share of the steps whose gradient was
     z_share: float = 0.0  # of the loss
     trouble: int = 0  # anomalies that a lower rate would spare
+    sample: tuple[str, ...] = ()  # lines of the record, oldest first, for whoever reads it
 
     @property
     def ahead(self) -> float:
@@ -85,7 +88,19 @@ def course_of(
         clipped=fmean(norm > recipe.stability.grad_clip for norm in norms) if norms else 0.0,
         z_share=fmean(z_losses) / fmean(losses) if z_losses and losses else 0.0,
         trouble=sum(anomalies.get(kind, 0) for kind in TROUBLE),
+        sample=sampled(lines),
     )
+
+
+def sampled(lines: Lines) -> tuple[str, ...]:
+    """Some lines in a few words: closer together where the loss falls fast, the last one in any case."""
+    places = {round(len(lines) ** (i / SAMPLED)) - 1 for i in range(SAMPLED)} | {len(lines) - 1}
+    said = []
+    for place in sorted(places):
+        line = lines[place]
+        keys = [*SHOWN, *(key for key in line if key.startswith("loss/"))]
+        said.append(", ".join(f"{key} {line[key]:.4g}" for key in keys if isinstance(line.get(key), (int, float))))
+    return tuple(said)
 
 
 def slope(lines: Lines, key: str) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import yaml
 
@@ -39,6 +40,19 @@ def changed(text: str, path: Sequence[str], value: Scalar) -> tuple[str, Recipe]
     """The new text and the recipe that it says. Raises: RecipeError when it says none."""
     new = set_value(text, path, value)
     return new, Recipe.parse(read_yaml(new, "recipe", RecipeError))
+
+
+def values(recipe: Recipe) -> dict[str, Scalar]:
+    """Every single value of a recipe by its dotted key, such as ``optimizer.lr``."""
+    return dict(_flat(recipe.model_dump(), ""))
+
+
+def _flat(mapping: Mapping[str, Any], above: str) -> Iterator[tuple[str, Scalar]]:
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{key}.")
+        elif isinstance(value, (int, float, str)):
+            yield f"{above}{key}", value
 
 
 def written(value: Scalar) -> str:

@@ -24,6 +24,7 @@ proposals_app = typer.Typer(
 app.add_typer(proposals_app, name="proposals")
 
 
+MODELS = ("kernel-engineer", "recipe-scout")  # agents that may be a language model
 SETTLED = ("approved", "rejected", "reverted", "superseded")
 
 
@@ -33,15 +34,17 @@ def propose(
     agent: Annotated[
         str,
         typer.Option(
-            help="Who proposes: 'search' (faster kernels) and 'recipe-scout' (rates, mixture, schedule) need no LLM, "
-            "'kernel-engineer' is one. By default whichever can make the step faster."
+            help="Who proposes: 'kernel-engineer' (an LLM) or 'search' (none) make the step faster; 'recipe-scout' (with an LLM "
+            "or without) makes the model learn more. By default one that makes the step faster."
         ),
     ] = "",
     endpoint: Annotated[
         str, typer.Option(help="Where the LLM is: a base URL (OpenAI-compatible), or files:FOLDER to answer by hand.")
     ] = "",
     model: Annotated[str, typer.Option(help="The LLM's name there; agents.yaml's when not given.")] = "",
-    target: Annotated[str, typer.Option(help="What to improve: an op, or file:line of the profile.")] = "",
+    target: Annotated[
+        str, typer.Option(help="What to improve: an op, or file:line of the profile; a key of the recipe.")
+    ] = "",
     interactive: Annotated[bool, typer.Option("--interactive", help="Ask me between rounds.")] = False,
     count: Annotated[
         int, typer.Option(min=1, max=64, help="So many proposals, each of another target, drafted side by side.")
@@ -50,18 +53,19 @@ def propose(
     """The code loop, once: profile the training step, propose a patch on a git branch, let the patch gate judge it.
 
     With an endpoint (--endpoint, llm.endpoint in policies/agents.yaml, or OPENAI_BASE_URL; the key is OPENAI_API_KEY) the
-    kernel engineer proposes, otherwise the search proposer. With --agent recipe-scout one changed value of the recipe is
-    judged by what it learns. Killed at any moment, the same command goes on. Several (--count) wait for the model
+    kernel engineer proposes, otherwise the search proposer. With --agent recipe-scout changed values of the recipe are
+    judged by what they learn. Killed at any moment, the same command goes on. Several (--count) wait for the model
     together; what is timed has its GPU, or the CPU, alone.
     """
-    from factory import engineering
+    from agents.kernel_engineer.draft import AGENT
+    from factory import agent_runs
     from factory.proposing import propose as propose_patch
 
     workspace, ledger, terminal = open_workspace(where)
-    hire = engineering.Hire(endpoint, model, target, _ask if interactive else None)
+    hire = agent_runs.Hire(endpoint, model, target, _ask if interactive else None)
     if not agent:
-        called = hire != engineering.NOBODY or engineering.configured(workspace, hire)
-        agent = engineering.AGENT if called else "search"
+        called = agent_runs.called(workspace, hire)
+        agent = AGENT if called else "search"
         if not called:
             terminal.line("  no LLM endpoint is configured: the search proposer works")
     with workspace.lock("code-loop"):
@@ -106,10 +110,11 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     )
     for reason in row["reasons"] or []:
         print(f"    {one_line(reason, 1000)}")
-    if row["agent"] == "kernel-engineer":
+    if row["agent"] in MODELS:
         spent = "SELECT COUNT(*) AS n, SUM(e.tokens) AS tokens, SUM(e.usd) AS usd FROM exchanges e JOIN agent_runs a ON a.id = e.run "
         cost = rows(workspace, spent + "WHERE a.proposal = :number", number=number)[0]
-        print(f"  LLM         {cost['n']} exchanges, {cost['tokens'] or 0:,} tokens, {cost['usd'] or 0:.4f} USD")
+        if cost["n"]:
+            print(f"  LLM         {cost['n']} exchanges, {cost['tokens'] or 0:,} tokens, {cost['usd'] or 0:.4f} USD")
     if row["outcome"] == "promote" and row["state"] == "judged":
         print(f"  merge it    factory proposals approve {row['number']}")
     print(f"  see it      git -C {workspace.repository} show {row['branch']}\n  report      {row['report']}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,19 @@ from engineer_case import Notes, profile, recorded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.kernel_engineer import checkpoints
-from agents.kernel_engineer.draft import DraftError, read_draft
-from agents.kernel_engineer.graph import Run, forget, work
-from agents.kernel_engineer.targets import Target, TargetError, named, targets, worthwhile
+from agents.kernel_engineer.draft import AGENT, read_draft
+from agents.kernel_engineer.role import KernelEngineer
+from agents.kernel_engineer.targets import Target, named, targets, worthwhile
 from agents.kernel_engineer.tools import Reader
 from agents.llm.client import Client
 from agents.llm.exchange import LlmError
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
-from agents.llm.replay_server import ReplayServer
-from agents.proposal import Proposal
+from agents.llm.replay_server import ReplayServer, Session
+from agents.loop import checkpoints
+from agents.loop.graph import Run, forget, work
+from agents.loop.role import DraftError, TargetError
+from agents.proposal import Edit, Proposal
 from agents.untrusted import one_line, quoted, visible
 from agents.workbench import Attempt
 from factory.gates.patch_training import find_start
@@ -68,12 +72,12 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
 def start(bench: Bench, saved: Path | str) -> Start:
     """Play a recorded session: the proposal, why it ended, what was said, the server."""
 
-    def play(name: str, asked: str = "swiglu", person: Any = None, **policy: Any) -> Any:
+    def play(name: str | Session, asked: str = "swiglu", person: Any = None, **policy: Any) -> Any:
         said: list[str] = []
-        with ReplayServer(recorded(name)) as server:
+        with ReplayServer(recorded(name) if isinstance(name, str) else name) as server:
             changed = POLICY.model_copy(update=policy)
             client = Client(HttpEndpoint(server.url, "", changed), changed, Notes(), said.append)
-            run = Run(1, profile(), bench, client, saved, asked, person, said.append)
+            run = Run(1, KernelEngineer(profile(), bench, asked), bench, client, saved, person, said.append)
             return *work(run), said, server
 
     return play
@@ -112,6 +116,36 @@ def test_it_mends_what_the_quick_check_finds(start: Start, bench: Bench) -> None
     assert not list((bench.workspace.root / "cache").glob("check*"))
 
 
+def test_it_tries_times_and_proposes_what_it_tried(start: Start, bench: Bench) -> None:
+    """A wrong edit, a right one that is timed alone against what runs now, and a proposal that only refers to it."""
+    wrong, right = (recorded("mended").answer(turn, 0) for turn in (2, 3))
+    assert wrong is not None and right is not None
+    said = [dict(answer.calls[0].arguments) for answer in (wrong, right)]
+    calls = [("try_patch", {"edits": arguments.pop("edits")}) for arguments in said] + [("propose", said[1])]
+    turns = [{"calls": [{"name": name, "arguments": arguments}]} for name, arguments in calls]
+    drafted, _, _, server = start(Session.model_validate({"turns": turns}), rounds=1)
+    assert drafted is not None and "kernels/swiglu_by_hand.py" in {edit.path for edit in drafted.edits}
+    told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
+    assert "gradient 0 is off" in told[0] and "x as fast" not in told[0]
+    found = re.search(r"swiglu: by_hand is ([0-9.]+)x as fast as reference alone", told[1])
+    assert found and 0.01 < float(found[1]) < 100
+    assert not list((bench.workspace.root / "cache").glob("check*"))
+
+
+def test_what_is_tried_costs_the_agents_seconds(bench: Bench) -> None:
+    edits = [
+        Edit(
+            "policies/kernels.yaml",
+            bench.read("policies/kernels.yaml").replace("swiglu: reference", "swiglu: native", 1),
+        )
+    ]
+    spent = replace(bench, spent=bench.agents.measure_seconds)
+    found = spent.check(edits, "swiglu", timed=True)
+    assert found.ok and found.times == ("swiglu: native is not measured: the seconds for it are spent",)
+    unchanged = [Edit("kernels/swiglu.py", bench.read("kernels/swiglu.py") + "\n")]
+    assert "nothing to time alone" in bench.check(unchanged, "swiglu", timed=True).times[0]
+
+
 @pytest.mark.parametrize("saved", ["sqlite", "postgresql"], indirect=True)
 def test_a_run_goes_on_where_it_ended_with_an_error(start: Start, saved: Path | str) -> None:
     """The same checkpoints serve a later process: what was asked and answered is not asked again."""
@@ -122,7 +156,7 @@ def test_a_run_goes_on_where_it_ended_with_an_error(start: Start, saved: Path | 
     assert start("hang")[:2] == (None, why)  # it is over: nothing is asked any more
     with checkpoints.opened(saved) as saver:
         assert list(saver.list(None))
-    forget(saved, 1)
+    forget(saved, AGENT, 1)
     with checkpoints.opened(saved) as saver:
         assert not list(saver.list(None))
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from agents.proposal import gain_words
+from agents.loop.role import Aim, DraftError, TargetError
+from agents.proposal import Proposal, gain_words
 from agents.recipe_scout.changes import Tried, all_changes
 from agents.recipe_scout.course import LEAST_SLOPE, Course, course_of, slope
-from agents.recipe_scout.lines import changed, set_value
+from agents.recipe_scout.draft import read_change
+from agents.recipe_scout.lines import changed, set_value, values
+from agents.recipe_scout.role import RecipeScout
 from agents.recipe_scout.scout import propose, tried
-from agents.workbench import Attempt, ReadError
+from agents.workbench import Attempt, Checked, ReadError
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 
@@ -202,3 +210,119 @@ def test_only_what_the_gate_lets_patches_change_is_proposed(allowed: Callable[[s
     proposal = propose(course(lines=record(noise_scale=1000), may_change=allowed), Bench())  # type: ignore[arg-type]
     assert (proposal is not None) == allowed("batch.sequences")
     assert proposal is None or proposal.target == "quality:batch.sequences"
+
+
+# -- the scout that is a language model -------------------------------------------------------------------------------
+class Checking(Bench):
+    """As ``Bench``; its quick check finds nothing."""
+
+    def check(self, edits: Any, op: str = "", timed: bool = False) -> Checked:
+        return Checked("import", ())
+
+    def files(self, patchable: bool = False) -> list[str]:
+        return [DEMO]
+
+
+SAID: dict[str, Any] = {
+    "changes": [{"key": "optimizer.lr", "value": 0.006}],
+    "hypothesis": "The loss falls evenly.",
+    "predicted_gain": 0.01,
+}
+
+
+def said(asked: str = "", **parts: Any) -> Proposal:
+    return read_change(json.dumps(SAID | parts), course(), (ROOT / DEMO).read_text(), asked)
+
+
+def test_what_a_model_says_becomes_the_same_kind_of_proposal() -> None:
+    found = said()
+    assert (found.agent, found.target) == ("recipe-scout", "quality:optimizer.lr")
+    assert found.title == "recipe demo: optimizer.lr 0.004 → 0.006" and found.predicted_gain == 0.01
+    assert found.edits[0].new_text == (ROOT / DEMO).read_text().replace("lr: 4e-3", "lr: 0.006")
+    assert "less than 0.0050 refutes" in found.hypothesis
+    past = [Attempt(found.patch_id, "reject", "", found.title)]
+    assert tried(0.004, past) == Tried(higher=True, rejected=1)  # the scout without a model learns from it
+    both = said(changes=[{"key": "optimizer.lr", "value": 0.003}, {"key": "batch.sequences", "value": 8.0}])
+    assert both.target == "quality:batch.sequences+optimizer.lr" and "sequences: 8\n" in both.edits[0].new_text
+    assert tried(16, [Attempt("", "reject", "", both.title)]) == Tried(rejected=1)  # which of them it was is not known
+    weight = said(changes=[{"key": "mixture.weights.news", "value": 0.5}])
+    assert weight.title == "recipe demo: mixture.weights.news unset → 0.5"
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"changes": []}, "one to 3 changes"),
+        ({"changes": [{"key": f"k{i}", "value": 1} for i in range(4)]}, "one to 3 changes"),
+        ({"changes": [7]}, "no object"),
+        ({"changes": [{"key": "model.d_ff", "value": 64}]}, "no key that may be changed"),
+        ({"changes": [{"key": "optimizer.lr\n", "value": 64}]}, "no key that may be changed"),
+        ({"changes": [{"key": "optimizer.lr", "value": True}]}, "value is no number"),
+        ({"changes": [{"key": "optimizer.lr", "value": float("inf")}]}, "value is no number"),
+        ({"changes": [{"key": "optimizer.lr", "value": "1}, seed: 2"}]}, "neither a number nor a word"),
+        ({"changes": [{"key": "optimizer.lr", "value": "fast"}]}, "optimizer.lr cannot be fast"),
+        ({"changes": [{"key": "optimizer.lr", "value": -1}]}, "optimizer.lr cannot be -1"),
+        ({"changes": [{"key": "optimizer.lr", "value": 0.004}]}, "has these values already"),
+        ({"changes": [{"key": "mixture.weights", "value": 1}]}, "mixture.weights"),
+        ({"predicted_gain": 0.001}, "between 0.002 and 1"),
+        ({"predicted_gain": 7}, "between 0.002 and 1"),
+        ({"hypothesis": " "}, "may not be empty"),
+        ({"asked": "batch.sequences"}, "must be batch.sequences"),
+    ],
+)
+def test_what_is_wrong_with_a_change_is_said(parts: dict[str, Any], words: str) -> None:
+    allowed = ("optimizer.lr", "mixture.weights", "batch.sequences", "k")
+    asked = parts.pop("asked", "")
+    known = course(may_change=lambda key: key.startswith(allowed))
+    with pytest.raises(DraftError, match=words) as caught:
+        read_change(json.dumps(SAID | parts), known, (ROOT / DEMO).read_text(), asked)
+    assert str(caught.value).isprintable()
+
+
+KEYS = st.sampled_from(["optimizer.lr", "batch.sequences", "mixture.weights", "schedule", "mixture.weights.*", ""])
+
+
+@given(
+    changes=st.lists(
+        st.fixed_dictionaries({"key": KEYS, "value": st.none() | st.floats() | st.integers() | st.text(max_size=9)})
+    )
+)
+def test_whatever_a_model_changes_is_a_recipe_that_differs_there_alone_or_a_draft_error(changes: list[Any]) -> None:
+    try:
+        found = said(changes=changes)
+    except DraftError:
+        return
+    new = values(Recipe.parse(yaml.safe_load(found.edits[0].new_text)))
+    old = values(Recipe.load(ROOT / DEMO))
+    assert {key for key in old | new if old.get(key) != new.get(key)} == {change["key"] for change in changes}
+
+
+def test_it_is_told_the_record_the_rules_and_what_was_tried() -> None:
+    bench = Checking()
+    bench.past["quality:"] = [Attempt("x", "reject", "worse</data>\x1b[2J", "recipe demo: optimizer.lr 0.004 → 0.008")]
+    role = RecipeScout(course(lines=record(noise_scale=1000)), bench)  # type: ignore[arg-type]
+    aim = role.aim(4)
+    assert isinstance(aim, Aim) and "recipe demo at step 110" in aim.about
+    for words in (
+        "noise scale: 1,000",
+        "step 109, loss",
+        "batch.sequences 16 → 8: 0.",
+        "reject: recipe demo",
+        "lr: 4e-3",
+    ):
+        assert words in aim.told, words
+    assert "\x1b" not in aim.told and "predict at least that" in aim.told
+    steps = re.findall(r"^step (\d+), loss", aim.told, re.MULTILINE)
+    assert steps[0] == "0" and len(steps) == len(set(steps)) <= 25
+    with pytest.raises(TargetError, match="did you mean 'optimizer.lr'"):
+        RecipeScout(course(), bench, "optimiser.lr").aim(4)  # type: ignore[arg-type]
+    assert isinstance(RecipeScout(course(may_change=lambda key: False), bench).aim(4), str)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["record", "ideas", "earlier_proposals", "list_files"])
+def test_a_reading_tool_answers_with_data_and_takes_no_nonsense(name: str) -> None:
+    role = RecipeScout(course(), Checking())  # type: ignore[arg-type]
+    assert role.answer({}, name, "").startswith("<data ")
+    assert "cannot be used" in role.answer({}, name, '{"x": 1}') and "no tool 'try_patch'" in role.answer(
+        {}, "try_patch", "{}"
+    )

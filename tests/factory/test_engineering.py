@@ -24,12 +24,13 @@ from code_loop_case import Made, git, make
 from engineer_case import profile, recorded
 from rich.console import Console
 
+from agents.kernel_engineer.draft import AGENT
 from agents.llm.replay_server import ReplayServer, Session
 from agents.proposal import Edit, Proposal
 from factory import engineering, proposing
+from factory.agent_runs import NOBODY, Hire, Job, ModelError, judged_already, open_desk, saved_at
 from factory.console import Terminal
 from factory.devices import side_by_side
-from factory.engineering import AGENT, NOBODY, Hire, Job, ModelError, judged_already, saved_at
 from factory.errors import FactoryError, InputError
 from factory.gates.patch_training import find_start
 from factory.ledger import agent_runs, exchanges, profiles, proposals, verdicts
@@ -205,7 +206,8 @@ def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.Mo
     hire, start = Hire(f"files:{tmp_path}", "m"), find_start(made.ledger)
     assert start is not None
     bench = Bench(made.workspace, made.ledger, made.base, start, SILENT)
-    take_up = lambda: engineering.take_up(made.workspace, made.ledger, SILENT, bench, made.base, hire, 3)
+    desk = open_desk(made.workspace, made.ledger, SILENT, AGENT, hire, 3)
+    take_up = lambda: engineering.take_up(desk, bench, made.base, 3)
     begun(made, "")  # which chose the first target
     number = made.ledger.rows(sa.select(profiles).order_by(profiles.c.id))[-1]["id"]
     monkeypatch.setattr(engineering, "profile", lambda *_: number)
@@ -234,7 +236,7 @@ def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made) -> None
     drafted = Proposal(
         AGENT, "file:trainer/schedule.py", "Try", "Because.", 1.1, (Edit("factory/gates/judge.py", "x = 1\n"),)
     )
-    job = Job(begun(made, ""), None, NOBODY, {}, time.time())  # type: ignore[arg-type]
+    job = Job(begun(made, ""), AGENT, None, NOBODY, 0, time.time())  # type: ignore[arg-type]
     assert judged_already(made.ledger, job, drafted) is None
     number = proposing.submit(made.workspace, made.ledger, SILENT, drafted, made.base)
     assert judged_already(made.ledger, job, drafted) == number

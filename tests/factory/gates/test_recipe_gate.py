@@ -13,16 +13,18 @@ import pytest
 import sqlalchemy as sa
 import yaml
 from code_loop_case import Made, git, make
+from engineer_case import recorded
 
+from agents.llm.replay_server import ReplayServer, Session
 from agents.proposal import Edit, Proposal
 from factory import approvals, planning, proposing, repository, revalidating
+from factory.agent_runs import NOBODY, Hire
 from factory.certificate_runs import changed_files
-from factory.engineering import NOBODY, Hire
 from factory.errors import InputError
 from factory.gates.patch_training import find_start
 from factory.gates.recipe_policy import RunsPolicy
 from factory.gates.recipe_runs import lengths, patient, run_recipe, segment_specs
-from factory.ledger import proposals, verdicts
+from factory.ledger import agent_runs, exchanges, proposals, verdicts
 from factory.progress import SILENT
 from factory.workbench import Bench
 from factory.workspace import code_root
@@ -140,9 +142,36 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     assert found.verdict["outcome"] == "hold" and "is what trains here" in found.verdict["reasons"][0]
 
 
-def test_the_scout_takes_no_endpoint(made: Made) -> None:
-    with pytest.raises(InputError, match="not for 'recipe-scout'"):
-        proposing.propose(made.workspace, made.ledger, SILENT, agent="recipe-scout", hire=Hire(model="m"))
+def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
+    """Over a real server: two drafts that cannot be, and one that goes to a branch and to the gate."""
+    bench = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    with ReplayServer(recorded("scout")) as server:
+        hire = Hire(server.url, "replay")
+        (number,) = proposing._scout(made.workspace, made.ledger, SILENT, bench, hire, 1)
+    told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
+    assert "step 5, loss" in told[0] and "optimizer.lr" in told[1] and "sequences: 8" in told[2]
+    assert "model.d_ff' is no key that may be changed" in told[3] and "optimizer.lr cannot be -0.001" in told[4]
+    found = judged(made, number)
+    assert found.row["target"] == "quality:optimizer.lr+schedule.warmup_steps" and found.row["agent"] == "recipe-scout"
+    assert (found.verdict["gate"], found.verdict["outcome"]) == ("recipe", "reject")
+    assert "schedule.warmup_steps rules no step that is still to come" in found.verdict["reasons"][0]
+    diff = git(made.target, "diff", made.base, found.row["commit"]).splitlines()
+    assert sorted(line for line in diff if re.match(r"[+] ", line)) == ["+  lr: 0.0022", "+  warmup_steps: 2"]
+    run = made.ledger.one(sa.select(agent_runs).where(agent_runs.c.proposal == number))
+    assert run is not None and (run["state"], run["agent"]) == ("proposed", "recipe-scout")
+    spent = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run["id"]))
+    assert len(spent) == 4 and spent[-1]["tokens"] == 1000 and made.left_behind() == []
+
+
+def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made) -> None:
+    bench = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    with ReplayServer(Session(turns=[])) as server:
+        hire = Hire(server.url, "m", target="optimizer.rate")
+        with pytest.raises(InputError, match="no key of the recipe"):
+            proposing._scout(made.workspace, made.ledger, SILENT, bench, hire, 1)
+    with pytest.raises(InputError, match="no endpoint"):
+        proposing._scout(made.workspace, made.ledger, SILENT, bench, Hire(model="m"), 1)
+    assert server.requests == [] and made.left_behind() == []
 
 
 # -- what is run -----------------------------------------------------------------------------------------------------

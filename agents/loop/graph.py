@@ -1,39 +1,41 @@
-"""The kernel engineer's loop, as a LangGraph graph whose state is in a database after every node: killed anywhere, it goes on where it was.
+"""The loop as a LangGraph graph whose state is in a database after every node: killed anywhere, it goes on where it was.
 
     aim ─► steer ─► think ─► act ─┬─► think          (it read something)
                       ▲           ├─► steer ─► think (its proposal was not taken, and rounds are left; or a person wants more)
                       └───────────┘   └─► end        (its proposal passed the quick check, or nothing is left to spend)
 
-``think`` is one exchange with the model, ``act`` runs the tools that it called. ``steer`` asks the person, if there is one.
+``aim`` asks the role what there is to do; ``think`` is one exchange with the model, ``act`` runs the tools that it called; ``steer`` asks
+the person, if there is one.
 The state holds plain JSON values only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from agents.kernel_engineer import checkpoints, prompts
-from agents.kernel_engineer.draft import AGENT, DraftError, read_draft
-from agents.kernel_engineer.targets import Target, named, targets, worthwhile
-from agents.kernel_engineer.tools import PROPOSE, TOOLS, Reader
 from agents.llm.client import Client
 from agents.llm.exchange import Message
-from agents.proposal import Edit, Proposal
-from agents.untrusted import one_line, quoted, visible
+from agents.loop import checkpoints, prompts
+from agents.loop.role import DraftError, JsonObject, Role
+from agents.loop.tools import PROPOSE, TRY
+from agents.proposal import Edit, Proposal, gain_words
+from agents.untrusted import one_line, visible
 from agents.workbench import Workbench
 
 GO, STOP = ("", "go"), ("stop", "quit")  # a person's answers; any other is an instruction for the model
 Person = Callable[[str], str]
-FORMAT = 1  # of ``State``: a run that an older factory began starts over
+FORMAT = 2  # of ``State``: a run that an older factory began starts over
 
 
 class State(TypedDict, total=False):
-    """``draft``: the last proposal that could be read, as ``_packed``; ``taken``: it passed the quick check."""
+    """``draft``: the last proposal that could be read, as ``_packed``; ``taken``: it passed the quick check; ``tried``: the model
+    has just proposed; ``about`` and ``facts``: the aim's."""
 
-    target: dict[str, Any]
+    about: str
+    facts: JsonObject
     messages: list[Message]
     exchanges: int
     rounds: int
@@ -46,17 +48,16 @@ class State(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its number, what it works from, and whom it may ask. ``asked``: the target that a person named, or ''.
+    """One run: its number, what it works from, and whom it may ask.
 
     ``saved``: the SQLite file of the checkpoints, or a PostgreSQL address.
     """
 
     number: int
-    profile: Mapping[str, Any]
+    role: Role
     workbench: Workbench
     client: Client
     saved: Path | str
-    asked: str = ""
     person: Person | None = None
     say: Callable[[str], None] = lambda _: None
 
@@ -69,9 +70,9 @@ def work(run: Run) -> tuple[Proposal | None, str]:
     from langgraph.types import Command
 
     with checkpoints.opened(run.saved) as saver:
-        graph = _Engineer(run).graph().compile(checkpointer=saver)
+        graph = _Loop(run).graph().compile(checkpointer=saver)
         steps = 4 * (run.client.policy.exchanges + run.client.policy.rounds) + 20
-        config: Any = {"configurable": {"thread_id": _thread(run.number)}, "recursion_limit": steps}
+        config: Any = {"configurable": {"thread_id": _thread(run.role.name, run.number)}, "recursion_limit": steps}
         known = graph.get_state(config)
         given: Any = None if known.values or known.next else {"rounds": 0}
         if known.values and known.next:
@@ -89,22 +90,22 @@ def work(run: Run) -> tuple[Proposal | None, str]:
     return draft, state.get("ended") or state.get("problem") or ""
 
 
-def forget(saved: Path | str, number: int) -> None:
+def forget(saved: Path | str, agent: str, number: int) -> None:
     """Drop the checkpoints of a run that is over. Raises: CheckpointError."""
     if isinstance(saved, str) or saved.exists():
         with checkpoints.opened(saved) as saver:
-            saver.delete_thread(_thread(number))
+            saver.delete_thread(_thread(agent, number))
 
 
-def _thread(number: int) -> str:
-    return f"{AGENT}-{number}-{FORMAT}"
+def _thread(agent: str, number: int) -> str:
+    return f"{agent}-{number}-{FORMAT}"
 
 
-class _Engineer:
+class _Loop:
     """The graph's nodes over one run."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.policy = run, run.client.policy
+        self.run, self.role, self.policy = run, run.role, run.client.policy
 
     def graph(self) -> Any:
         from langgraph.graph import END, START, StateGraph
@@ -122,42 +123,35 @@ class _Engineer:
         return made
 
     def aim(self, state: State) -> State:
-        """Pick the target, and say what is known of it."""
-        run = self.run
-        found = targets(run.profile, set(run.workbench.files(patchable=True)))
-        aims = [named(run.asked, found, run.profile)] if run.asked else worthwhile(found, run.workbench.history)
-        if not aims:
-            return {"ended": "no target promises a gain that could be measured"}
-        target = aims[0]
-        run.say(
-            f"  target {target.name}: {target.share:.1%} of the step, {target.aim:.3f}x as fast a step at the roofline"
-        )
-        evidence = Reader(run.profile, run.workbench, target).evidence()
-        first = prompts.task(target, evidence, self.policy.rounds)
-        packed = {**vars(target), "lines": list(target.lines)}
-        messages = [{"role": "system", "content": prompts.SYSTEM}, {"role": "user", "content": first}]
-        return {"target": packed, "messages": messages, "exchanges": 0, "rounds": 0, "taken": False, "tried": False}
+        """What to do, and what is known of it."""
+        aim = self.role.aim(self.policy.rounds)
+        if isinstance(aim, str):
+            return {"ended": aim}
+        self.run.say(f"  {aim.about}")
+        messages = [{"role": "system", "content": self.role.system}, {"role": "user", "content": aim.told}]
+        started: State = {"exchanges": 0, "rounds": 0, "taken": False, "tried": False}
+        return {"about": aim.about, "facts": aim.facts, "messages": messages} | started
 
     def think(self, state: State) -> State:
         """One exchange."""
         number = state["exchanges"] + 1
-        reply = self.run.client.ask(f"{AGENT}-{self.run.number}-{number:03d}", state["messages"], TOOLS)
+        reply = self.run.client.ask(
+            f"{self.role.name}-{self.run.number}-{number:03d}", state["messages"], self.role.tools
+        )
         return {"messages": [*state["messages"], reply.message()], "exchanges": number}
 
     def act(self, state: State) -> State:
         """Answer the tools that the model called; a proposal is read and checked."""
-        target = _target(state)
-        reader = Reader(self.run.profile, self.run.workbench, target)
         answers: list[Message] = []
         update: State = {"tried": False}
         for call in state["messages"][-1].get("tool_calls", []):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if name != PROPOSE:
-                text = reader.call(name, arguments)
+                text = self.role.answer(state["facts"], name, arguments)
             elif update["tried"]:
                 text = "One proposal at a time: this one was not looked at."
             else:
-                update |= self.judge(arguments, target, state)  # type: ignore[typeddict-item]
+                update |= self.judge(arguments, state)  # type: ignore[typeddict-item]
                 left = self.policy.rounds - update["rounds"]
                 text = prompts.TAKEN if update["taken"] else f"{update['problem']}\n{prompts.AGAIN.format(left=left)}"
             answers.append({"role": "tool", "tool_call_id": call["id"], "content": text})
@@ -167,23 +161,22 @@ class _Engineer:
             update |= self.spent(update.get("rounds", state["rounds"]), state["exchanges"], update, state)  # type: ignore[typeddict-item]
         return update
 
-    def judge(self, arguments: str, target: Target, state: State) -> State:
+    def judge(self, arguments: str, state: State) -> State:
         """The quick check of a proposal, and what is wrong with it, for the model."""
         run, number = self.run, state["rounds"] + 1
         update: State = {"tried": True, "rounds": number, "taken": False}
         try:
-            draft = read_draft(arguments, target, run.workbench)
+            draft = self.role.draft(state["facts"], arguments, _last(TRY, state["messages"]))
         except DraftError as error:
             problem = f"The proposal cannot be read: {error}"
         else:
             update["draft"] = _packed(draft)
-            run.say(f"  round {number}: {draft.title} (predicted {draft.predicted_gain:.3f}x)")
-            before = [a for a in run.workbench.history(target.name) if a.patch_id == draft.patch_id]
+            run.say(f"  round {number}: {draft.title} (predicted {gain_words(draft.target, draft.predicted_gain)})")
+            before = [a for a in run.workbench.history(draft.target) if a.patch_id == draft.patch_id]
             if any(attempt.outcome == "reject" for attempt in before):
                 problem = "The gate refused this very patch before."
             else:
-                found = run.workbench.check(draft.edits, target.op)
-                problem = "" if found.ok else quoted(f"quick check, {found.stage}", "\n".join(found.problems), 6000)
+                problem = self.role.check(state["facts"], draft)
         shown = one_line(problem, 200) if problem else "passes the quick check"
         run.say(f"  round {number}: {shown}")
         return update | {"problem": problem, "taken": not problem}  # type: ignore[return-value]
@@ -221,8 +214,8 @@ class _Engineer:
 
 def _question(state: State) -> str:
     """What a person is shown between rounds."""
-    target, draft = _target(state), state.get("draft")
-    words = [f"target {target.name}: {target.share:.1%} of the step, {target.aim:.3f}x at the roofline"]
+    draft = state.get("draft")
+    words = [state["about"]]
     if draft:
         edits = ", ".join(one_line(path, 100) for path, _ in draft["edits"])
         words += [f"round {state['rounds']}: {draft['title']}", f"  {draft['hypothesis']}", f"  edits {edits}"]
@@ -231,8 +224,10 @@ def _question(state: State) -> str:
     return "\n".join([*words, f"[enter: go {goes_on}; 'stop'; anything else is an instruction for the model]"])
 
 
-def _target(state: State) -> Target:
-    return Target(**{**state["target"], "lines": tuple(state["target"]["lines"])})
+def _last(tool: str, messages: list[Message]) -> str:
+    """The arguments of the last call of a tool; '': there was none."""
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", [])]
+    return next((str(call["arguments"]) for call in reversed(calls) if call["name"] == tool), "")
 
 
 def _packed(draft: Proposal) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""The kernel engineer: one target of the line profile, made faster by one patch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agents.kernel_engineer import prompts
+from agents.kernel_engineer.draft import AGENT, read_draft
+from agents.kernel_engineer.targets import Target, named, targets, worthwhile
+from agents.kernel_engineer.tools import TOOLS, Reader
+from agents.loop.role import Aim, JsonObject
+from agents.loop.tools import told
+from agents.proposal import Proposal
+from agents.workbench import Workbench
+
+
+class KernelEngineer:
+    """``agents.loop.role.Role`` over a parsed profile.json. ``asked``: the target that a person named, or ''."""
+
+    name = AGENT
+    system = prompts.SYSTEM
+    tools: Sequence[JsonObject] = TOOLS
+
+    def __init__(self, profile: Mapping[str, Any], workbench: Workbench, asked: str = "") -> None:
+        self.profile, self.workbench, self.asked = profile, workbench, asked
+
+    def aim(self, rounds: int) -> Aim | str:
+        """The target that was asked for, or the one with the most to gain. Raises: TargetError."""
+        found = targets(self.profile, set(self.workbench.files(patchable=True)))
+        if self.asked:
+            aims = [named(self.asked, found, self.profile)]
+        else:
+            aims = worthwhile(found, self.workbench.history)
+        if not aims:
+            return "no target promises a gain that could be measured"
+        target = aims[0]
+        evidence = Reader(self.profile, self.workbench, target).evidence()
+        about = (
+            f"target {target.name}: {target.share:.1%} of the step, {target.aim:.3f}x as fast a step at the roofline"
+        )
+        return Aim(prompts.task(target, evidence, rounds), about, {**vars(target), "lines": list(target.lines)})
+
+    def answer(self, facts: JsonObject, tool: str, arguments: str) -> str:
+        return Reader(self.profile, self.workbench, _target(facts)).call(tool, arguments)
+
+    def draft(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
+        """Raises: DraftError."""
+        return read_draft(arguments, _target(facts), self.workbench, tried)
+
+    def check(self, facts: JsonObject, draft: Proposal) -> str:
+        """Scope, static, and the changed ops against fp64, in the sandbox."""
+        return told(self.workbench.check(draft.edits, _target(facts).op))
+
+
+def _target(facts: JsonObject) -> Target:
+    return Target(**{**facts, "lines": tuple(facts["lines"])})

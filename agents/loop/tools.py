@@ -1,0 +1,65 @@
+"""The tools that roles have in common: they read, and nothing else. Whatever they return is bounded and marked as data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from agents.untrusted import one_line, quoted
+from agents.workbench import Attempt, Checked, ReadError, Workbench
+
+MOST_FILE_LINES = 400
+PROPOSE = "propose"
+TRY = "try_patch"
+TEXT, WHOLE, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
+
+
+def tool(name: str, about: str, required: tuple[str, ...] = (), **properties: dict[str, Any]) -> dict[str, Any]:
+    """A tool's definition, as of the chat completions API."""
+    parameters = {"type": "object", "properties": properties, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+
+
+READING = (
+    tool("list_files", "The files that you may read."),
+    tool("read_file", "Lines of a file.", ("path",), path=TEXT, first=WHOLE, last=WHOLE),
+)
+
+
+def answered(known: Mapping[str, Callable[..., str]], name: str, arguments: str) -> str:
+    """The tool's answer; a call that cannot be answered says why."""
+    if name not in known:
+        return f"There is no tool {one_line(name, 60)!r}; there are: {', '.join([*known, PROPOSE])}."
+    try:
+        given = json.loads(arguments or "{}")
+        if not isinstance(given, dict):
+            raise ValueError("expected an object")
+        return known[name](**given)
+    except (ValueError, TypeError, RecursionError) as error:
+        return f"The arguments cannot be used: {one_line(str(error), 200)}"
+    except ReadError as error:
+        return one_line(str(error), 300)
+
+
+def list_files(workbench: Workbench) -> str:
+    return quoted("files", "\n".join(workbench.files()))
+
+
+def read_file(workbench: Workbench, path: str, first: int = 1, last: int = MOST_FILE_LINES) -> str:
+    if not isinstance(path, str) or not isinstance(first, int) or not isinstance(last, int):
+        raise ValueError("path is a text, first and last are line numbers")
+    lines = workbench.read(path).split("\n")
+    first = max(1, first)
+    last = min(last, len(lines), first + MOST_FILE_LINES - 1)
+    return quoted(f"{path}, lines {first} to {last} of {len(lines)}", "\n".join(lines[first - 1 : last]), 40_000)
+
+
+def earlier(attempts: Iterable[Attempt]) -> str:
+    """Proposals of before, and what came of them."""
+    return quoted("earlier proposals", "\n".join(f"{a.outcome}: {a.title}: {a.reason}" for a in attempts) or "none")
+
+
+def told(found: Checked) -> str:
+    """What the quick check found; '': nothing."""
+    return "" if found.ok else quoted(f"quick check, {found.stage}", "\n".join(found.problems), 6000)

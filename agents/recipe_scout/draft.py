@@ -1,0 +1,77 @@
+"""From what a model said to a change of the recipe as a ``Proposal``, or to what is wrong with it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from agents.loop.role import DraftError
+from agents.loop.said import number, read_object, text
+from agents.proposal import QUALITY, Edit, Proposal
+from agents.recipe_scout.course import Course
+from agents.recipe_scout.lines import Scalar, changed, values, written
+from agents.recipe_scout.prompts import MOST_CHANGES
+from agents.recipe_scout.scout import AGENT
+from agents.untrusted import one_line
+from trainer.errors import RecipeError
+
+MOST_PREDICTED = 1.0  # bits per byte: nobody who says more has looked at the record
+WORD = re.compile(r"[A-Za-z0-9_-]{1,40}")
+
+
+def read_change(arguments: str, course: Course, recipe: str, asked: str) -> Proposal:
+    """The proposal that a call of ``propose`` makes over the text of ``recipe``; ``asked``: a key that must be changed. Raises: DraftError."""
+    raw = read_object(arguments)
+    hypothesis = one_line(text(raw, "hypothesis"), 2000)
+    if not hypothesis:
+        raise DraftError("hypothesis may not be empty")
+    gain = number(raw, "predicted_gain")
+    if not course.least_gain <= gain <= MOST_PREDICTED:
+        raise DraftError(
+            f"predicted_gain is {gain:g} bits per byte; it lies between {course.least_gain:g} and {MOST_PREDICTED:g}"
+        )
+    before = values(course.recipe)
+    new_values = _changes(raw.get("changes"), course)
+    if asked and asked not in new_values:
+        raise DraftError(f"one of the changed keys must be {asked}")
+    new = recipe
+    for key, value in new_values.items():
+        try:
+            new, made = changed(new, key.split("."), value)
+        except RecipeError as error:
+            raise DraftError(f"{key} cannot be {written(value)}: {one_line(str(error), 300)}") from None
+    after = values(made)
+    if differing := {key for key in before | after if before.get(key) != after.get(key)} ^ set(new_values):
+        raise DraftError(f"the recipe has these values already, or others would change: {', '.join(sorted(differing))}")
+    said = [
+        f"{key} {written(before[key]) if key in before else 'unset'} → {written(value)}"
+        for key, value in new_values.items()
+    ]
+    title = f"recipe {course.recipe.name}: {' and '.join(said)}{' together' if len(said) > 1 else ''}"
+    words = (
+        f"{hypothesis} Predicted: {gain:.4f} bits per byte better on held-out documents, the mean over domains, after the anneal that ends "
+        f"each of the gate's runs. No gain beyond the noise of seeds, or a domain that gets worse, refutes the change; less than "
+        f"{gain / 2:.4f} refutes the prediction."
+    )
+    return Proposal(AGENT, f"{QUALITY}:{'+'.join(sorted(new_values))}", title, words, gain, (Edit(course.path, new),))
+
+
+def _changes(raw: Any, course: Course) -> dict[str, Scalar]:
+    if not isinstance(raw, list) or not 1 <= len(raw) <= MOST_CHANGES:
+        raise DraftError(f"changes is a list of one to {MOST_CHANGES} changes")
+    found: dict[str, Scalar] = {}
+    for count, change in enumerate(raw, 1):
+        if not isinstance(change, dict):
+            raise DraftError(f"change {count} is no object")
+        key, value = text(change, "key", f"change {count}: "), change.get("value")
+        if not course.may_change(key) or not all(WORD.fullmatch(part) for part in key.split(".")):
+            raise DraftError(f"change {count}: {one_line(ascii(key), 80)} is no key that may be changed")
+        if isinstance(value, str) and not WORD.fullmatch(value):
+            raise DraftError(f"change {count}: the value of {key} is neither a number nor a word")
+        found[key] = value if isinstance(value, str) else _plain(number(change, "value"))
+    return found
+
+
+def _plain(value: float) -> float | int:
+    """A whole number as one: a model may write 8.0 for a count."""
+    return int(value) if value == int(value) and abs(value) < 1e9 else value

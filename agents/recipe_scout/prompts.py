@@ -1,0 +1,36 @@
+"""What a language model is told as recipe scout. Everything that comes from files, measurements or people outside stands in marked data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agents.loop.prompts import MATERIAL
+from agents.recipe_scout.course import Course
+
+MOST_CHANGES = 3  # of one proposal: what cannot be told apart afterwards teaches little
+
+RULES = f"""You are the recipe scout of a factory that trains language models without ever stopping. You make the model learn more from the
+same tokens by changing one value of its recipe, or up to {MOST_CHANGES} that belong together (such as the batch and the rate).
+
+How you work: read the record of the trunk and what was tried before; then call `propose` once with the changed values, a hypothesis that
+a measurement can refute, and the gain that you predict. When it cannot be taken you are told why, and may propose again, a few times.
+
+How a change is judged, by measurements it cannot touch: from the trunk's last checkpoint the recipe as it is and as proposed are
+trained on the same data, a pair of runs for each of several fresh seeds, each ended by an anneal to a rate of zero. Then held-out
+documents are scored in bits per byte. The mean gain over domains must be shown with confidence, exceed what other seeds alone make,
+cost no domain more than a margin, and neither memory nor tokens per second beyond a bound. Each further try on the same keys asks
+for more confidence: propose what you believe in, not what might do.
+
+A change that only helps the first steps after it, or that trades one domain for another, will not be kept. Tokens trained on are what
+counts, not steps: half the batch gets twice the steps."""
+SYSTEM = f"{RULES}\n\n{MATERIAL}"
+
+
+def task(course: Course, keys: Sequence[str], asked: str, evidence: str, rounds: int) -> str:
+    """The first message: what may be changed, how long it is judged, and the evidence."""
+    wanted = f"One of the changed keys must be {asked}.\n" if asked else ""
+    return (
+        f"Recipe: {course.path}, at step {course.step} of its trunk, after {course.tokens:.3g} positions. Each of the gate's runs has about "
+        f"{course.judged_tokens:.3g} more. A mean gain below {course.least_gain:g} bits per byte is not kept: predict at least that.\n"
+        f"{wanted}Keys that may be changed: {', '.join(keys)}.\nYou have {rounds} proposals.\n\n{evidence}"
+    )
