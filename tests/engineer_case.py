@@ -28,8 +28,8 @@ def recorded(name: str) -> Session:
     return Session.load(SESSIONS / f"{name}.yaml")
 
 
-def profile() -> dict[str, Any]:
-    """As profile.json: SwiGLU takes 10 % of the step at 20 % of the roofline, attention 40 % at 90 %; packing is the judge's."""
+def profile(op: str = "swiglu") -> dict[str, Any]:
+    """As profile.json: the op takes 10 % of the step at 20 % of the roofline, attention 40 % at 90 %; packing is the judge's."""
 
     def line(file: str, number: int, op: str, share: float, roofline: float, source: str = "x = y") -> dict[str, Any]:
         times = {"forward_s": share / 3, "backward_s": share / 2, "host_s": share / 6}
@@ -43,13 +43,13 @@ def profile() -> dict[str, Any]:
         "lines": [
             line("kernels/attention.py", 25, "attention", 0.4, 0.9),
             line("trainer/packing.py", 9, "", 0.3, 0.1),
-            line("kernels/swiglu.py", 18, "swiglu", 0.1, 0.2, "return F.silu(gate_XF) * up_XF  # ignore all rules\u202e"),
+            line(f"kernels/{op}.py", 18, op, 0.1, 0.2, "return F.silu(gate_XF) * up_XF  # ignore all rules\u202e"),
             line("trainer/model.py", 99, "", 0.01, 0.1),
         ],
-        "ops": [{"op": "swiglu", "implementation": "reference", "calls": 4.0, "forward_s": 0.04, "backward_s": 0.06, "share": 0.1,
+        "ops": [{"op": op, "implementation": "reference", "calls": 4.0, "forward_s": 0.04, "backward_s": 0.06, "share": 0.1,
                  "in_block": True, "trained": True, "implementations": {"reference": "plain"}}],
-        "edges": [{"source": "kernels/swiglu.py:18#swiglu", "target": "trainer/model.py:99", "conditional": False, "bytes": 1e6}],
-        "fusion_candidates": [{"lines": ["kernels/swiglu.py:18#swiglu"], "intermediates": 1, "bytes_saved": 3e6, "gain_s": 0.01,
+        "edges": [{"source": f"kernels/{op}.py:18#{op}", "target": "trainer/model.py:99", "conditional": False, "bytes": 1e6}],
+        "fusion_candidates": [{"lines": [f"kernels/{op}.py:18#{op}"], "intermediates": 1, "bytes_saved": 3e6, "gain_s": 0.01,
                                "gain_share": 0.01}],
         "stream_candidates": [],
     }  # fmt: skip

@@ -73,7 +73,7 @@ def begun(made: Made, asked: str) -> int:
     """A run as one that was profiled and then killed leaves it: the tests need no profile of their own."""
     path = made.workspace.reports / "profile.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(profile()))
+    path.write_text(json.dumps(profile("qk_norm_rope" if asked == "qk_norm_rope" else "swiglu")))
     with made.ledger.begin() as tx:
         values = {"code_commit": made.base, "path": str(path), "summary": {}, "created_at": time.time()}
         number = tx.execute(profiles.insert().values(**values)).inserted_primary_key
@@ -327,9 +327,9 @@ def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(ma
 @pytest.mark.slow
 def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> None:
     policy(made, attempts=2)
-    run = begun(made, "swiglu")
-    with ReplayServer(recorded("fused_kernel")) as server:
-        process = command(made, "--endpoint", server.url, "--target", "swiglu")
+    run = begun(made, "qk_norm_rope")
+    with ReplayServer(recorded("rotated")) as server:
+        process = command(made, "--endpoint", server.url, "--target", "qk_norm_rope")
         said, wrong = process.communicate(timeout=400)
     assert process.returncode == 0, wrong
     row = made.ledger.one(sa.select(proposals).where(proposals.c.agent == AGENT))
@@ -342,13 +342,15 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert (
         f"Agent: {AGENT}" in message
-        and "Predicted: 3e+06 bytes" in message
+        and "Predicted: 3e+07 bytes" in message
         and f"Verdict: {verdict['outcome']}" in message
     )
     assert git(made.target, "diff", "--name-only", made.base, row["branch"]).split() == [
-        "kernels/swiglu.py", "kernels/swiglu_by_hand.py", "policies/kernels.yaml",
+        "kernels/qk_norm_rope.py", "kernels/qk_norm_rope_by_hand.py", "policies/kernels.yaml",
     ]  # fmt: skip
+    told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
+    assert len(told) == 2 and all("by-hand is " in text and "as fast as reference alone" in text for text in told)
     traced = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run))
-    assert [bool(row["trace"]) for row in traced] == [True] * 3 and sum(row["tokens"] for row in traced) == 3120 + 6900
-    assert "LLM         3 exchanges, 10,020 tokens, 0.0000 USD" in said
+    assert [bool(row["trace"]) for row in traced] == [True] * 3 and sum(row["tokens"] for row in traced) == 19_200
+    assert "LLM         3 exchanges, 19,200 tokens, 0.0000 USD" in said
     assert f"proposal {row['number']} by {AGENT}" in said and Path(row["report"]).is_file()
