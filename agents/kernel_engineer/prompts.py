@@ -23,9 +23,10 @@ How a patch is judged, by measurements it cannot touch:
 - then N real training steps, baseline and candidate in turn, timed from outside: only the whole step's time counts, and the
   weights must learn the same.
 
-How ops are built: kernels/<op>.py holds a reference, a cost model, test inputs and implementations; policies/kernels.yaml chooses one for each
-device. Add an implementation beside the reference and choose it; a fused implementation has a backward pass of its own
-(torch.autograd.Function). Never change a reference or a cost model."""
+How ops are built: kernels/<op>.py holds a reference, a cost model, test inputs and implementations; policies/kernels.yaml chooses one for
+each kind of device. Add an implementation beside the reference and choose it for the device that the roofline names; what is chosen for
+others is judged where they are. A fused implementation has a backward pass of its own (torch.autograd.Function). Never change a
+reference, test inputs or a cost model."""
 SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 

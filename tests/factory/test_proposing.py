@@ -19,7 +19,7 @@ from factory.ledger import Ledger, profiles, proposals, verdicts
 from factory.progress import SILENT
 from factory.repository import RepositoryError
 from factory.workbench import Bench
-from factory.workspace import Config, Workspace
+from factory.workspace import Config, Workspace, code_root
 
 
 @pytest.fixture
@@ -151,10 +151,15 @@ def test_propose_profiles_and_leaves_a_verdict_or_says_there_is_nothing(made: Ma
     policy = made.workspace.policy("gates/patch.yaml")
     text = policy.read_text()
     policy.write_text(text.replace("pairs: 2, wall_seconds: 120", "pairs: 2, wall_seconds: 1"))  # any verdict
+    agents = made.workspace.root / "policies" / "agents.yaml"
+    measures = (code_root() / "policies" / "agents.yaml").read_text()
+    assert "measure_seconds: 60.0" in measures
+    agents.write_text(measures.replace("measure_seconds: 60.0", "measure_seconds: 10.0"))  # one or two ops
     try:
         numbers = proposing.propose(made.workspace, made.ledger, SILENT)
     finally:
         policy.write_text(text)
+        agents.unlink()
     found = made.ledger.one(sa.select(profiles).order_by(profiles.c.id.desc()))
     assert found and found["created_at"] > began and Path(found["path"]).is_file()
     assert len(numbers) <= 1 and all(row_of(made, number)["verdict"] is not None for number in numbers)
