@@ -296,16 +296,19 @@ def _changed_ops(case: Case) -> list[patch_ops.ChangedOp]:
 
 
 def _recipe(case: Case, start: Start, *, candidate: bool) -> dict[str, Any]:
-    """The trunk's recipe, with the gate's batch; the candidate's own knobs where its patch changes them."""
+    """The trunk's recipe, with the gate's batch; where the patch changes the recipe's knobs, each side's own.
+
+    The trunk may be older than a knob that was merged since: its gain is no later patch's.
+    """
     recipe = dict(start.recipe)
     batch = dict(recipe["batch"])
     if case.policy.training.sequences:
         batch |= {"sequences": case.policy.training.sequences, "micro_sequences": None}
     changed = f"{RECIPES}{case.workspace.config.recipe}.yaml"
-    if candidate and changed in case.paths:
-        new = Recipe.load(case.applied.worktree / changed).model_dump()
-        recipe["compile"] = new["compile"]
-        micro = new["batch"]["micro_sequences"]
+    if changed in case.paths:
+        own = Recipe.load((case.applied.worktree if candidate else case.baseline) / changed).model_dump()
+        recipe["compile"] = own["compile"]
+        micro = own["batch"]["micro_sequences"]
         batch["micro_sequences"] = micro if micro and batch["sequences"] % micro == 0 else None
     # A split step, whose shapes are compiled anew, would be one of few that are timed.
     return recipe | {"batch": batch, "stability": recipe["stability"] | {"noise_scale_every": 0}}

@@ -20,7 +20,7 @@ from factory.gates import patch_gate, patch_ops, patch_static
 from factory.gates.patch_judge import STAGES, gain, judge_patch, t_quantile
 from factory.gates.patch_policy import IsolatedPolicy, PatchPolicy
 from factory.gates.patch_scope import Change
-from factory.ledger import proposals, verdicts
+from factory.ledger import proposals, segments, verdicts
 from factory.progress import SILENT
 from factory.proposing import submit
 from factory.workspace import code_root
@@ -236,6 +236,35 @@ def test_a_choice_of_what_is_not_there_is_refused_by_name() -> None:
     policy = (made.target / "policies" / "kernels.yaml").read_text()
     row = judged(made, proposal("a new op", ("policies/kernels.yaml", policy.replace("swiglu:", "swiglo:", 1))))
     assert row["outcome"] == "reject" and "swiglo" in row["reasons"][-1], row["reasons"]
+
+
+TINY = "policies/recipes/tiny.yaml"
+BATCH = "  sequences: 8\n"
+
+
+def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trunk trained a row at a time; the live recipe, merged since, takes all; the patch only says the same anew."""
+    made, sides = make(), []
+    text = (made.target / TINY).read_text()
+    stored = made.ledger.one(sa.select(segments.c.recipe_json).where(segments.c.id == 1))
+    assert stored is not None and stored["recipe_json"]["batch"]["sequences"] == 8
+    recipe = stored["recipe_json"]
+
+    def trained_with(recipe: dict[str, Any]) -> None:
+        with made.ledger.begin() as tx:
+            tx.execute(segments.update().where(segments.c.id == 1).values(recipe_json=recipe))
+
+    def seen(policy: Any, start: Any, baseline: Any, candidate: Any, *others: Any) -> Any:
+        sides.extend([baseline.recipe, candidate.recipe])
+        return {"state": "missing", "reasons": ["seen"]}, None
+
+    monkeypatch.setattr(patch_gate, "compare_training", seen)
+    trained_with(recipe | {"batch": recipe["batch"] | {"micro_sequences": 1}})
+    try:
+        judged(made, proposal("rows", (TINY, text.replace(BATCH, f"{BATCH}  micro_sequences: 8\n"))))
+    finally:
+        trained_with(recipe)
+    assert [side["batch"]["micro_sequences"] for side in sides] == [None, 8]
 
 
 @pytest.mark.slow
