@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from agents.untrusted import one_line
 from factory import devices, repository
 from factory.errors import FactoryError
@@ -195,11 +197,16 @@ def _static(case: Case) -> Stage:
     ]
     if not found:
         found = [problem for change in case.changes for problem in _settings(case, change)]
-    return {"state": "failed" if found else "passed", "reasons": found[:8] or ["reads clean"]}
+    if found:
+        return {"state": "failed", "reasons": found[:8]}
+    elsewhere = _elsewhere(case)
+    return {"state": "missing" if elsewhere else "passed", "reasons": elsewhere[:8] or ["reads clean"]}
 
 
 def _settings(case: Case, change: Change) -> list[str]:
     """Does a changed recipe say what recipes may say, and change only how a step is computed?"""
+    if change.path == KERNELS and "fallback" in _sections(case):
+        return [f"{KERNELS}: fallback: whether a kernel that fails is hidden is people's to say"]
     if not change.path.startswith(RECIPES) or change.content is None:
         return []
     try:
@@ -211,6 +218,29 @@ def _settings(case: Case, change: Change) -> list[str]:
     differing = sorted(key for key in flat(new) if flat(old).get(key, None) != flat(new)[key])
     learnt = [f"{change.path}: {key} changes what is computed" for key in differing if key not in RECIPE_KNOBS]
     return learnt + (["what is learnt changes in a patch of its own, judged by what it learns"] if learnt else [])
+
+
+def _elsewhere(case: Case) -> list[str]:
+    """What of the patch nothing here would run: a gain measured beside it says nothing about it."""
+    used, own = f"{RECIPES}{case.workspace.config.recipe}.yaml", case.workspace.own_recipe()
+    recipes = [path for path in case.paths if path.startswith(RECIPES)]
+    found = [
+        f"{path}: only {used} trains here: no other recipe can be judged by runs" for path in recipes if path != used
+    ]
+    if used in recipes and own.exists():
+        found.append(f"{own} is what trains here: a patch of the repository's recipe changes nothing")
+    found += [
+        f"{KERNELS}: the kernels of {key!r} do not run here, on {devices.kind()}, and are judged where they do"
+        for key in (_sections(case) if KERNELS in case.paths else ())
+        if key != devices.kind()
+    ]
+    return found
+
+
+def _sections(case: Case) -> list[str]:
+    """The keys of kernels.yaml, a device each and ``fallback``, that the patch gives another value."""
+    before, after = (yaml.safe_load(text or b"{}") for text in (case.base_bytes(KERNELS), _after(case)))
+    return sorted(str(key) for key in before.keys() | after.keys() if before.get(key) != after.get(key))
 
 
 def _oracle(case: Case) -> Stage:
@@ -291,8 +321,11 @@ RUN: dict[str, Callable[[Case], Stage]] = {
 
 
 def _changed_ops(case: Case) -> list[patch_ops.ChangedOp]:
-    after = (case.applied.worktree / KERNELS).read_bytes()
-    return patch_ops.changed_ops(case.base_bytes(KERNELS), after, case.paths, devices.kind())
+    return patch_ops.changed_ops(case.base_bytes(KERNELS), _after(case), case.paths, devices.kind())
+
+
+def _after(case: Case) -> bytes:
+    return (case.applied.worktree / KERNELS).read_bytes()
 
 
 def _recipe(case: Case, start: Start, *, candidate: bool) -> dict[str, Any]:

@@ -238,8 +238,42 @@ def test_a_choice_of_what_is_not_there_is_refused_by_name() -> None:
     assert row["outcome"] == "reject" and "swiglo" in row["reasons"][-1], row["reasons"]
 
 
-TINY = "policies/recipes/tiny.yaml"
+KERNELS, TINY, DEMO = "policies/kernels.yaml", "policies/recipes/tiny.yaml", "policies/recipes/demo.yaml"
 BATCH = "  sequences: 8\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "swap", "outcome", "words"),
+    [
+        (KERNELS, ("cuda:\n  rms_norm: reference", "cuda:\n  rms_norm: triton"), "hold", "'cuda' do not run here"),
+        (KERNELS, ("cpu:\n", "fallback: reference\ncpu:\n"), "reject", "fallback: whether a kernel that fails"),
+        (DEMO, ("compile: true", "compile: false"), "hold", "only policies/recipes/tiny.yaml trains here"),
+    ],
+)
+def test_what_no_run_here_would_measure_does_not_ride_along(
+    path: str, swap: tuple[str, str], outcome: str, words: str
+) -> None:
+    """A gain elsewhere in the same patch would say nothing about it."""
+    made = make()
+    text = (made.target / path).read_text()
+    assert swap[0] in text
+    code = "trainer/schedule.py", (made.target / "trainer" / "schedule.py").read_text() + "# faster\n"
+    row = judged(made, proposal("ride along", code, (path, text.replace(*swap, 1))))
+    assert row["outcome"] == outcome and words in row["reasons"][0], row["reasons"]
+    assert "oracle" not in row["evidence"]["stages"]
+
+
+def test_a_knob_of_a_recipe_that_does_not_train_here_is_not_measured() -> None:
+    made = make()
+    own, text = made.workspace.own_recipe(), (made.target / TINY).read_text()
+    own.parent.mkdir(parents=True)
+    own.write_text(text)
+    try:
+        row = judged(made, proposal("rows", (TINY, text.replace(BATCH, f"{BATCH}  micro_sequences: 4\n"))))
+    finally:
+        own.unlink()
+        own.parent.rmdir()
+    assert row["outcome"] == "hold" and "is what trains here" in row["reasons"][0]
 
 
 def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.MonkeyPatch) -> None:
