@@ -109,6 +109,39 @@ def test_who_saves_work_does_not_learn_the_same(
     assert shortest["candidate"] > 0.1 * shortest["baseline"]  # by our clock, whatever theirs says
 
 
+WRITTEN = {
+    "no optimiser": (
+        'return {"model": model, "optimizer": optimizer}',
+        'return {"model": model, "optimizer": {"rng": optimizer["rng"]}}',
+        "exp_avg",
+    ),
+    "moments of zero": ("{key: state[key] for key", "{key: torch.zeros_like(state[key]) for key", "exp_avg is"),
+    "the data that was read, to be read again": (
+        '"sampler": self.sampler',
+        '"sampler": self.sampler | {"step": self.spec.first_step}',
+        "another sampler",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_checkpoint_that_training_cannot_go_on_from_is_found(
+    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
+) -> None:
+    """The weights are right, and the next segment would start from them alone."""
+    old, new, words = WRITTEN[name]
+    text = (made.target / "trainer/run.py").read_text()
+    assert old in text
+    start = find_start(made.ledger)
+    assert start is not None
+    code = candidate("trainer/run.py", text.replace(old, new))
+    baseline = repository.checkout_live(made.workspace, made.base)
+    sides = [Side(folder, start.recipe, tmp_path / side) for side, folder in (("a", baseline), ("b", code))]
+    found, _ = compare_training(POLICY.training, start, *sides, made.workspace, SILENT)
+    assert found["state"] == "failed" and "would not go on" in found["reasons"][0] and words in found["reasons"][0]
+
+
 @pytest.mark.slow
 def test_a_quicker_way_to_the_first_step_is_no_gain(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
