@@ -254,6 +254,7 @@ def _oracle(case: Case) -> Stage:
         case.baseline,
         case.applied.worktree,
         case.work / "oracle",
+        redefines=any(path.startswith("kernels/") for path in case.paths),
     )
     case.measured["exploits"] = found["exploits"]
     return found["oracle"]
