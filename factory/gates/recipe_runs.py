@@ -78,7 +78,8 @@ def patient(policy: RunsPolicy, baseline: Recipe, candidate: Recipe) -> RunsPoli
 def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, Lengths]:
     """The candidate's tokens are never more than the baseline's; of them the tail gets the share that its recipe gives it.
 
-    Raises: RecipeError when its batch is so large that no two steps fit.
+    Raises: RecipeError when its batch is so large that no two steps fit, or its anneal so long that no trunk is left before it: runs that
+    cut it short would say nothing about it.
     """
     total = policy.steps + policy.tail_steps
     tokens = baseline.tokens_between(step, step + total)
@@ -90,7 +91,11 @@ def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) 
             f"batch.sequences: {total} steps of the baseline are not two of the candidate: raise runs.steps"
         )
     ratio = candidate.schedule.anneal_steps / baseline.schedule.anneal_steps
-    tail = min(max(1, round(policy.tail_steps * steps / total * ratio)), steps - 1)
+    tail = max(1, round(policy.tail_steps * steps / total * ratio))
+    if tail >= steps:
+        raise RecipeError(
+            f"schedule.anneal_steps: {ratio:.3g} times as long an anneal leaves no trunk in runs of {total} steps: raise runs.steps"
+        )
     return {"baseline": Lengths(policy.steps, policy.tail_steps), "candidate": Lengths(steps - tail, tail)}
 
 

@@ -95,6 +95,7 @@ def submitted(made: Made, *swaps: tuple[str, str], path: str = TINY, base: str =
         (("lr: 3e-3", "lr: .inf"), "reject", "optimizer.lr is not finite"),
         (("lr: 3e-3", "lr: &a 3e-4"), "reject", "anchors"),
         (("sequences: 8", "sequences: 4096"), "hold", "raise runs.steps"),
+        (("anneal_steps: 6", "anneal_steps: 1000000"), "hold", "leaves no trunk in runs of 17 steps"),
     ],
 )
 def test_what_may_not_change_is_refused_before_any_run(
