@@ -110,3 +110,17 @@ def test_half_a_character_is_out_of_scope() -> None:
         row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
         assert row and row["outcome"] == "reject" and "out of scope: " in row["reasons"][0]
         assert made.left_behind() == []
+
+
+def test_the_same_edits_under_another_target_are_another_try() -> None:
+    made = make()
+    edit = Edit("trainer/schedule.py", (made.target / "trainer" / "schedule.py").read_text() + "import os\n")
+    tries = []
+    for target in ("kernel:one", "kernel:another", "trainer/schedule.py:3"):
+        drafted = Proposal("x", target, "Again", "Because.", 1.1, (edit,))
+        number = submit(made.workspace, made.ledger, SILENT, drafted, made.base)
+        joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
+        row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
+        assert row and "imports os" in row["reasons"][0]
+        tries.append(row["evidence"]["tries"])
+    assert tries == [1, 2, 3]
