@@ -289,6 +289,8 @@ def _training(case: Case) -> Stage:
     ]
     found, pair = compare_training(case.policy.training, case.start, sides[0], sides[1], case.workspace, case.progress)
     case.furthest.extend([pair] if pair else [])
+    if not any(path.endswith(".py") for path in case.paths):
+        found.pop("hideable", None)  # approved code, which starts as it does
     return found
 
 

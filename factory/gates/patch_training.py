@@ -4,6 +4,8 @@ Time. A run is timed from outside, from the reveal of its data to its weights. W
 (total less the span of its own steps, which approved code recorded), the same for both sides, so that a slower way to the
 first step counts against a candidate. A quicker one earns nothing: of two estimates the longer counts, and the other is
 what a candidate's runs take beyond runs of its own of two steps (which it may slow down; that helps it in this one only).
+Code that makes its start quicker and slows those two steps down can pass the one off as the other, once; how large a gain that could
+show, ``hideable``, is measured, and said beside a gain that is no larger: only longer runs tell them apart.
 The sessions go baseline, candidate, baseline, so that a machine that slows down shows as noise of the baseline. Each side
 has its own compile cache; both begin with a copy of the live code's. A baseline run of twice the steps is the control that is
 known to be slow: where it does not look so, the clock is wrong and nothing is judged.
@@ -151,6 +153,7 @@ def compare_training(
         "state": "passed",
         "reasons": [f"{policy.pairs} runs of {policy.steps} steps a side, from step {start.step}"],
         "steps": policy.steps,
+        "hideable": _hideable(overhead, usual - overhead, counted),
         "baseline_seconds": [(total - overhead) / counted for total in totals["baseline"]],
         "candidate_seconds": candidate_seconds,
     }
@@ -209,6 +212,12 @@ def _recorded_span(folder: Path) -> float:
     """Seconds from the end of the first step to the end of the last, as the baseline (approved code) recorded them."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return float(lines[-1]["time"] - lines[0]["time"])
+
+
+def _hideable(overhead: float, steps_alone: float, steps: int) -> float:
+    """The gain that the baseline's own steps would show after a start that takes no time but for the first step."""
+    avoidable = max(0.0, overhead - steps_alone / steps)
+    return steps_alone / max(steps_alone - avoidable, steps_alone / 1e6)
 
 
 def _drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool = True) -> float:

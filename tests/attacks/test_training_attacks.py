@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -164,3 +165,26 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
     steps = [total - found["overhead_seconds"] for total in found["total_seconds"]["candidate"]]
     credited = sum(found["baseline_seconds"]) * (TIMED.steps - 1) / sum(steps)  # if the baseline's overhead were all
     assert credited > 1.5 and shown is not None and shown.ratio < credited**0.5, (shown, credited, found)
+
+
+@pytest.mark.slow
+def test_a_quicker_start_that_hides_is_at_most_what_is_said(
+    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """As above, and the candidate dawdles in runs of two steps alone: its own overhead looks like the baseline's."""
+    start = find_start(made.ledger)
+    assert start is not None
+    text = (made.target / "trainer/segment.py").read_text()
+    line = '    """The loop, and the files it leaves."""\n'
+    slow = tmp_path / "slow"
+    baseline = repository.checkout_live(made.workspace, made.base)
+    shutil.copytree(baseline, slow, ignore=shutil.ignore_patterns(".git"))
+    (slow / "trainer/segment.py").write_text(text.replace(line, line + f"    time.sleep({DAWDLE})\n"))
+    hides = f"    if run.spec.last_step - run.spec.first_step == 2:\n        time.sleep({DAWDLE})\n"
+    quick = candidate("trainer/segment.py", text.replace(line, line + hides))
+    sides = [Side(code, start.recipe, tmp_path / name) for name, code in (("a", slow), ("b", quick))]
+    found, _ = compare_training(TIMED, start, *sides, made.workspace, SILENT)
+    if found["state"] == "missing":
+        return
+    shown = gain(TIMED, found["baseline_seconds"], found["candidate_seconds"], 1)
+    assert shown is not None and 1.2 < shown.ratio and shown.lower <= found["hideable"], (shown, found)

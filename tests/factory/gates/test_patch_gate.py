@@ -74,6 +74,13 @@ def test_verdicts(found: dict[str, Any], outcome: str, words: str) -> None:
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
 
 
+@pytest.mark.parametrize(("hideable", "said"), [(1.3, True), (1.1, False), (None, False)])
+def test_a_gain_that_a_quicker_start_could_show_says_so(hideable: float | None, said: bool) -> None:
+    found = evidence([1.0, 1.01, 0.99], [0.8, 0.81, 0.79], hideable=hideable)
+    verdict = judge_patch(POLICY, found)
+    assert verdict.outcome == "promote" and any("a quicker start alone" in reason for reason in verdict.reasons) == said
+
+
 @pytest.mark.parametrize(
     ("gains", "outcome", "words"),
     [
