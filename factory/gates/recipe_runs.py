@@ -39,6 +39,7 @@ from factory.sandbox import Limits
 from trainer.data_plan import DataPlan
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
+from trainer.schedule import trunk_share
 from trainer.token_shard import TokenShard
 
 POLL_SECONDS = 0.01
@@ -68,9 +69,11 @@ class Measured:
     failed_side: str = ""  # empty: nobody's fault
 
 
-def patient(policy: RunsPolicy, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
-    """With the runs' lengths for this pair of recipes."""
-    calmer = candidate.optimizer.lr < baseline.optimizer.lr or candidate.batch.sequences > baseline.batch.sequences
+def patient(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
+    """With the runs' lengths for this pair of recipes from ``step``. A rate is as low by its schedule as by its peak."""
+    rate = lambda recipe, at: recipe.optimizer.lr * trunk_share(recipe.schedule, at)
+    lower = any(rate(candidate, at) < rate(baseline, at) for at in (step, step + policy.steps))
+    calmer = lower or candidate.batch.sequences > baseline.batch.sequences
     times = policy.calmer_longer if calmer else 1
     return policy.model_copy(update={"steps": times * policy.steps, "tail_steps": times * policy.tail_steps})
 

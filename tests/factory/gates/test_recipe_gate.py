@@ -170,11 +170,13 @@ def test_what_a_short_run_favours_is_run_longer() -> None:
     for parts, times in (
         ({"optimizer": {"lr": 2e-3}}, 3),
         ({"batch": {"sequences": 16}}, 3),
+        ({"schedule": {"warmup_steps": 20}}, 3),  # at step 6, a third of the rate
+        ({"schedule": {"warmup_steps": 2}}, 1),
         ({"optimizer": {"lr": 4e-3}}, 1),
         ({"batch": {"sequences": 4}}, 1),
         ({"optimizer": {"weight_decay": 0.2}}, 1),
     ):
-        size = lengths(patient(policy, base, recipe(**parts)), 6, base, base)["baseline"]
+        size = lengths(patient(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
         assert (size.trunk, size.tail) == (12 * times, 5 * times)
 
 
