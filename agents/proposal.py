@@ -46,7 +46,7 @@ class Proposal:
         digest = hashlib.sha256()
         for edit in sorted(self.edits, key=lambda e: e.path):
             for part in (edit.path, edit.new_text):
-                encoded = part.encode()
+                encoded = part.encode("utf-8", "surrogatepass")  # scope refuses half a character, by this id
                 digest.update(len(encoded).to_bytes(8, "little") + encoded)
         return digest.hexdigest()
 

@@ -93,7 +93,8 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
         )
         gate = recipe_gate.decide if recipe_gate.concerns(workspace, applied) else decide
         with devices.one():
-            tries = 1 + sum(1 for row in history(ledger) if row["target"] == drafted.target)
+            same = (drafted.target, drafted.patch_id)  # the same edits, under another target, are another try as well
+            tries = 1 + sum(row["target"] == same[0] or row["patch_id"] == same[1] for row in history(ledger))
             verdict_id, verdict, evidence = gate(
                 workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id
             )

@@ -37,6 +37,7 @@ __all__ = ["Tracking", "flatten", "short", "ui_command"]
 TRAINING, CANDIDATES, PROPOSALS, PROFILES = "training", "candidates", "proposals", "profiles"  # the experiments
 EXCHANGES = "exchanges"  # with language models: traces
 SUBJECT = "factory.subject"
+PATCH = "patch_sha256"  # tag of a proposal's run: the patch that it shows, and that a person's word is about
 APPROVAL_TAG = "approval"  # what a person sets to 'approved', on a candidate's version or a proposal's run
 PARAMS_PER_BATCH = 100  # MLflow's own limit
 
@@ -79,20 +80,16 @@ class Tracking:
         """The run of a subject, made if need be: exactly one, however often and by however many processes asked for."""
         client = self.client
         from mlflow.entities import Param
-        from mlflow.exceptions import MlflowException
 
-        known = self.ledger.one(sa.select(tracked_runs.c.run_id).where(tracked_runs.c.subject == subject))
+        if known := self._known(subject):
+            return known
+        # A server may serve several workspaces, a store outlive a ledger: a person's word on their patch is none on ours.
+        mine = f"tags.`{SUBJECT}` = '{subject}'"
+        mine += f" and tags.{PATCH} = '{tags[PATCH]}'" if tags.get(PATCH) else ""
         with mlflow_errors(f"the run of {subject}"):
-            if known:
-                try:
-                    client.get_run(known["run_id"])
-                    return str(known["run_id"])
-                except MlflowException as error:
-                    if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                        raise
             experiment_id = self._experiment(experiment)
             with waiting_lock(self.workspace, "mlflow"):
-                same = client.search_runs([experiment_id], f"tags.`{SUBJECT}` = '{subject}'", max_results=1)
+                same = client.search_runs([experiment_id], mine, max_results=1)
                 if same:
                     run_id = same[0].info.run_id
                 else:
@@ -106,6 +103,19 @@ class Tracking:
                     tx.execute(tracked_runs.delete().where(tracked_runs.c.subject == subject))
                     tx.execute(tracked_runs.insert().values(subject=subject, run_id=run_id))
         return run_id
+
+    def _known(self, subject: str) -> str:
+        """The run of a subject, by the ledger; empty where it has none, or MLflow has it no longer."""
+        from mlflow.exceptions import MlflowException
+
+        known = self.ledger.one(sa.select(tracked_runs.c.run_id).where(tracked_runs.c.subject == subject))
+        with mlflow_errors(f"the run of {subject}"):
+            try:
+                return str(self.client.get_run(known["run_id"]).info.run_id) if known else ""
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return ""
 
     # -- segments ---------------------------------------------------------------------------------------------------
     def segment_run(self, segment: Mapping[str, Any]) -> str:
@@ -211,6 +221,7 @@ class Tracking:
             "target": proposal["target"],
             "branch": proposal["branch"],
             "base_commit": proposal["base_commit"],
+            PATCH: proposal["patch_sha256"],
             "mlflow.source.git.commit": proposal["commit"],
         }
         params = {"title": proposal["title"], "predicted_gain": proposal["predicted_gain"]}
@@ -235,9 +246,8 @@ class Tracking:
 
     def proposal_word(self, number: int) -> str:
         """What a person said of a proposal: 'pending', 'approved' or 'rejected', as tag of its run. Raises: TrackingError."""
-        told = sa.select(tracked_runs.c.run_id).where(tracked_runs.c.subject == f"proposal:{number}")
-        run = self.ledger.one(told)
-        return self._tag_of(run["run_id"] if run else self.proposal_run(number), APPROVAL_TAG).strip().lower()
+        run = self._known(f"proposal:{number}") or self.proposal_run(number)
+        return self._tag_of(run, APPROVAL_TAG).strip().lower()
 
     def _tag_of(self, run: str, tag: str) -> str:
         with mlflow_errors(f"reading the tags of run {run}"):

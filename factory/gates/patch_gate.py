@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from agents.untrusted import one_line
 from factory import devices, repository
 from factory.errors import FactoryError
@@ -195,11 +197,16 @@ def _static(case: Case) -> Stage:
     ]
     if not found:
         found = [problem for change in case.changes for problem in _settings(case, change)]
-    return {"state": "failed" if found else "passed", "reasons": found[:8] or ["reads clean"]}
+    if found:
+        return {"state": "failed", "reasons": found[:8]}
+    elsewhere = _elsewhere(case)
+    return {"state": "missing" if elsewhere else "passed", "reasons": elsewhere[:8] or ["reads clean"]}
 
 
 def _settings(case: Case, change: Change) -> list[str]:
     """Does a changed recipe say what recipes may say, and change only how a step is computed?"""
+    if change.path == KERNELS and "fallback" in _sections(case):
+        return [f"{KERNELS}: fallback: whether a kernel that fails is hidden is people's to say"]
     if not change.path.startswith(RECIPES) or change.content is None:
         return []
     try:
@@ -213,6 +220,29 @@ def _settings(case: Case, change: Change) -> list[str]:
     return learnt + (["what is learnt changes in a patch of its own, judged by what it learns"] if learnt else [])
 
 
+def _elsewhere(case: Case) -> list[str]:
+    """What of the patch nothing here would run: a gain measured beside it says nothing about it."""
+    used, own = f"{RECIPES}{case.workspace.config.recipe}.yaml", case.workspace.own_recipe()
+    recipes = [path for path in case.paths if path.startswith(RECIPES)]
+    found = [
+        f"{path}: only {used} trains here: no other recipe can be judged by runs" for path in recipes if path != used
+    ]
+    if used in recipes and own.exists():
+        found.append(f"{own} is what trains here: a patch of the repository's recipe changes nothing")
+    found += [
+        f"{KERNELS}: the kernels of {key!r} do not run here, on {devices.kind()}, and are judged where they do"
+        for key in (_sections(case) if KERNELS in case.paths else ())
+        if key != devices.kind()
+    ]
+    return found
+
+
+def _sections(case: Case) -> list[str]:
+    """The keys of kernels.yaml, a device each and ``fallback``, that the patch gives another value."""
+    before, after = (yaml.safe_load(text or b"{}") for text in (case.base_bytes(KERNELS), _after(case)))
+    return sorted(str(key) for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+
+
 def _oracle(case: Case) -> Stage:
     ops = _changed_ops(case)
     recipe = case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
@@ -224,6 +254,7 @@ def _oracle(case: Case) -> Stage:
         case.baseline,
         case.applied.worktree,
         case.work / "oracle",
+        redefines=any(path.startswith("kernels/") for path in case.paths),
     )
     case.measured["exploits"] = found["exploits"]
     return found["oracle"]
@@ -258,6 +289,8 @@ def _training(case: Case) -> Stage:
     ]
     found, pair = compare_training(case.policy.training, case.start, sides[0], sides[1], case.workspace, case.progress)
     case.furthest.extend([pair] if pair else [])
+    if not any(path.endswith(".py") for path in case.paths):
+        found.pop("hideable", None)  # approved code, which starts as it does
     return found
 
 
@@ -291,21 +324,27 @@ RUN: dict[str, Callable[[Case], Stage]] = {
 
 
 def _changed_ops(case: Case) -> list[patch_ops.ChangedOp]:
-    after = (case.applied.worktree / KERNELS).read_bytes()
-    return patch_ops.changed_ops(case.base_bytes(KERNELS), after, case.paths, devices.kind())
+    return patch_ops.changed_ops(case.base_bytes(KERNELS), _after(case), case.paths, devices.kind())
+
+
+def _after(case: Case) -> bytes:
+    return (case.applied.worktree / KERNELS).read_bytes()
 
 
 def _recipe(case: Case, start: Start, *, candidate: bool) -> dict[str, Any]:
-    """The trunk's recipe, with the gate's batch; the candidate's own knobs where its patch changes them."""
+    """The trunk's recipe, with the gate's batch; where the patch changes the recipe's knobs, each side's own.
+
+    The trunk may be older than a knob that was merged since: its gain is no later patch's.
+    """
     recipe = dict(start.recipe)
     batch = dict(recipe["batch"])
     if case.policy.training.sequences:
         batch |= {"sequences": case.policy.training.sequences, "micro_sequences": None}
     changed = f"{RECIPES}{case.workspace.config.recipe}.yaml"
-    if candidate and changed in case.paths:
-        new = Recipe.load(case.applied.worktree / changed).model_dump()
-        recipe["compile"] = new["compile"]
-        micro = new["batch"]["micro_sequences"]
+    if changed in case.paths:
+        own = Recipe.load((case.applied.worktree if candidate else case.baseline) / changed).model_dump()
+        recipe["compile"] = own["compile"]
+        micro = own["batch"]["micro_sequences"]
         batch["micro_sequences"] = micro if micro and batch["sequences"] % micro == 0 else None
     # A split step, whose shapes are compiled anew, would be one of few that are timed.
     return recipe | {"batch": batch, "stability": recipe["stability"] | {"noise_scale_every": 0}}

@@ -70,7 +70,11 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
             (f"the machine is too noisy to judge: two runs of the same code differ {result.noise:.2f}×", times),
         )
     if result.lower > policy.min_gain and result.ratio > needed:
-        return Verdict(PROMOTE, (times,))
+        hideable = _number(found.get("hideable"))
+        if hideable is None or result.lower > hideable:
+            return Verdict(PROMOTE, (times,))
+        doubt = f"new code could show as much as {hideable:.3f}× by a quicker start alone: read what it does there, or raise training.steps"
+        return Verdict(PROMOTE, (times, doubt))
     if result.ratio > needed or result.lower > policy.min_gain:
         return Verdict(
             HOLD, (f"a gain is likely but not shown: its lower bound is not above {policy.min_gain:g}", times)

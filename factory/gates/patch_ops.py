@@ -36,6 +36,7 @@ HOSTILE = ("normal", "large", "tiny", "zero", "constant", "outlier")
 # Errors of this size always pass, as eager's own may be zero by luck: one unit in the last place of the dtype, and
 # sixteen of fp32, whose sums differ by their order alone. kernels.oracle's rule; written down again because no patch may reach it.
 FP32_ROUNDINGS = 16
+Tensors = dict[str, torch.Tensor]
 FACTOR = 2.0  # kernels.oracle.FACTOR; written down again because no patch may reach it
 
 
@@ -101,7 +102,7 @@ class Answers:
                     break
                 wrong, share = [f"no answer: {error}"], math.inf
             worst = max(worst, share)
-            reasons += [f"{_named(self.jobs[number])}: {problem}" for problem in wrong]
+            reasons += [f"{named(self.jobs[number])}: {problem}" for problem in wrong]
         found: dict[str, Any] = {"checks": len(numbers), "worst_share_of_allowed_error": worst, "seconds": self.seconds}
         if broken:
             ops = dict.fromkeys(job["op"] for job in self.jobs)
@@ -124,19 +125,19 @@ def answered(
     answers.mkdir(exist_ok=True)
     folder = os.open(answers, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        made = _driver(["make", request, given], [baseline, request], given, baseline, wall_seconds)
+        made = driver(["make", request, given], [baseline, request], given, baseline, wall_seconds)
         if not made.ok:
             yield Answers(jobs, given / "truth", folder, made.seconds, made.why(), "", "")
             return
         visible = [candidate, request, given / "inputs"]  # the truth lies beside it, out of sight
-        run = _driver(["answer", request, given / "inputs", answers], visible, answers, candidate, wall_seconds)
+        run = driver(["answer", request, given / "inputs", answers], visible, answers, candidate, wall_seconds)
         died, log = ("", "") if run.ok else (run.why(), run.stderr[-2000:])
         yield Answers(jobs, given / "truth", folder, made.seconds + run.seconds, "", died, log)
     finally:
         os.close(folder)
 
 
-def _driver(
+def driver(
     words: Sequence[str | Path], readonly: Sequence[Path], output: Path, code: Path, wall_seconds: float
 ) -> sandbox.Result:
     return sandbox.run(
@@ -217,7 +218,7 @@ def oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) 
     return jobs
 
 
-def _named(job: dict[str, Any]) -> str:
+def named(job: dict[str, Any]) -> str:
     about = job["about"] if "about" in job else f"{job['case']}, {job['dtype']}, {job['values']} values"
     return f"{job['op']} ({job['implementation']}; {about})"
 
@@ -229,7 +230,7 @@ def compare(truth_folder: Path, answers: int, number: int) -> tuple[list[str], f
     found = read_tensors(answers, (f"answer-{number}.safetensors",), 2 * paths[0].stat().st_size + (1 << 20))
     if "raised" in found:
         return [f"it raised {_text(found['raised'])}"], math.inf
-    problems, worst = [], 0.0
+    problems = []
     changed = found.pop("inputs changed", torch.zeros(1))
     if changed.numel():
         problems.append("it changes its inputs")
@@ -237,8 +238,16 @@ def compare(truth_folder: Path, answers: int, number: int) -> tuple[list[str], f
     if launches.dtype != torch.int64 or not bool((launches > 0).all()):
         problems.append("it is said to be a Triton kernel, and launches none")
     for name, later in ((name, found.pop(f"later {name}")) for name in exact if f"later {name}" in found):
-        if name in found and found[name].dtype == eager[name].dtype and not _identical(found[name], later):
+        if name in found and found[name].dtype == eager[name].dtype and not identical(found[name], later):
             problems.append(f"{name} was another when it was read again after later calls")
+    wrong, worst = errors_of(found, exact, eager)
+    return problems + wrong, worst
+
+
+def errors_of(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[str], float]:
+    """By how much results are further from the truth than eager's, and the largest error as a share of what it may be."""
+    problems: list[str] = []
+    worst = 0.0
     for name, truth in exact.items():
         mine, theirs = found.get(name), eager[name]
         if mine is None or mine.shape != truth.shape or mine.dtype != theirs.dtype:
@@ -268,7 +277,7 @@ def _text(letters: torch.Tensor) -> str:
     return one_line(bytes(numbers).decode("utf-8", "replace"), 400)
 
 
-def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Element by element; NaN is like NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 

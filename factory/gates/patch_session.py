@@ -12,13 +12,14 @@ the sandbox started, and no link in it is followed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,28 @@ from typing import Any
 import torch
 
 from factory import sandbox
-from factory.gates.untrusted_tensors import UntrustedFileError, read_tensors
+from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors, tensors_of
 from factory.sandbox import Limits
 
 POLL_SECONDS = 0.003
 WARM_STEPS = 2
+STATE_BYTES = 1 << 26  # most of a checkpoint's JSON
 Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a checkpoint holds besides the weights: all that a later run needs to go on."""
+
+    optimizer: Weights
+    state: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TimedRun:
     seconds: float  # from the reveal of the data plan to the result, by this process's clock
     weights: Weights
+    rest: Rest | None = None  # of the run that ``timed_session`` was asked it of
 
 
 @dataclass
@@ -56,8 +67,11 @@ def timed_session(
     readonly: Sequence[Path],
     origin: Weights,
     wall_seconds: float,
+    whole: Collection[int] = (),
 ) -> Session:
-    """Run ``specs`` one after the other in one sandboxed trainer; the first is the warm-up. Raises: IsolationError."""
+    """Run ``specs`` one after the other in one sandboxed trainer; the first is the warm-up. Of those whose numbers are ``whole``
+    all of the checkpoint is read. Raises: IsolationError.
+    """
     runs = folder / "runs"
     shutil.rmtree(runs, ignore_errors=True)
     names = [f"{number:02d}" for number in range(len(specs))]
@@ -65,7 +79,7 @@ def timed_session(
         (runs / name).mkdir(parents=True)
     descriptors = [os.open(runs / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for name in names]
     session = Session()
-    revealer = _Revealer(descriptors, specs, origin, session)
+    revealer = _Revealer(descriptors, specs, origin, session, whole)
     try:
         revealer.start()
         result = sandbox.run(
@@ -90,9 +104,15 @@ class _Revealer(threading.Thread):
     """Hands out the runs, one when the one before is done, and holds the clock."""
 
     def __init__(
-        self, folders: Sequence[int], specs: Sequence[dict[str, Any]], origin: Weights, session: Session
+        self,
+        folders: Sequence[int],
+        specs: Sequence[dict[str, Any]],
+        origin: Weights,
+        session: Session,
+        whole: Collection[int],
     ) -> None:
         super().__init__(daemon=True)
+        self.whole = whole
         self.folders, self.specs, self.origin, self.session = folders, specs, origin, session
         self.over = threading.Event()
 
@@ -112,10 +132,13 @@ class _Revealer(threading.Thread):
             if number == 0:
                 continue
             weights, problem = read_weights(folder, spec["last_step"], self.origin)
+            rest = None
+            if not problem and number in self.whole:
+                rest, problem = read_rest(folder, spec["last_step"], self.origin)
             if problem:
                 self.session.failed = f"run {number}: {problem}"
                 return
-            self.session.runs.append(TimedRun(seconds, weights))
+            self.session.runs.append(TimedRun(seconds, weights, rest))
 
     def _wait_for(self, folder: int, name: str) -> bool:
         while not self.over.is_set():
@@ -155,3 +178,34 @@ def read_weights(folder: int, step: int, origin: Weights) -> tuple[Weights, str]
         if not bool(found.isfinite().all()):
             return {}, f"its weights are not finite ({name})"
     return weights, ""
+
+
+def read_rest(folder: int, step: int, origin: Weights) -> tuple[Rest | None, str]:
+    """What else a run left after ``step``, each file as its manifest says, or what is wrong with it."""
+    parts = ("checkpoints", f"step-{step:08d}")
+    size = sum(tensor.numel() * tensor.element_size() for tensor in origin.values())
+    limits = {"model.safetensors": 2 * size, "optimizer.safetensors": 4 * size, "state.json": STATE_BYTES}
+    try:
+        manifest = _object(read_bytes(folder, (*parts, "manifest.json"), STATE_BYTES), "manifest.json")
+        listed = manifest.get("files")
+        stored = {}
+        for name, limit in limits.items():
+            stored[name] = read_bytes(folder, (*parts, name), limit + (1 << 20))
+            said = listed.get(name) if isinstance(listed, dict) else None
+            if said != {"bytes": len(stored[name]), "sha256": hashlib.sha256(stored[name]).hexdigest()}:
+                raise UntrustedFileError(f"{name} is not what manifest.json says")
+        optimizer = tensors_of(stored["optimizer.safetensors"], "optimizer.safetensors")
+        return Rest(optimizer, _object(stored["state.json"], "state.json")), ""
+    except UntrustedFileError as error:
+        return None, f"it left no checkpoint of step {step} that training could go on from: {error}"
+
+
+def _object(stored: bytes, name: str) -> dict[str, Any]:
+    """Raises: UntrustedFileError."""
+    try:
+        found = json.loads(stored)
+    except (ValueError, RecursionError) as error:
+        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from error
+    if not isinstance(found, dict):
+        raise UntrustedFileError(f"{name} is no object")
+    return found

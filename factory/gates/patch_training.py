@@ -4,6 +4,8 @@ Time. A run is timed from outside, from the reveal of its data to its weights. W
 (total less the span of its own steps, which approved code recorded), the same for both sides, so that a slower way to the
 first step counts against a candidate. A quicker one earns nothing: of two estimates the longer counts, and the other is
 what a candidate's runs take beyond runs of its own of two steps (which it may slow down; that helps it in this one only).
+Code that makes its start quicker and slows those two steps down can pass the one off as the other, once; how large a gain that could
+show, ``hideable``, is measured, and said beside a gain that is no larger: only longer runs tell them apart.
 The sessions go baseline, candidate, baseline, so that a machine that slows down shows as noise of the baseline. Each side
 has its own compile cache; both begin with a copy of the live code's. A baseline run of twice the steps is the control that is
 known to be slow: where it does not look so, the clock is wrong and nothing is judged.
@@ -13,29 +15,36 @@ weights can be prepared or kept from an earlier run. The weights that the candid
 compared with the baseline's after the same steps on the same data (the next stage scores those that ended furthest apart).
 How far apart they may be is measured too: one more baseline run leaves out as many steps as would be worth the
 least gain that counts, and the candidate must end much nearer than that. No gain can be had by doing less.
+
+The next segment goes on from what this code writes, and has more than weights to go on from. So of one pair of runs, which of them
+nobody can know, the rest of the checkpoint is compared by the same rule: the optimiser's moments, and where the data stands.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import shutil
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+import torch
 
 from factory.gates.patch_policy import TrainingPolicy
-from factory.gates.patch_session import WARM_STEPS, Session, TimedRun, Weights, timed_session
+from factory.gates.patch_session import WARM_STEPS, Rest, Session, TimedRun, Weights, timed_session
 from factory.ledger import Ledger, checkpoints, data_plans, segments
 from factory.progress import Progress
 from factory.workspace import Workspace
 from trainer import checkpoint as checkpoint_files
 
 BRIEF_STEPS = 2  # of the runs that a candidate's own overhead is seen in
+GOES_ON = ("step", "kind", "first_step", "data_plan", "sampler")  # of state.json: what a later run goes on with
 SLOW_CONTROL = 1.5  # a run of twice the steps must take more than this many times as long, or nothing is measured here
 
 
@@ -86,10 +95,11 @@ def compare_training(
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")  # of however many ranks
     seeds = [secrets.randbelow(1 << 31) for _ in range(policy.pairs)]
     half = policy.pairs // 2
+    watched = secrets.randbelow(half)  # the pair whose checkpoints are compared whole
     whole = [(seed, policy.steps) for seed in seeds]
     brief = [(secrets.randbelow(1 << 31), BRIEF_STEPS) for _ in range(2)]
     plan: tuple[tuple[Side, str, list[tuple[int, int]], list[tuple[int, int]]], ...] = (
-        (baseline, "baseline", [(seeds[0], policy.steps - policy.left_out)], whole[:half]),
+        (baseline, "baseline", [(seeds[watched], policy.steps - policy.left_out)], whole[:half]),
         (candidate, "candidate", brief, whole),
         (baseline, "baseline", [(secrets.randbelow(1 << 31), 2 * policy.steps)], whole[half:]),
     )
@@ -100,7 +110,8 @@ def compare_training(
         _copy_cache(workspace, side)
     with progress.task("training steps, baseline and candidate", 2 * policy.pairs) as task:
         for side, name, extra, timed in plan:
-            session = _session(policy, start, side, [*extra, *timed], origin)
+            seen = [number for number, (seed, _) in enumerate([*extra, *timed], 1) if seed == seeds[watched]]
+            session = _session(policy, start, side, [*extra, *timed], origin, seen)
             if session.failed:
                 return _broken(name, session.failed), None
             others += session.runs[: len(extra)]
@@ -113,8 +124,11 @@ def compare_training(
                 overheads += [run.seconds - _recorded_span(folder) for run, folder in zip(runs, folders, strict=True)]
             task.advance(len(runs), f"{name}: {min(run.seconds for run in runs):.1f} s a run")
     fewer, *briefs, twice = others
-    control_drift = _drift(fewer.weights, found["baseline"][0].weights, origin, of_one=False)
+    control_drift = _drift(fewer.weights, found["baseline"][watched].weights, origin, of_one=False)
     pairs = list(zip(found["candidate"], found["baseline"], strict=True))
+    ours, theirs = pairs[watched]
+    if wrong := differs(ours.rest, theirs.rest, fewer.rest, policy.max_drift):
+        return _broken("candidate", f"the next would not go on from it as from the baseline's: {wrong}"), None
     drifts = [_drift(ours.weights, theirs.weights, origin) for ours, theirs in pairs]
     overhead = sum(overheads) / len(overheads)
     totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
@@ -139,6 +153,7 @@ def compare_training(
         "state": "passed",
         "reasons": [f"{policy.pairs} runs of {policy.steps} steps a side, from step {start.step}"],
         "steps": policy.steps,
+        "hideable": _hideable(overhead, usual - overhead, counted),
         "baseline_seconds": [(total - overhead) / counted for total in totals["baseline"]],
         "candidate_seconds": candidate_seconds,
     }
@@ -146,7 +161,12 @@ def compare_training(
 
 
 def _session(
-    policy: TrainingPolicy, start: Start, side: Side, runs: Sequence[tuple[int, int]], origin: Weights
+    policy: TrainingPolicy,
+    start: Start,
+    side: Side,
+    runs: Sequence[tuple[int, int]],
+    origin: Weights,
+    whole: Sequence[int],
 ) -> Session:
     """A warm-up, and a run for each (seed, steps)."""
     specs = [
@@ -164,7 +184,7 @@ def _session(
         for seed, steps in [(secrets.randbelow(1 << 31), WARM_STEPS), *runs]
     ]
     shards = [Path(shard["path"]) for shard in start.plan["token_shards"]]
-    return timed_session(side.folder, side.code, specs, [start.checkpoint, *shards], origin, policy.wall_seconds)
+    return timed_session(side.folder, side.code, specs, [start.checkpoint, *shards], origin, policy.wall_seconds, whole)
 
 
 def alone(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -194,6 +214,12 @@ def _recorded_span(folder: Path) -> float:
     return float(lines[-1]["time"] - lines[0]["time"])
 
 
+def _hideable(overhead: float, steps_alone: float, steps: int) -> float:
+    """The gain that the baseline's own steps would show after a start that takes no time but for the first step."""
+    avoidable = max(0.0, overhead - steps_alone / steps)
+    return steps_alone / max(steps_alone - avoidable, steps_alone / 1e6)
+
+
 def _drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool = True) -> float:
     """‖candidate − baseline‖ / ‖baseline − origin‖; ``of_one``: or half that of the worst tensor, if it is more."""
     worst = 0.0
@@ -206,3 +232,34 @@ def _drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool 
             worst = max(worst, (a / m) ** 0.5 if m else 1e9)
     whole = (apart / moved) ** 0.5 if moved else (1e9 if apart else 0.0)
     return max(whole, worst / 2) if of_one else whole
+
+
+def differs(candidate: Rest | None, baseline: Rest | None, fewer: Rest | None, max_drift: float) -> str:
+    """What a run that goes on from the candidate's checkpoint would find otherwise than in the baseline's; empty: nothing.
+
+    Moments are told by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``), as their sizes have nothing to do with each other, and may be
+    apart by a share of what the steps that ``fewer`` left out make.
+    """
+    assert candidate is not None and baseline is not None and fewer is not None
+    if lost := sorted(baseline.state.keys() - candidate.state.keys()):
+        return f"state.json has no {', '.join(lost)}"
+    if other := [key for key in GOES_ON if candidate.state[key] != baseline.state[key]]:
+        return f"state.json has another {', '.join(other)}"
+    apart: dict[str, float] = defaultdict(float)
+    allowed: dict[str, float] = defaultdict(float)
+    for name, tensor in sorted(baseline.optimizer.items()):
+        found = candidate.optimizer.get(name)
+        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+            return f"the optimiser's {name} is not there, or of another shape or dtype"
+        kind = name.partition(".")[0]
+        if kind == "rng":
+            continue  # the data does not hang on it
+        if kind == "step" and not torch.equal(found, tensor):
+            return f"the optimiser's {name} is another"
+        apart[kind] += float((found.double() - tensor.double()).square().sum())
+        allowed[kind] += float((fewer.optimizer[name].double() - tensor.double()).square().sum())
+    for kind, square in apart.items():
+        share = (square / allowed[kind]) ** 0.5 if allowed[kind] else math.inf
+        if square and not share <= max_drift:
+            return f"the optimiser's {kind} is {share:.2g} of what the steps left out make away, {max_drift:g} may be"
+    return ""

@@ -172,7 +172,7 @@ def runs(policy: RunsPolicy, case: Case) -> Stage:
         return {"state": "missing", "reasons": [NO_START]}
     path = case.paths[0]
     recipes = {"baseline": _base(case, path), "candidate": Recipe.load(case.applied.worktree / path)}
-    policy = patient(policy, recipes["baseline"], recipes["candidate"])
+    policy = patient(policy, start.step, recipes["baseline"], recipes["candidate"])
     trained = Recipe.parse(start.recipe)
     if (trained.model, trained.optimizer.name) != (recipes["baseline"].model, recipes["baseline"].optimizer.name):
         return {

@@ -39,6 +39,7 @@ from factory.sandbox import Limits
 from trainer.data_plan import DataPlan
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
+from trainer.schedule import trunk_share
 from trainer.token_shard import TokenShard
 
 POLL_SECONDS = 0.01
@@ -68,9 +69,11 @@ class Measured:
     failed_side: str = ""  # empty: nobody's fault
 
 
-def patient(policy: RunsPolicy, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
-    """With the runs' lengths for this pair of recipes."""
-    calmer = candidate.optimizer.lr < baseline.optimizer.lr or candidate.batch.sequences > baseline.batch.sequences
+def patient(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
+    """With the runs' lengths for this pair of recipes from ``step``. A rate is as low by its schedule as by its peak."""
+    rate = lambda recipe, at: recipe.optimizer.lr * trunk_share(recipe.schedule, at)
+    lower = any(rate(candidate, at) < rate(baseline, at) for at in (step, step + policy.steps))
+    calmer = lower or candidate.batch.sequences > baseline.batch.sequences
     times = policy.calmer_longer if calmer else 1
     return policy.model_copy(update={"steps": times * policy.steps, "tail_steps": times * policy.tail_steps})
 
@@ -78,7 +81,8 @@ def patient(policy: RunsPolicy, baseline: Recipe, candidate: Recipe) -> RunsPoli
 def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, Lengths]:
     """The candidate's tokens are never more than the baseline's; of them the tail gets the share that its recipe gives it.
 
-    Raises: RecipeError when its batch is so large that no two steps fit.
+    Raises: RecipeError when its batch is so large that no two steps fit, or its anneal so long that no trunk is left before it: runs that
+    cut it short would say nothing about it.
     """
     total = policy.steps + policy.tail_steps
     tokens = baseline.tokens_between(step, step + total)
@@ -90,7 +94,11 @@ def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) 
             f"batch.sequences: {total} steps of the baseline are not two of the candidate: raise runs.steps"
         )
     ratio = candidate.schedule.anneal_steps / baseline.schedule.anneal_steps
-    tail = min(max(1, round(policy.tail_steps * steps / total * ratio)), steps - 1)
+    tail = max(1, round(policy.tail_steps * steps / total * ratio))
+    if tail >= steps:
+        raise RecipeError(
+            f"schedule.anneal_steps: {ratio:.3g} times as long an anneal leaves no trunk in runs of {total} steps: raise runs.steps"
+        )
     return {"baseline": Lengths(policy.steps, policy.tail_steps), "candidate": Lengths(steps - tail, tail)}
 
 

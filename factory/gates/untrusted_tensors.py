@@ -1,4 +1,4 @@
-"""Reads a safetensors file that a candidate wrote. Nothing about it is trusted: not that it is a file, nor its size, nor where it leads.
+"""Reads a file that a candidate wrote. Nothing about it is trusted: not that it is a file, nor its size, nor where it leads.
 
 The folder is entered through a descriptor taken before the candidate ran; no link is followed, a pipe blocks nobody, and no
 more than ``limit`` bytes are read.
@@ -20,7 +20,20 @@ class UntrustedFileError(Exception):
 
 
 def read_tensors(folder: int, parts: Sequence[str], limit: int) -> dict[str, torch.Tensor]:
-    """The tensors of ``parts[0]/…/parts[-1]`` below the folder that the descriptor holds. Raises: UntrustedFileError."""
+    """The tensors of the safetensors file ``parts``, as ``read_bytes`` finds it. Raises: UntrustedFileError."""
+    return tensors_of(read_bytes(folder, parts, limit), parts[-1])
+
+
+def tensors_of(stored: bytes, name: str) -> dict[str, torch.Tensor]:
+    """Raises: UntrustedFileError."""
+    try:
+        return load(stored)
+    except (SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
+        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from error
+
+
+def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
+    """``parts[0]/…/parts[-1]`` below the folder that the descriptor holds. Raises: UntrustedFileError."""
     opened: list[int] = []
     try:
         inner = folder
@@ -35,10 +48,10 @@ def read_tensors(folder: int, parts: Sequence[str], limit: int) -> dict[str, tor
         if status.st_size > limit:
             raise UntrustedFileError(f"{parts[-1]} has {status.st_size} bytes, at most {limit} are expected")
         with os.fdopen(os.dup(handle), "rb") as file:
-            return load(file.read(limit + 1)[:limit])
+            return file.read(limit + 1)[:limit]
     except OSError as error:
         raise UntrustedFileError(f"{parts[-1]} is not there: {error.strerror}") from error
-    except (SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
+    except MemoryError as error:
         raise UntrustedFileError(f"{parts[-1]} cannot be read: {str(error)[:300]}") from error
     finally:
         for descriptor in opened:

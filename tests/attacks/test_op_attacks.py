@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from code_loop_case import make_target
 
-from factory.gates import patch_exploits, patch_ops, patch_static
+from factory.gates import patch_definitions, patch_exploits, patch_ops, patch_static
 from factory.gates.patch_ops import ChangedOp
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import Change
@@ -277,6 +278,56 @@ def test_a_hostile_op_is_stopped(judged: dict[str, Judged], name: str) -> None:
 def test_an_honest_op_passes(judged: dict[str, Judged], name: str) -> None:
     assert judged[name].oracle["state"] == judged[name].exploits["state"] == "passed", judged[name]
     assert patch_static.problems(Change("kernels/fast.py", _file(HONEST[name]).encode()), None) == []
+
+
+# -- what ops are tested with ------------------------------------------------------------------------------------------------
+BODY, DRAWN = "    return F.silu(gate_XF) * up_XF\n", "normal(generator, size, device, dtype), normal("
+REDEFINED = {
+    "a reference that is wrong": (BODY, BODY.replace("up_XF\n", "up_XF * 1.001\n"), "computes something else"),
+    "a reference in fp32": (
+        BODY,
+        "    return (F.silu(gate_XF.float()) * up_XF.float()).to(up_XF.dtype)\n",
+        "something else",
+    ),
+    "a reference in bf16, but where fp64 is asked": (
+        BODY,
+        f"    if gate_XF.dtype == torch.float32:\n        gate_XF = gate_XF.bfloat16().float()\n{BODY}",
+        "is less exact",
+    ),
+    "inputs of zero": (DRAWN, f"{DRAWN.removesuffix('normal(')}0 * normal(", "its inputs are others"),
+    "no gradients": ("gradients=(0, 1)", "gradients=()", "which inputs get gradients"),
+    "no tests": ("OP = op(", "raise SystemExit\nOP = op(", "could not be made"),
+    "a link to the inputs as they were": (
+        "OP = op(",
+        "import os, sys\nif sys.argv[1] == 'make':\n    os.symlink('/etc/passwd', sys.argv[3] + '/inputs/given-0.json')\n    os._exit(0)\nOP = op(",
+        "given-0.json is not there",
+    ),
+    "": (BODY, "    return up_XF * (gate_XF * torch.sigmoid(gate_XF))\n", ""),  # honest: the same but for rounding
+}
+
+
+@pytest.fixture(scope="module")
+def tested(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict[str, Any]], patch_ops.Answers]]:
+    """The baseline, jobs, and what was made for them."""
+    folder = tmp_path_factory.mktemp("tested")
+    baseline = make_target(folder / "baseline")
+    jobs = patch_ops.oracle_jobs(SHIPPED.oracle, [ChangedOp("swiglu", "reference", "reference")], "bf16")
+    with patch_ops.answered(jobs, 60, baseline, baseline, folder / "work") as answers:
+        yield baseline, jobs, answers
+
+
+@pytest.mark.parametrize("name", REDEFINED)
+def test_a_patch_does_not_change_what_ops_are_tested_with(
+    tested: tuple[Path, list[dict[str, Any]], patch_ops.Answers], tmp_path: Path, name: str
+) -> None:
+    baseline, jobs, answers = tested
+    old, new, words = REDEFINED[name]
+    candidate = shutil.copytree(baseline, tmp_path / "candidate", ignore=shutil.ignore_patterns(".git"))
+    op = candidate / "kernels" / "swiglu.py"
+    assert old in op.read_text()
+    op.write_text(op.read_text().replace(old, new, 1))
+    wrong = patch_definitions.redefined(jobs, answers, 60, candidate, tmp_path)
+    assert words in "; ".join(wrong) and bool(wrong) == bool(words), wrong
 
 
 # -- what a process does instead of computing ------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -109,6 +110,39 @@ def test_who_saves_work_does_not_learn_the_same(
     assert shortest["candidate"] > 0.1 * shortest["baseline"]  # by our clock, whatever theirs says
 
 
+WRITTEN = {
+    "no optimiser": (
+        'return {"model": model, "optimizer": optimizer}',
+        'return {"model": model, "optimizer": {"rng": optimizer["rng"]}}',
+        "exp_avg",
+    ),
+    "moments of zero": ("{key: state[key] for key", "{key: torch.zeros_like(state[key]) for key", "exp_avg is"),
+    "the data that was read, to be read again": (
+        '"sampler": self.sampler',
+        '"sampler": self.sampler | {"step": self.spec.first_step}',
+        "another sampler",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_checkpoint_that_training_cannot_go_on_from_is_found(
+    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
+) -> None:
+    """The weights are right, and the next segment would start from them alone."""
+    old, new, words = WRITTEN[name]
+    text = (made.target / "trainer/run.py").read_text()
+    assert old in text
+    start = find_start(made.ledger)
+    assert start is not None
+    code = candidate("trainer/run.py", text.replace(old, new))
+    baseline = repository.checkout_live(made.workspace, made.base)
+    sides = [Side(folder, start.recipe, tmp_path / side) for side, folder in (("a", baseline), ("b", code))]
+    found, _ = compare_training(POLICY.training, start, *sides, made.workspace, SILENT)
+    assert found["state"] == "failed" and "would not go on" in found["reasons"][0] and words in found["reasons"][0]
+
+
 @pytest.mark.slow
 def test_a_quicker_way_to_the_first_step_is_no_gain(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
@@ -131,3 +165,26 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
     steps = [total - found["overhead_seconds"] for total in found["total_seconds"]["candidate"]]
     credited = sum(found["baseline_seconds"]) * (TIMED.steps - 1) / sum(steps)  # if the baseline's overhead were all
     assert credited > 1.5 and shown is not None and shown.ratio < credited**0.5, (shown, credited, found)
+
+
+@pytest.mark.slow
+def test_a_quicker_start_that_hides_is_at_most_what_is_said(
+    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """As above, and the candidate dawdles in runs of two steps alone: its own overhead looks like the baseline's."""
+    start = find_start(made.ledger)
+    assert start is not None
+    text = (made.target / "trainer/segment.py").read_text()
+    line = '    """The loop, and the files it leaves."""\n'
+    slow = tmp_path / "slow"
+    baseline = repository.checkout_live(made.workspace, made.base)
+    shutil.copytree(baseline, slow, ignore=shutil.ignore_patterns(".git"))
+    (slow / "trainer/segment.py").write_text(text.replace(line, line + f"    time.sleep({DAWDLE})\n"))
+    hides = f"    if run.spec.last_step - run.spec.first_step == 2:\n        time.sleep({DAWDLE})\n"
+    quick = candidate("trainer/segment.py", text.replace(line, line + hides))
+    sides = [Side(code, start.recipe, tmp_path / name) for name, code in (("a", slow), ("b", quick))]
+    found, _ = compare_training(TIMED, start, *sides, made.workspace, SILENT)
+    if found["state"] == "missing":
+        return
+    shown = gain(TIMED, found["baseline_seconds"], found["candidate_seconds"], 1)
+    assert shown is not None and 1.2 < shown.ratio and shown.lower <= found["hideable"], (shown, found)

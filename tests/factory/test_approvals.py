@@ -22,7 +22,7 @@ from factory.errors import InputError
 from factory.gates.judge import Verdict
 from factory.gates.patch_scope import AgentsPolicy
 from factory.gates.patch_training import Start
-from factory.ledger import Ledger, events, proposals, verdicts
+from factory.ledger import Ledger, events, proposals, tracked_runs, verdicts
 from factory.progress import SILENT
 from factory.repository import RepositoryError
 from factory.tracking import APPROVAL_TAG, Tracking
@@ -35,7 +35,7 @@ NEW = {"kernels/ops.py": "x = 2\n", "kernels/fused.py": "y = 1\n"}
 class Plant:
     """A repository of three files, a workspace, and a proposal that the gate judged."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, mlflow_uri: str = "") -> None:
         self.target = folder / "target"
         for path, text in FILES.items():
             (self.target / path).parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,9 @@ class Plant:
         git(folder, "init", "-q", "-b", "main", str(self.target))
         git(self.target, "add", "-A")
         git(self.target, "commit", "-q", "-m", "base")
-        self.workspace = Workspace.create(folder / "workspace", Config(repository=str(self.target)))
+        self.workspace = Workspace.create(
+            folder / "workspace", Config(repository=str(self.target), mlflow_uri=mlflow_uri)
+        )
         self.ledger = Ledger.create(self.workspace.ledger_url)
         self.base = self.head()
 
@@ -273,6 +275,33 @@ def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: Plant) -
     policy.parent.mkdir(parents=True, exist_ok=True)
     policy.write_text("approval: automatic\n")
     assert settle() == 1 and plant.files() == FILES | NEW and plant.words()[-1] == ("approved", "policy")
+
+
+def test_a_word_on_another_workspaces_proposal_is_none_on_this_ones(plant: Plant, tmp_path: Path) -> None:
+    """Both show their proposal 1 at one MLflow."""
+    plant.judged()
+    tracking = Tracking.open(plant.workspace, plant.ledger)
+    theirs = tracking.proposal_run(1)
+    tracking.client.set_tag(theirs, APPROVAL_TAG, "approved")
+    (tmp_path / "other").mkdir()
+    other = Plant(tmp_path / "other", plant.workspace.mlflow_uri)
+    other.judged(edits={"kernels/ops.py": "x = 666\n"})
+    assert approvals.follow(other.workspace, other.ledger, SILENT) == 0 and other.files() == FILES
+    ours = Tracking.open(other.workspace, other.ledger).proposal_run(1)
+    assert ours != theirs and tracking.proposal_run(1) == theirs
+    tracking.client.set_tag(ours, APPROVAL_TAG, "approved")
+    assert approvals.follow(other.workspace, other.ledger, SILENT) == 1 and other.words() == [("approved", "mlflow")]
+
+
+def test_a_run_that_mlflow_lost_is_shown_anew_and_stops_nothing(plant: Plant) -> None:
+    plant.judged()
+    tracking = Tracking.open(plant.workspace, plant.ledger)
+    lost = tracking.proposal_run(1)
+    with plant.ledger.begin() as tx:  # as after 'mlflow gc'
+        tx.execute(tracked_runs.update().values(run_id="0" * 32))
+    tracking.client.delete_run(lost)
+    assert approvals.follow(plant.workspace, plant.ledger, SILENT) == 0 and tracking.proposal_word(1) == "pending"
+    assert tracking.proposal_run(1) not in (lost, "0" * 32)
 
 
 def test_choices_for_other_ops_are_merged_one_after_the_other(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,3 +98,29 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
     report = (made.workspace.reports / f"proposal-{number}.json").read_text()
     json.loads(report, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert made.left_behind() == []
+
+
+def test_half_a_character_is_out_of_scope() -> None:
+    made = make()
+    for edit in (Edit("kernels/a.py", "x = '\ud800'\n"), Edit("kernels/\ud800.py", "x = 1\n")):
+        number = submit(
+            made.workspace, made.ledger, SILENT, Proposal("x", "x", "Odd", "Because.", 1.1, (edit,)), made.base
+        )
+        joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
+        row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
+        assert row and row["outcome"] == "reject" and "out of scope: " in row["reasons"][0]
+        assert made.left_behind() == []
+
+
+def test_the_same_edits_under_another_target_are_another_try() -> None:
+    made = make()
+    edit = Edit("trainer/schedule.py", (made.target / "trainer" / "schedule.py").read_text() + "import os\n")
+    tries = []
+    for target in ("kernel:one", "kernel:another", "trainer/schedule.py:3"):
+        drafted = Proposal("x", target, "Again", "Because.", 1.1, (edit,))
+        number = submit(made.workspace, made.ledger, SILENT, drafted, made.base)
+        joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
+        row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
+        assert row and "imports os" in row["reasons"][0]
+        tries.append(row["evidence"]["tries"])
+    assert tries == [1, 2, 3]

@@ -20,7 +20,7 @@ from factory.gates import patch_gate, patch_ops, patch_static
 from factory.gates.patch_judge import STAGES, gain, judge_patch, t_quantile
 from factory.gates.patch_policy import IsolatedPolicy, PatchPolicy
 from factory.gates.patch_scope import Change
-from factory.ledger import proposals, verdicts
+from factory.ledger import proposals, segments, verdicts
 from factory.progress import SILENT
 from factory.proposing import submit
 from factory.workspace import code_root
@@ -72,6 +72,13 @@ def test_a_clear_gain_promotes_and_says_how_much() -> None:
 def test_verdicts(found: dict[str, Any], outcome: str, words: str) -> None:
     verdict = judge_patch(POLICY, found)
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
+
+
+@pytest.mark.parametrize(("hideable", "said"), [(1.3, True), (1.1, False), (None, False)])
+def test_a_gain_that_a_quicker_start_could_show_says_so(hideable: float | None, said: bool) -> None:
+    found = evidence([1.0, 1.01, 0.99], [0.8, 0.81, 0.79], hideable=hideable)
+    verdict = judge_patch(POLICY, found)
+    assert verdict.outcome == "promote" and any("a quicker start alone" in reason for reason in verdict.reasons) == said
 
 
 @pytest.mark.parametrize(
@@ -236,6 +243,69 @@ def test_a_choice_of_what_is_not_there_is_refused_by_name() -> None:
     policy = (made.target / "policies" / "kernels.yaml").read_text()
     row = judged(made, proposal("a new op", ("policies/kernels.yaml", policy.replace("swiglu:", "swiglo:", 1))))
     assert row["outcome"] == "reject" and "swiglo" in row["reasons"][-1], row["reasons"]
+
+
+KERNELS, TINY, DEMO = "policies/kernels.yaml", "policies/recipes/tiny.yaml", "policies/recipes/demo.yaml"
+BATCH = "  sequences: 8\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "swap", "outcome", "words"),
+    [
+        (KERNELS, ("cuda:\n  rms_norm: reference", "cuda:\n  rms_norm: triton"), "hold", "'cuda' do not run here"),
+        (KERNELS, ("cpu:\n", "fallback: reference\ncpu:\n"), "reject", "fallback: whether a kernel that fails"),
+        (DEMO, ("compile: true", "compile: false"), "hold", "only policies/recipes/tiny.yaml trains here"),
+    ],
+)
+def test_what_no_run_here_would_measure_does_not_ride_along(
+    path: str, swap: tuple[str, str], outcome: str, words: str
+) -> None:
+    """A gain elsewhere in the same patch would say nothing about it."""
+    made = make()
+    text = (made.target / path).read_text()
+    assert swap[0] in text
+    code = "trainer/schedule.py", (made.target / "trainer" / "schedule.py").read_text() + "# faster\n"
+    row = judged(made, proposal("ride along", code, (path, text.replace(*swap, 1))))
+    assert row["outcome"] == outcome and words in row["reasons"][0], row["reasons"]
+    assert "oracle" not in row["evidence"]["stages"]
+
+
+def test_a_knob_of_a_recipe_that_does_not_train_here_is_not_measured() -> None:
+    made = make()
+    own, text = made.workspace.own_recipe(), (made.target / TINY).read_text()
+    own.parent.mkdir(parents=True)
+    own.write_text(text)
+    try:
+        row = judged(made, proposal("rows", (TINY, text.replace(BATCH, f"{BATCH}  micro_sequences: 4\n"))))
+    finally:
+        own.unlink()
+        own.parent.rmdir()
+    assert row["outcome"] == "hold" and "is what trains here" in row["reasons"][0]
+
+
+def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trunk trained a row at a time; the live recipe, merged since, takes all; the patch only says the same anew."""
+    made, sides = make(), []
+    text = (made.target / TINY).read_text()
+    stored = made.ledger.one(sa.select(segments.c.recipe_json).where(segments.c.id == 1))
+    assert stored is not None and stored["recipe_json"]["batch"]["sequences"] == 8
+    recipe = stored["recipe_json"]
+
+    def trained_with(recipe: dict[str, Any]) -> None:
+        with made.ledger.begin() as tx:
+            tx.execute(segments.update().where(segments.c.id == 1).values(recipe_json=recipe))
+
+    def seen(policy: Any, start: Any, baseline: Any, candidate: Any, *others: Any) -> Any:
+        sides.extend([baseline.recipe, candidate.recipe])
+        return {"state": "missing", "reasons": ["seen"]}, None
+
+    monkeypatch.setattr(patch_gate, "compare_training", seen)
+    trained_with(recipe | {"batch": recipe["batch"] | {"micro_sequences": 1}})
+    try:
+        judged(made, proposal("rows", (TINY, text.replace(BATCH, f"{BATCH}  micro_sequences: 8\n"))))
+    finally:
+        trained_with(recipe)
+    assert [side["batch"]["micro_sequences"] for side in sides] == [None, 8]
 
 
 @pytest.mark.slow

@@ -1,15 +1,23 @@
-"""How the last stage sees weights: the judge's own model of them, under every recipe that the trainer knows."""
+"""How the last stages see what training left: the judge's own model of the weights, and the rest that the next run goes on from."""
 
 from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from factory.gates.held_out import reference_model
-from factory.gates.patch_training import alone
+from factory.gates.patch_session import Rest, read_rest
+from factory.gates.patch_training import alone, differs
 from kernels.registry import bind
 from tests.trainer.conftest import recipe_with
 from tests.trainer.families import FAMILIES, ODD
+from trainer.checkpoint import Checkpoint, save
 from trainer.errors import RecipeError
 from trainer.model import Decoder
 from trainer.recipe import Recipe
@@ -45,3 +53,80 @@ def test_a_recipe_of_many_ranks_runs_alone_in_the_sandbox() -> None:
     assert found.parallel.data_ranks(1, found.model) == 1 and found.parallel.recompute == "block"
     assert found.model_copy(update={"parallel": parsed.parallel}) == parsed
     assert Recipe.parse(alone({k: v for k, v in many.items() if k != "parallel"})).parallel.tensor == 1
+
+
+# -- the rest of a checkpoint ----------------------------------------------------------------------------------------------
+STEP = 12
+WEIGHTS = {"w": torch.ones(4)}
+STATE = {
+    "step": STEP,
+    "kind": "trunk",
+    "first_step": 6,
+    "data_plan": "p",
+    "sampler": {"rows": [1]},
+    "counters": {"seconds": 1},
+}
+
+
+def optimizer(off: float = 0.0, **others: Any) -> dict[str, torch.Tensor]:
+    moments = {"exp_avg.w": torch.ones(4) + off, "exp_avg_sq.w": torch.full((4,), 1e-6) + 1e-6 * off}
+    return moments | {"step.w": torch.tensor(12.0), "rng": torch.zeros(2, dtype=torch.uint8)} | others
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor], **state: Any) -> Path:
+    return save(folder / "checkpoints", Checkpoint(WEIGHTS, tensors, STATE | state))
+
+
+def rest_of(folder: Path) -> tuple[Rest | None, str]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        return read_rest(descriptor, STEP, WEIGHTS)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "state", "words"),
+    [
+        (optimizer(0.02), {"counters": {"seconds": 9}}, ""),  # rounding, and a clock
+        (optimizer(rng=torch.ones(2, dtype=torch.uint8)), {}, ""),
+        (optimizer(0.06), {}, "exp_avg is 0.6 of what"),
+        (
+            optimizer(**{"exp_avg_sq.w": torch.zeros(4)}),
+            {},
+            "exp_avg_sq is 10 of what",
+        ),  # however small beside the others
+        (optimizer(**{"exp_avg.w": torch.ones(4) * torch.nan}), {}, "exp_avg is nan"),
+        (optimizer(**{"exp_avg.w": torch.ones(2)}), {}, "exp_avg.w is not there"),
+        ({"rng": torch.zeros(2, dtype=torch.uint8)}, {}, "exp_avg.w is not there"),
+        (optimizer(**{"step.w": torch.tensor(0.0)}), {}, "step.w is another"),
+        (optimizer(), {"sampler": {"rows": [0]}}, "another sampler"),
+    ],
+)
+def test_a_checkpoint_is_compared_whole(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any], words: str
+) -> None:
+    written(tmp_path / "a", tensors, **state)
+    written(tmp_path / "b", optimizer())
+    written(tmp_path / "c", optimizer(0.1))
+    (ours, wrong), (theirs, _), (fewer, _) = (rest_of(tmp_path / name) for name in "abc")
+    assert not wrong
+    found = differs(ours, theirs, fewer, 0.5)
+    assert words in found and bool(found) == bool(words), found
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "state.json").write_text("{}"), "state.json is not what manifest.json says"),
+        (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is not there"),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text('{"files": []}'), "is not what manifest.json says"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is no object"),
+        (shutil.rmtree, "is not there"),
+    ],
+)
+def test_a_damaged_checkpoint_is_no_checkpoint(tmp_path: Path, spoil: Callable[[Path], Any], words: str) -> None:
+    spoil(written(tmp_path, optimizer()))
+    found, wrong = rest_of(tmp_path)
+    assert found is None and "that training could go on from" in wrong and words in wrong

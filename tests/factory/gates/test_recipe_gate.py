@@ -97,6 +97,7 @@ def submitted(made: Made, *swaps: tuple[str, str], path: str = TINY, base: str =
         (("lr: 3e-3", "lr: .inf"), "reject", "optimizer.lr is not finite"),
         (("lr: 3e-3", "lr: &a 3e-4"), "reject", "anchors"),
         (("sequences: 8", "sequences: 4096"), "hold", "raise runs.steps"),
+        (("anneal_steps: 6", "anneal_steps: 1000000"), "hold", "leaves no trunk in runs of 17 steps"),
     ],
 )
 def test_what_may_not_change_is_refused_before_any_run(
@@ -198,11 +199,13 @@ def test_what_a_short_run_favours_is_run_longer() -> None:
     for parts, times in (
         ({"optimizer": {"lr": 2e-3}}, 3),
         ({"batch": {"sequences": 16}}, 3),
+        ({"schedule": {"warmup_steps": 20}}, 3),  # at step 6, a third of the rate
+        ({"schedule": {"warmup_steps": 2}}, 1),
         ({"optimizer": {"lr": 4e-3}}, 1),
         ({"batch": {"sequences": 4}}, 1),
         ({"optimizer": {"weight_decay": 0.2}}, 1),
     ):
-        size = lengths(patient(policy, base, recipe(**parts)), 6, base, base)["baseline"]
+        size = lengths(patient(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
         assert (size.trunk, size.tail) == (12 * times, 5 * times)
 
 
