@@ -34,7 +34,7 @@ MEASURE_SECONDS = 10  # one or two of the eight implementations that a proposer 
 GATE = """
 oracle: {cases: [small], wall_seconds: 120}
 isolated: {pairs: 3, wall_seconds: 120}
-training: {sequences: 0, steps: 200, pairs: 2, wall_seconds: 120, max_noise: 4.0}
+training: {sequences: 0, steps: 200, pairs: 2, wall_seconds: 120, max_noise: 4.0, long: 2}
 evals: {documents: 2, document_bytes: 256}
 """
 

@@ -287,10 +287,11 @@ def _training(case: Case) -> Stage:
         Side(code, _recipe(case, case.start, candidate=name == "candidate"), case.work / name)
         for name, code in (("baseline", case.baseline), ("candidate", case.applied.worktree))
     ]
-    found, pair = compare_training(case.policy.training, case.start, sides[0], sides[1], case.workspace, case.progress)
+    new_code = any(path.endswith(".py") for path in case.paths)
+    found, pair = compare_training(
+        case.policy.training, case.start, sides[0], sides[1], case.workspace, case.progress, new_code
+    )
     case.furthest.extend([pair] if pair else [])
-    if not any(path.endswith(".py") for path in case.paths):
-        found.pop("hideable", None)  # approved code, which starts as it does
     return found
 
 

@@ -70,16 +70,36 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
             (f"the machine is too noisy to judge: two runs of the same code differ {result.noise:.2f}×", times),
         )
     if result.lower > policy.min_gain and result.ratio > needed:
-        hideable = _number(found.get("hideable"))
-        if hideable is None or result.lower > hideable:
-            return Verdict(PROMOTE, (times,))
-        doubt = f"new code could show as much as {hideable:.3f}× by a quicker start alone: read what it does there, or raise training.steps"
-        return Verdict(PROMOTE, (times, doubt))
+        approved = found.get("new_code") is False
+        return Verdict(PROMOTE, (times,)) if approved else _judge_long(policy, found.get("long"), result, times)
     if result.ratio > needed or result.lower > policy.min_gain:
         return Verdict(
             HOLD, (f"a gain is likely but not shown: its lower bound is not above {policy.min_gain:g}", times)
         )
     return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.3f}× is needed)", times))
+
+
+def _judge_long(policy: TrainingPolicy, found: object, result: Gain, times: str) -> Verdict:
+    """New code that gains over short runs: does it over long ones, by more than a quicker start could make?"""
+    told = found if isinstance(found, Mapping) else {}
+    if failed := told.get("failed"):
+        return Verdict(HOLD, (str(failed), times))
+    numbers = [_number(told.get(key)) for key in ("ratio", "hideable", "drift", "control_drift")]
+    if any(number is None for number in numbers):
+        return Verdict(HOLD, ("new code was not run for longer than its start could hide", times))
+    ratio, hideable, drift, control = (number for number in numbers if number is not None)
+    steps = told.get("steps")
+    if drift > policy.max_drift * control:
+        away = f"over {steps} steps its weights end {drift:.3f} away, {policy.max_drift:g} of {control:.3f} may be"
+        return Verdict(REJECT, (f"the candidate does not learn the same: {away}", times))
+    if ratio <= policy.min_gain:
+        return Verdict(REJECT, (f"over {steps} steps the gain is gone: {ratio:.3f}×", times))
+    # A run that is so many times as long differs less from another by chance: noise of independent steps adds up by its square.
+    needed = hideable * result.noise ** (1 / math.sqrt(policy.long))
+    if ratio <= needed:
+        doubt = f"over {steps} steps it gains {ratio:.3f}×; a quicker start alone could show {needed:.3f}× there: raise training.long"
+        return Verdict(HOLD, (doubt, times))
+    return Verdict(PROMOTE, (times, f"over {steps} steps {ratio:.3f}×, where a quicker start could show {needed:.3f}×"))
 
 
 def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict) -> Verdict:

@@ -54,6 +54,9 @@ class TrainingPolicy(Strict):
     """Of one timed run."""
     pairs: Annotated[int, Field(ge=2)] = 4
     """Timed runs of each side; the baseline's are half before and half after the candidate's."""
+    long: Annotated[int, Field(ge=2)] = 8
+    """How many times as long one more run of each side is, where new code seems to gain: a start that is quicker by a second is
+    worth so many times less there."""
     wall_seconds: Seconds = 120.0
     """Time limit of one session: start-up, warm-up and its timed runs."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
@@ -68,8 +71,11 @@ class TrainingPolicy(Strict):
 
     @property
     def left_out(self) -> int:
+        return self.worth(self.steps)
+
+    def worth(self, steps: int) -> int:
         """Steps of a run that would be worth ``min_gain`` if they were left out; at least one."""
-        return max(1, round(self.steps * (1 - 1 / self.min_gain)))
+        return max(1, round(steps * (1 - 1 / self.min_gain)))
 
 
 class EvalsPolicy(Strict):

@@ -4,8 +4,9 @@ Time. A run is timed from outside, from the reveal of its data to its weights. W
 (total less the span of its own steps, which approved code recorded), the same for both sides, so that a slower way to the
 first step counts against a candidate. A quicker one earns nothing: of two estimates the longer counts, and the other is
 what a candidate's runs take beyond runs of its own of two steps (which it may slow down; that helps it in this one only).
-Code that makes its start quicker and slows those two steps down can pass the one off as the other, once; how large a gain that could
-show, ``hideable``, is measured, and said beside a gain that is no larger: only longer runs tell them apart.
+Code that makes its start quicker and slows those two steps down could pass the one off as the other. A second is a second however
+many steps there are: where new code seems to gain, one run of each side is ``long`` times as long, and must show more than all of the
+baseline's start could hide there.
 The sessions go baseline, candidate, baseline, so that a machine that slows down shows as noise of the baseline. Each side
 has its own compile cache; both begin with a copy of the live code's. A baseline run of twice the steps is the control that is
 known to be slow: where it does not look so, the clock is wrong and nothing is judged.
@@ -22,6 +23,7 @@ nobody can know, the rest of the checkpoint is compared by the same rule: the op
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import secrets
@@ -36,6 +38,7 @@ from typing import Any
 import sqlalchemy as sa
 import torch
 
+from factory.gates.patch_judge import gain
 from factory.gates.patch_policy import TrainingPolicy
 from factory.gates.patch_session import WARM_STEPS, Rest, Session, TimedRun, Weights, timed_session
 from factory.ledger import Ledger, checkpoints, data_plans, segments
@@ -90,8 +93,12 @@ def compare_training(
     candidate: Side,
     workspace: Workspace,
     progress: Progress,
+    new_code: bool = True,
 ) -> tuple[dict[str, Any], Pair | None]:
-    """The stage's evidence, and the runs that ended furthest apart. Raises: IsolationError."""
+    """The stage's evidence, and the runs that ended furthest apart. Raises: IsolationError.
+
+    ``new_code``: not all that the candidate runs was approved before, so that a gain is looked at in long runs too.
+    """
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")  # of however many ranks
     seeds = [secrets.randbelow(1 << 31) for _ in range(policy.pairs)]
     half = policy.pairs // 2
@@ -153,11 +160,47 @@ def compare_training(
         "state": "passed",
         "reasons": [f"{policy.pairs} runs of {policy.steps} steps a side, from step {start.step}"],
         "steps": policy.steps,
-        "hideable": _hideable(overhead, usual - overhead, counted),
+        "new_code": new_code,
         "baseline_seconds": [(total - overhead) / counted for total in totals["baseline"]],
         "candidate_seconds": candidate_seconds,
     }
+    seems = gain(policy, evidence["baseline_seconds"], candidate_seconds, tries=1)
+    if new_code and seems is not None and seems.lower > policy.min_gain:
+        evidence["long"] = long_runs(policy, start, baseline, candidate, origin, progress)
     return evidence, pairs[drifts.index(max(drifts))]
+
+
+def long_runs(
+    policy: TrainingPolicy, start: Start, baseline: Side, candidate: Side, origin: Weights, progress: Progress
+) -> dict[str, Any]:
+    """One run of each side over the same data, ``policy.long`` times as long as those before. Raises: IsolationError."""
+    steps = policy.long * policy.steps
+    seed = secrets.randbelow(1 << 31)
+    before = start.step + steps - policy.worth(steps)  # the baseline, as it is when some steps are left out
+    runs = []
+    with progress.task("longer runs, baseline and candidate", 2) as task:
+        for side, name in ((candidate, "candidate"), (baseline, "baseline")):
+            # The folder that a candidate wrote in is not written in again.
+            own = Side(side.code, side.recipe | {"checkpoint_every": before}, side.folder.with_name(f"{name}-long"))
+            own.folder.mkdir()
+            with contextlib.suppress(FileNotFoundError):
+                (side.folder / "cache").rename(own.folder / "cache")
+            session = _session(policy, start, own, [(seed, steps)], origin, ())
+            if session.failed:
+                return {"steps": steps, "failed": f"the {name}'s run of {steps} steps failed: {session.failed}"}
+            runs += session.runs
+            task.advance(1, f"{name}: {session.runs[0].seconds:.1f} s for {steps} steps")
+    ours, theirs = runs
+    folder = own.folder / "runs" / "01"
+    overhead = theirs.seconds - _recorded_span(folder)
+    fewer = checkpoint_files.read_tensors(folder / "checkpoints" / f"step-{before:08d}", "model")
+    return {
+        "steps": steps,
+        "ratio": (theirs.seconds - overhead) / max(ours.seconds - overhead, 1e-3),
+        "hideable": _hideable(overhead, theirs.seconds - overhead, steps - 1),
+        "drift": _drift(ours.weights, theirs.weights, origin),
+        "control_drift": _drift(fewer, theirs.weights, origin, of_one=False),
+    }
 
 
 def _session(
@@ -215,7 +258,7 @@ def _recorded_span(folder: Path) -> float:
 
 
 def _hideable(overhead: float, steps_alone: float, steps: int) -> float:
-    """The gain that the baseline's own steps would show after a start that takes no time but for the first step."""
+    """The gain that the baseline's own steps would show after a start that took no time but for the first step."""
     avoidable = max(0.0, overhead - steps_alone / steps)
     return steps_alone / max(steps_alone - avoidable, steps_alone / 1e6)
 

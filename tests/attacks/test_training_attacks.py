@@ -13,14 +13,15 @@ from factory import repository
 from factory.gates.patch_judge import STAGES, gain, judge_patch
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import AgentsPolicy
-from factory.gates.patch_training import Side, compare_training, find_start
+from factory.gates.patch_training import Side, compare_training, find_start, long_runs
 from factory.progress import SILENT
 from factory.workspace import code_root
+from trainer import checkpoint as checkpoint_files
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
 FEW = {"steps": 50, "pairs": 2, "max_noise": 4.0}
 POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update=FEW)})
-TIMED = POLICY.training.model_copy(update={"steps": 120})
+TIMED = POLICY.training.model_copy(update={"steps": 120, "long": 4})
 AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
 
 DAWDLE = 0.9  # seconds, less than the steps of TIMED take
@@ -168,10 +169,10 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
 
 
 @pytest.mark.slow
-def test_a_quicker_start_that_hides_is_at_most_what_is_said(
+def test_a_quicker_start_that_hides_is_no_gain_in_long_runs(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    """As above, and the candidate dawdles in runs of two steps alone: its own overhead looks like the baseline's."""
+    """As above, and the candidate dawdles in runs of two steps alone, where its own overhead would show: short runs credit it."""
     start = find_start(made.ledger)
     assert start is not None
     text = (made.target / "trainer/segment.py").read_text()
@@ -183,8 +184,11 @@ def test_a_quicker_start_that_hides_is_at_most_what_is_said(
     hides = f"    if run.spec.last_step - run.spec.first_step == 2:\n        time.sleep({DAWDLE})\n"
     quick = candidate("trainer/segment.py", text.replace(line, line + hides))
     sides = [Side(code, start.recipe, tmp_path / name) for name, code in (("a", slow), ("b", quick))]
-    found, _ = compare_training(TIMED, start, *sides, made.workspace, SILENT)
-    if found["state"] == "missing":
-        return
-    shown = gain(TIMED, found["baseline_seconds"], found["candidate_seconds"], 1)
-    assert shown is not None and 1.2 < shown.ratio and shown.lower <= found["hideable"], (shown, found)
+    origin = checkpoint_files.read_tensors(start.checkpoint, "model")
+    found = long_runs(TIMED, start, *sides, origin, SILENT)
+    credited = {"baseline_seconds": [1.0, 1.01], "candidate_seconds": [0.7, 0.71], "drift": 0.0, "control_drift": 1.0}
+    stages = {name: {"state": "passed", "reasons": []} for name in STAGES}
+    stages["training"] |= credited | {"new_code": True, "long": found}  # type: ignore[arg-type]
+    verdict = judge_patch(POLICY.model_copy(update={"training": TIMED}), {"stages": stages, "tries": 1})
+    assert verdict.outcome in ("hold", "reject"), (verdict, found)
+    assert found["ratio"] < found["hideable"] * 1.3 and found["drift"] < found["control_drift"] / 2, found

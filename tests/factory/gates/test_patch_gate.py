@@ -36,6 +36,7 @@ def evidence(baseline: list[float], candidate: list[float], **training: Any) -> 
         "candidate_seconds": candidate,
         "drift": 0.01,
         "control_drift": 0.2,
+        "new_code": False,
     }
     stages["training"] |= training
     stages["evals"]["gains"] = {"code": [0.001, -0.001, 0.0], "docs": [0.0, 0.0]}
@@ -74,11 +75,29 @@ def test_verdicts(found: dict[str, Any], outcome: str, words: str) -> None:
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
 
 
-@pytest.mark.parametrize(("hideable", "said"), [(1.3, True), (1.1, False), (None, False)])
-def test_a_gain_that_a_quicker_start_could_show_says_so(hideable: float | None, said: bool) -> None:
-    found = evidence([1.0, 1.01, 0.99], [0.8, 0.81, 0.79], hideable=hideable)
+LONG = {"steps": 80, "ratio": 1.2, "hideable": 1.04, "drift": 0.02, "control_drift": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("long", "outcome", "words"),
+    [
+        (LONG, "promote", "over 80 steps 1.200×"),
+        (None, "hold", "was not run for longer"),
+        ([LONG], "hold", "was not run for longer"),
+        (LONG | {"ratio": float("nan")}, "hold", "was not run for longer"),
+        ({"steps": 80, "failed": "the candidate's run broke"}, "hold", "the candidate's run broke"),
+        (LONG | {"ratio": 1.045}, "hold", "a quicker start alone could show 1.04"),
+        (LONG | {"ratio": 1.04, "hideable": 1.03}, "promote", "over 80 steps 1.040×"),
+        (LONG | {"ratio": 1.01, "hideable": 1.001}, "reject", "over 80 steps the gain is gone"),
+        (LONG | {"drift": 0.11}, "reject", "over 80 steps its weights end 0.110 away"),
+    ],
+)
+def test_new_code_must_gain_over_long_runs_too(long: Any, outcome: str, words: str) -> None:
+    found = evidence([1.0, 1.01, 0.99], [0.8, 0.81, 0.79], new_code=True, long=long)
     verdict = judge_patch(POLICY, found)
-    assert verdict.outcome == "promote" and any("a quicker start alone" in reason for reason in verdict.reasons) == said
+    assert verdict.outcome == outcome and any(words in reason for reason in verdict.reasons), verdict
+    del found["stages"]["training"]["new_code"]  # what nobody vouches for is new
+    assert judge_patch(POLICY, found) == verdict
 
 
 @pytest.mark.parametrize(
