@@ -7,8 +7,9 @@ what a candidate's runs take beyond runs of its own of two steps (which it may s
 Code that makes its start quicker and slows those two steps down could pass the one off as the other. A second is a second however
 many steps there are: where new code seems to gain, one run of each side is ``long`` times as long, and must show more than all of the
 baseline's start could hide there.
-The sessions go baseline, candidate, baseline, so that a machine that slows down shows as noise of the baseline. Each side
-has its own compile cache; both begin with a copy of the live code's. A baseline run of twice the steps is the control that is
+The sessions go baseline, candidate, baseline, candidate, so that a machine that slows down shows as noise of the baseline, and what one
+process draws (where its memory lies, which code it is given) is not a side's. Each side has its own compile cache; both begin with a copy of the
+live code's. A baseline run of twice the steps is the control that is
 known to be slow: where it does not look so, the clock is wrong and nothing is judged.
 
 Result. Every run trains on data of its own (a fresh random seed), the same for a baseline and a candidate run, so that no
@@ -23,7 +24,6 @@ nobody can know, the rest of the checkpoint is compared by the same rule: the op
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import secrets
@@ -104,11 +104,12 @@ def compare_training(
     half = policy.pairs // 2
     watched = secrets.randbelow(half)  # the pair whose checkpoints are compared whole
     whole = [(seed, policy.steps) for seed in seeds]
-    brief = [(secrets.randbelow(1 << 31), BRIEF_STEPS) for _ in range(2)]
+    brief = [[(secrets.randbelow(1 << 31), BRIEF_STEPS)] for _ in range(2)]
     plan: tuple[tuple[Side, str, list[tuple[int, int]], list[tuple[int, int]]], ...] = (
         (baseline, "baseline", [(seeds[watched], policy.steps - policy.left_out)], whole[:half]),
-        (candidate, "candidate", brief, whole),
+        (candidate, "candidate", brief[0], whole[:half]),
         (baseline, "baseline", [(secrets.randbelow(1 << 31), 2 * policy.steps)], whole[half:]),
+        (candidate, "candidate", brief[1], whole[half:]),
     )
     found: dict[str, list[TimedRun]] = {"baseline": [], "candidate": []}
     others: list[TimedRun] = []
@@ -116,31 +117,30 @@ def compare_training(
     for side in (baseline, candidate):
         _copy_cache(workspace, side)
     with progress.task("training steps, baseline and candidate", 2 * policy.pairs) as task:
-        for side, name, extra, timed in plan:
-            seen = [number for number, (seed, _) in enumerate([*extra, *timed], 1) if seed == seeds[watched]]
-            session = _session(policy, start, side, [*extra, *timed], origin, seen)
+        for number, (side, name, extra, timed) in enumerate(plan):
+            seen = [place for place, (seed, _) in enumerate([*extra, *timed], 1) if seed == seeds[watched]]
+            session, folder = _session(policy, start, side, str(number), [*extra, *timed], origin, seen)
             if session.failed:
                 return _broken(name, session.failed), None
             others += session.runs[: len(extra)]
             runs = session.runs[len(extra) :]
             found[name] += runs
             if name == "baseline":
-                folders = [
-                    side.folder / "runs" / f"{number:02d}" for number in range(len(extra) + 1, len(session.runs) + 1)
-                ]
-                overheads += [run.seconds - _recorded_span(folder) for run, folder in zip(runs, folders, strict=True)]
+                spans = [_recorded_span(folder / "runs" / f"{len(extra) + n:02d}") for n in range(1, len(runs) + 1)]
+                overheads += [run.seconds - span for run, span in zip(runs, spans, strict=True)]
             task.advance(len(runs), f"{name}: {min(run.seconds for run in runs):.1f} s a run")
-    fewer, *briefs, twice = others
+    fewer, first_brief, twice, second_brief = others
     control_drift = _drift(fewer.weights, found["baseline"][watched].weights, origin, of_one=False)
     pairs = list(zip(found["candidate"], found["baseline"], strict=True))
-    ours, theirs = pairs[watched]
-    if wrong := differs(ours.rest, theirs.rest, fewer.rest, policy.max_drift):
-        return _broken("candidate", f"the next would not go on from it as from the baseline's: {wrong}"), None
     drifts = [_drift(ours.weights, theirs.weights, origin) for ours, theirs in pairs]
     overhead = sum(overheads) / len(overheads)
     totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
     evidence: dict[str, Any] = {"total_seconds": totals, "overhead_seconds": overhead}
     evidence |= {"drift": max(drifts), "control_drift": control_drift, "left_out": policy.left_out}
+    ours, theirs = pairs[watched]
+    if wrong := differs(ours.rest, theirs.rest, fewer.rest, policy.max_drift):
+        broken = _broken("candidate", f"the next would not go on from it as from the baseline's: {wrong}")
+        return broken | evidence, None
     shortest = min(*totals["baseline"], *totals["candidate"])
     if shortest <= overhead:
         reason = f"{policy.steps} steps drown in the overhead of a run, {overhead:.2f} s: raise training.steps"
@@ -152,7 +152,7 @@ def compare_training(
         reason = f"no time can be trusted here: twice the steps took {slow:.2f}× the time"
         return {"state": "missing", "reasons": [reason], **evidence}, None
     steps_alone = counted / (policy.steps - BRIEF_STEPS)
-    longest_brief = max(run.seconds for run in briefs)
+    longest_brief = max(first_brief.seconds, second_brief.seconds)
     candidate_seconds = [
         max(total - overhead, (total - longest_brief) * steps_alone) / counted for total in totals["candidate"]
     ]
@@ -180,20 +180,16 @@ def long_runs(
     runs = []
     with progress.task("longer runs, baseline and candidate", 2) as task:
         for side, name in ((candidate, "candidate"), (baseline, "baseline")):
-            # The folder that a candidate wrote in is not written in again.
-            own = Side(side.code, side.recipe | {"checkpoint_every": before}, side.folder.with_name(f"{name}-long"))
-            own.folder.mkdir()
-            with contextlib.suppress(FileNotFoundError):
-                (side.folder / "cache").rename(own.folder / "cache")
-            session = _session(policy, start, own, [(seed, steps)], origin, ())
+            own = Side(side.code, side.recipe | {"checkpoint_every": before}, side.folder)
+            session, folder = _session(policy, start, own, "long", [(seed, steps)], origin, ())
             if session.failed:
                 return {"steps": steps, "failed": f"the {name}'s run of {steps} steps failed: {session.failed}"}
             runs += session.runs
             task.advance(1, f"{name}: {session.runs[0].seconds:.1f} s for {steps} steps")
     ours, theirs = runs
-    folder = own.folder / "runs" / "01"
-    overhead = theirs.seconds - _recorded_span(folder)
-    fewer = checkpoint_files.read_tensors(folder / "checkpoints" / f"step-{before:08d}", "model")
+    left = folder / "runs" / "01"
+    overhead = theirs.seconds - _recorded_span(left)
+    fewer = checkpoint_files.read_tensors(left / "checkpoints" / f"step-{before:08d}", "model")
     return {
         "steps": steps,
         "ratio": (theirs.seconds - overhead) / max(ours.seconds - overhead, 1e-3),
@@ -207,11 +203,15 @@ def _session(
     policy: TrainingPolicy,
     start: Start,
     side: Side,
+    name: str,
     runs: Sequence[tuple[int, int]],
     origin: Weights,
     whole: Sequence[int],
-) -> Session:
-    """A warm-up, and a run for each (seed, steps)."""
+) -> tuple[Session, Path]:
+    """A warm-up, and a run for each (seed, steps), in one process; and the folder of its own that they are in.
+
+    What the side compiled before moves along. A folder that a candidate wrote in is not written in again.
+    """
     specs = [
         {
             "kind": "trunk",
@@ -227,7 +227,12 @@ def _session(
         for seed, steps in [(secrets.randbelow(1 << 31), WARM_STEPS), *runs]
     ]
     shards = [Path(shard["path"]) for shard in start.plan["token_shards"]]
-    return timed_session(side.folder, side.code, specs, [start.checkpoint, *shards], origin, policy.wall_seconds, whole)
+    folder = side.folder / name
+    folder.mkdir(parents=True)
+    for compiled in side.folder.glob("*/cache"):  # one, or none
+        compiled.rename(folder / "cache")
+    inputs = [start.checkpoint, *shards]
+    return timed_session(folder, side.code, specs, inputs, origin, policy.wall_seconds, whole), folder
 
 
 def alone(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -238,7 +243,7 @@ def alone(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def _copy_cache(workspace: Workspace, side: Side) -> None:
     """What approved code compiled while it trained. A copy: what a candidate writes there is never read by anybody else."""
-    known, own = workspace.root / "cache" / "inductor", side.folder / "cache" / "inductor"
+    known, own = workspace.root / "cache" / "inductor", side.folder / "known" / "cache" / "inductor"
     if known.is_dir() and not own.exists():
         shutil.copytree(known, own, symlinks=True)
 
