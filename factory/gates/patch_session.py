@@ -31,7 +31,7 @@ from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read
 from factory.sandbox import Limits
 
 POLL_SECONDS = 0.003
-WARM_STEPS = 2
+WARM_STEPS = 20  # of a process, at most: until then its runs are some percent slower
 STATE_BYTES = 1 << 26  # most of a checkpoint's JSON
 Weights = dict[str, torch.Tensor]
 

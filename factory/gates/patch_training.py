@@ -224,7 +224,7 @@ def _session(
             "code_commit": "",
             "kernels": None,
         }
-        for seed, steps in [(secrets.randbelow(1 << 31), WARM_STEPS), *runs]
+        for seed, steps in [(secrets.randbelow(1 << 31), min(policy.steps, WARM_STEPS)), *runs]
     ]
     shards = [Path(shard["path"]) for shard in start.plan["token_shards"]]
     folder = side.folder / name
