@@ -92,7 +92,7 @@ class Bench:
         baseline = repository.checkout_live(self.workspace, self.base)
         for change in changes:
             base = (baseline / change.path).read_bytes() if change.path in self.modes else None
-            if found := patch_static.problems(change, base):
+            if found := patch_static.problems(change, base) or _elsewhere(change, base):
                 return Checked("static", tuple(found))
         with devices.one():
             return self._checked(baseline, changes, op, timed)
@@ -195,6 +195,13 @@ class Bench:
             Attempt(row["patch_id"] or "", row["outcome"], "; ".join(row["reasons"])[:500], row["title"])
             for row in rows
         ]
+
+
+def _elsewhere(change: Change, base: bytes | None) -> list[str]:
+    """Choices of kernels that the gate could not judge here."""
+    keys = patch_ops.changed_sections(base, change.content) if change.path == KERNELS else []
+    others = [key for key in keys if key != devices.kind()]
+    return [f"{KERNELS}: change the choice for {devices.kind()} alone: {key} is judged where it runs" for key in others]
 
 
 def history(ledger: Ledger) -> list[dict[str, Any]]:

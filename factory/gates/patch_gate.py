@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from agents.untrusted import one_line
 from factory import devices, repository
 from factory.errors import FactoryError
@@ -238,9 +236,7 @@ def _elsewhere(case: Case) -> list[str]:
 
 
 def _sections(case: Case) -> list[str]:
-    """The keys of kernels.yaml, a device each and ``fallback``, that the patch gives another value."""
-    before, after = (yaml.safe_load(text or b"{}") for text in (case.base_bytes(KERNELS), _after(case)))
-    return sorted(str(key) for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    return patch_ops.changed_sections(case.base_bytes(KERNELS), _after(case))
 
 
 def _oracle(case: Case) -> Stage:

@@ -56,6 +56,12 @@ def choices(text: bytes | None, device: str) -> dict[str, str]:
     return {str(op): str(name) for op, name in section.items()} if isinstance(section, dict) else {}
 
 
+def changed_sections(before: bytes | None, after: bytes | None) -> list[str]:
+    """The keys of kernels.yaml, a device each and ``fallback``, that have another value."""
+    old, new = (found if isinstance(found := yaml.safe_load(text or b"{}"), dict) else {} for text in (before, after))
+    return sorted(str(key) for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+
+
 def changed_ops(before: bytes | None, after: bytes | None, paths: Sequence[str], device: str) -> list[ChangedOp]:
     """From kernels.yaml before and after. A patch to ``kernels/*.py`` may change any op: all that are chosen count."""
     old, new = (choices(text, device) for text in (before, after))

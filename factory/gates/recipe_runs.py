@@ -39,7 +39,6 @@ from factory.sandbox import Limits
 from trainer.data_plan import DataPlan
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.schedule import trunk_share
 from trainer.token_shard import TokenShard
 
 POLL_SECONDS = 0.01
@@ -71,8 +70,10 @@ class Measured:
 
 def patient(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
     """With the runs' lengths for this pair of recipes from ``step``. A rate is as low by its schedule as by its peak."""
-    rate = lambda recipe, at: recipe.optimizer.lr * trunk_share(recipe.schedule, at)
-    lower = any(rate(candidate, at) < rate(baseline, at) for at in (step, step + policy.steps))
+    old, new = baseline.schedule, candidate.schedule
+    warms = new.warmup_steps > max(old.warmup_steps, step)
+    falls = new.kind == "cosine" and new.final_lr_share < old.final_lr_share
+    lower = candidate.optimizer.lr < baseline.optimizer.lr or warms or falls
     calmer = lower or candidate.batch.sequences > baseline.batch.sequences
     times = policy.calmer_longer if calmer else 1
     return policy.model_copy(update={"steps": times * policy.steps, "tail_steps": times * policy.tail_steps})

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agents.loop.role import Aim, DraftError, TargetError
@@ -27,6 +26,7 @@ from agents.recipe_scout.scout import propose, tried
 from agents.workbench import Attempt, Checked, ReadError
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
+from trainer.strict import read_yaml
 
 ROOT = Path(__file__).parents[2]
 DEMO = "policies/recipes/demo.yaml"
@@ -282,6 +282,7 @@ def test_what_is_wrong_with_a_change_is_said(parts: dict[str, Any], words: str) 
 KEYS = st.sampled_from(["optimizer.lr", "batch.sequences", "mixture.weights", "schedule", "mixture.weights.*", ""])
 
 
+@settings(deadline=None)
 @given(
     changes=st.lists(
         st.fixed_dictionaries({"key": KEYS, "value": st.none() | st.floats() | st.integers() | st.text(max_size=9)})
@@ -292,7 +293,7 @@ def test_whatever_a_model_changes_is_a_recipe_that_differs_there_alone_or_a_draf
         found = said(changes=changes)
     except DraftError:
         return
-    new = values(Recipe.parse(yaml.safe_load(found.edits[0].new_text)))
+    new = values(Recipe.parse(read_yaml(found.edits[0].new_text, "recipe", RecipeError)))
     old = values(Recipe.load(ROOT / DEMO))
     assert {key for key in old | new if old.get(key) != new.get(key)} == {change["key"] for change in changes}
 
