@@ -37,6 +37,7 @@ from factory.progress import Progress
 from factory.workspace import Workspace
 
 FILES = "files:"
+NONE = "none"  # an endpoint that says: no language model, whatever is configured
 NO_PROFILE = 0  # of a run that needs none
 
 
@@ -139,8 +140,12 @@ def configured(workspace: Workspace, hire: Hire) -> bool:
 
 
 def called(workspace: Workspace, hire: Hire) -> bool:
-    """Is a language model wanted: was anything said that only one needs, or is one configured? Raises: ConfigError."""
-    return hire != NOBODY or configured(workspace, hire)
+    """Is a language model wanted: was anything said that only one needs, or is one configured? Raises: InputError; ConfigError."""
+    if hire.endpoint != NONE:
+        return hire != NOBODY or configured(workspace, hire)
+    if hire != Hire(NONE):
+        raise InputError("a model, a target and a person are for a language model, and the endpoint is none")
+    return False
 
 
 def saved_at(workspace: Workspace) -> Path | str:
@@ -204,10 +209,10 @@ def _end(workspace: Workspace, ledger: Ledger, agent: str, run: int, state: str,
 
 def _endpoint(policy: LlmPolicy, hire: Hire, say: Callable[[str], None]) -> Endpoint:
     where = endpoint_of(policy, hire)
-    if not where:
+    if where in ("", NONE):
         raise InputError(
             "no endpoint: give --endpoint URL or --endpoint files:FOLDER, set OPENAI_BASE_URL, or llm.endpoint in "
-            "policies/agents.yaml; 'factory propose --agent search' needs none"
+            "policies/agents.yaml; the agents 'search' and 'recipe-scout' need none"
         )
     try:
         if where.startswith(FILES):

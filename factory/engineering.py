@@ -12,9 +12,7 @@ from agents.kernel_engineer.targets import targets, worthwhile
 from agents.workbench import Workbench
 from factory.agent_runs import Desk, Job
 from factory.ledger import Ledger, profiles
-from factory.profiling import Options, profile, read_profile
-
-QUICK = Options(isolation_s=0)
+from factory.profiling import QUICK, profile, read_profile
 
 
 def take_up(desk: Desk, bench: Workbench, base: str, count: int = 1) -> list[Job]:

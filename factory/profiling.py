@@ -59,6 +59,9 @@ class Options:
         return [] if self.isolation_s is None else ["--isolation", str(self.isolation_s)]
 
 
+QUICK = Options(isolation_s=0)  # for proposers, who have implementations measured and not operations
+
+
 def profile(workspace: Workspace, ledger: Ledger, progress: Progress, options: Options = Options()) -> int:
     """Time every line of the live code's training step; returns the profile's id.
 

@@ -36,7 +36,7 @@ from factory.gates.patch_gate import decide
 from factory.gates.patch_scope import AgentsPolicy
 from factory.gates.patch_training import find_start
 from factory.ledger import Ledger, profiles, proposals, record, verdicts
-from factory.profiling import Options, profile, read_profile
+from factory.profiling import QUICK, profile, read_profile
 from factory.progress import Progress
 from factory.repository import ScopeError
 from factory.revalidating import revalidate
@@ -45,7 +45,6 @@ from factory.workbench import Bench, history
 from factory.workspace import Workspace
 
 _telling = threading.Lock()
-QUICK = Options(isolation_s=0)  # the search proposer has implementations measured, not lines
 
 
 def propose(
@@ -143,7 +142,7 @@ def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> Non
 def _search(
     workspace: Workspace, ledger: Ledger, progress: Progress, bench: Bench, hire: Hire, count: int
 ) -> list[int]:
-    if hire != NOBODY:
+    if replace(hire, endpoint="") != NOBODY or hire.endpoint not in ("", agent_runs.NONE):
         raise InputError("an endpoint, a model, a target and a person are for a language model, not for 'search'")
     found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress, QUICK)))
     assert found is not None

@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +39,9 @@ from factory.workspace import Workspace
 IMPORT = (
     "import importlib, os, sys; sys.path[0] = os.getcwd(); [importlib.import_module(name) for name in sys.argv[1:]]"
 )
+
+
+NOTHING_TO_TIME = "no op's choice is changed in policies/kernels.yaml: nothing to time alone"
 
 
 class OutOfScopeError(InputError, ReadError):
@@ -86,6 +90,8 @@ class Bench:
 
         Quick, and no verdict: the gate does it all again, on what git holds. Raises: IsolationError.
         """
+        if timed and self.left < 1:
+            return Checked("budget", ("the seconds for trying are spent: propose",))
         changes = repository.proposed(self.modes, [(edit.path, edit.new_text) for edit in edits])
         if found := patch_scope.problems(self.agents, changes, self.modes):
             return Checked("scope", tuple(found))
@@ -95,7 +101,11 @@ class Bench:
             if found := patch_static.problems(change, base) or _elsewhere(change, base):
                 return Checked("static", tuple(found))
         with devices.one():
-            return self._checked(baseline, changes, op, timed)
+            began, spent = time.monotonic(), self.spent
+            checked = self._checked(baseline, changes, op, timed)
+            if timed:
+                self.spent = spent + time.monotonic() - began
+            return checked
 
     def _checked(self, baseline: Path, changes: Sequence[Change], op: str, timed: bool) -> Checked:
         work = self.workspace.root / "cache" / f"check-{threading.get_native_id()}"
@@ -128,7 +138,8 @@ class Bench:
         command = [sys.executable, "-c", IMPORT, *names]
         limits = Limits(wall_seconds=policy.wall_seconds)
         done = sandbox.run(command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits)
-        return Checked("import", () if done.ok else (f"the changed files cannot be imported: {done.why()}",))
+        problems = () if done.ok else (f"the changed files cannot be imported: {done.why()}",)
+        return Checked("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())
 
     def _times(self, candidate: Path, folder: Path, ops: Sequence[ChangedOp]) -> tuple[str, ...]:
         """What the candidate's own code tells of its speed, in a folder that nothing else reads."""
@@ -145,7 +156,7 @@ class Bench:
                 words.append(
                     f"{changed.op}: {changed.after} is {told.ratio:.3f}x as fast as {changed.before} alone ({spread})"
                 )
-        return tuple(words) or ("no op's choice is changed in policies/kernels.yaml: nothing to time alone",)
+        return tuple(words) or (NOTHING_TO_TIME,)
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
         """``kernels.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
@@ -168,23 +179,24 @@ class Bench:
         return measured
 
     def _bench(
-        self, code: Path, folder: Path, op: str, implementation: str, against: str, batch: dict[str, int]
+        self, code: Path, output: Path, op: str, implementation: str, against: str, batch: dict[str, int]
     ) -> Measurement:
-        """``kernels.bench`` of a checkout in the sandbox, writing in ``folder``. Raises: MeasurementError."""
+        """``kernels.bench`` of a checkout in the sandbox, writing in ``output`` alone. Raises: MeasurementError."""
         if self.left < 1:
             raise MeasurementError(f"{op}: {implementation} is not measured: the seconds for it are spent")
-        folder.mkdir(parents=True, exist_ok=True)
-        recipe = folder / "recipe.yaml"
+        output.mkdir(parents=True, exist_ok=True)
+        recipe = output.with_name(f"{output.name}-recipe.yaml")  # where no code of an agent can write
         recipe.write_text(yaml.safe_dump(self.start.recipe | {"batch": self.start.recipe["batch"] | batch}))
         command = [sys.executable, "-m", "kernels.bench", "--op", op, "--implementation", implementation]
         command += ["--against", against, "--recipe", str(recipe), "--device", devices.kind()]
-        done = sandbox.run(command, output=folder, readonly=[code], cwd=code, limits=Limits(wall_seconds=self.left))
+        limits = Limits(wall_seconds=self.left)
+        done = sandbox.run(command, output=output, readonly=[code, recipe], cwd=code, limits=limits)
         self.spent += done.seconds
         try:
             found = json.loads(done.stdout)
             keys = ("seconds", "against_seconds", "ratio", "ratio_low")
             return Measurement(*(float(found[key]) for key in keys))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise MeasurementError(f"{op}: {implementation} could not be measured: {done.why()}") from error
 
     def history(self, target: str) -> list[Attempt]:
@@ -201,7 +213,7 @@ def _elsewhere(change: Change, base: bytes | None) -> list[str]:
     """Choices of kernels that the gate could not judge here."""
     keys = patch_ops.changed_sections(base, change.content) if change.path == KERNELS else []
     others = [key for key in keys if key != devices.kind()]
-    return [f"{KERNELS}: change the choice for {devices.kind()} alone: {key} is judged where it runs" for key in others]
+    return [f"{KERNELS}: change the choice for {devices.kind()} alone: {key} cannot be judged here" for key in others]
 
 
 def history(ledger: Ledger) -> list[dict[str, Any]]:

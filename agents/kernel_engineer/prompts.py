@@ -9,7 +9,7 @@ RULES = """You are the kernel engineer of a factory that trains language models.
 
 How you work: read what you need with the tools; `try_patch` checks edits and times the changed op alone, old against new. Then call
 `propose` once with a hypothesis that a measurement can refute, and with edits or none: then they are those that you tried last. When the
-quick check finds problems you get them back and may propose again, a few times. A kernel that is slower alone will not be kept.
+quick check finds problems you get them back and may propose again, a few times. A kernel that is slower alone hardly ever makes the step faster.
 
 How a patch is judged, by measurements it cannot touch:
 - scope: only .py files of kernels/ and trainer/, and policies/kernels.yaml; some of them are the judge's own tools, and a patch to

@@ -11,7 +11,6 @@ from agents.kernel_engineer.draft import read_edits
 from agents.kernel_engineer.targets import Target
 from agents.loop import tools
 from agents.loop.role import DraftError
-from agents.loop.said import read_object
 from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, TRY, tool
 from agents.untrusted import one_line, quoted
 from agents.workbench import Workbench
@@ -64,13 +63,14 @@ class Reader:
             "graph": self.graph,
             "roofline": self.roofline,
             "earlier_proposals": self.earlier_proposals,
+            TRY: self.try_patch,
         }
-        return self.try_patch(arguments) if name == TRY else tools.answered(known, name, arguments)
+        return tools.answered(known, name, arguments)
 
-    def try_patch(self, arguments: str) -> str:
+    def try_patch(self, edits: Any) -> str:
         """The quick check of edits, and how fast what they choose anew is alone, by its own clock."""
         try:
-            edits = read_edits(read_object(arguments).get("edits"), self.workbench)
+            edits = read_edits(edits, self.workbench)
         except DraftError as error:
             return f"The edits cannot be read: {error}"
         found = self.workbench.check(edits, self.target.op, timed=True)

@@ -208,6 +208,9 @@ class _Loop:
             return {"ended": "stopped by the person who runs it"}
         if answer.lower() in GO:
             return {"problem": state.get("problem", "")}
+        if state["rounds"] >= self.policy.rounds or state["exchanges"] >= self.policy.exchanges:
+            self.run.say("  no further proposal may be made: it goes on with what there is")
+            return {"problem": state.get("problem", "")}
         text = prompts.STEER.format(text=visible(answer, 4000))
         return {"messages": [*state["messages"], {"role": "user", "content": text}], "taken": False}
 

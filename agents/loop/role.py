@@ -1,4 +1,4 @@
-"""What makes the loop one agent or another. A role keeps nothing between calls: what it has to remember is in its aim."""
+"""What makes the loop one agent or another. A role remembers nothing of a run: that is in its aim, and in the messages."""
 
 from __future__ import annotations
 

@@ -39,7 +39,10 @@ def propose(
         ),
     ] = "",
     endpoint: Annotated[
-        str, typer.Option(help="Where the LLM is: a base URL (OpenAI-compatible), or files:FOLDER to answer by hand.")
+        str,
+        typer.Option(
+            help="Where the LLM is: a base URL (OpenAI-compatible), or files:FOLDER to answer by hand; 'none': no LLM, whatever is configured."
+        ),
     ] = "",
     model: Annotated[str, typer.Option(help="The LLM's name there; agents.yaml's when not given.")] = "",
     target: Annotated[

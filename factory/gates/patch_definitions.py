@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,15 @@ def redefined(
     """What the patch changes of the ops' own tests, by which it and every later patch is judged; none when nothing.
 
     The candidate's code makes inputs and truth of some of the ``jobs`` too, by the same seeds: inputs must be the same to the bit, the truth
-    but for fp64's rounding, and the eager results as right as they were. Raises: IsolationError.
+    but for fp64's rounding, and the eager results as right as they were. Which ones is drawn, of every op, kind of values and size (the
+    recipe's own among them). Raises: IsolationError.
     """
-    numbers = [number for number, job in enumerate(jobs) if job["values"] in patch_ops.HOSTILE[:2]]
+    numbers = _drawn(jobs)
     request, folder = work / "request-again.json", work / "again"
     request.write_text(json.dumps({"device": devices.kind(), "jobs": [jobs[number] for number in numbers]}))
     parts = [folder / part for part in ("inputs", "truth")]
     for part in parts:
-        part.mkdir(parents=True)
+        part.mkdir(parents=True, exist_ok=True)
     opened = [os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for part in parts]
     try:
         run = patch_ops.driver(["make", request, folder], [candidate, request], folder, candidate, wall_seconds)
@@ -52,6 +54,14 @@ def redefined(
         for descriptor in opened:
             os.close(descriptor)
     return found
+
+
+def _drawn(jobs: Sequence[dict[str, Any]]) -> list[int]:
+    """One test of every op, kind of values and kind of size."""
+    kinds: dict[tuple[str, str, object], list[int]] = {}
+    for number, job in enumerate(jobs):
+        kinds.setdefault((job["op"], job["values"], job.get("storage", job.get("case"))), []).append(number)
+    return sorted(secrets.choice(numbers) for numbers in kinds.values())
 
 
 def _otherwise(given: Path, inputs: int, truth: int, number: int, again: int) -> list[str]:

@@ -94,8 +94,7 @@ def _judge_long(policy: TrainingPolicy, found: object, result: Gain, times: str)
         return Verdict(REJECT, (f"the candidate does not learn the same: {away}", times))
     if ratio <= policy.min_gain:
         return Verdict(REJECT, (f"over {steps} steps the gain is gone: {ratio:.3f}×", times))
-    # A run that is so many times as long differs less from another by chance: noise of independent steps adds up by its square.
-    needed = hideable * result.noise ** (1 / math.sqrt(policy.long))
+    needed = hideable * max(policy.min_gain, result.noise)
     if ratio <= needed:
         doubt = f"over {steps} steps it gains {ratio:.3f}×; a quicker start alone could show {needed:.3f}× there: raise training.long"
         return Verdict(HOLD, (doubt, times))
@@ -128,20 +127,31 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
 
 
 def gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> Gain | None:
-    """From seconds of each side's runs. Log-normal, pooled variance, t bounds shared among ``tries`` (Bonferroni).
+    """From seconds of each side's runs, half of them in each of two processes. Log-normal, pooled variance, t bounds shared among
+    ``tries`` (Bonferroni). What a process draws moves all its runs: of the bounds from runs and from the processes' means, the wider.
 
     None when a time is missing, not finite or not above zero, or a side has fewer runs than the policy's pairs.
     """
     a, b = _logs(baseline), _logs(candidate)
     if a is None or b is None or min(len(a), len(b)) < policy.pairs:
         return None
-    mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
-    degrees = len(a) + len(b) - 2
-    variance = (sum((x - mean_a) ** 2 for x in a) + sum((x - mean_b) ** 2 for x in b)) / degrees
-    reach = t_quantile(1 - (1 - policy.confidence) / tries, degrees) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
-    found = mean_a - mean_b
+    level, half = 1 - (1 - policy.confidence) / tries, policy.pairs // 2
+    found = _mean(a) - _mean(b)
+    means = [[_mean(side[:half]), _mean(side[half:])] for side in (a, b)]
+    reach = max(_reach(a, b, level), _reach(means[0], means[1], level))
     bounds = [min(max(x, -700.0), 700.0) for x in (found, found - reach, found + reach, max(a) - min(a))]
     return Gain(*map(math.exp, bounds))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _reach(a: Sequence[float], b: Sequence[float], level: float) -> float:
+    """From the difference of two means to its bound."""
+    degrees = len(a) + len(b) - 2
+    variance = sum((x - _mean(side)) ** 2 for side in (a, b) for x in side) / degrees
+    return t_quantile(level, degrees) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
 
 
 def t_quantile(share: float, degrees: int) -> float:

@@ -58,7 +58,7 @@ class TrainingPolicy(Strict):
     """How many times as long one more run of each side is, where new code seems to gain: a start that is quicker by a second is
     worth so many times less there."""
     wall_seconds: Seconds = 120.0
-    """Time limit of one session: start-up, warm-up and its timed runs."""
+    """Time limit of one session: start-up, warm-up and its timed runs; in proportion more for a long run."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     """One-sided, of the gain's lower bound; divided among the tries on the same target."""
     min_gain: Ratio = 1.02

@@ -48,7 +48,8 @@ class Rest:
 class TimedRun:
     seconds: float  # from the reveal of the data plan to the result, by this process's clock
     weights: Weights
-    rest: Rest | None = None  # of the run that ``timed_session`` was asked it of
+    rest: Rest | None = None  # of the runs that ``timed_session`` was asked it of
+    early: Weights = field(default_factory=dict)  # of the step that it was asked for
 
 
 @dataclass
@@ -68,9 +69,12 @@ def timed_session(
     origin: Weights,
     wall_seconds: float,
     whole: Collection[int] = (),
+    early: int | None = None,
 ) -> Session:
-    """Run ``specs`` one after the other in one sandboxed trainer; the first is the warm-up. Of those whose numbers are ``whole``
-    all of the checkpoint is read. Raises: IsolationError.
+    """Run ``specs`` one after the other in one sandboxed trainer; the first is the warm-up. Every run must leave a checkpoint that
+    training can go on from; of those whose numbers are ``whole`` all of it is kept, and of all the weights of step ``early``.
+
+    Raises: IsolationError.
     """
     runs = folder / "runs"
     shutil.rmtree(runs, ignore_errors=True)
@@ -79,7 +83,7 @@ def timed_session(
         (runs / name).mkdir(parents=True)
     descriptors = [os.open(runs / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for name in names]
     session = Session()
-    revealer = _Revealer(descriptors, specs, origin, session, whole)
+    revealer = _Revealer(descriptors, specs, origin, session, whole, early)
     try:
         revealer.start()
         result = sandbox.run(
@@ -110,9 +114,10 @@ class _Revealer(threading.Thread):
         origin: Weights,
         session: Session,
         whole: Collection[int],
+        early: int | None,
     ) -> None:
         super().__init__(daemon=True)
-        self.whole = whole
+        self.whole, self.early = whole, early
         self.folders, self.specs, self.origin, self.session = folders, specs, origin, session
         self.over = threading.Event()
 
@@ -132,13 +137,15 @@ class _Revealer(threading.Thread):
             if number == 0:
                 continue
             weights, problem = read_weights(folder, spec["last_step"], self.origin)
-            rest = None
-            if not problem and number in self.whole:
+            rest, before = None, Weights()
+            if not problem:  # of each run, so that none can know that nobody looks
                 rest, problem = read_rest(folder, spec["last_step"], self.origin)
+            if not problem and self.early is not None:
+                before, problem = read_weights(folder, self.early, self.origin)
             if problem:
                 self.session.failed = f"run {number}: {problem}"
                 return
-            self.session.runs.append(TimedRun(seconds, weights, rest))
+            self.session.runs.append(TimedRun(seconds, weights, rest if number in self.whole else None, before))
 
     def _wait_for(self, folder: int, name: str) -> bool:
         while not self.over.is_set():

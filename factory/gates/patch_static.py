@@ -42,6 +42,11 @@ BORROWED = {
     "socket",
     "importlib",
     "pickle",
+    "pathlib",
+    "Path",
+    "shutil",
+    "tempfile",
+    "io",
 }
 # Ways around what is read here: by an attribute's name as text, by swallowing errors, by text that is evaluated.
 OTHER_PARTS = {

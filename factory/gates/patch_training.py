@@ -18,8 +18,9 @@ compared with the baseline's after the same steps on the same data (the next sta
 How far apart they may be is measured too: one more baseline run leaves out as many steps as would be worth the
 least gain that counts, and the candidate must end much nearer than that. No gain can be had by doing less.
 
-The next segment goes on from what this code writes, and has more than weights to go on from. So of one pair of runs, which of them
-nobody can know, the rest of the checkpoint is compared by the same rule: the optimiser's moments, and where the data stands.
+The next segment goes on from what this code writes, and has more than weights to go on from. So every run must leave a whole
+checkpoint, and of one pair of each two sessions, which of them nobody can know, the rest is compared by the same rule: the optimiser's
+moments, where the data stands, the recipe, and what anomalies are told by.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import secrets
 import shutil
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,10 @@ from factory.workspace import Workspace
 from trainer import checkpoint as checkpoint_files
 
 BRIEF_STEPS = 2  # of the runs that a candidate's own overhead is seen in
-GOES_ON = ("step", "kind", "first_step", "data_plan", "sampler")  # of state.json: what a later run goes on with
+# Of state.json: what a later run goes on with, to the bit, and but for rounding.
+GOES_ON = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
+FOLLOWS = ("detector",)
+ROUNDED = 0.1  # share by which a loss or a gradient's norm may be another
 SLOW_CONTROL = 1.5  # a run of twice the steps must take more than this many times as long, or nothing is measured here
 
 
@@ -102,11 +106,11 @@ def compare_training(
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")  # of however many ranks
     seeds = [secrets.randbelow(1 << 31) for _ in range(policy.pairs)]
     half = policy.pairs // 2
-    watched = secrets.randbelow(half)  # the pair whose checkpoints are compared whole
+    first, second = secrets.randbelow(half), half + secrets.randbelow(policy.pairs - half)  # compared whole
     whole = [(seed, policy.steps) for seed in seeds]
     brief = [[(secrets.randbelow(1 << 31), BRIEF_STEPS)] for _ in range(2)]
     plan: tuple[tuple[Side, str, list[tuple[int, int]], list[tuple[int, int]]], ...] = (
-        (baseline, "baseline", [(seeds[watched], policy.steps - policy.left_out)], whole[:half]),
+        (baseline, "baseline", [(seeds[first], policy.steps - policy.left_out)], whole[:half]),
         (candidate, "candidate", brief[0], whole[:half]),
         (baseline, "baseline", [(secrets.randbelow(1 << 31), 2 * policy.steps)], whole[half:]),
         (candidate, "candidate", brief[1], whole[half:]),
@@ -117,9 +121,10 @@ def compare_training(
     for side in (baseline, candidate):
         _copy_cache(workspace, side)
     with progress.task("training steps, baseline and candidate", 2 * policy.pairs) as task:
-        for number, (side, name, extra, timed) in enumerate(plan):
-            seen = [place for place, (seed, _) in enumerate([*extra, *timed], 1) if seed == seeds[watched]]
-            session, folder = _session(policy, start, side, str(number), [*extra, *timed], origin, seen)
+        for side, name, extra, timed in plan:
+            watched = (seeds[first], seeds[second])
+            seen = [place for place, (seed, _) in enumerate([*extra, *timed], 1) if seed in watched]
+            session, folder = _session(policy, start, side, [*extra, *timed], origin, seen)
             if session.failed:
                 return _broken(name, session.failed), None
             others += session.runs[: len(extra)]
@@ -130,17 +135,18 @@ def compare_training(
                 overheads += [run.seconds - span for run, span in zip(runs, spans, strict=True)]
             task.advance(len(runs), f"{name}: {min(run.seconds for run in runs):.1f} s a run")
     fewer, first_brief, twice, second_brief = others
-    control_drift = _drift(fewer.weights, found["baseline"][watched].weights, origin, of_one=False)
+    control_drift = _drift(fewer.weights, found["baseline"][first].weights, origin, of_one=False)
     pairs = list(zip(found["candidate"], found["baseline"], strict=True))
     drifts = [_drift(ours.weights, theirs.weights, origin) for ours, theirs in pairs]
     overhead = sum(overheads) / len(overheads)
     totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
     evidence: dict[str, Any] = {"total_seconds": totals, "overhead_seconds": overhead}
     evidence |= {"drift": max(drifts), "control_drift": control_drift, "left_out": policy.left_out}
-    ours, theirs = pairs[watched]
-    if wrong := differs(ours.rest, theirs.rest, fewer.rest, policy.max_drift):
-        broken = _broken("candidate", f"the next would not go on from it as from the baseline's: {wrong}")
-        return broken | evidence, None
+    away = squares(fewer.rest, found["baseline"][first].rest)
+    for ours, theirs in (pairs[first], pairs[second]):
+        if wrong := differs(ours.rest, theirs.rest, away, policy.max_drift):
+            broken = _broken("candidate", f"the next would not go on from it as from the baseline's: {wrong}")
+            return broken | evidence, None
     shortest = min(*totals["baseline"], *totals["candidate"])
     if shortest <= overhead:
         reason = f"{policy.steps} steps drown in the overhead of a run, {overhead:.2f} s: raise training.steps"
@@ -176,26 +182,27 @@ def long_runs(
     """One run of each side over the same data, ``policy.long`` times as long as those before. Raises: IsolationError."""
     steps = policy.long * policy.steps
     seed = secrets.randbelow(1 << 31)
-    before = start.step + steps - policy.worth(steps)  # the baseline, as it is when some steps are left out
+    before = start.step + steps - policy.worth(steps)  # where a run is that leaves some steps out
     runs = []
+    folders = []
     with progress.task("longer runs, baseline and candidate", 2) as task:
-        for side, name in ((candidate, "candidate"), (baseline, "baseline")):
-            own = Side(side.code, side.recipe | {"checkpoint_every": before}, side.folder)
-            session, folder = _session(policy, start, own, "long", [(seed, steps)], origin, ())
+        for side, name in ((baseline, "baseline"), (candidate, "candidate")):
+            recipe = side.recipe | {"checkpoint_every": before, "keep_checkpoints": 2}
+            own = Side(side.code, recipe, side.folder)
+            session, folder = _session(policy, start, own, [(seed, steps)], origin, (), before)
             if session.failed:
                 return {"steps": steps, "failed": f"the {name}'s run of {steps} steps failed: {session.failed}"}
             runs += session.runs
+            folders.append(folder)
             task.advance(1, f"{name}: {session.runs[0].seconds:.1f} s for {steps} steps")
-    ours, theirs = runs
-    left = folder / "runs" / "01"
-    overhead = theirs.seconds - _recorded_span(left)
-    fewer = checkpoint_files.read_tensors(left / "checkpoints" / f"step-{before:08d}", "model")
+    theirs, ours = runs
+    overhead = theirs.seconds - _recorded_span(folders[0] / "runs" / "01")
     return {
         "steps": steps,
         "ratio": (theirs.seconds - overhead) / max(ours.seconds - overhead, 1e-3),
         "hideable": _hideable(overhead, theirs.seconds - overhead, steps - 1),
         "drift": _drift(ours.weights, theirs.weights, origin),
-        "control_drift": _drift(fewer, theirs.weights, origin, of_one=False),
+        "control_drift": _drift(theirs.early, theirs.weights, origin, of_one=False),
     }
 
 
@@ -203,14 +210,14 @@ def _session(
     policy: TrainingPolicy,
     start: Start,
     side: Side,
-    name: str,
     runs: Sequence[tuple[int, int]],
     origin: Weights,
     whole: Sequence[int],
+    early: int | None = None,
 ) -> tuple[Session, Path]:
     """A warm-up, and a run for each (seed, steps), in one process; and the folder of its own that they are in.
 
-    What the side compiled before moves along. A folder that a candidate wrote in is not written in again.
+    What the side compiled before moves along. A folder that a candidate wrote in is not written in again, and its name tells nothing.
     """
     specs = [
         {
@@ -227,12 +234,14 @@ def _session(
         for seed, steps in [(secrets.randbelow(1 << 31), min(policy.steps, WARM_STEPS)), *runs]
     ]
     shards = [Path(shard["path"]) for shard in start.plan["token_shards"]]
-    folder = side.folder / name
+    folder = side.folder / secrets.token_hex(4)
     folder.mkdir(parents=True)
     for compiled in side.folder.glob("*/cache"):  # one, or none
         compiled.rename(folder / "cache")
     inputs = [start.checkpoint, *shards]
-    return timed_session(folder, side.code, specs, inputs, origin, policy.wall_seconds, whole), folder
+    longest = (policy.pairs - policy.pairs // 2 + 2) * policy.steps  # steps that wall_seconds are for
+    wall_seconds = policy.wall_seconds * max(1.0, sum(steps for _, steps in runs) / longest)
+    return timed_session(folder, side.code, specs, inputs, origin, wall_seconds, whole, early), folder
 
 
 def alone(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -282,32 +291,58 @@ def _drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool 
     return max(whole, worst / 2) if of_one else whole
 
 
-def differs(candidate: Rest | None, baseline: Rest | None, fewer: Rest | None, max_drift: float) -> str:
+def squares(one: Rest | None, other: Rest | None) -> dict[str, float]:
+    """Squared distance of two runs' optimiser states by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``)."""
+    assert one is not None and other is not None
+    apart: dict[str, float] = defaultdict(float)
+    for name, tensor in other.optimizer.items():
+        if name != "rng":
+            apart[name.partition(".")[0]] += float((one.optimizer[name].double() - tensor.double()).square().sum())
+    return apart
+
+
+def differs(candidate: Rest | None, baseline: Rest | None, away: Mapping[str, float], max_drift: float) -> str:
     """What a run that goes on from the candidate's checkpoint would find otherwise than in the baseline's; empty: nothing.
 
-    Moments are told by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``), as their sizes have nothing to do with each other, and may be
-    apart by a share of what the steps that ``fewer`` left out make.
+    Moments are told by kind, as their sizes have nothing to do with each other, and may be apart by a share of ``away``: the squares of
+    what steps that are left out make.
     """
-    assert candidate is not None and baseline is not None and fewer is not None
+    assert candidate is not None and baseline is not None
     if lost := sorted(baseline.state.keys() - candidate.state.keys()):
         return f"state.json has no {', '.join(lost)}"
-    if other := [key for key in GOES_ON if candidate.state[key] != baseline.state[key]]:
+    if other := [key for key in GOES_ON if candidate.state.get(key) != baseline.state.get(key)]:
         return f"state.json has another {', '.join(other)}"
-    apart: dict[str, float] = defaultdict(float)
-    allowed: dict[str, float] = defaultdict(float)
+    if other := [key for key in FOLLOWS if not _alike(candidate.state.get(key), baseline.state.get(key))]:
+        return f"state.json has another {', '.join(other)}"
+    if _learnt(candidate.state.get("recipe")) != _learnt(baseline.state.get("recipe")):
+        return "state.json has another recipe"
     for name, tensor in sorted(baseline.optimizer.items()):
         found = candidate.optimizer.get(name)
         if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
             return f"the optimiser's {name} is not there, or of another shape or dtype"
-        kind = name.partition(".")[0]
-        if kind == "rng":
-            continue  # the data does not hang on it
-        if kind == "step" and not torch.equal(found, tensor):
+        if name.startswith("step.") and not torch.equal(found, tensor):
             return f"the optimiser's {name} is another"
-        apart[kind] += float((found.double() - tensor.double()).square().sum())
-        allowed[kind] += float((fewer.optimizer[name].double() - tensor.double()).square().sum())
-    for kind, square in apart.items():
-        share = (square / allowed[kind]) ** 0.5 if allowed[kind] else math.inf
+    for kind, square in sorted(squares(candidate, baseline).items()):
+        allowed = away.get(kind, 0.0)
+        share = (square / allowed) ** 0.5 if allowed else math.inf
         if square and not share <= max_drift:
             return f"the optimiser's {kind} is {share:.2g} of what the steps left out make away, {max_drift:g} may be"
     return ""
+
+
+def _alike(one: object, other: object) -> bool:
+    """The same but for rounding: numbers of a loss or a gradient's norm."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= ROUNDED * max(abs(one), abs(other))
+    return one == other
+
+
+def _learnt(recipe: object) -> object:
+    """What a recipe says but for how a step is computed."""
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("batch"), dict):
+        return recipe
+    return recipe | {"compile": None, "batch": recipe["batch"] | {"micro_sequences": None}}

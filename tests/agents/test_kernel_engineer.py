@@ -30,7 +30,7 @@ from agents.loop.graph import Run, forget, work
 from agents.loop.role import DraftError, TargetError
 from agents.proposal import Edit, Proposal
 from agents.untrusted import one_line, quoted, visible
-from agents.workbench import Attempt
+from agents.workbench import Attempt, MeasurementError
 from factory.gates.patch_training import find_start
 from factory.ledger import Ledger
 from factory.progress import SILENT
@@ -131,17 +131,35 @@ def test_a_proposal_without_edits_is_of_those_it_tried_last(start: Start) -> Non
 
 
 def test_what_is_tried_costs_the_agents_seconds(bench: Bench) -> None:
-    edits = [
-        Edit(
-            "policies/kernels.yaml",
-            bench.read("policies/kernels.yaml").replace("swiglu: reference", "swiglu: native", 1),
-        )
-    ]
-    spent = replace(bench, spent=bench.agents.measure_seconds)
-    found = spent.check(edits, "swiglu", timed=True)
-    assert found.ok and found.times == ("swiglu: native is not measured: the seconds for it are spent",)
     unchanged = [Edit("kernels/swiglu.py", bench.read("kernels/swiglu.py") + "\n")]
-    assert "nothing to time alone" in bench.check(unchanged, "swiglu", timed=True).times[0]
+    own = replace(bench)
+    assert "nothing to time alone" in own.check(unchanged, "swiglu", timed=True).times[0] and own.spent > 0.5
+    own.spent = own.agents.measure_seconds
+    assert own.check(unchanged, "swiglu", timed=True).problems == ("the seconds for trying are spent: propose",)
+
+
+@pytest.mark.parametrize("said", ["'[' * 60_000", "'9' * 400", "'{\"seconds\": ' + '9' * 400 + '}'", "'{}'"])
+def test_what_a_candidate_says_of_its_speed_is_a_number_or_not_measured(
+    said: str, bench: Bench, tmp_path: Path
+) -> None:
+    """And what it leaves where it may write is not written through."""
+    code, output, kept = tmp_path / "code", tmp_path / "output", tmp_path / "kept"
+    (code / "kernels").mkdir(parents=True)
+    (code / "kernels" / "__init__.py").write_text("")
+    leaves = f"import os\nos.symlink({str(kept)!r}, {str(output / 'recipe.yaml')!r})\nprint({said})\n"
+    (code / "kernels" / "bench.py").write_text(leaves)
+    for _ in range(2):
+        with pytest.raises(MeasurementError, match="swiglu: native could not be measured"):
+            replace(bench)._bench(code, output, "swiglu", "native", "reference", {})
+        assert (output / "recipe.yaml").is_symlink() and not kept.exists()
+        (output / "recipe.yaml").unlink()
+
+
+def test_an_instruction_after_the_last_round_does_not_lose_what_passed(start: Start) -> None:
+    answers = iter(["", "make it faster still"])
+    drafted, why, said, server = start("fused_kernel", person=lambda question: next(answers), rounds=1)
+    assert drafted is not None and not why and any("no further proposal" in line for line in said)
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("saved", ["sqlite", "postgresql"], indirect=True)

@@ -10,7 +10,8 @@ import pytest
 from code_loop_case import Made, make
 
 from factory import repository
-from factory.gates.patch_judge import STAGES, gain, judge_patch
+from factory.gates import patch_training
+from factory.gates.patch_judge import STAGES, Gain, gain, judge_patch
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import AgentsPolicy
 from factory.gates.patch_training import Side, compare_training, find_start, long_runs
@@ -112,16 +113,16 @@ def test_who_saves_work_does_not_learn_the_same(
 
 
 WRITTEN = {
-    "no optimiser": (
-        'return {"model": model, "optimizer": optimizer}',
-        'return {"model": model, "optimizer": {"rng": optimizer["rng"]}}',
-        "exp_avg",
-    ),
     "moments of zero": ("{key: state[key] for key", "{key: torch.zeros_like(state[key]) for key", "exp_avg is"),
     "the data that was read, to be read again": (
         '"sampler": self.sampler',
         '"sampler": self.sampler | {"step": self.spec.first_step}',
         "another sampler",
+    ),
+    "gradients that no later one is small enough for": (
+        '"detector": self.detector.state_dict()',
+        '"detector": self.detector.state_dict() | {"grad_norm": [1e-9] * len(self.detector.grad_norm.values)}',
+        "another detector",
     ),
 }
 
@@ -146,9 +147,14 @@ def test_a_checkpoint_that_training_cannot_go_on_from_is_found(
 
 @pytest.mark.slow
 def test_a_quicker_way_to_the_first_step_is_no_gain(
-    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
+    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The baseline dawdles before its first step, and the candidate does not: their steps are the same."""
+    """The baseline dawdles before its first step, and the candidate does not: their steps are the same.
+
+    Had it seemed a gain, long runs would have been asked for.
+    """
+    monkeypatch.setattr(patch_training, "gain", lambda *_, **__: Gain(2.0, 2.0, 2.0, 1.0))
+    monkeypatch.setattr(patch_training, "long_runs", lambda *_: {"asked": True})
     start = find_start(made.ledger)
     assert start is not None
     text = (made.target / "trainer/segment.py").read_text()
@@ -162,6 +168,7 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
     assert totals["baseline"] - totals["candidate"] > DAWDLE  # it is quicker, as a whole
     if found["state"] == "missing":  # steps that drown in the dawdling, or a clock that cannot be trusted: nobody gains
         return
+    assert found["long"] == {"asked": True}
     shown = gain(TIMED, found["baseline_seconds"], found["candidate_seconds"], 1)
     steps = [total - found["overhead_seconds"] for total in found["total_seconds"]["candidate"]]
     credited = sum(found["baseline_seconds"]) * (TIMED.steps - 1) / sum(steps)  # if the baseline's overhead were all

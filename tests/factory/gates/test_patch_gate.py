@@ -75,6 +75,15 @@ def test_verdicts(found: dict[str, Any], outcome: str, words: str) -> None:
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
 
 
+def test_runs_of_one_process_are_not_as_many_processes() -> None:
+    """Both sides differ by 6 % between their processes and hardly within them: no gain of 5 % is shown by that."""
+    policy = POLICY.training.model_copy(update={"pairs": 4})
+    apart = gain(policy, [1.0, 1.001, 1.06, 1.061], [0.95, 0.951, 1.01, 1.011], tries=1)
+    even = gain(policy, [1.0, 1.001, 1.002, 0.999], [0.95, 0.951, 0.949, 0.95], tries=1)
+    assert apart is not None and even is not None and apart.ratio == pytest.approx(even.ratio, abs=0.01)
+    assert apart.lower < 0.95 and even.lower > 1.045
+
+
 LONG = {"steps": 80, "ratio": 1.2, "hideable": 1.04, "drift": 0.02, "control_drift": 0.2}
 
 
@@ -86,8 +95,9 @@ LONG = {"steps": 80, "ratio": 1.2, "hideable": 1.04, "drift": 0.02, "control_dri
         ([LONG], "hold", "was not run for longer"),
         (LONG | {"ratio": float("nan")}, "hold", "was not run for longer"),
         ({"steps": 80, "failed": "the candidate's run broke"}, "hold", "the candidate's run broke"),
-        (LONG | {"ratio": 1.045}, "hold", "a quicker start alone could show 1.04"),
-        (LONG | {"ratio": 1.04, "hideable": 1.03}, "promote", "over 80 steps 1.040×"),
+        (LONG | {"ratio": 1.045}, "hold", "a quicker start alone could show 1.06"),
+        (LONG | {"ratio": 1.05, "hideable": 1.03}, "hold", "a quicker start alone could show 1.05"),
+        (LONG | {"ratio": 1.06, "hideable": 1.03}, "promote", "over 80 steps 1.060×"),
         (LONG | {"ratio": 1.01, "hideable": 1.001}, "reject", "over 80 steps the gain is gone"),
         (LONG | {"drift": 0.11}, "reject", "over 80 steps its weights end 0.110 away"),
     ],

@@ -13,7 +13,7 @@ import torch
 
 from factory.gates.held_out import reference_model
 from factory.gates.patch_session import Rest, read_rest
-from factory.gates.patch_training import alone, differs
+from factory.gates.patch_training import alone, differs, squares
 from kernels.registry import bind
 from tests.trainer.conftest import recipe_with
 from tests.trainer.families import FAMILIES, ODD
@@ -58,12 +58,14 @@ def test_a_recipe_of_many_ranks_runs_alone_in_the_sandbox() -> None:
 # -- the rest of a checkpoint ----------------------------------------------------------------------------------------------
 STEP = 12
 WEIGHTS = {"w": torch.ones(4)}
-STATE = {
+STATE: dict[str, Any] = {
     "step": STEP,
     "kind": "trunk",
     "first_step": 6,
     "data_plan": "p",
     "sampler": {"rows": [1]},
+    "detector": {"grad_norm": [0.5, 0.6], "best": None, "told": []},
+    "recipe": {"compile": True, "batch": {"sequences": 8, "micro_sequences": None}, "seed": 1},
     "counters": {"seconds": 1},
 }
 
@@ -101,6 +103,20 @@ def rest_of(folder: Path) -> tuple[Rest | None, str]:
         ({"rng": torch.zeros(2, dtype=torch.uint8)}, {}, "exp_avg.w is not there"),
         (optimizer(**{"step.w": torch.tensor(0.0)}), {}, "step.w is another"),
         (optimizer(), {"sampler": {"rows": [0]}}, "another sampler"),
+        (optimizer(), {"detector": {"grad_norm": [0.51, 0.6], "best": None, "told": []}}, ""),
+        (optimizer(), {"detector": {"grad_norm": [1e-6, 0.6], "best": None, "told": []}}, "another detector"),
+        (optimizer(), {"detector": {"grad_norm": [0.5], "best": None, "told": []}}, "another detector"),
+        (
+            optimizer(),
+            {"recipe": STATE["recipe"] | {"compile": False, "batch": {"sequences": 8, "micro_sequences": 4}}},
+            "",
+        ),
+        (
+            optimizer(),
+            {"recipe": STATE["recipe"] | {"batch": {"sequences": 4, "micro_sequences": None}}},
+            "another recipe",
+        ),
+        (optimizer(), {"recipe": 7}, "another recipe"),
     ],
 )
 def test_a_checkpoint_is_compared_whole(
@@ -111,7 +127,7 @@ def test_a_checkpoint_is_compared_whole(
     written(tmp_path / "c", optimizer(0.1))
     (ours, wrong), (theirs, _), (fewer, _) = (rest_of(tmp_path / name) for name in "abc")
     assert not wrong
-    found = differs(ours, theirs, fewer, 0.5)
+    found = differs(ours, theirs, squares(fewer, theirs), 0.5)
     assert words in found and bool(found) == bool(words), found
 
 

@@ -17,6 +17,7 @@ from engineer_case import recorded
 
 from agents.llm.replay_server import ReplayServer, Session
 from agents.proposal import Edit, Proposal
+from factory import agent_runs as agents_at_work
 from factory import approvals, planning, proposing, repository, revalidating
 from factory.agent_runs import NOBODY, Hire
 from factory.certificate_runs import changed_files
@@ -164,7 +165,7 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
     assert len(spent) == 4 and spent[-1]["tokens"] == 1000 and made.left_behind() == []
 
 
-def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made) -> None:
+def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
     with ReplayServer(Session(turns=[])) as server:
         hire = Hire(server.url, "m", target="optimizer.rate")
@@ -172,6 +173,10 @@ def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made) -> None:
             proposing._scout(made.workspace, made.ledger, SILENT, bench, hire, 1)
     with pytest.raises(InputError, match="no endpoint"):
         proposing._scout(made.workspace, made.ledger, SILENT, bench, Hire(model="m"), 1)
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+    assert agents_at_work.called(made.workspace, NOBODY) and not agents_at_work.called(made.workspace, Hire("none"))
+    with pytest.raises(InputError, match="the endpoint is none"):
+        proposing._scout(made.workspace, made.ledger, SILENT, bench, Hire("none", model="m"), 1)
     assert server.requests == [] and made.left_behind() == []
 
 
