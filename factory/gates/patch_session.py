@@ -19,7 +19,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,10 @@ def timed_session(
     origin: Weights,
     wall_seconds: float,
     whole: Collection[int] = (),
-    early: int | None = None,
+    early: Mapping[int, int] | None = None,
 ) -> Session:
     """Run ``specs`` one after the other in one sandboxed trainer; the first is the warm-up. Every run must leave a checkpoint that
-    training can go on from; of those whose numbers are ``whole`` all of it is kept, and of all the weights of step ``early``.
+    training can go on from; of those whose numbers are ``whole`` all of it is kept, and of those in ``early`` the weights of that step.
 
     Raises: IsolationError.
     """
@@ -83,7 +83,7 @@ def timed_session(
         (runs / name).mkdir(parents=True)
     descriptors = [os.open(runs / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for name in names]
     session = Session()
-    revealer = _Revealer(descriptors, specs, origin, session, whole, early)
+    revealer = _Revealer(descriptors, specs, origin, session, whole, early or {})
     try:
         revealer.start()
         result = sandbox.run(
@@ -114,7 +114,7 @@ class _Revealer(threading.Thread):
         origin: Weights,
         session: Session,
         whole: Collection[int],
-        early: int | None,
+        early: Mapping[int, int],
     ) -> None:
         super().__init__(daemon=True)
         self.whole, self.early = whole, early
@@ -140,8 +140,8 @@ class _Revealer(threading.Thread):
             rest, before = None, Weights()
             if not problem:  # of each run, so that none can know that nobody looks
                 rest, problem = read_rest(folder, spec["last_step"], self.origin)
-            if not problem and self.early is not None:
-                before, problem = read_weights(folder, self.early, self.origin)
+            if not problem and number in self.early:
+                before, problem = read_weights(folder, self.early[number], self.origin)
             if problem:
                 self.session.failed = f"run {number}: {problem}"
                 return

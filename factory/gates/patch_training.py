@@ -5,8 +5,8 @@ Time. A run is timed from outside, from the reveal of its data to its weights. W
 first step counts against a candidate. A quicker one earns nothing: of two estimates the longer counts, and the other is
 what a candidate's runs take beyond runs of its own of two steps (which it may slow down; that helps it in this one only).
 Code that makes its start quicker and slows those two steps down could pass the one off as the other. A second is a second however
-many steps there are: where new code seems to gain, one run of each side is ``long`` times as long, and must show more than all of the
-baseline's start could hide there.
+many steps there are: where new code seems to gain in its first session, one run of each side's second is ``long`` times as long, and
+must show more than all of the baseline's start could hide there.
 The sessions go baseline, candidate, baseline, candidate, so that a machine that slows down shows as noise of the baseline, and what one
 process draws (where its memory lies, which code it is given) is not a side's. Each side has its own compile cache; both begin with a copy of the
 live code's. A baseline run of twice the steps is the control that is
@@ -32,14 +32,13 @@ import shutil
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 import torch
 
-from factory.gates.patch_judge import gain
 from factory.gates.patch_policy import TrainingPolicy
 from factory.gates.patch_session import WARM_STEPS, Rest, Session, TimedRun, Weights, timed_session
 from factory.ledger import Ledger, checkpoints, data_plans, segments
@@ -87,6 +86,20 @@ class Side:
     folder: Path
 
 
+@dataclass(frozen=True)
+class Asked:
+    """One run. ``whole``: its checkpoint is compared whole; ``early``: its weights are wanted after so many steps, too."""
+
+    seed: int
+    steps: int
+    whole: bool = False
+    early: int = 0
+
+    def saves(self, step: int) -> dict[str, int]:
+        """What of a recipe has the early weights saved, in a run from ``step``: its end comes before the next multiple."""
+        return {"checkpoint_every": step + self.early, "keep_checkpoints": 2} if self.early else {}
+
+
 Pair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
 
 
@@ -104,46 +117,52 @@ def compare_training(
     ``new_code``: not all that the candidate runs was approved before, so that a gain is looked at in long runs too.
     """
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")  # of however many ranks
-    seeds = [secrets.randbelow(1 << 31) for _ in range(policy.pairs)]
     half = policy.pairs // 2
-    first, second = secrets.randbelow(half), half + secrets.randbelow(policy.pairs - half)  # compared whole
-    whole = [(seed, policy.steps) for seed in seeds]
-    brief = [[(secrets.randbelow(1 << 31), BRIEF_STEPS)] for _ in range(2)]
-    plan: tuple[tuple[Side, str, list[tuple[int, int]], list[tuple[int, int]]], ...] = (
-        (baseline, "baseline", [(seeds[first], policy.steps - policy.left_out)], whole[:half]),
-        (candidate, "candidate", brief[0], whole[:half]),
-        (baseline, "baseline", [(secrets.randbelow(1 << 31), 2 * policy.steps)], whole[half:]),
-        (candidate, "candidate", brief[1], whole[half:]),
+    watched = (
+        secrets.randbelow(half),
+        half + secrets.randbelow(policy.pairs - half),
+    )  # the pairs that are compared whole
+    timed = [Asked(_seed(), policy.steps, whole=place in watched) for place in range(policy.pairs)]
+    left_out = replace(timed[watched[0]], steps=policy.steps - policy.left_out)
+    longest = policy.long * policy.steps
+    long = Asked(_seed(), longest, early=longest - policy.worth(longest))
+    plan: tuple[tuple[Side, str, Asked, list[Asked]], ...] = (
+        (baseline, "baseline", left_out, timed[:half]),
+        (candidate, "candidate", Asked(_seed(), BRIEF_STEPS), timed[:half]),
+        (baseline, "baseline", Asked(_seed(), 2 * policy.steps), timed[half:]),
+        (candidate, "candidate", Asked(_seed(), BRIEF_STEPS), timed[half:]),
     )
     found: dict[str, list[TimedRun]] = {"baseline": [], "candidate": []}
-    others: list[TimedRun] = []
+    firsts: list[TimedRun] = []
+    longs: dict[str, TimedRun] = {}
     overheads: list[float] = []
     for side in (baseline, candidate):
         _copy_cache(workspace, side)
     with progress.task("training steps, baseline and candidate", 2 * policy.pairs) as task:
-        for side, name, extra, timed in plan:
-            watched = (seeds[first], seeds[second])
-            seen = [place for place, (seed, _) in enumerate([*extra, *timed], 1) if seed in watched]
-            session, folder = _session(policy, start, side, [*extra, *timed], origin, seen)
+        for number, (side, name, extra, runs) in enumerate(plan):
+            seems = new_code and number >= 2 and _total(found["baseline"][:half]) > _total(found["candidate"][:half])
+            session, folder = _session(policy, start, side, [extra, *runs, *([long] if seems else [])], origin)
             if session.failed:
                 return _broken(name, session.failed), None
-            others += session.runs[: len(extra)]
-            runs = session.runs[len(extra) :]
-            found[name] += runs
+            firsts.append(session.runs[0])
+            done = session.runs[1 : 1 + len(runs)]
+            found[name] += done
+            if seems:
+                longs[name] = session.runs[-1]
             if name == "baseline":
-                spans = [_recorded_span(folder / "runs" / f"{len(extra) + n:02d}") for n in range(1, len(runs) + 1)]
-                overheads += [run.seconds - span for run, span in zip(runs, spans, strict=True)]
-            task.advance(len(runs), f"{name}: {min(run.seconds for run in runs):.1f} s a run")
-    fewer, first_brief, twice, second_brief = others
-    control_drift = _drift(fewer.weights, found["baseline"][first].weights, origin, of_one=False)
+                spans = [_recorded_span(folder / "runs" / f"{1 + n:02d}") for n in range(1, len(done) + 1)]
+                overheads += [run.seconds - span for run, span in zip(done, spans, strict=True)]
+            task.advance(len(done), f"{name}: {min(run.seconds for run in done):.1f} s a run")
+    fewer, first_brief, twice, second_brief = firsts
+    control_drift = _drift(fewer.weights, found["baseline"][watched[0]].weights, origin, of_one=False)
     pairs = list(zip(found["candidate"], found["baseline"], strict=True))
     drifts = [_drift(ours.weights, theirs.weights, origin) for ours, theirs in pairs]
     overhead = sum(overheads) / len(overheads)
     totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
     evidence: dict[str, Any] = {"total_seconds": totals, "overhead_seconds": overhead}
     evidence |= {"drift": max(drifts), "control_drift": control_drift, "left_out": policy.left_out}
-    away = squares(fewer.rest, found["baseline"][first].rest)
-    for ours, theirs in (pairs[first], pairs[second]):
+    away = squares(fewer.rest, found["baseline"][watched[0]].rest)
+    for ours, theirs in (pairs[place] for place in watched):
         if wrong := differs(ours.rest, theirs.rest, away, policy.max_drift):
             broken = _broken("candidate", f"the next would not go on from it as from the baseline's: {wrong}")
             return broken | evidence, None
@@ -170,33 +189,13 @@ def compare_training(
         "baseline_seconds": [(total - overhead) / counted for total in totals["baseline"]],
         "candidate_seconds": candidate_seconds,
     }
-    seems = gain(policy, evidence["baseline_seconds"], candidate_seconds, tries=1)
-    if new_code and seems is not None and seems.lower > policy.min_gain:
-        evidence["long"] = long_runs(policy, start, baseline, candidate, origin, progress)
+    if longs:
+        evidence["long"] = _long(longs["baseline"], longs["candidate"], longest, overhead, origin)
     return evidence, pairs[drifts.index(max(drifts))]
 
 
-def long_runs(
-    policy: TrainingPolicy, start: Start, baseline: Side, candidate: Side, origin: Weights, progress: Progress
-) -> dict[str, Any]:
-    """One run of each side over the same data, ``policy.long`` times as long as those before. Raises: IsolationError."""
-    steps = policy.long * policy.steps
-    seed = secrets.randbelow(1 << 31)
-    before = start.step + steps - policy.worth(steps)  # where a run is that leaves some steps out
-    runs = []
-    folders = []
-    with progress.task("longer runs, baseline and candidate", 2) as task:
-        for side, name in ((baseline, "baseline"), (candidate, "candidate")):
-            recipe = side.recipe | {"checkpoint_every": before, "keep_checkpoints": 2}
-            own = Side(side.code, recipe, side.folder)
-            session, folder = _session(policy, start, own, [(seed, steps)], origin, (), before)
-            if session.failed:
-                return {"steps": steps, "failed": f"the {name}'s run of {steps} steps failed: {session.failed}"}
-            runs += session.runs
-            folders.append(folder)
-            task.advance(1, f"{name}: {session.runs[0].seconds:.1f} s for {steps} steps")
-    theirs, ours = runs
-    overhead = theirs.seconds - _recorded_span(folders[0] / "runs" / "01")
+def _long(theirs: TimedRun, ours: TimedRun, steps: int, overhead: float, origin: Weights) -> dict[str, Any]:
+    """What one run of each side over the same data shows, ``policy.long`` times as long as the others."""
     return {
         "steps": steps,
         "ratio": (theirs.seconds - overhead) / max(ours.seconds - overhead, 1e-3),
@@ -206,42 +205,52 @@ def long_runs(
     }
 
 
+def _seed() -> int:
+    return secrets.randbelow(1 << 31)
+
+
+def _total(runs: Sequence[TimedRun]) -> float:
+    return sum(run.seconds for run in runs)
+
+
 def _session(
-    policy: TrainingPolicy,
-    start: Start,
-    side: Side,
-    runs: Sequence[tuple[int, int]],
-    origin: Weights,
-    whole: Sequence[int],
-    early: int | None = None,
+    policy: TrainingPolicy, start: Start, side: Side, runs: Sequence[Asked], origin: Weights
 ) -> tuple[Session, Path]:
-    """A warm-up, and a run for each (seed, steps), in one process; and the folder of its own that they are in.
+    """A warm-up, and the runs, in one process; and the folder of its own that they are in.
 
     What the side compiled before moves along. A folder that a candidate wrote in is not written in again, and its name tells nothing.
     """
     specs = [
         {
             "kind": "trunk",
-            "recipe": alone(side.recipe),
-            "data_plan": start.plan | {"seed": seed},
+            "recipe": alone(side.recipe) | run.saves(start.step),
+            "data_plan": start.plan | {"seed": run.seed},
             "first_step": start.step,
-            "last_step": start.step + steps,
+            "last_step": start.step + run.steps,
             "initial_checkpoint": str(start.checkpoint),
             "restart_data": True,
             "code_commit": "",
             "kernels": None,
         }
-        for seed, steps in [(secrets.randbelow(1 << 31), min(policy.steps, WARM_STEPS)), *runs]
+        for run in (Asked(_seed(), min(policy.steps, WARM_STEPS)), *runs)
     ]
     shards = [Path(shard["path"]) for shard in start.plan["token_shards"]]
     folder = side.folder / secrets.token_hex(4)
     folder.mkdir(parents=True)
     for compiled in side.folder.glob("*/cache"):  # one, or none
         compiled.rename(folder / "cache")
-    inputs = [start.checkpoint, *shards]
-    longest = (policy.pairs - policy.pairs // 2 + 2) * policy.steps  # steps that wall_seconds are for
-    wall_seconds = policy.wall_seconds * max(1.0, sum(steps for _, steps in runs) / longest)
-    return timed_session(folder, side.code, specs, inputs, origin, wall_seconds, whole, early), folder
+    usual = (policy.pairs - policy.pairs // 2 + 2) * policy.steps  # steps that wall_seconds are for
+    session = timed_session(
+        folder,
+        side.code,
+        specs,
+        [start.checkpoint, *shards],
+        origin,
+        policy.wall_seconds * max(1.0, sum(run.steps for run in runs) / usual),
+        [number for number, run in enumerate(runs, 1) if run.whole],
+        {number: start.step + run.early for number, run in enumerate(runs, 1) if run.early},
+    )
+    return session, folder
 
 
 def alone(recipe: dict[str, Any]) -> dict[str, Any]:

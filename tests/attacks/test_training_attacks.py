@@ -10,19 +10,17 @@ import pytest
 from code_loop_case import Made, make
 
 from factory import repository
-from factory.gates import patch_training
-from factory.gates.patch_judge import STAGES, Gain, gain, judge_patch
+from factory.gates.patch_judge import STAGES, gain, judge_patch
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import AgentsPolicy
-from factory.gates.patch_training import Side, compare_training, find_start, long_runs
+from factory.gates.patch_training import Side, compare_training, find_start
 from factory.progress import SILENT
 from factory.workspace import code_root
-from trainer import checkpoint as checkpoint_files
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
 FEW = {"steps": 50, "pairs": 2, "max_noise": 4.0}
 POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update=FEW)})
-TIMED = POLICY.training.model_copy(update={"steps": 120, "long": 4})
+TIMED = POLICY.training.model_copy(update={"steps": 120, "long": 2})
 AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
 
 DAWDLE = 0.9  # seconds, less than the steps of TIMED take
@@ -147,14 +145,9 @@ def test_a_checkpoint_that_training_cannot_go_on_from_is_found(
 
 @pytest.mark.slow
 def test_a_quicker_way_to_the_first_step_is_no_gain(
-    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    """The baseline dawdles before its first step, and the candidate does not: their steps are the same.
-
-    Had it seemed a gain, long runs would have been asked for.
-    """
-    monkeypatch.setattr(patch_training, "gain", lambda *_, **__: Gain(2.0, 2.0, 2.0, 1.0))
-    monkeypatch.setattr(patch_training, "long_runs", lambda *_: {"asked": True})
+    """The baseline dawdles before its first step, and the candidate does not: their steps are the same."""
     start = find_start(made.ledger)
     assert start is not None
     text = (made.target / "trainer/segment.py").read_text()
@@ -163,12 +156,11 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
     assert line in text
     quick = repository.checkout_live(made.workspace, made.base)
     sides = [Side(code, start.recipe, tmp_path / name) for name, code in (("a", slow), ("b", quick))]
-    found, _ = compare_training(TIMED, start, *sides, made.workspace, SILENT)
+    found, _ = compare_training(TIMED, start, *sides, made.workspace, SILENT, new_code=False)
     totals = {name: sum(seconds) for name, seconds in found["total_seconds"].items()}
     assert totals["baseline"] - totals["candidate"] > DAWDLE  # it is quicker, as a whole
     if found["state"] == "missing":  # steps that drown in the dawdling, or a clock that cannot be trusted: nobody gains
         return
-    assert found["long"] == {"asked": True}
     shown = gain(TIMED, found["baseline_seconds"], found["candidate_seconds"], 1)
     steps = [total - found["overhead_seconds"] for total in found["total_seconds"]["candidate"]]
     credited = sum(found["baseline_seconds"]) * (TIMED.steps - 1) / sum(steps)  # if the baseline's overhead were all
@@ -191,11 +183,13 @@ def test_a_quicker_start_that_hides_is_no_gain_in_long_runs(
     hides = f"    if run.spec.last_step - run.spec.first_step == 2:\n        time.sleep({DAWDLE})\n"
     quick = candidate("trainer/segment.py", text.replace(line, line + hides))
     sides = [Side(code, start.recipe, tmp_path / name) for name, code in (("a", slow), ("b", quick))]
-    origin = checkpoint_files.read_tensors(start.checkpoint, "model")
-    found = long_runs(TIMED, start, *sides, origin, SILENT)
-    credited = {"baseline_seconds": [1.0, 1.01], "candidate_seconds": [0.7, 0.71], "drift": 0.0, "control_drift": 1.0}
-    stages = {name: {"state": "passed", "reasons": []} for name in STAGES}
-    stages["training"] |= credited | {"new_code": True, "long": found}  # type: ignore[arg-type]
+    found, _ = compare_training(TIMED, start, *sides, made.workspace, SILENT)
+    if found["state"] == "missing":
+        return
+    shown = gain(TIMED, found["baseline_seconds"], found["candidate_seconds"], 1)
+    assert shown is not None and 1.2 < shown.ratio, (shown, found)
+    long = found["long"]  # the candidate's first session was quicker
+    assert long["ratio"] < shown.ratio**0.8 and long["drift"] < long["control_drift"] / 2, (shown, found)
+    stages = {name: {"state": "passed", "reasons": []} for name in STAGES} | {"training": found}
     verdict = judge_patch(POLICY.model_copy(update={"training": TIMED}), {"stages": stages, "tries": 1})
-    assert verdict.outcome in ("hold", "reject"), (verdict, found)
-    assert found["ratio"] < found["hideable"] * 1.3 and found["drift"] < found["control_drift"] / 2, found
+    assert verdict.outcome in ("hold", "reject"), verdict

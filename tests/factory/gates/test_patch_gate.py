@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,30 @@ def test_verdicts(found: dict[str, Any], outcome: str, words: str) -> None:
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
 
 
-def test_runs_of_one_process_are_not_as_many_processes() -> None:
-    """Both sides differ by 6 % between their processes and hardly within them: no gain of 5 % is shown by that."""
-    policy = POLICY.training.model_copy(update={"pairs": 4})
-    apart = gain(policy, [1.0, 1.001, 1.06, 1.061], [0.95, 0.951, 1.01, 1.011], tries=1)
-    even = gain(policy, [1.0, 1.001, 1.002, 0.999], [0.95, 0.951, 0.949, 0.95], tries=1)
-    assert apart is not None and even is not None and apart.ratio == pytest.approx(even.ratio, abs=0.01)
-    assert apart.lower < 0.95 and even.lower > 1.045
+def test_how_often_the_judge_errs_when_processes_differ() -> None:
+    """Simulated: what a process draws moves all its runs by 2 or 3 %, runs of one differ by 1 %; two sessions of two runs a side."""
+    draw = random.Random(7)
+    policy = SHIPPED.training
+    runs = lambda mean, apart: [
+        mean * math.exp(process + draw.gauss(0, 0.01))
+        for process in (draw.gauss(0, apart), draw.gauss(0, apart))
+        for _ in "12"
+    ]
+
+    def promoted(true: float, apart: float, new_code: bool, times: int = 600) -> float:
+        count = 0
+        for _ in range(times):
+            long = LONG | {"ratio": true * math.exp(draw.gauss(0, 1.4 * apart))}
+            found = evidence(runs(1.0, apart), runs(1 / true, apart), new_code=new_code, long=long)
+            count += judge_patch(SHIPPED, found).outcome == "promote"
+        return count / times
+
+    assert policy.pairs == 4
+    wrong = {(apart, new): promoted(1.0, apart, new) for apart in (0.01, 0.02, 0.03) for new in (False, True)}
+    right = {(apart, new): promoted(1.2, apart, new) for apart in (0.01, 0.02, 0.03) for new in (False, True)}
+    print(f"promoted without a gain: {wrong}; with a gain of 1.2: {right}")
+    assert max(wrong.values()) < 0.08 and max(share for (_, new), share in wrong.items() if new) < 0.03
+    assert min(right.values()) > 0.95
 
 
 LONG = {"steps": 80, "ratio": 1.2, "hideable": 1.04, "drift": 0.02, "control_drift": 0.2}
