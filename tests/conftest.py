@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ GIT = [
     "commit.gpgsign=false",
 ]
 
+# Started in the background by a shell, a process has interrupts ignored, and so have its children: tests send them some.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):  # no test asks the model of whoever runs it
     os.environ.pop(name, None)

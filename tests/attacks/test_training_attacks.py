@@ -117,11 +117,6 @@ WRITTEN = {
         '"sampler": self.sampler | {"step": self.spec.first_step}',
         "another sampler",
     ),
-    "gradients that no later one is small enough for": (
-        '"detector": self.detector.state_dict()',
-        '"detector": self.detector.state_dict() | {"grad_norm": [1e-9] * len(self.detector.grad_norm.values)}',
-        "another detector",
-    ),
 }
 
 
