@@ -153,6 +153,8 @@ def compare_training(
                 spans = [_recorded_span(folder / "runs" / f"{1 + n:02d}") for n in range(1, len(done) + 1)]
                 overheads += [run.seconds - span for run, span in zip(done, spans, strict=True)]
             task.advance(len(done), f"{name}: {min(run.seconds for run in done):.1f} s a run")
+            if number == 1 and (early := _apart(policy, firsts[0], found, watched[0], origin)):
+                return early, None
     fewer, first_brief, twice, second_brief = firsts
     control_drift = _drift(fewer.weights, found["baseline"][watched[0]].weights, origin, of_one=False)
     pairs = list(zip(found["candidate"], found["baseline"], strict=True))
@@ -192,6 +194,21 @@ def compare_training(
     if longs:
         evidence["long"] = _long(longs["baseline"], longs["candidate"], longest, overhead, origin)
     return evidence, pairs[drifts.index(max(drifts))]
+
+
+def _apart(
+    policy: TrainingPolicy, fewer: TimedRun, found: Mapping[str, Sequence[TimedRun]], watched: int, origin: Weights
+) -> dict[str, Any]:
+    """The evidence, where the candidate's weights are too far away already; else empty."""
+    control = _drift(fewer.weights, found["baseline"][watched].weights, origin, of_one=False)
+    pairs = zip(found["candidate"], found["baseline"], strict=True)
+    drift = max(_drift(ours.weights, theirs.weights, origin) for ours, theirs in pairs)
+    if drift <= policy.max_drift * control:
+        return {}
+    why = f"the candidate does not learn the same: its weights end {drift:.3f} of the way away, {policy.max_drift:g} of {control:.3f} may be"
+    totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
+    evidence = {"total_seconds": totals, "drift": drift, "control_drift": control, "left_out": policy.left_out}
+    return {"state": "failed", "reasons": [why], **evidence}
 
 
 def _long(theirs: TimedRun, ours: TimedRun, steps: int, overhead: float, origin: Weights) -> dict[str, Any]:
