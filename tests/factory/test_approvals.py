@@ -2,99 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 import yaml
+from approval_case import FILES, NEW, Plant, given_verdict
 from code_loop_case import git
-from rich.console import Console
 
-from factory import approvals, proposing, repository, revalidating
-from factory.console import Terminal
+from factory import approvals, repository
 from factory.errors import InputError
-from factory.gates.judge import Verdict
-from factory.gates.patch_scope import AgentsPolicy
-from factory.gates.patch_training import Start
-from factory.ledger import Ledger, events, proposals, tracked_runs, verdicts
+from factory.ledger import tracked_runs, verdicts
 from factory.progress import SILENT
 from factory.repository import RepositoryError
 from factory.tracking import APPROVAL_TAG, Tracking
-from factory.workspace import Config, Workspace, code_root
-
-FILES = {"kernels/ops.py": "x = 1\n", "kernels/new.txt.py": "z = 1\n", "README.md": "# target\n"}
-NEW = {"kernels/ops.py": "x = 2\n", "kernels/fused.py": "y = 1\n"}
-
-
-class Plant:
-    """A repository of three files, a workspace, and a proposal that the gate judged."""
-
-    def __init__(self, folder: Path, mlflow_uri: str = "") -> None:
-        self.target = folder / "target"
-        for path, text in FILES.items():
-            (self.target / path).parent.mkdir(parents=True, exist_ok=True)
-            (self.target / path).write_text(text)
-        git(folder, "init", "-q", "-b", "main", str(self.target))
-        git(self.target, "add", "-A")
-        git(self.target, "commit", "-q", "-m", "base")
-        self.workspace = Workspace.create(
-            folder / "workspace", Config(repository=str(self.target), mlflow_uri=mlflow_uri)
-        )
-        self.ledger = Ledger.create(self.workspace.ledger_url)
-        self.base = self.head()
-
-    def head(self) -> str:
-        return repository.live_commit(self.target)
-
-    def judged(self, number: int = 1, outcome: str = "promote", edits: dict[str, str] | None = None) -> dict[str, Any]:
-        """As the code loop leaves it, without the minutes of the gate."""
-        agents = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
-        branch, worktree = f"factory/search/{number}-x", self.workspace.worktrees / f"proposal-{number}"
-        made = list((edits or NEW).items())
-        applied = repository.apply_proposal(
-            self.target, self.head(), made, policy=agents, branch=branch, message=f"m {number}", worktree=worktree
-        )
-        repository.remove_worktree(self.target, worktree)
-        with self.ledger.begin() as tx:
-            verdict = tx.execute(
-                verdicts.insert().values(
-                    gate="patch", subject=f"proposal:{number}", policy_sha256="", subject_sha256=applied.patch_sha256,
-                    outcome=outcome, reasons=["so it measured"], evidence={}, created_at=time.time(),
-                )
-            ).inserted_primary_key  # fmt: skip
-            assert verdict is not None
-            tx.execute(
-                proposals.insert().values(
-                    number=number, agent="search", target="kernel:ops", title="Fuse", hypothesis="h", predicted_gain=1.1,
-                    base_commit=applied.base, branch=branch, commit=applied.commit, patch_sha256=applied.patch_sha256,
-                    state="judged", verdict=verdict[0], created_at=time.time(),
-                )
-            )  # fmt: skip
-        return self.row(number)
-
-    def row(self, number: int = 1) -> dict[str, Any]:
-        row = self.ledger.one(sa.select(proposals).where(proposals.c.number == number))
-        assert row is not None
-        return row
-
-    def words(self) -> list[tuple[str, str]]:
-        kinds = ("proposal_approved", "proposal_rejected", "proposal_reverted")
-        found = self.ledger.rows(sa.select(events).where(events.c.kind.in_(kinds)).order_by(events.c.id))
-        return [(event["kind"].removeprefix("proposal_"), event["detail"]["by"]) for event in found]
-
-    def approve(self, number: int = 1) -> str | None:
-        return approvals.approve(self.workspace, self.ledger, number, "ada", SILENT)
-
-    def files(self) -> dict[str, str]:
-        """Of the checkout, as they are; git must agree that nothing differs from HEAD."""
-        assert git(self.target, "status", "--porcelain") == ""
-        return {p: (self.target / p).read_text() for p in git(self.target, "ls-files").split()}
 
 
 @pytest.fixture
@@ -205,26 +126,6 @@ def test_killed_while_it_is_merged_the_same_call_finishes(
     assert plant.row()["state"] == "approved" and plant.words() == [("approved", "ada")]
 
 
-def given_verdict(monkeypatch: pytest.MonkeyPatch, outcome: str) -> list[tuple[int, str, str]]:
-    """Instead of the gate's minutes; what it was asked to judge is kept: (number, base, hash of the patch)."""
-    judged = []
-
-    def decide(workspace: Workspace, ledger: Ledger, number: int, applied: Any, *_: Any, **__: Any) -> Any:
-        judged.append((number, applied.base, applied.patch_sha256))
-        evidence = {"stages": {}}
-        with ledger.begin() as tx:
-            key = tx.execute(
-                verdicts.insert().values(
-                    gate="patch", subject=f"proposal:{number}", policy_sha256="", subject_sha256=applied.patch_sha256,
-                    outcome=outcome, reasons=["now"], evidence=evidence, created_at=time.time(),
-                )
-            ).inserted_primary_key  # fmt: skip
-        return key[0], Verdict(outcome, ("now",)), evidence  # type: ignore[index]
-
-    monkeypatch.setattr(proposing, "decide", decide)
-    return judged
-
-
 @pytest.mark.parametrize("outcome", ["promote", "reject"])
 def test_when_the_code_moved_on_the_gate_runs_again(
     plant: Plant, outcome: str, monkeypatch: pytest.MonkeyPatch
@@ -325,81 +226,3 @@ def test_choices_for_other_ops_are_merged_one_after_the_other(plant: Plant, monk
         plant.approve(3)
     with pytest.raises(InputError, match="more there than choices"):
         plant.approve(4)
-
-
-def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    recipe = {"model": {}, "batch": {}, "precision": "fp32", "compile": False}
-    for module in (approvals, revalidating):
-        monkeypatch.setattr(module, "find_start", lambda ledger: Start(plant.target, 0, recipe, {}))
-    judged = given_verdict(monkeypatch, "promote")
-    plant.judged()
-    plant.approve()
-    suite = tmp_path / "test_speed.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.conftest", "-c", os.devnull, str(suite)]
-    environment = os.environ | {"FACTORY_HOME": str(plant.workspace.root), "PYTHONPATH": str(code_root())}
-    bench = lambda: subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
-    daemon = lambda: revalidating.follow(plant.workspace, plant.ledger, SILENT)
-    suite.write_text("def test_stays(): pass\n")
-    assert "told" not in bench() and daemon() == []
-    suite.write_text("def test_stays(): pass\ndef test_falls(): assert 0\n")
-    assert "1 told to the factory" in bench()
-    assert daemon() == [2] and len(judged) == 1 and "benchmarks changed since" in plant.row(2)["hypothesis"]
-    assert daemon() == []
-    environment["FACTORY_HOME"] = str(tmp_path)
-    assert "could not be told" in bench()
-
-
-def test_without_a_sandbox_the_daemon_proposes_nothing_and_says_so_once(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
-    for module in (approvals, revalidating):
-        monkeypatch.setattr(module, "find_start", lambda ledger: Start(plant.target, 0, recipe, {}))
-    plant.judged()
-    plant.approve()
-    recipe["model"] = {"d_model": 16}
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("FACTORY_SANDBOX", "bubblewrap")
-    said = io.StringIO()
-    for _ in range(3):
-        assert revalidating.follow(plant.workspace, plant.ledger, Terminal(Console(file=said, width=300))) == []
-    assert said.getvalue().count("waits to be judged again: no sandbox") == 1
-    assert len(plant.ledger.rows(sa.select(proposals))) == 1
-
-
-@pytest.mark.parametrize("outcome", ["promote", "reject"])
-def test_a_merged_patch_is_judged_again_once_when_its_surroundings_change(
-    plant: Plant, outcome: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
-    start = Start(plant.target, 0, recipe, {})
-    for module in (approvals, revalidating):
-        monkeypatch.setattr(module, "find_start", lambda ledger: start)
-    judged = given_verdict(monkeypatch, outcome)
-    again = lambda: revalidating.revalidate(plant.workspace, plant.ledger, SILENT, plant.head())
-    plant.judged()
-    live = plant.approve()
-    assert again() == [] and judged == []
-    recipe["model"] = {"d_model": 16}
-    assert again() == [2] and judged[0][:2] == (2, live)
-    undo = plant.row(2)
-    assert undo["target"] == "undo:1" and "recipe changed since" in undo["hypothesis"]
-    assert repository.file_text(plant.target, undo["commit"], "kernels/ops.py") == FILES["kernels/ops.py"]
-    assert again() == [] and plant.row()["state"] == "approved" and plant.head() == live
-    with plant.ledger.begin() as tx:
-        release = {"gate": "release", "subject": "candidate:7", "outcome": "reject", "against": "", "policy_sha256": ""}
-        tx.execute(verdicts.insert().values(**release, subject_sha256="", reasons=[], evidence={}, created_at=1.0))
-    if outcome == "reject":  # the daemon by itself, and once
-        daemon = lambda: revalidating.follow(plant.workspace, plant.ledger, SILENT)
-        stray = plant.target / "kernels" / "ops.py"
-        text = stray.read_text()
-        stray.write_text(text + "# mine")
-        assert daemon() == []  # work that is not committed waits for nobody, and nobody for it
-        stray.write_text(text)
-        assert daemon() == [3] and "evals changed since" in plant.row(3)["hypothesis"] and daemon() == []
-    if outcome == "promote":
-        plant.approve(2)
-        assert plant.files() == FILES | {"kernels/fused.py": NEW["kernels/fused.py"]}  # a file that nobody reads stays
-        assert plant.row()["state"] == "reverted" and again() == []
