@@ -54,11 +54,7 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
     if drift is None or control is None:
         return Verdict(HOLD, ("the weights after the same steps were not compared",))
     if drift > policy.max_drift * control:
-        away = (
-            f"its weights end {drift:.3f} of the way away from the baseline's; leaving out {policy.left_out} of "
-            f"{policy.steps} steps ends {control:.3f} away, and {policy.max_drift:g} of that may be"
-        )
-        return Verdict(REJECT, (f"the candidate does not learn the same: {away}",))
+        return Verdict(REJECT, (not_the_same(policy, drift, control),))
     result = gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), tries)
     if result is None:
         return Verdict(HOLD, ("the whole step was not timed, or not often enough",))
@@ -77,6 +73,13 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
             HOLD, (f"a gain is likely but not shown: its lower bound is not above {policy.min_gain:g}", times)
         )
     return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.3f}× is needed)", times))
+
+
+def not_the_same(policy: TrainingPolicy, drift: float, control: float) -> str:
+    return (
+        f"the candidate does not learn the same: its weights end {drift:.3f} of the way away from the baseline's; leaving out "
+        f"{policy.left_out} of {policy.steps} steps ends {control:.3f} away, and {policy.max_drift:g} of that may be"
+    )
 
 
 def _judge_long(policy: TrainingPolicy, found: object, result: Gain, times: str) -> Verdict:

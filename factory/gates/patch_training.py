@@ -39,6 +39,7 @@ from typing import Any
 import sqlalchemy as sa
 import torch
 
+from factory.gates.patch_judge import not_the_same
 from factory.gates.patch_policy import TrainingPolicy
 from factory.gates.patch_session import WARM_STEPS, Rest, Session, TimedRun, Weights, timed_session
 from factory.ledger import Ledger, checkpoints, data_plans, segments
@@ -153,16 +154,19 @@ def compare_training(
                 spans = [_recorded_span(folder / "runs" / f"{1 + n:02d}") for n in range(1, len(done) + 1)]
                 overheads += [run.seconds - span for run, span in zip(done, spans, strict=True)]
             task.advance(len(done), f"{name}: {min(run.seconds for run in done):.1f} s a run")
-            if number == 1 and (early := _apart(policy, firsts[0], found, watched[0], origin)):
-                return early, None
+            if number == 1:  # a pair of sessions is enough to see that
+                learnt, _ = _learnt_the_same(policy, firsts[0], found, watched[0], origin)
+                if learnt["drift"] > policy.max_drift * learnt["control_drift"]:
+                    return {
+                        "state": "failed",
+                        "reasons": [not_the_same(policy, learnt["drift"], learnt["control_drift"])],
+                        **learnt,
+                    }, None
     fewer, first_brief, twice, second_brief = firsts
-    control_drift = _drift(fewer.weights, found["baseline"][watched[0]].weights, origin, of_one=False)
+    evidence, drifts = _learnt_the_same(policy, fewer, found, watched[0], origin)
     pairs = list(zip(found["candidate"], found["baseline"], strict=True))
-    drifts = [_drift(ours.weights, theirs.weights, origin) for ours, theirs in pairs]
-    overhead = sum(overheads) / len(overheads)
-    totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
-    evidence: dict[str, Any] = {"total_seconds": totals, "overhead_seconds": overhead}
-    evidence |= {"drift": max(drifts), "control_drift": control_drift, "left_out": policy.left_out}
+    overhead = evidence["overhead_seconds"] = sum(overheads) / len(overheads)
+    totals = evidence["total_seconds"]
     away = squares(fewer.rest, found["baseline"][watched[0]].rest)
     for ours, theirs in (pairs[place] for place in watched):
         if wrong := differs(ours.rest, theirs.rest, away, policy.max_drift):
@@ -196,19 +200,16 @@ def compare_training(
     return evidence, pairs[drifts.index(max(drifts))]
 
 
-def _apart(
+def _learnt_the_same(
     policy: TrainingPolicy, fewer: TimedRun, found: Mapping[str, Sequence[TimedRun]], watched: int, origin: Weights
-) -> dict[str, Any]:
-    """The evidence, where the candidate's weights are too far away already; else empty."""
+) -> tuple[dict[str, Any], list[float]]:
+    """The evidence of weights, and how far each pair's are apart; ``fewer``: pair ``watched``'s baseline, but for the steps left out."""
     control = _drift(fewer.weights, found["baseline"][watched].weights, origin, of_one=False)
     pairs = zip(found["candidate"], found["baseline"], strict=True)
-    drift = max(_drift(ours.weights, theirs.weights, origin) for ours, theirs in pairs)
-    if drift <= policy.max_drift * control:
-        return {}
-    why = f"the candidate does not learn the same: its weights end {drift:.3f} of the way away, {policy.max_drift:g} of {control:.3f} may be"
+    drifts = [_drift(ours.weights, theirs.weights, origin) for ours, theirs in pairs]
     totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
-    evidence = {"total_seconds": totals, "drift": drift, "control_drift": control, "left_out": policy.left_out}
-    return {"state": "failed", "reasons": [why], **evidence}
+    evidence = {"total_seconds": totals, "drift": max(drifts), "control_drift": control, "left_out": policy.left_out}
+    return evidence, drifts
 
 
 def _long(theirs: TimedRun, ours: TimedRun, steps: int, overhead: float, origin: Weights) -> dict[str, Any]:
