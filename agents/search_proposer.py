@@ -17,6 +17,7 @@ import yaml
 from agents import fusions, micro_batches
 from agents.proposal import Edit, Proposal
 from agents.workbench import Measurement, MeasurementError, Workbench
+from kernels.choice import automatic, section_of
 
 AGENT = "search"
 POLICY = "policies/kernels.yaml"
@@ -42,12 +43,15 @@ class Candidate:
 def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) -> list[Proposal]:
     """Up to ``count`` proposals, the best of each target, largest predicted gain first. ``profile`` is a parsed profile.json.
 
+    An op that kernels.yaml leaves to ``auto`` has the fastest registered implementation already: 'factory tune' measured them.
     A patch that the workbench's history says failed is never proposed again.
     """
     policy = workbench.read(POLICY)
     device = profile["device_kind"]
+    tuned = automatic(section_of(policy, device))
+    untuned = {**profile, "ops": [op for op in profile["ops"] if op["op"] not in tuned]}
     drafts = [
-        write(candidate, profile, policy, device) for candidate in candidates(profile, workbench, MOST_MEASURED * count)
+        write(candidate, profile, policy, device) for candidate in candidates(untuned, workbench, MOST_MEASURED * count)
     ]
     knobs = [fusions.compile_blocks(profile, workbench, AGENT), micro_batches.propose(profile, workbench, AGENT)]
     best: dict[str, Proposal] = {}

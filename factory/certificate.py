@@ -13,6 +13,9 @@ seed at all (the rate, the optimiser's count of steps) may not differ beyond rou
 like another weight decay, passes; so the tighter numbers are recorded too: each difference as a share of its noise, and
 beside the difference that the old code shows when it simply runs again (zero on CPU).
 
+A segment that is computed in another precision or by other kernels than the one before it is judged in the same way: what ran
+before is the old code, what will run the new.
+
 The losses, norms and rates are those that the trainer wrote down; weights and optimiser state are read from its
 checkpoints. This guards against mistakes, not against code that lies: for that there is the patch gate.
 """
@@ -68,7 +71,7 @@ class Evidence:
 
     old_commit: str
     new_commit: str
-    changed: list[str]  # files that training reads and that differ; none: no runs were needed
+    changed: list[str]  # files that training reads, precision and kernels that differ; none: no runs were needed
     first_step: int = 0
     steps: int = 0
     basis: Literal["segment", "parent", ""] = ""  # whose recipe and data plan both ran under

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from factory import computing
 from factory.certificate import SERIES, TRAINED_WITH, CertificatePolicy, Evidence, Series, Trace
 from factory.errors import SegmentError
 from factory.launching import (
@@ -54,15 +55,18 @@ def gather(
     """Run what has to be run. Raises: SegmentError when the trainer was stopped or the disk is full: begin again then."""
     evidence = Evidence(parent["code_commit"], row["code_commit"], [])
     try:
-        changed = changed_files(workspace.repository, parent["code_commit"], row["code_commit"])
+        files = changed_files(workspace.repository, parent["code_commit"], row["code_commit"])
+        changed = files + computing.changed(parent, row)
         if not changed:
             return evidence
         sides = {name: checkout_live(workspace, c["code_commit"]) for name, c in (("old", parent), ("new", row))}
     except RepositoryError as error:
         return replace(evidence, changed=["(unknown)"], old_failed=str(error))
+    what = f"{parent['code_commit'][:12]} → {row['code_commit'][:12]}, {len(files)} files" if files else ""
+    what = "; ".join(filter(None, (what, *changed[len(files) :])))
     progress.line(
-        f"  the code changed since segment {parent['id']} ({parent['code_commit'][:12]} → {row['code_commit'][:12]}, "
-        f"{len(changed)} files): a certificate is needed before segment {row['id']} starts"
+        f"  what training runs changed since segment {parent['id']} ({what}): a certificate is needed before segment "
+        f"{row['id']} starts"
     )
     steps = min(policy.steps, row["last_step"] - row["first_step"])
     plan = plan_of(ledger, row)
@@ -71,8 +75,9 @@ def gather(
     scratch = Path(row["folder"]) / "certificate"
     for basis, spec in bases(ledger, row, parent, steps).items():
         evidence = replace(evidence, basis=basis, old_failed="")
-        runs = Runs(workspace, scratch, basis, spec, progress)
-        code, said = runs.run("old", sides["old"], parent["code_commit"], ["pair", "again", *map(str, seeds)])
+        runs = Runs(workspace, scratch, basis, spec, progress, parent, row)
+        again = [] if runs.other_precision else ["again"]
+        code, said = runs.run("old", sides["old"], parent["code_commit"], ["pair", *again, *map(str, seeds)])
         if code == 0:
             break
         evidence = replace(evidence, old_failed=said)
@@ -100,17 +105,26 @@ def bases(ledger: Ledger, row: Row, parent: Row, steps: int) -> dict[Any, Row]:
     into ``steps`` steps, so that all of its schedule is run.
     """
     spec = spec_of(ledger, row) | {"last_step": row["first_step"] + steps}
-    plain = {key: spec[key] for key in ("kind", "first_step", "last_step", "initial_checkpoint", "kernels")}
+    plain = {key: spec[key] for key in ("kind", "first_step", "last_step", "initial_checkpoint")}
     before = {"recipe": parent["recipe_json"], "data_plan": plan_of(ledger, parent), "restart_data": True}
     return {"segment": spec, "parent": plain | before}
 
 
 class Runs:
-    """The runs on one basis, in folders ``<basis>/<side>/<run>``."""
+    """The runs on one basis, in folders ``<basis>/<side>/<run>``.
 
-    def __init__(self, workspace: Workspace, scratch: Path, basis: str, spec: Row, progress: Progress) -> None:
+    Each side computes as its own segment does. Where the precision changes, the old one may be a hundred times as slow on this
+    machine: only the pair is run in it, once; the old code's other seeds, which the noise is measured over, run in the new one.
+    """
+
+    def __init__(
+        self, workspace: Workspace, scratch: Path, basis: str, spec: Row, progress: Progress, old: Row, new: Row
+    ) -> None:
         self.workspace, self.scratch, self.basis, self.spec, self.progress = workspace, scratch, basis, spec, progress
         self.steps = spec["last_step"] - spec["first_step"]
+        self.rows = {"old": old, "new": new}
+        self.precision = {side: row["recipe_json"]["precision"] for side, row in self.rows.items()}
+        self.other_precision = self.precision["old"] != self.precision["new"]
 
     def folder(self, side: str, name: str) -> Path:
         return self.scratch / self.basis / side / name
@@ -121,7 +135,7 @@ class Runs:
         self.scratch.mkdir(parents=True, exist_ok=True)
         with folder_lock(self.scratch) as lock:  # a trainer of a killed factory may still write its last checkpoint
             for folder, name in zip(folders, names, strict=True):
-                _prepare(folder, self._spec_of(name) | {"code_commit": commit})
+                _prepare(folder, self._spec_of(side, name) | {"code_commit": commit})
             log = self.scratch / self.basis / side / "trainer.log"
             title = f"certificate, {side} code"
             with open(log, "wb") as out, self.progress.task(title, len(names) * self.steps) as task:
@@ -141,10 +155,14 @@ class Runs:
                     raise
         return self._outcome(side, exit_code(process, folders), folders, log)
 
-    def _spec_of(self, name: str) -> Row:
-        if name in ("pair", "again"):
-            return self.spec
-        return self.spec | {"data_plan": self.spec["data_plan"] | {"seed": int(name)}, "restart_data": True}
+    def _spec_of(self, side: str, name: str) -> Row:
+        kernels = computing.write_kernels(self.scratch, self.rows[side]["computing"], f"kernels-{side}.yaml")
+        same_run = name in ("pair", "again")
+        precision = self.precision[side if same_run else "new"]
+        spec = self.spec | {"kernels": kernels, "recipe": self.spec["recipe"] | {"precision": precision}}
+        if same_run:
+            return spec
+        return spec | {"data_plan": spec["data_plan"] | {"seed": int(name)}, "restart_data": True}
 
     def _outcome(self, side: str, code: int, folders: Sequence[Path], log: Path) -> tuple[int, str]:
         said = last_words(log) or "nothing"
@@ -185,7 +203,9 @@ def compare(evidence: Evidence, start: Path, runs: Runs) -> Evidence:
     try:
         origin = load(start).model
         old, old_weights = _read(runs.folder("old", "pair"), origin, evidence)
-        again, weights = _read(runs.folder("old", "again"), origin, evidence)
+        again, weights = old, old_weights
+        if not runs.other_precision:
+            again, weights = _read(runs.folder("old", "again"), origin, evidence)
         apart_again = _distance(old_weights, weights)
         others, apart_seeds = _read_seeds(evidence, origin, runs)
     except (TrainerError, OSError, ValueError, KeyError) as error:

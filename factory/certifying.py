@@ -20,6 +20,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.certificate import CertificatePolicy, Evidence, Judgement, judge_certificate
+from factory.computing import changed
 from factory.errors import InputError, SegmentError
 from factory.evals.policy import policy_sha256
 from factory.ledger import Ledger, events, record, segments, verdicts
@@ -38,12 +39,12 @@ class NotCertified(SegmentError):
 
 
 def ensure_certified(workspace: Workspace, ledger: Ledger, row: Row, progress: Progress) -> None:
-    """Return when a segment may start: no parent, the same code, a certificate, or a person's word for it.
+    """Return when a segment may start: no parent, the same code computed in the same way, a certificate, or a person's word for it.
 
     Raises: NotCertified when it may not; SegmentError when the runs were stopped: begin again then.
     """
     parent = row["parent"] and ledger.one(sa.select(segments).where(segments.c.id == row["parent"]))
-    if not parent or parent["code_commit"] == row["code_commit"]:
+    if not parent or (parent["code_commit"] == row["code_commit"] and not changed(parent, row)):
         return
     verdict = certificate_of(ledger, row["id"])
     if verdict is None:
@@ -151,6 +152,7 @@ def _identity(policy: CertificatePolicy, row: Row, parent: Row, checkpoint: str)
     """One hash of all that the measurement depends on: approval binds to it."""
     same = ("kind", "recipe_sha256", "data_plan", "first_step", "last_step")
     parts = [policy.model_dump(), parent["code_commit"], row["code_commit"], checkpoint, [row[key] for key in same]]
+    parts += [changed(parent, row)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -155,12 +155,12 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
     if action.kind == "plan_trunk":
         from factory.planning import plan_trunk
 
-        plan_trunk(workspace, ledger)
+        plan_trunk(workspace, ledger, progress=progress)
         return
     if action.kind == "plan_anneal":
         from factory.planning import plan_anneal
 
-        plan_anneal(workspace, ledger)
+        plan_anneal(workspace, ledger, progress)
         return
     assert isinstance(subject, int)
     if action.kind == "train":
@@ -305,7 +305,10 @@ def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool 
 
     A failed pass is recorded and tried again after a growing wait; only ``once`` raises it.
     """
+    from factory.tuning import tune_if_new
+
     with workspace.lock(LOCK):
+        tune_if_new(workspace, progress)
         wait = every
         while True:
             try:

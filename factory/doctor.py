@@ -7,10 +7,14 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from factory import devices
 from factory.errors import FactoryError
 from factory.workspace import Workspace, code_root
+
+if TYPE_CHECKING:
+    from trainer.recipe import Recipe
 
 
 def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
@@ -20,6 +24,7 @@ def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
         ("machine", _machine),
         ("compiler", _compiler),
         ("torch", _torch),
+        ("precision", lambda: _precision(workspace)),
         ("kernels", lambda: _kernels(workspace)),
         ("sandbox", _sandbox),
         ("llm endpoint", lambda: _endpoint(workspace)),
@@ -66,31 +71,61 @@ def _torch() -> tuple[bool | None, str]:
     return True, f"{torch.__version__}, no GPU: training on {torch.get_num_threads()} CPU threads"
 
 
-def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
-    """What computes each op of the recipe's step here: a line each, those first that are not as chosen."""
-    import torch
+def _precision(workspace: Workspace | None) -> tuple[bool | None, str]:
+    """What trains fastest here, measured now, and what the recipe would train in."""
+    from factory.computing import measured_precision
+    from kernels.machine import here
+    from trainer.precision import WARN
 
+    recipe = _recipe(workspace)
+    found = measured_precision(recipe)
+    seconds, rates = found["probe"]["seconds"], found["probe"]["rates"]
+    told = [f"{here()}; recipe {recipe.name} says {found['asked']}: it trains in {found['precision']}"]
+    for name, value in seconds.items():
+        parts = ", ".join(f"{part} {rate / 1e9:.3g}" for part, rate in rates[name].items())
+        told.append(f"{name}: {value * 1e3:.0f} ms a step for these parts; GFLOP/s{_each(here().threads)}: {parts}")
+    slow = seconds[found["precision"]] > WARN * min(seconds.values())
+    return not slow, "\n".join([*told, *([found["warning"]] if found["warning"] else [])])
+
+
+def _each(threads: int) -> str:
+    return " of one thread" if threads else ""
+
+
+def _recipe(workspace: Workspace | None) -> Recipe:
     from factory.planning import load_recipe
-    from factory.workspace import code_root
-    from kernels.bench import DTYPES, Setting
-    from kernels.registry import OPS, KernelError, computing, load_choice, load_fallback
     from trainer.recipe import Recipe
 
-    policies = code_root() / "policies"
-    path = workspace.policy("kernels.yaml") if workspace else policies / "kernels.yaml"
-    recipe = load_recipe(workspace) if workspace else Recipe.load(policies / "recipes" / "demo.yaml")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    setting = Setting.of_mapping(recipe.model_dump())
+    return load_recipe(workspace) if workspace else Recipe.load(code_root() / "policies" / "recipes" / "demo.yaml")
+
+
+def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
+    """What computes each op of the recipe's step here: a line each, those first that are not as chosen."""
+    from factory.computing import decide, measured_precision
+    from kernels.bench import DTYPES, Setting
+    from kernels.registry import OPS, KernelError, computing, load_choice, load_fallback
+
+    path = workspace.policy("kernels.yaml") if workspace else code_root() / "policies" / "kernels.yaml"
+    device = devices.kind()
     try:
-        choice, fallback = load_choice(path, device), load_fallback(path)
-        dtype = DTYPES[setting.precision]
-        found = computing(choice, device, dtype, setting.compile, fallback, setting.shape)
+        load_choice(path, device)  # says what is wrong with it, by key
+        notes: list[str] = []
+        recipe = _recipe(workspace)
+        if workspace:
+            recipe, decided, notes = decide(workspace, recipe, path.read_text("utf-8"))
+            choice = decided["kernels"]
+        else:
+            recipe = recipe.model_copy(update={"precision": measured_precision(recipe)["precision"]})
+            choice = load_choice(path, device)
+        fallback = load_fallback(path)
+        setting = Setting.of_mapping(recipe.model_dump())
+        found = computing(choice, device, DTYPES[setting.precision], setting.compile, fallback, setting.shape)
     except KernelError as error:
         return False, str(error)
     found.sort(key=lambda kernel: kernel.by == kernel.chosen)
     lines = [f"{kernel} (there are: {', '.join(OPS[kernel.op].implementations)})" for kernel in found]
     head = f"recipe {recipe.name} in {setting.precision} on {device}; fallback: {fallback}"
-    return all(kernel.by for kernel in found), "\n".join((head, *lines))
+    return all(kernel.by for kernel in found), "\n".join((head, *notes, *lines))
 
 
 def _sandbox() -> tuple[bool | None, str]:

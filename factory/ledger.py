@@ -18,7 +18,9 @@ import sqlalchemy as sa
 from factory.errors import WorkspaceError
 from factory.ledger_engine import SERIAL, PlainText, engine
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
+# What an older ledger lacks: version → the next one's columns, which may be empty. They are added when it is opened.
+ADDED = {"1": (("segments", "computing", "JSON"),)}
 metadata = sa.MetaData()
 T, N, F, J, C = PlainText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
 
@@ -153,6 +155,9 @@ segments = sa.Table(
     ),  # 'planned' | 'done' | 'failed' | 'uncertified' (its code may not go on; not started)
     C("attempts", N, nullable=False, default=0),  # tries that failed; being stopped or killed is no failure
     C("folder", T, nullable=False),
+    C(
+        "computing", J(none_as_null=True)
+    ),  # precision, kernels and machine (factory.computing); null: an older factory's
     C("result", J),  # what result.json said, once done
     C("created_at", F, nullable=False),
     C("finished_at", F),
@@ -334,11 +339,24 @@ class Ledger:
                 f"the ledger at {ledger.engine.url!r} cannot be read: {error.orig}; run 'factory init'"
             ) from error
         version = found and found["value"]
+        if version in ADDED:
+            ledger._add_columns(version)
+            version = SCHEMA_VERSION
         if version != SCHEMA_VERSION:
             raise WorkspaceError(
                 f"the ledger at {ledger.engine.url!r} is of version {version}, this factory speaks {SCHEMA_VERSION}"
             )
         return ledger
+
+    def _add_columns(self, version: str) -> None:
+        """Bring an older ledger up to date; in one transaction, and by one process where several open it at once."""
+        with self.begin() as tx:
+            found = tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar()
+            if found != version:
+                return  # another process did
+            for table, column, kind in ADDED[version]:
+                tx.execute(sa.text(f"ALTER TABLE {table} ADD COLUMN {column} {kind}"))
+            tx.execute(meta.update().where(meta.c.key == "schema").values(value=SCHEMA_VERSION))
 
     @contextmanager
     def begin(self) -> Iterator[sa.Connection]:

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from factory import computing
 from factory.errors import ConfigError, InputError
 from factory.launching import ranks
 from factory.ledger import Ledger, checkpoints, data_plans, record, segments, token_shards
+from factory.progress import SILENT, Progress
+from factory.tuned_kernels import KERNELS
 from factory.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -57,8 +60,8 @@ def next_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -
     return Trunk(max(0, possible), new, wanted, max(0, needs(1) - left) if possible < 1 else 0)
 
 
-def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -> int:
-    """Record the next trunk segment over every token shard there is; returns its id.
+def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None, progress: Progress = SILENT) -> int:
+    """Record the next trunk segment over every token shard there is; returns its id. ``progress`` is told how it will be computed.
 
     Shards that the trunk has not seen join as a new generation. Raises: InputError when there is too little to train on.
     """
@@ -74,16 +77,16 @@ def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -
             f"too little to train on: recipe {recipe.name} (max_epochs {recipe.mixture.max_epochs}) needs at least "
             f"{trunk.missing_tokens:,} tokens more; drop shards into the inbox or run 'factory ingest PATH'"
         )
-    return _plan(workspace, ledger, "trunk", last, trunk.steps, _every_shard(ledger, last))
+    return _plan(workspace, ledger, "trunk", last, trunk.steps, _every_shard(ledger, last), progress)
 
 
-def plan_anneal(workspace: Workspace, ledger: Ledger) -> int:
+def plan_anneal(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT) -> int:
     """Record an anneal branch off the trunk's last checkpoint, over the trunk's token shards; returns its id."""
     trunk = last_segment(ledger, "trunk")
     if trunk is None:
         raise InputError("there is no trunk to anneal from: run 'factory train' first")
     shards = [(s["id"], s["path"], s["generation"]) for s in plan_of(ledger, trunk)["token_shards"]]
-    return _plan(workspace, ledger, "anneal", trunk, load_recipe(workspace).schedule.anneal_steps, shards)
+    return _plan(workspace, ledger, "anneal", trunk, load_recipe(workspace).schedule.anneal_steps, shards, progress)
 
 
 def last_segment(ledger: Ledger, kind: str) -> dict[str, Any] | None:
@@ -220,14 +223,21 @@ def _plan(
     parent: dict[str, Any] | None,
     length: int,
     shards: list[tuple[str, str, int]],
+    progress: Progress,
 ) -> int:
-    from factory.repository import live_commit
+    from factory.repository import file_text, live_commit
 
     recipe = load_recipe(workspace)
     first = parent["last_step"] if parent else 0
     plan, left_out = _data_plan(ledger, recipe, kind, shards, first, first + length)
     _refuse_padding(ledger, recipe, plan, parent, first + length)
     commit = live_commit(workspace.repository)
+    kernels = file_text(workspace.repository, commit, KERNELS)
+    recipe, computed, notes = computing.decide(
+        workspace, recipe, kernels, parent["recipe_json"]["precision"] if parent else ""
+    )
+    for note in notes:
+        progress.line(f"  {note}")
     with ledger.begin() as tx:
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
@@ -247,9 +257,10 @@ def _plan(
                 last_step=first + length,
                 state="planned",
                 folder=str(workspace.segments / f"{number:05d}-{kind}"),
+                computing=computed,
                 created_at=time.time(),
             )
         )
-        detail = {"kind": kind, "steps": [first, first + length], "domains_not_arrived": left_out}
+        detail = {"kind": kind, "steps": [first, first + length], "domains_not_arrived": left_out, "notes": notes}
         record(tx, "segment_planned", f"segment:{number}", detail)
     return number

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from factory import repository
+import yaml
+
+from factory import computing, repository
 from factory.errors import FactoryError, InputError, nearest
 from factory.ledger import Ledger, profiles, record
+from factory.planning import last_segment
 from factory.progress import Progress
 from factory.workspace import Workspace, code_root
 
@@ -75,8 +78,8 @@ def profile(workspace: Workspace, ledger: Ledger, progress: Progress, options: O
     if changed:
         progress.line(f"  not committed, so not part of the live code: {', '.join(changed[:5])}")
     folder = workspace.reports / "profiles" / f"{commit[:12]}-{time.time_ns()}"
-    arguments = ["--recipe", str(recipe), "--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(folder)]
     folder.mkdir(parents=True)
+    arguments = [*_as_trained(workspace, ledger, recipe, code, folder), "--out", str(folder)]
     try:
         run_profiler(code, [*arguments, *options.arguments()], progress, workspace.root / "cache" / "inductor")
         found = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
@@ -99,6 +102,24 @@ def profile(workspace: Workspace, ledger: Ledger, progress: Progress, options: O
 
     Tracking.open(workspace, ledger).profile_run(number)
     return number
+
+
+def _as_trained(workspace: Workspace, ledger: Ledger, path: Path, code: Path, folder: Path) -> list[str]:
+    """The profiler's arguments for a recipe in the precision and with the kernels that a segment planned now would have."""
+    from trainer.errors import RecipeError
+    from trainer.recipe import Recipe
+
+    try:
+        recipe = Recipe.load(path)
+    except RecipeError as error:
+        raise InputError(str(error)) from None
+    last = last_segment(ledger, "trunk")
+    before = last["recipe_json"]["precision"] if last and last["recipe"] == recipe.name else ""
+    kernels = (code / "policies" / "kernels.yaml").read_text("utf-8")
+    recipe, computed, _ = computing.decide(workspace, recipe, kernels, before)
+    given = folder / "recipe.yaml"
+    given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    return ["--recipe", str(given), "--kernels", str(computing.write_kernels(folder, computed))]
 
 
 def profile_checkout(out: Path, progress: Progress, options: Options = Options()) -> Path:

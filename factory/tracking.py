@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from factory.computing import describe
 from factory.ledger import (
     Ledger,
     candidates,
@@ -134,11 +135,13 @@ class Tracking:
             "data_plan": segment["data_plan"],
             "token_shards": len(plan["plan"].get("token_shards", [])) if plan else None,
             "mlflow.source.git.commit": segment["code_commit"],
+            "computing": describe(segment["computing"]) or None,
         }
         params = {
             "first_step": segment["first_step"],
             "last_step": segment["last_step"],
             **flatten(segment["recipe_json"]),
+            **{f"computing.{key}": value for key, value in flatten(segment["computing"] or {}).items()},
         }
         name = f"{segment['kind']}-{segment['id']}"
         return self._run(f"segment:{segment['id']}", TRAINING, name, segment["created_at"], tags, params)

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol
 
 import sqlalchemy as sa
 
+from factory.computing import write_kernels
 from factory.errors import SegmentError
 from factory.exports import folder_sha256
 from factory.launching import (
@@ -76,7 +77,7 @@ def run_segment(
     ensure_certified(workspace, ledger, row, progress)
     folder = Path(row["folder"])
     folder.mkdir(parents=True, exist_ok=True)
-    write_spec(folder, spec_of(ledger, row))
+    write_spec(folder, spec_of(ledger, row) | {"kernels": write_kernels(folder, row["computing"])})
     code = _run_trainer(workspace, row, folder, progress, follower)
     result_path = folder / "result.json"
     if code != 0 or not result_path.exists():
@@ -87,7 +88,7 @@ def run_segment(
 
 
 def spec_of(ledger: Ledger, row: dict[str, Any]) -> dict[str, Any]:
-    """What segment.json says of a segment."""
+    """What segment.json says of a segment, but for its kernels (``computing.write_kernels``)."""
     start = None if row["parent"] is None else last_checkpoint(ledger, row["parent"])["path"]
     parent = ledger.one(sa.select(segments.c.kind).where(segments.c.id == row["parent"]))
     spec = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -56,7 +57,7 @@ class Setting:
         }
         batch = recipe["batch"]
         shape = Shape(batch=batch.get("micro_sequences") or batch["sequences"], **sizes)
-        return cls(shape, recipe.get("precision", "bf16"), recipe.get("compile", True))
+        return cls(shape, recipe.get("precision", "auto"), recipe.get("compile", True))
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,13 @@ def compare(
     device: str = "cpu",
     pairs: int = 9,
     warmup: int = 3,
+    seconds: float = math.inf,
 ) -> Comparison:
-    """Raises: KernelError for an op or implementation that is not there or does not run on the device, or a device that is not here."""
+    """``pairs`` of runs, or as many as ``seconds`` allow, compilation included; one at least.
+
+    Raises: KernelError for an op or implementation that is not there or does not run on the device, or a device that is not here."""
     op = get(name) if isinstance(name, str) else name
+    deadline = time.monotonic() + seconds
     if device.split(":")[0] not in DEVICE_CLASSES:
         raise KernelError(f"unknown device {device!r}; there are: {', '.join(DEVICE_CLASSES)}")
     if device != "cpu" and not torch.cuda.is_available():
@@ -103,16 +108,20 @@ def compare(
         for f in functions
     ]
     for step in steps:
-        for _ in range(warmup):
-            step()
+        step()
+        for _ in range(warmup - 1):
+            if time.monotonic() < deadline:
+                step()
     times: list[list[float]] = [[], []]
     for pair in range(pairs):
+        if pair and time.monotonic() > deadline:
+            break
         for side in (0, 1) if pair % 2 else (1, 0):
             began = time.perf_counter()
             steps[side]()
             times[side].append(time.perf_counter() - began)
     ratios = sorted(a / b for a, b in zip(*times))
-    quartiles = statistics.quantiles(ratios, n=4) if pairs > 1 else [ratios[0]] * 3
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     base, mine = (statistics.median(t) for t in times)
     return Comparison(
         op.name,
@@ -126,7 +135,7 @@ def compare(
         quartiles[1],
         quartiles[0],
         quartiles[2],
-        pairs,
+        len(ratios),
     )
 
 

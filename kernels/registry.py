@@ -26,6 +26,7 @@ from kernels import (
     rms_norm,
     swiglu,
 )
+from kernels.choice import AUTO, Choice, resolve
 from kernels.op import CASES, Case, Cost, Implementation, KernelError, Op, Shape
 from kernels.oracle import outcome
 
@@ -68,7 +69,6 @@ OPS: Mapping[str, Op] = MappingProxyType(
 )
 DEVICE_CLASSES = ("cpu", "cuda")
 FALLBACKS = ("fail", "reference")  # what a chosen kernel that cannot be compiled or run does; the first is the default
-Choice = dict[str, str]  # op → implementation; an op that is not named runs its reference
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ def get(name: str) -> Op:
     return OPS[name]
 
 
-def load_choice(path: Path | str, device: str = "cpu") -> Choice:
+def load_choice(path: Path | str, device: str = "cpu", tuned: Mapping[str, str] | None = None) -> Choice:
     """Read ``kernels.yaml``: for each device class a map op → implementation. Returns the one for ``device``, every
-    op named.
+    op named; one that the file does not name runs its reference, and ``auto`` what ``tuned`` says, else what runs untuned.
 
     Raises: KernelError that names the file and the key, and lists what there is.
     """
-    return dict.fromkeys(OPS, "reference") | _read(path).get(torch.device(device).type, {})
+    return dict.fromkeys(OPS, "reference") | resolve(_read(path).get(torch.device(device).type, {}), tuned)
 
 
 def load_fallback(path: Path | str) -> str:
@@ -129,7 +129,7 @@ def _read(path: Path | str) -> dict[str, Any]:
             raise KernelError(f"{path}: {key}: expected a map op → implementation")
         for name, implementation in value.items():
             try:
-                check(str(name), str(implementation), key)
+                get(str(name)) if implementation == AUTO else check(str(name), str(implementation), key)
             except KernelError as error:
                 raise KernelError(f"{path}: {key}: {error}") from error
     return document

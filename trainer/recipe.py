@@ -15,6 +15,7 @@ from trainer.strict import Strict, parse, read_yaml
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+AUTO = "auto"
 GROUPED_MULTIPLE = 8  # torch's grouped_mm wants rows of 16 bytes; of bf16 that is 8
 
 
@@ -334,7 +335,8 @@ class Recipe(Strict):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
     seed: Annotated[int, Field(ge=0)] = 1
-    precision: Literal["fp32", "bf16"] = "bf16"  # of the forward and backward; weights and optimiser are fp32
+    # Of the forward and backward; weights and optimiser are fp32. auto: the fastest here, found when a segment is planned.
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     compile: bool = True  # torch.compile each block
     checkpoint_every: Positive = 200  # steps
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2  # newest ones kept in a segment's folder

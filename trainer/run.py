@@ -22,12 +22,11 @@ from trainer.model import Decoder
 from trainer.monitor import Half, Monitor
 from trainer.optimizer import Optimizer, squares
 from trainer.parallel import Ranks, first_holder, local
+from trainer.precision import DTYPES
 from trainer.region import Region
 from trainer.schedule import lr_share
 from trainer.spec import SegmentSpec
 from trainer.stability import Detector, ThroughputDetector, clip_and_skip
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Run:

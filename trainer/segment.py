@@ -29,7 +29,8 @@ from trainer.json_lines import read_lines
 from trainer.metrics import Lines, matmul_rate
 from trainer.optimizer import format_table
 from trainer.parallel import Ranks
-from trainer.run import DTYPES, Run
+from trainer.precision import DTYPES
+from trainer.run import Run
 from trainer.spec import SegmentSpec
 
 LAST_STEPS = 20  # steps that the result's loss is the mean of

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from trainer.data_plan import DataPlan
 from trainer.errors import SpecError
-from trainer.recipe import Recipe
+from trainer.recipe import AUTO, Recipe
 from trainer.strict import Strict, parse
 
 
@@ -36,6 +36,11 @@ class SegmentSpec(Strict):
             raise ValueError("initial_checkpoint is missing: only a run that begins at step 0 has none")
         if self.kind == "anneal" and self.initial_checkpoint is None:
             raise ValueError("initial_checkpoint is missing: an anneal branches off a trunk's checkpoint")
+        if self.recipe.precision == AUTO:
+            raise ValueError(
+                "recipe.precision is 'auto', and a segment goes on in the precision that it begins with: write fp32 or bf16 "
+                "('python -m trainer.precision RECIPE' measures both here)"
+            )
         return self
 
     @classmethod

@@ -24,9 +24,10 @@ How a patch is judged, by measurements it cannot touch:
   weights must learn the same.
 
 How ops are built: kernels/<op>.py holds a reference, a cost model, test inputs and implementations; policies/kernels.yaml chooses one for
-each kind of device. Add an implementation beside the reference and choose it for the device that the roofline names; what is chosen for
-others is judged where they are. A fused implementation has a backward pass of its own (torch.autograd.Function). Never change a
-reference, test inputs or a cost model."""
+each kind of device. `auto` there stands for the fastest of the implementations that are registered already, measured on this machine;
+only an implementation that you name in place of it is run. Add an implementation beside the reference and choose it for the device
+that the roofline names; what is chosen for others is judged where they are. A fused implementation has a backward pass of its own
+(torch.autograd.Function). Never change a reference, test inputs or a cost model."""
 SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 

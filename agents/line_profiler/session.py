@@ -27,8 +27,9 @@ from kernels.precision import matrix_units
 from kernels.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
 from trainer.metrics import matmul_rate
+from trainer.precision import DTYPES, device_here, resolved
 from trainer.recipe import Recipe
-from trainer.run import DTYPES, Run
+from trainer.run import Run
 
 WARMUP_STEPS = 2
 STEPS = 6
@@ -66,6 +67,7 @@ def measure(
 
     Raises: TrainerError, KernelError.
     """
+    recipe = resolved(recipe, device_here())
     with matrix_units(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
         report("eager step")
         run = make_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)

@@ -1,4 +1,4 @@
-"""The model loop from the command line: ``init``, ``ingest``, ``run``, ``train``, ``certify``, ``anneal``, ``average``, ``evaluate``,
+"""The model loop from the command line: ``init``, ``tune``, ``ingest``, ``run``, ``train``, ``certify``, ``anneal``, ``average``, ``evaluate``,
 ``release``."""
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ def init(
     repository: Annotated[
         str, typer.Option(help="Git repository whose code is trained with and patched (default: this factory's own).")
     ] = "",
+    tune: Annotated[bool, typer.Option(help="Time the registered kernels on this machine (as 'factory tune').")] = True,
 ) -> None:
     """Make a workspace: one folder that holds all state of one factory. Safe to run again."""
+    from factory.console import Terminal
     from factory.ledger import Ledger
 
     known = {path.stem for path in code_root().glob("policies/recipes/*.yaml")}
@@ -31,10 +33,44 @@ def init(
         where, Config(recipe=recipe, repository=str(Path(repository).resolve()) if repository else "")
     )
     Ledger.create(workspace.ledger_url)
+    if tune:
+        from factory.tuning import tune_if_new
+
+        tune_if_new(workspace, Terminal())
     print(
         f"workspace ready at {workspace.root}\n"
         f"next: drop shards into {workspace.inbox} and run 'factory run --once', or 'factory ingest PATH'"
     )
+
+
+@app.command()
+def tune(
+    where: Where = DEFAULT,
+    seconds: Annotated[float, typer.Option(min=1, help="Stop timing after this long.")] = 60.0,
+    show: Annotated[
+        str, typer.Option(help="Print what was found for a class of machine ('all': every class), and time nothing.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Time every registered kernel that is right on this machine, at the recipe's shapes. What policies/kernels.yaml leaves to
+    'auto' is the fastest of them from the next segment on; the segment before it certifies the change."""
+    from factory.progress import SILENT
+    from factory.tuned_kernels import describe, every, read
+    from factory.tuning import tune as measure
+
+    workspace, _, terminal = open_workspace(where)
+    if show:
+        found = [tuning for _, tuning in every(workspace, "" if show == "all" else show)]
+    else:
+        found = [read(measure(workspace, SILENT if as_json else terminal, seconds))]
+    if as_json:
+        print_json(found)
+        return
+    for tuning in found:
+        for line in describe(tuning):
+            terminal.line(line)
+    if not found:
+        terminal.line("nothing is tuned yet: run 'factory tune'")
 
 
 @app.command()
@@ -103,7 +139,7 @@ def train(
         if waiting:
             terminal.line(f"  first, segment {waiting} that was cut short")
             train_segment(workspace, ledger, waiting, terminal)
-        train_segment(workspace, ledger, plan_trunk(workspace, ledger, steps), terminal)
+        train_segment(workspace, ledger, plan_trunk(workspace, ledger, steps, terminal), terminal)
 
 
 @app.command()
@@ -160,7 +196,7 @@ def anneal(where: Where = DEFAULT) -> None:
             workspace, ledger
         ).unexported_anneal  # an anneal that was cut short is finished, not done twice
         if number is None:
-            number = plan_anneal(workspace, ledger)
+            number = plan_anneal(workspace, ledger, terminal)
             train_segment(workspace, ledger, number, terminal)
         terminal.line(f"  candidate {export_candidate(workspace, ledger, number)}")
 

@@ -68,7 +68,7 @@ def plan(
         )
         ask = Ask(shape, wanted, gpus, machine, logit_rows=_logit_rows(), mfu=mfu, price=price or PRICE)
         if asked:
-            rounded = asked.precision == "bf16"
+            rounded = asked.precision != "fp32"  # every machine of the table has bf16, and auto takes it there
             ask = replace(
                 ask,
                 batch=asked.batch,
@@ -127,7 +127,7 @@ def _logit_rows() -> int | None:
 
     policy = yaml.safe_load((code_root() / "policies" / "kernels.yaml").read_text("utf-8"))
     chosen = policy.get("cuda", {}).get("linear_cross_entropy", "reference")
-    return None if chosen in ("reference", "compiled") else 1024
+    return None if chosen in ("auto", "reference", "compiled") else 1024
 
 
 def _show(plan: RunPlan) -> None:

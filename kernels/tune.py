@@ -1,0 +1,148 @@
+"""Which registered implementation of each op is the fastest here: ``python -m kernels.tune --recipe FILE --precision fp32``.
+
+Every implementation that runs on the device and passes the oracle is timed against the op's reference, forward and backward,
+on the recipe's shapes, in pairs (``kernels.bench``). The ops that a step spends most of its work in come first, so that what
+``--seconds`` cut off is what matters least. Prints progress to standard error, a line each, and one JSON object to standard
+output. What it chooses is approved code: choosing needs no proposal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from kernels import machine
+from kernels.bench import DTYPES, Comparison, Setting, compare
+from kernels.choice import UNTUNED, Choice
+from kernels.host_memory import keep_freed_memory
+from kernels.op import CASES, Implementation, KernelError, Op
+from kernels.oracle import judge
+from kernels.precision import matrix_units
+from kernels.registry import OPS
+
+SECONDS = 60.0
+PAIRS = 7
+WORTH = 1.02  # times as fast as the reference that another implementation must be: less is noise of one process
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One implementation of an op beside its reference."""
+
+    op: str
+    implementation: str
+    ratio: float | None  # the reference's time over this one's; None where it was not timed
+    seconds: float | None
+    why: str = ""  # why it was not timed
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured, and what follows from it."""
+
+    setting: Setting
+    choice: Choice  # every op, by name
+    timed: list[Timed]
+
+
+def contenders(op: Op, setting: Setting, device: str) -> Iterator[Implementation]:
+    """What may compute an op besides its reference. Inside a block that is compiled anyway, ``compiled`` is the reference."""
+    for implementation in op.implementations.values():
+        same = implementation.name == "reference"
+        same |= implementation.name == "compiled" and setting.compile and op.in_block
+        interpreted = implementation.needs_triton and device == "cpu"
+        if not same and not interpreted and implementation.runs_on(device):
+            yield implementation
+
+
+def tune(
+    setting: Setting, device: str, seconds: float = SECONDS, ops: tuple[str, ...] = (), say: Say = print
+) -> Tuning:
+    """Time what there is within ``seconds``; an op that could not be timed keeps what runs untuned.
+
+    Raises: KernelError for a device that is not here.
+    """
+    deadline = time.monotonic() + seconds
+    dtype = DTYPES[setting.precision]
+    choice: Choice = {name: UNTUNED.get(name, "reference") for name in OPS}
+    timed: list[Timed] = []
+    wanted = [OPS[name] for name in OPS if not ops or name in ops]
+    # 8 FLOPs a byte: about what a machine computes while it moves one
+    work = {o.name: sum_of(o, setting, dtype) for o in wanted}
+    for op in sorted(wanted, key=lambda o: -work[o.name]):
+        found: list[Timed] = []
+        for implementation in contenders(op, setting, device):
+            one = _time(op, implementation, setting, device, deadline)
+            found.append(one)
+            say(f"{op.name}: {implementation.name} {_words(one)}")
+        timed += found
+        measured = [one for one in found if one.ratio is not None]
+        if measured:
+            best = max(measured, key=lambda one: one.ratio or 0.0)
+            choice[op.name] = best.implementation if (best.ratio or 0.0) > WORTH else "reference"
+    return Tuning(setting, choice, timed)
+
+
+def sum_of(op: Op, setting: Setting, dtype: torch.dtype) -> float:
+    cost = op.cost(setting.shape, dtype.itemsize)
+    return cost.forward_flops + cost.backward_flops + 8 * (cost.forward_bytes + cost.backward_bytes)
+
+
+def _time(op: Op, implementation: Implementation, setting: Setting, device: str, deadline: float) -> Timed:
+    """Raises nothing: what cannot be compiled, run or trusted here is told and not chosen."""
+    name, dtype = implementation.name, DTYPES[setting.precision]
+    if time.monotonic() > deadline:
+        return Timed(op.name, name, None, None, "not timed: the seconds for tuning are spent")
+    if instead := implementation.instead(setting.shape, dtype):
+        by = instead.partition(": ")[2] or instead
+        return Timed(op.name, name, None, None, f"not timed: {by}")
+    try:
+        checked = judge(op, name, CASES[0], dtype=dtype, device=device)
+        if not checked.ok:
+            return Timed(op.name, name, None, None, f"not timed: it is wrong here: {checked.failures()}")
+        with matrix_units(dtype):
+            left = max(1.0, deadline - time.monotonic())
+            found: Comparison = compare(op, name, setting=setting, device=device, pairs=PAIRS, warmup=2, seconds=left)
+    except Exception as error:  # compilers raise what they like
+        said = str(error).strip().splitlines() or ["no message"]
+        return Timed(op.name, name, None, None, f"not timed: {type(error).__name__}: {said[0][:200]}")
+    return Timed(op.name, name, found.ratio, found.seconds)
+
+
+def _words(one: Timed) -> str:
+    if one.ratio is None or one.seconds is None:
+        return one.why
+    return f"takes {one.seconds * 1e3:.1f} ms, {one.ratio:.2f}x as fast as the reference"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.tune", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--recipe", type=Path, required=True, help="take shapes and compilation from this recipe")
+    parser.add_argument("--precision", choices=tuple(DTYPES), required=True)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--ops", nargs="*", default=[], help="only these")
+    chosen = parser.parse_args(arguments)
+    keep_freed_memory()  # as the trainer does
+    try:
+        setting = Setting.of_recipe(chosen.recipe)
+        setting = Setting(setting.shape, chosen.precision, setting.compile)
+        say = lambda line: print(line, file=sys.stderr, flush=True)
+        found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops), say)
+    except KernelError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps({"machine": machine.here(chosen.device).to_json(), **asdict(found)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
