@@ -12,8 +12,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,7 +39,9 @@ class Timed:
 
     op: str
     implementation: str
-    ratio: float | None  # the reference's time over this one's; None where it was not timed
+    ratio: float | None  # the reference's time over this one's, the median of pairs; None where it was not timed
+    low: float | None  # quartiles of the pairs
+    high: float | None
     seconds: float | None
     why: str = ""  # why it was not timed
 
@@ -54,13 +56,17 @@ class Tuning:
 
 
 def contenders(op: Op, setting: Setting, device: str) -> Iterator[Implementation]:
-    """What may compute an op besides its reference. Inside a block that is compiled anyway, ``compiled`` is the reference."""
+    """What may compute an op besides its reference, as the recipe would run it.
+
+    ``compiled`` is the reference itself inside a block that is compiled anyway, and where nothing is compiled at all.
+    """
     for implementation in op.implementations.values():
         same = implementation.name == "reference"
-        same |= implementation.name == "compiled" and setting.compile and op.in_block
+        same |= implementation.name == "compiled" and (op.in_block or not setting.compile)
         interpreted = implementation.needs_triton and device == "cpu"
         if not same and not interpreted and implementation.runs_on(device):
-            yield implementation
+            function = implementation.function if setting.compile else implementation.eager
+            yield replace(implementation, function=function or implementation.function)
 
 
 def tune(
@@ -71,50 +77,62 @@ def tune(
     Raises: KernelError for a device that is not here.
     """
     deadline = time.monotonic() + seconds
-    dtype = DTYPES[setting.precision]
     choice: Choice = {name: UNTUNED.get(name, "reference") for name in OPS}
-    timed: list[Timed] = []
     wanted = [OPS[name] for name in OPS if not ops or name in ops]
-    # 8 FLOPs a byte: about what a machine computes while it moves one
-    work = {o.name: sum_of(o, setting, dtype) for o in wanted}
-    for op in sorted(wanted, key=lambda o: -work[o.name]):
-        found: list[Timed] = []
-        for implementation in contenders(op, setting, device):
-            one = _time(op, implementation, setting, device, deadline)
-            found.append(one)
-            say(f"{op.name}: {implementation.name} {_words(one)}")
-        timed += found
-        measured = [one for one in found if one.ratio is not None]
-        if measured:
-            best = max(measured, key=lambda one: one.ratio or 0.0)
-            choice[op.name] = best.implementation if (best.ratio or 0.0) > WORTH else "reference"
+    wanted.sort(key=lambda op: -work(op, setting))
+    every = [(op, implementation) for op in wanted for implementation in contenders(op, setting, device)]
+    every.sort(key=lambda pair: pair[1].eager is not None)  # what starts no compiler of its own is timed at once
+    timed: list[Timed] = []
+    for number, (op, implementation) in enumerate(every):
+        left = deadline - time.monotonic()
+        fair = 2 * left / (len(every) - number)  # most take less than their share
+        op = replace(op, implementations={**op.implementations, implementation.name: implementation})
+        one = _time(op, implementation, setting, device, min(left, fair))
+        timed.append(one)
+        say(f"{op.name}: {implementation.name} {_words(one)}")
+    choice |= {op.name: best([one for one in timed if one.op == op.name], choice[op.name]) for op in wanted}
     return Tuning(setting, choice, timed)
 
 
-def sum_of(op: Op, setting: Setting, dtype: torch.dtype) -> float:
-    cost = op.cost(setting.shape, dtype.itemsize)
+def best(timed: Sequence[Timed], untuned: str) -> str:
+    """The implementation to run: the fastest of those that three pairs in four show faster than the reference.
+
+    >>> best([Timed("swiglu", "native", 1.3, 1.2, 1.4, 0.01), Timed("swiglu", "compiled", 1.5, 0.9, 2.1, 0.01)], "reference")
+    'native'
+    """
+    shown = [one for one in timed if one.low is not None and one.low > WORTH]
+    if shown:
+        return max(shown, key=lambda one: one.ratio or 0.0).implementation
+    slower = any(one.implementation == untuned and one.high is not None and one.high < 1 for one in timed)
+    return "reference" if slower else untuned
+
+
+def work(op: Op, setting: Setting) -> float:
+    """What a call of the op takes at least, in FLOPs: a machine computes about eight while it moves a byte."""
+    cost = op.cost(setting.shape, DTYPES[setting.precision].itemsize)
     return cost.forward_flops + cost.backward_flops + 8 * (cost.forward_bytes + cost.backward_bytes)
 
 
-def _time(op: Op, implementation: Implementation, setting: Setting, device: str, deadline: float) -> Timed:
+def _time(op: Op, implementation: Implementation, setting: Setting, device: str, seconds: float) -> Timed:
     """Raises nothing: what cannot be compiled, run or trusted here is told and not chosen."""
     name, dtype = implementation.name, DTYPES[setting.precision]
-    if time.monotonic() > deadline:
-        return Timed(op.name, name, None, None, "not timed: the seconds for tuning are spent")
+    if seconds <= 0:
+        return Timed(op.name, name, None, None, None, None, "not timed: the seconds for tuning are spent")
     if instead := implementation.instead(setting.shape, dtype):
         by = instead.partition(": ")[2] or instead
-        return Timed(op.name, name, None, None, f"not timed: {by}")
+        return Timed(op.name, name, None, None, None, None, f"not timed: {by}")
     try:
         checked = judge(op, name, CASES[0], dtype=dtype, device=device)
         if not checked.ok:
-            return Timed(op.name, name, None, None, f"not timed: it is wrong here: {checked.failures()}")
+            return Timed(op.name, name, None, None, None, None, f"not timed: it is wrong here: {checked.failures()}")
         with matrix_units(dtype):
-            left = max(1.0, deadline - time.monotonic())
-            found: Comparison = compare(op, name, setting=setting, device=device, pairs=PAIRS, warmup=2, seconds=left)
+            found: Comparison = compare(
+                op, name, setting=setting, device=device, pairs=PAIRS, warmup=2, seconds=seconds
+            )
     except Exception as error:  # compilers raise what they like
         said = str(error).strip().splitlines() or ["no message"]
-        return Timed(op.name, name, None, None, f"not timed: {type(error).__name__}: {said[0][:200]}")
-    return Timed(op.name, name, found.ratio, found.seconds)
+        return Timed(op.name, name, None, None, None, None, f"not timed: {type(error).__name__}: {said[0][:200]}")
+    return Timed(op.name, name, found.ratio, found.ratio_low, found.ratio_high, found.seconds)
 
 
 def _words(one: Timed) -> str:

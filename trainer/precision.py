@@ -34,6 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS = 3.0  # of a whole probe, at most
 WORTH = 1.1  # another precision must be this many times as fast to be taken: what a probe draws is less
 WARN = 1.3  # an explicit precision that costs more than this is warned of
+MOST_WEIGHTS = 1 << 24  # of one matrix; of a larger one a part is timed
 SMALLEST = 64  # side of the first product, which only says how large the next may be
 
 
@@ -147,7 +148,7 @@ def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Pro
     taken: dict[str, float] = {}
     rates: dict[str, dict[str, float]] = {}
     share = seconds / (len(offered) * 4)  # three parts, and the small product before them
-    with torch.random.fork_rng(devices=[]), _one_thread(device) as threads:
+    with _one_thread(device) as threads:
         for name in offered:
             dtype = DTYPES[name]
             with matrix_units(dtype):
@@ -228,18 +229,19 @@ def _attention(
 
 
 def _head(model: ModelRecipe, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], float]:
-    x, w = _leaf((rows, model.d_model), device, dtype), _leaf((model.vocab_size, model.d_model), device, dtype)
+    vocabulary = min(model.vocab_size, MOST_WEIGHTS // model.d_model)
+    x, w = _leaf((rows, model.d_model), device, dtype), _leaf((vocabulary, model.d_model), device, dtype)
     target = torch.zeros(rows, dtype=torch.long, device=device)
 
     def run() -> None:
         loss = F.cross_entropy(F.linear(x, w).float(), target)
         torch.autograd.grad(loss, (x, w))
 
-    return run, 6.0 * rows * model.d_model * model.vocab_size
+    return run, 6.0 * rows * model.d_model * vocabulary
 
 
 def _square(size: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], float]:
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a, b = (_leaf((size, size), device, dtype).detach() for _ in range(2))
 
     def run() -> None:
         a @ b
@@ -248,7 +250,7 @@ def _square(size: int, device: torch.device, dtype: torch.dtype) -> tuple[Callab
 
 
 def _leaf(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype).requires_grad_()
+    return torch.full(shape, 0.01, dtype=dtype, device=device).requires_grad_()  # a product's time knows no values
 
 
 def _grown(part: Part, guess: float, device: torch.device, seconds: float) -> float:

@@ -1,0 +1,71 @@
+"""``python -m agents.line_profiler.step_rate --recipe FILE --kernels FILE``: how long a recipe takes to start, and a step of it.
+
+On random documents, through the trainer's own step. Prints one JSON object: {"start_s", "step_s", "steps", "tokens_per_s"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+BEGAN = time.perf_counter()  # before torch is imported: that is part of a start
+
+from agents.line_profiler.workload import make_run  # noqa: E402
+from kernels.host_memory import keep_freed_memory  # noqa: E402
+from kernels.op import KernelError  # noqa: E402
+from kernels.precision import matrix_units  # noqa: E402
+from trainer.batch import make_batch  # noqa: E402
+from trainer.errors import TrainerError  # noqa: E402
+from trainer.precision import DTYPES, device_here, resolved  # noqa: E402
+from trainer.recipe import Recipe  # noqa: E402
+
+STEPS, SECONDS = 8, 6.0
+
+
+def rate(recipe: Recipe, kernels: Path, steps: int = STEPS, seconds: float = SECONDS) -> dict[str, float]:
+    """Seconds from the start of this process to the end of the first step, and of a step after it: the median of ``steps``, or of as
+    many as fit into ``seconds``. Raises: TrainerError, KernelError.
+    """
+    recipe = resolved(recipe, device_here())
+    with matrix_units(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="rate-") as folder:
+        run = make_run(recipe, kernels, Path(folder), steps=steps + 2, compile=recipe.compile)
+        run.train_step(make_batch(run.order).to(run.ranks.device))
+        started = time.perf_counter()
+        times: list[float] = []
+        while len(times) < steps and (not times or time.perf_counter() - started < seconds):
+            before = time.perf_counter()
+            run.train_step(make_batch(run.order).to(run.ranks.device))
+            times.append(time.perf_counter() - before)
+    step = statistics.median(times)
+    return {
+        "start_s": started - BEGAN,
+        "step_s": step,
+        "steps": len(times),
+        "tokens_per_s": recipe.tokens_per_step / step,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m agents.line_profiler.step_rate", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--kernels", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    chosen = parser.parse_args(arguments)
+    keep_freed_memory()  # as the trainer does
+    try:
+        print(json.dumps(rate(Recipe.load(chosen.recipe), chosen.kernels, chosen.steps)))
+    except (TrainerError, KernelError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

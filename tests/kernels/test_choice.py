@@ -1,0 +1,55 @@
+"""``kernels.yaml`` as data: what ``auto`` stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kernels.choice import automatic, resolve, resolved_text, section_of
+from kernels.registry import OPS, KernelError, load_choice
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "fallback: reference\ncpu:\n  attention: auto\n  adamw: auto\n  swiglu: native\ncuda:\n  attention: flex\n"
+
+
+def test_auto_is_what_tuning_found_and_a_name_stands() -> None:
+    section = section_of(TEXT, "cpu")
+    assert automatic(section) == ["attention", "adamw"]
+    assert resolve(section, {"attention": "recompute", "swiglu": "reference"}) == {
+        "attention": "recompute",
+        "adamw": "fused",
+        "swiglu": "native",
+    }
+
+
+def test_untuned_auto_is_the_reference_and_the_fused_optimiser() -> None:
+    assert resolve(section_of(TEXT, "cpu")) == {"attention": "reference", "adamw": "fused", "swiglu": "native"}
+
+
+def test_resolved_text_keeps_one_device_and_the_fallback() -> None:
+    text = resolved_text(TEXT, "cpu", {"attention": "native"})
+    assert yaml.safe_load(text) == {
+        "cpu": {"attention": "native", "adamw": "fused", "swiglu": "native"},
+        "fallback": "reference",
+    }
+
+
+def test_registry_reads_auto_and_refuses_an_unknown_op(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.yaml"
+    path.write_text(TEXT)
+    assert load_choice(path, "cpu", {"attention": "recompute"}) == dict.fromkeys(OPS, "reference") | {
+        "attention": "recompute",
+        "adamw": "fused",
+        "swiglu": "native",
+    }
+    path.write_text("cpu:\n  atention: auto\n")
+    with pytest.raises(KernelError, match=r"no op 'atention'"):
+        load_choice(path)
+
+
+def test_every_shipped_choice_is_auto() -> None:
+    text = (ROOT / "policies" / "kernels.yaml").read_text()
+    for device in ("cpu", "cuda"):
+        assert automatic(section_of(text, device)) == list(OPS)
