@@ -26,8 +26,7 @@ from factory.exports import folder_sha256
 from factory.launching import (
     EXIT_DISK_FULL,
     EXIT_STOPPED,
-    STILL_RUNNING_SECONDS,
-    die_with_parent,
+    die_with,
     ended,
     exit_code,
     forget_exit,
@@ -38,9 +37,11 @@ from factory.launching import (
 from factory.ledger import Ledger, anomalies, candidates, checkpoints, record, segments
 from factory.planning import check_ranks, last_checkpoint, plan_of
 from factory.progress import Progress
+from factory.stopping import TRAINER_SECONDS
 from factory.workspace import Workspace
 
 MAX_ATTEMPTS = 3
+LOCK_SECONDS = 3 * TRAINER_SECONDS  # for a trainer whose factory was killed, on a busy machine too
 POLL_SECONDS = 1.0
 
 
@@ -273,7 +274,7 @@ def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        preexec_fn=die_with_parent,
+        preexec_fn=die_with(os.getpid()),
     )
 
 
@@ -282,7 +283,7 @@ def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def folder_lock(folder: Path) -> Iterator[int]:
     """A lock that the trainer inherits: held while either lives, so that a restarted factory waits for the old trainer to end."""
     handle = os.open(folder / "segment.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + STILL_RUNNING_SECONDS
+    deadline = time.monotonic() + LOCK_SECONDS
     try:
         while True:
             try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from factory import stopping
 from factory.errors import FactoryError
 from factory.workspace import Workspace
 
@@ -56,14 +57,14 @@ def print_json(value: Any) -> None:
 
 def main() -> None:
     """The entry point: a ``FactoryError`` is one clear message, a full disk too; anything else is a bug and keeps its traceback."""
+    stopping.heed_signals()
     try:
         app()
     except FactoryError as error:
         print(f"factory: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("factory: stopped; run the same command again to go on", file=sys.stderr)
-        sys.exit(130)
+    except stopping.Stopped as stopped:
+        stopping.end(stopped.number)
     except BrokenPipeError:
         sys.exit(141)
     except Exception as error:
