@@ -67,7 +67,7 @@ def start_trainer(
         "PYTHONPATH": str(code),
         "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stopping.GRACE_SECONDS)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stopping.GRACE_SECONDS) + 1),  # then it kills its ranks
     }
     if (count := ranks(workspace)) > 1:  # torchrun would give each rank one thread
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
