@@ -23,9 +23,8 @@ SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 class Stopped(BaseException):
     """A signal said to end. No ``KeyboardInterrupt``: typer makes an exit of that, without a word."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+
+_told: list[int] = []  # the signals of this process
 
 
 def heed_signals() -> None:
@@ -33,15 +32,20 @@ def heed_signals() -> None:
     (nohup, a shell's background) stays ignored."""
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
     stopping.watch(numbers, UNWIND_SECONDS, end)
-    told: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-        if len(told) == 1:  # the second must not interrupt the unwinding: ``end`` is called for it
-            raise Stopped(number)
+        _told.append(number)
+        if len(_told) == 1:  # the second must not interrupt the unwinding: ``end`` is called for it
+            raise Stopped
 
     for number in numbers:
         signal.signal(number, stop)
+
+
+def end_if_told() -> None:
+    """Once the main thread has unwound."""
+    if _told:
+        end(_told[0])
 
 
 def end(number: int) -> NoReturn:

@@ -14,8 +14,8 @@ WITHIN = 10  # seconds from a signal to the end of all that was started
 SLOW_STEP = """\
 import os, subprocess, pathlib
 if batch.step >= 4 and (mark := pathlib.Path(os.environ["SLOW_STEP"])).exists():
-    subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 300 & wait; sleep 300"])
-    mark.with_name("slow-" + os.environ.get("RANK", "0")).touch()
+    begun = mark.with_name("slow-" + os.environ.get("RANK", "0"))
+    subprocess.Popen(["sh", "-c", f"trap '' TERM; sleep 300 & touch {begun}; wait; sleep 300"])
     torch.linalg.eigvals(torch.rand(8000, 8000))
 """
 

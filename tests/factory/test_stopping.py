@@ -182,9 +182,9 @@ stopping.heed_signals()
 subprocess.Popen(["sh", "-c", "sleep 300 & echo ready; wait"], start_new_session=True)
 try:
     time.sleep(300)
-except stopping.Stopped as stopped:
+except stopping.Stopped:
     if sys.argv[1] == "orderly":
-        stopping.end(stopped.number)
+        stopping.end_if_told()
 finally:
     time.sleep(300)
 """
@@ -211,6 +211,28 @@ def test_whatever_the_main_thread_does_nothing_is_left(how: str) -> None:
     _, errors = process.communicate(timeout=5)
     assert (process.returncode, errors) == (128 + signal.SIGTERM, GO_ON + "\n")
     assert len(started) == 2 and not left_of(started, 0.5)
+
+
+HALF_AN_IMPORT = """
+from factory.cli import app, main
+@app.app.command()
+def imports():
+    try:
+        print("ready", flush=True)
+        __import__("time").sleep(300)
+    finally:
+        raise AttributeError("partially initialized module")
+main()
+"""
+
+
+def test_what_fails_because_it_was_interrupted_is_no_bug() -> None:
+    words = [sys.executable, "-c", HALF_AN_IMPORT, "imports"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=WITHIN)
+    assert (process.returncode, errors) == (128 + signal.SIGINT, GO_ON + "\n")
 
 
 def test_a_signal_that_was_ignored_stays_ignored() -> None:
