@@ -22,7 +22,7 @@ from factory.stopping import TRAINER_SECONDS
 from factory.workspace import Workspace
 from trainer import stopping
 
-EXIT_STOPPED = 75  # the trainer was told to stop and left a checkpoint
+EXIT_STOPPED = 75  # the trainer was told to stop, and goes on where its newest checkpoint is
 EXIT_DISK_FULL = 74
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # what Linux has where torch could find several: NVIDIA, AMD, WSL
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=0")

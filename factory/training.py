@@ -176,9 +176,7 @@ def failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int)
     words = last_words(log)
     said = f": {words}" if words else ""
     if code == EXIT_STOPPED:
-        raise SegmentError(
-            f"segment {row['id']} was stopped and left a checkpoint; run the same command again to go on"
-        )
+        raise SegmentError(f"segment {row['id']} was stopped; run the same command again to go on")
     if code == EXIT_DISK_FULL:
         raise SegmentError(
             f"segment {row['id']}: the disk is full{said}. Free some space and run the same command again: its last checkpoint is whole"

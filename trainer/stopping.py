@@ -75,9 +75,11 @@ def _wait(told: int, numbers: Collection[int], seconds: float, end: Callable[[in
 def children(process: int) -> list[int]:
     """The processes that it started and that are not reaped."""
     found: list[int] = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended while we looked
-        for thread in Path(f"/proc/{process}/task").iterdir():
-            found += map(int, (thread / "children").read_text().split())
+    gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)  # it, or a thread of it, ended while we looked
+    with gone:
+        for thread in os.listdir(f"/proc/{process}/task"):  # each has those that it started
+            with gone:
+                found += map(int, Path(f"/proc/{process}/task/{thread}/children").read_text().split())
     return found
 
 
