@@ -179,8 +179,10 @@ import signal, subprocess, sys, time
 from factory import stopping
 BEFORE
 stopping.heed_signals()
-subprocess.Popen(["sh", "-c", "sleep 300 & echo ready; wait"], start_new_session=True)
 try:
+    words = ["sh", "-c", "sleep 300 & echo begun; wait"]
+    subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
+    print("ready", flush=True)
     time.sleep(300)
 except stopping.Stopped:
     if sys.argv[1] == "orderly":
