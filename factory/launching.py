@@ -7,20 +7,22 @@ tells only that a rank failed, so ranks leave theirs in the segment's folder.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
 from factory.errors import ConfigError
+from factory.stopping import TRAINER_SECONDS
 from factory.workspace import Workspace
+from trainer import stopping
 
-STILL_RUNNING_SECONDS = 120.0  # how long a trainer that was told to end gets to write its last checkpoint
-EXIT_STOPPED = 75  # the trainer was told to stop and left a checkpoint
+EXIT_STOPPED = 75  # the trainer was told to stop, and goes on where its newest checkpoint is
 EXIT_DISK_FULL = 74
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # what Linux has where torch could find several: NVIDIA, AMD, WSL
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=0")
@@ -65,7 +67,7 @@ def start_trainer(
         "PYTHONPATH": str(code),
         "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(STILL_RUNNING_SECONDS * 0.9)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stopping.GRACE_SECONDS) + 1),  # then it kills its ranks
     }
     if (count := ranks(workspace)) > 1:  # torchrun would give each rank one thread
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
@@ -79,8 +81,8 @@ def start_trainer(
             stdout=out,
             stderr=out,
             pass_fds=(lock,),
-            preexec_fn=die_with_parent,
-            start_new_session=True,  # Ctrl-C is ours: the trainer gets a SIGTERM and leaves a checkpoint
+            preexec_fn=die_with(os.getpid()),
+            start_new_session=True,  # Ctrl-C is ours: the trainer gets a SIGTERM, to leave a checkpoint
         )
     except OSError as error:
         raise ConfigError(f"{workspace.root / 'factory.yaml'}: launcher: {words[0]}: {error.strerror}") from error
@@ -96,9 +98,11 @@ def ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def stop_trainer(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()  # it writes a checkpoint and ends
-    if not ended(process, STILL_RUNNING_SECONDS):
-        process.kill()
+    """Returns once it has ended, in order or not: code of an older commit ends its step first, however long that takes."""
+    process.terminate()
+    if not ended(process, TRAINER_SECONDS):
+        stopping.kill([process.pid])
+        process.wait()
 
 
 def forget_exit(folder: Path) -> None:
@@ -124,7 +128,13 @@ def last_words(log: Path) -> str:
     return lines[-1][:400] if lines else ""
 
 
-def die_with_parent() -> None:
-    """In the child: be told to stop (SIGTERM, so a checkpoint is left) when the factory dies, however it dies."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+def die_with(parent: int) -> Callable[[], None]:
+    """To be run in the child: be told to end (SIGTERM) when the factory dies, however it dies."""
+
+    def ask() -> None:
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before it was asked
+            os._exit(1)
+
+    return ask

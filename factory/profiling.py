@@ -22,10 +22,12 @@ import yaml
 
 from factory import computing, repository
 from factory.errors import FactoryError, InputError, nearest
+from factory.launching import die_with
 from factory.ledger import Ledger, profiles, record
 from factory.planning import last_segment
 from factory.progress import Progress
 from factory.workspace import Workspace, code_root
+from trainer import stopping
 
 SAID = "profile: "  # how the profiler's lines of progress begin
 USERS = 2  # the profiler's exit code for what its user can mend
@@ -188,6 +190,8 @@ def run_profiler(
             stdout=output,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=die_with(os.getpid()),
+            start_new_session=True,  # Ctrl-C is ours
         )
         assert process.stderr is not None
         try:
@@ -199,7 +203,7 @@ def run_profiler(
             code_of = process.wait()
         finally:
             if process.poll() is None:
-                process.terminate()
+                stopping.kill([process.pid])
                 process.wait()
     if code_of == USERS:
         raise InputError(" ".join(said[-1:])[:500])

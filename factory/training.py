@@ -27,8 +27,7 @@ from factory.exports import folder_sha256
 from factory.launching import (
     EXIT_DISK_FULL,
     EXIT_STOPPED,
-    STILL_RUNNING_SECONDS,
-    die_with_parent,
+    die_with,
     ended,
     exit_code,
     forget_exit,
@@ -39,9 +38,11 @@ from factory.launching import (
 from factory.ledger import Ledger, anomalies, candidates, checkpoints, record, segments
 from factory.planning import check_ranks, last_checkpoint, plan_of
 from factory.progress import Progress
+from factory.stopping import TRAINER_SECONDS
 from factory.workspace import Workspace
 
 MAX_ATTEMPTS = 3
+LOCK_SECONDS = 3 * TRAINER_SECONDS  # for a trainer whose factory was killed, on a busy machine too
 POLL_SECONDS = 1.0
 
 
@@ -176,9 +177,7 @@ def failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int)
     words = last_words(log)
     said = f": {words}" if words else ""
     if code == EXIT_STOPPED:
-        raise SegmentError(
-            f"segment {row['id']} was stopped and left a checkpoint; run the same command again to go on"
-        )
+        raise SegmentError(f"segment {row['id']} was stopped; run the same command again to go on")
     if code == EXIT_DISK_FULL:
         raise SegmentError(
             f"segment {row['id']}: the disk is full{said}. Free some space and run the same command again: its last checkpoint is whole"
@@ -274,7 +273,7 @@ def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        preexec_fn=die_with_parent,
+        preexec_fn=die_with(os.getpid()),
     )
 
 
@@ -283,7 +282,7 @@ def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def folder_lock(folder: Path) -> Iterator[int]:
     """A lock that the trainer inherits: held while either lives, so that a restarted factory waits for the old trainer to end."""
     handle = os.open(folder / "segment.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + STILL_RUNNING_SECONDS
+    deadline = time.monotonic() + LOCK_SECONDS
     try:
         while True:
             try:

@@ -3,8 +3,9 @@
 ``python -m trainer --wait FOLDER [FOLDER …]``: one after the other in one process, each once its segment.json is there;
 FOLDER/ready says that the trainer waits for it. So steps can be timed apart from start-up and compilation.
 
-Exit codes: 0 done · 2 the spec, recipe, data or a checkpoint is wrong · 74 the disk is full · 75 stopped by SIGTERM,
-checkpoint written: start it again to go on. A rank of torchrun, which would hide it, leaves FOLDER/exit-CODE.
+Exit codes: 0 done · 2 the spec, recipe, data or a checkpoint is wrong · 74 the disk is full · 75 stopped by SIGTERM: start it
+again to go on. A rank of torchrun, which would hide it, leaves FOLDER/exit-CODE. Stopped, it ends its step and writes a
+checkpoint where both fit into a few seconds; else it ends in the midst of the step, and goes on from the checkpoint before.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import sys
 import time
 from pathlib import Path
 
+from trainer import stopping
+from trainer.errors import EXIT_STOPPED
+
 WAIT_SECONDS = 0.002
 
 
 def main(arguments: list[str]) -> int:
-    wait = arguments[:1] == ["--wait"]
-    folders = [Path(name) for name in arguments[wait:]]
+    wait, folders = arguments[:1] == ["--wait"], folders_of(arguments)
     if "RANK" in os.environ:
         die_with_launcher()
     if not folders or len(folders) > 1 and not wait or any(name.startswith("-") for name in arguments[wait:]):
@@ -38,14 +41,22 @@ def main(arguments: list[str]) -> int:
 
     for folder in folders:
         if wait:
-            await_spec(folder)
+            await_spec(folder)  # run_segment says so when it was ended by a signal
         code = exit_code_of("trainer", functools.partial(run_segment, folder), KernelError, folder)
         if code:
-            if "RANK" in os.environ:
-                with contextlib.suppress(OSError):
-                    (folder / f"exit-{code}").touch()  # empty: a full disk takes it too
+            leave_code(folder, code)
             return code
     return 0
+
+
+def folders_of(arguments: list[str]) -> list[Path]:
+    return [Path(name) for name in arguments[arguments[:1] == ["--wait"] :]]
+
+
+def leave_code(folder: Path, code: int) -> None:
+    if "RANK" in os.environ:
+        with contextlib.suppress(OSError):
+            (folder / f"exit-{code}").touch()  # empty: a full disk takes it too
 
 
 def die_with_launcher() -> None:
@@ -56,12 +67,15 @@ def die_with_launcher() -> None:
 
 
 def await_spec(folder: Path) -> None:
-    """Say that we are ready, and return once segment.json is there (it is renamed into place, so it is whole)."""
+    """Say that we are ready, and return once segment.json is there (it is renamed into place, so it is whole), or once
+    we were told to end."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ready").touch()
-    while not (folder / "segment.json").exists():
+    while not (folder / "segment.json").exists() and not stopping.asked():
         time.sleep(WAIT_SECONDS)
 
 
 if __name__ == "__main__":
+    for given in folders_of(sys.argv[1:])[:1]:  # of several, any will do: who started us looks into all
+        stopping.end_on_sigterm(before=functools.partial(leave_code, given, EXIT_STOPPED))
     sys.exit(main(sys.argv[1:]))

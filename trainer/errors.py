@@ -39,7 +39,7 @@ class TokenShardError(TrainerError):
 
 
 class Stopped(TrainerError):
-    """Asked to stop (SIGTERM); a checkpoint of the last whole step is on disk."""
+    """Asked to stop (SIGTERM); a checkpoint of the last whole step, if there was one, is on disk."""
 
     exit_code = EXIT_STOPPED
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from kernels.precision import matrix_units
 from trainer import checkpoint as checkpoints
+from trainer import stopping
 from trainer.batch import prefetch
 from trainer.checkpoint import Skipped
 from trainer.checkpoint_writer import Writer
@@ -38,10 +38,11 @@ LAST_STEPS = 20  # steps that the result's loss is the mean of
 
 def run_segment(folder: Path) -> None:
     """Raises: TrainerError, KernelError, OSError; Stopped after SIGTERM."""
+    if stopping.asked():
+        raise Stopped("stopped before the segment began, as asked")
     spec = SegmentSpec.load(folder)
     if (folder / "result.json").exists():
         return
-    stop = _on_sigterm()
     ranks = Ranks.join(spec.recipe.parallel, spec.recipe.model)
     try:
         spec.recipe.batch.check_ranks(ranks.data_ranks)
@@ -56,7 +57,7 @@ def run_segment(folder: Path) -> None:
             if others := "; ".join(str(kernel) for kernel in run.kernels if kernel.by != kernel.chosen):
                 print(f"kernels: {others}", flush=True)  # what the policy allows is no error
         with matrix_units(DTYPES[spec.recipe.precision]):
-            train(folder, run, stop)
+            train(folder, run)
     finally:
         ranks.leave()
 
@@ -100,7 +101,7 @@ def shared_fault(path: Path, ranks: Ranks) -> str:
     return next((found for found in faults if found), "")
 
 
-def train(folder: Path, run: Run, stop: list[int]) -> None:
+def train(folder: Path, run: Run) -> None:
     """The loop, and the files it leaves."""
     recipe, spec, ranks = run.recipe, run.spec, run.ranks
     writer = run.writer = Writer(folder / "checkpoints", recipe.keep_checkpoints, ranks.rank, ranks.size)
@@ -114,7 +115,7 @@ def train(folder: Path, run: Run, stop: list[int]) -> None:
         batches = prefetch(run.order, spec.last_step, ranks.data_rank, ranks.data_ranks)
         for batch in batches:
             waited = time.perf_counter() - last
-            run.stop_asked = bool(stop)
+            run.stop_asked = stopping.asked()
             record = run.train_step(batch.to(ranks.device))
             now = time.perf_counter()
             rate, last = len(batch.rows) * recipe.model.context / (now - last), now
@@ -179,11 +180,3 @@ def write_result(folder: Path, run: Run) -> None:
 def mean_of(values: list[float]) -> float | None:
     """None when there is none: every step's loss was not finite."""
     return sum(values) / len(values) if values else None
-
-
-_received: list[int] = []  # SIGTERMs of this process: one that comes between two segments stops the second
-
-
-def _on_sigterm() -> list[int]:
-    signal.signal(signal.SIGTERM, lambda number, frame: _received.append(number))
-    return _received

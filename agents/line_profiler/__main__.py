@@ -13,6 +13,7 @@ from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, Session, mea
 from agents.line_profiler.trace import chrome_trace
 from kernels.host_memory import keep_freed_memory
 from kernels.registry import KernelError
+from trainer import stopping
 from trainer.errors import TrainerError
 from trainer.recipe import Recipe
 
@@ -71,4 +72,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    stopping.end_on_sigterm(0.0)  # there is nothing to keep, and compilers are among its children
     sys.exit(main())

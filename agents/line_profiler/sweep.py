@@ -39,6 +39,7 @@ from agents.line_profiler.sweep_items import (
 )
 from agents.line_profiler.table import line_name
 from kernels.registry import KernelError, load_choice
+from trainer import stopping
 from trainer.metrics import matmul_rate
 
 FORMAT = 1
@@ -276,4 +277,5 @@ def parse_slices(models: str, batches: str, sequences: str) -> list[Slice]:
 
 
 if __name__ == "__main__":
+    stopping.end_on_sigterm(0.0)  # and what is being measured, with it
     sys.exit(main())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from factory import stopping
 from factory.errors import FactoryError
 from factory.workspace import Workspace
 
@@ -56,24 +57,31 @@ def print_json(value: Any) -> None:
 
 def main() -> None:
     """The entry point: a ``FactoryError`` is one clear message, a full disk too; anything else is a bug and keeps its traceback."""
+    stopping.heed_signals()
     try:
         app()
-    except FactoryError as error:
+    except BaseException as error:
+        stopping.end_if_told()  # whatever became of the signal's exception on its way: an import cut short fails anyhow
+        code = _exit_code(error)
+        if code is None:
+            raise
+        sys.exit(code)
+
+
+def _exit_code(error: BaseException) -> int | None:
+    """Of an error that a user can mend, which is told; None for any other."""
+    if isinstance(error, FactoryError):
         print(f"factory: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("factory: stopped; run the same command again to go on", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(141)
-    except Exception as error:
-        if _disk_full(error):
-            print(
-                "factory: the disk is full; nothing recorded was lost: free some space and run the same command again",
-                file=sys.stderr,
-            )
-            sys.exit(74)
-        raise
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):
+        return 141
+    if isinstance(error, Exception) and _disk_full(error):
+        print(
+            "factory: the disk is full; nothing recorded was lost: free some space and run the same command again",
+            file=sys.stderr,
+        )
+        return 74
+    return None
 
 
 def _disk_full(error: BaseException | None) -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from factory.launching import die_with
+
 PROBE = Path(__file__).with_name("server_probe.py")
 
 
@@ -49,6 +51,7 @@ def probe(request: dict[str, Any], seconds: int) -> Served:
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,
+                preexec_fn=die_with(os.getpid()),
             )
             try:
                 process.wait(timeout=seconds)

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -109,14 +108,11 @@ def run_trainer(folder: Path | list[Path], *launcher: str, **keywords: Any) -> t
 
 def train_here(folder: Path) -> tuple[int, str]:
     """As ``run_trainer``, in this process: for what a run leaves, where how its process starts and ends is not the question."""
-    handler, said = signal.getsignal(signal.SIGTERM), io.StringIO()
-    try:
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(said),
-            torch.random.fork_rng(devices=[]),
-        ):
-            code = main([str(folder)])
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    said = io.StringIO()
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(said),
+        torch.random.fork_rng(devices=[]),
+    ):
+        code = main([str(folder)])
     return code, said.getvalue()

@@ -1,0 +1,60 @@
+"""How a command of the factory ends at SIGTERM or Ctrl-C: within ten seconds, at a second one at once, and nothing outlives it.
+
+The main thread unwinds: ``finally`` blocks stop what they started, and a trainer gets the time to write a checkpoint. What
+takes longer, and what other threads started, is killed. That loses nothing: a factory killed at any instruction goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import FrameType
+from typing import NoReturn
+
+from trainer import stopping
+from trainer.stopping import GRACE_SECONDS
+
+TRAINER_SECONDS = GRACE_SECONDS + 2.0  # within which a trainer that was told to end has ended
+UNWIND_SECONDS = TRAINER_SECONDS + 1.0  # within which all has; then what is left is killed
+SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
+
+
+class Stopped(BaseException):
+    """A signal said to end. No ``KeyboardInterrupt``: typer makes an exit of that, without a word."""
+
+
+_told: list[int] = []  # the signals of this process
+
+
+def heed_signals() -> None:
+    """From now on a signal raises ``Stopped`` in the main thread, which calls this. One that whoever started us had ignored
+    (nohup, a shell's background) stays ignored."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    stopping.watch(numbers, UNWIND_SECONDS, end)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        _told.append(number)
+        if len(_told) == 1:  # the second must not interrupt the unwinding: ``end`` is called for it
+            raise Stopped
+
+    for number in numbers:
+        signal.signal(number, stop)
+
+
+def end_if_told() -> None:
+    """Once the main thread has unwound."""
+    if _told:
+        end(_told[0])
+
+
+def end(number: int) -> NoReturn:
+    """Kill all that this process started, say how to go on, and end with the code that a shell expects."""
+    try:
+        stopping.kill(stopping.children(os.getpid()))
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            if os.isatty(1):
+                os.write(1, SHOW_CURSOR)
+            os.write(2, b"factory: stopped; run the same command again to go on\n")
+    finally:
+        os._exit(128 + number)

@@ -1,0 +1,248 @@
+"""SIGTERM, Ctrl-C and kill -9 to the factory, also in the midst of a step: within ten seconds nothing runs, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+
+import psutil
+import pytest
+
+from factory.launching import start_trainer, stop_trainer
+from factory.ledger import Ledger
+from factory.planning import plan_trunk
+from factory.progress import SILENT
+from factory.training import run_segment
+from factory.workspace import Workspace
+from tests.code_loop_case import make_target
+from tests.factory.trained_plant import commit_edit, make_plant, segment_row
+from tests.stopping_case import SLOW_STEP, WITHIN, left_of, started_by, wait_for
+from trainer import stopping
+from trainer.json_lines import read_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTORY = [sys.executable, "-m", "factory"]
+GO_ON = "factory: stopped; run the same command again to go on"
+STEP = "        recipe, spec = self.recipe, self.spec\n        lr ="
+
+
+@dataclass
+class Slow:
+    """A plant whose training step is slow while ``mark`` exists, and its segment that is planned."""
+
+    workspace: Workspace
+    ledger: Ledger
+    mark: Path
+    segment: int
+
+    @property
+    def folder(self) -> Path:
+        return Path(str(segment_row(self.ledger, self.segment)["folder"]))
+
+    def start(self, *words: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+        """The factory, once its trainer is in the midst of a slow step; and all that it started."""
+        for old in self.mark.parent.glob("slow-*"):
+            old.unlink()
+        self.mark.touch()
+        process = factory(*words, "--workspace", str(self.workspace.root))
+        wait_for(self.mark.with_name("slow-0"))
+        return process, started_by(process.pid)
+
+
+def factory(*words: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [*FACTORY, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slow]:
+    root = tmp_path_factory.mktemp("stopping")
+    code = make_target(root / "code")
+    commit_edit(code, "trainer/run.py", STEP, indent(SLOW_STEP, "        ") + STEP)
+    mark = root / "mark"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLOW_STEP", str(mark))
+        workspace, ledger = make_plant(root, code, checkpoint_every=3)
+        yield Slow(workspace, ledger, mark, plan_trunk(workspace, ledger, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "number"), [(("train",), signal.SIGTERM), (("run", "--once"), signal.SIGINT)], ids=["train", "run"]
+)
+def test_told_in_the_midst_of_a_step_all_end(slow: Slow, command: tuple[str, ...], number: signal.Signals) -> None:
+    process, started = slow.start(*command)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=WITHIN)
+    assert process.returncode == 128 + number and said.splitlines()[-1] == GO_ON and "Traceback" not in said
+    assert len(started) >= 3 and not left_of(started, 0.5)
+    row = segment_row(slow.ledger, slow.segment)
+    assert (row["state"], row["attempts"]) == ("planned", 0)
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_all_at_once(slow: Slow) -> None:
+    process, started = slow.start("train")
+    process.send_signal(signal.SIGINT)
+    time.sleep(2 * stopping.SAME_SECONDS)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=stopping.GRACE_SECONDS / 2)
+    assert process.returncode == 130 and said.splitlines()[-1] == GO_ON
+    assert not left_of(started, 0.5)
+
+
+@pytest.mark.slow
+def test_what_a_killed_factory_started_ends_by_itself(slow: Slow) -> None:
+    process, started = slow.start("train")
+    process.kill()
+    assert not left_of(started)
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_afterwards_the_segment_goes_on_to_its_end(slow: Slow) -> None:
+    """The last of this file's tests that stop it, or the only one."""
+    process, _ = slow.start("train")
+    process.terminate()
+    process.communicate(timeout=WITHIN)
+    slow.mark.unlink()
+    before = read_lines(slow.folder / "metrics.jsonl")
+    run_segment(slow.workspace, slow.ledger, slow.segment, SILENT)
+    row = segment_row(slow.ledger, slow.segment)
+    assert (row["state"], row["attempts"]) == ("done", 0)
+    steps = [line["step"] for line in read_lines(slow.folder / "metrics.jsonl")]
+    assert steps == list(range(int(str(row["first_step"])), int(str(row["last_step"]))))
+    assert all(line["step"] < steps[0] + 12 for line in before)
+
+
+@pytest.mark.slow
+def test_code_that_does_not_end_when_told_is_killed_with_its_children(tmp_path: Path, workspace: Workspace) -> None:
+    """As code of an older commit, whose step is slow."""
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__main__.py").write_text(
+        "import pathlib, signal, subprocess, time\n"
+        "signal.signal(signal.SIGTERM, lambda number, frame: None)\n"
+        "subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        "pathlib.Path('started').touch()\n"
+        "while True: time.sleep(300)\n"
+    )
+    with open(tmp_path / "log", "wb") as log:
+        process = start_trainer(workspace, tmp_path, [], log, log.fileno())
+    wait_for(tmp_path / "started")
+    started = started_by(process.pid)
+    began = time.monotonic()
+    stop_trainer(process)
+    assert time.monotonic() - began < WITHIN and process.returncode == -signal.SIGKILL
+    assert len(started) == 1 and not left_of(started, 0.5)
+
+
+@pytest.mark.slow
+def test_make_demo_passes_sigterm_on(tmp_path: Path) -> None:
+    """In a virtual environment that is ready, make starts the factory itself, and ends with it."""
+    venv, demo = tmp_path / "venv", tmp_path / "demo"
+    (venv / "bin").mkdir(parents=True)
+    command = venv / "bin" / "factory"
+    command.write_text(f"#!{sys.executable}\nfrom factory.cli import main\nmain()\n")
+    command.chmod(0o755)
+    (venv / ".ready").touch()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FACTORY_HOME": str(demo)}
+    words = ["make", "-C", str(ROOT), f"VENV={venv}", "demo"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    wait_for(demo / "ledger.db")
+    wait_for_pool(process.pid)
+    started = started_by(process.pid)
+    process.terminate()
+    said, _ = process.communicate(timeout=WITHIN)
+    assert GO_ON in said and "Traceback" not in said, said
+    assert process.returncode != 0 and len(started) >= 2 and not left_of(started, 0.5)
+
+
+def wait_for_pool(process: int) -> None:
+    """Until ingest has its workers: each is a child of the factory, which is make's."""
+    deadline = time.monotonic() + 120
+    while len(started_by(process)) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+from factory import stopping
+BEFORE
+stopping.heed_signals()
+try:
+    words = ["sh", "-c", "sleep 300 & echo begun; wait"]
+    subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
+    print("ready", flush=True)
+    time.sleep(300)
+except stopping.Stopped:
+    if sys.argv[1] == "orderly":
+        stopping.end_if_told()
+finally:
+    time.sleep(300)
+"""
+
+
+def stubborn(how: str, before: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", STUBBORN.replace("BEFORE", before), how]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("how", ["orderly", "twice", "late"])
+def test_whatever_the_main_thread_does_nothing_is_left(how: str) -> None:
+    """Told once, it may unwind for some seconds; a signal that came twice at a time was told once."""
+    process = stubborn(how, "stopping.UNWIND_SECONDS = 1.0" if how == "late" else "")
+    started = started_by(process.pid)
+    process.terminate()
+    process.terminate()
+    if how == "twice":
+        time.sleep(2 * stopping.SAME_SECONDS)
+        assert process.poll() is None
+        process.terminate()
+    _, errors = process.communicate(timeout=5)
+    assert (process.returncode, errors) == (128 + signal.SIGTERM, GO_ON + "\n")
+    assert len(started) == 2 and not left_of(started, 0.5)
+
+
+HALF_AN_IMPORT = """
+from factory.cli import app, main
+@app.app.command()
+def imports():
+    try:
+        print("ready", flush=True)
+        __import__("time").sleep(300)
+    finally:
+        raise AttributeError("partially initialized module")
+main()
+"""
+
+
+def test_what_fails_because_it_was_interrupted_is_no_bug() -> None:
+    words = [sys.executable, "-c", HALF_AN_IMPORT, "imports"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=WITHIN)
+    assert (process.returncode, errors) == (128 + signal.SIGINT, GO_ON + "\n")
+
+
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
+    """As under nohup, or in the background of a shell."""
+    process = stubborn("orderly", "signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.terminate()
+    process.communicate(timeout=5)
+    assert process.returncode == 128 + signal.SIGTERM

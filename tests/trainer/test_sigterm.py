@@ -1,0 +1,119 @@
+"""SIGTERM to a real trainer: the step is ended and saved where that is quick, else the process ends in its midst; no child is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+
+from tests.stopping_case import SLOW_STEP, WITHIN, left_of, started_by, wait_for
+from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, start_trainer, train_here, write_spec
+from tests.trainer.test_segment import assert_same_run, records, wait_for_step
+from trainer import checkpoint as checkpoints
+from trainer import stopping
+
+TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2")
+SLOW_TRAINER = f"""
+import runpy
+import torch
+from trainer.run import Run
+usual = Run.train_step
+def slow(self, batch):
+{indent(SLOW_STEP, "    ")}
+    return usual(self, batch)
+Run.train_step = slow
+runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+"""
+
+
+def start_slow(folder: Path, mark: Path, *launcher: str) -> subprocess.Popen[bytes]:
+    """A trainer that is in the midst of its fifth step, and stays there."""
+    mark.touch()
+    script = mark.with_name("slow_trainer.py")
+    script.write_text(SLOW_TRAINER)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "SLOW_STEP": str(mark)}
+    process = subprocess.Popen([sys.executable, *launcher, str(script), str(folder)], env=environment)
+    for rank in range(2 if launcher else 1):
+        wait_for(mark.with_name(f"slow-{rank}"))
+    return process
+
+
+@pytest.mark.slow
+def test_in_the_midst_of_a_step_it_ends_and_the_next_run_goes_on_to_the_bit(
+    tmp_path: Path, make_shard: MakeShard
+) -> None:
+    plan, recipe = plan_of(make_shard()), recipe_with(checkpoint_every=3)
+    straight, stopped = (write_spec(tmp_path / name, plan, recipe, last_step=12) for name in ("straight", "stopped"))
+    assert train_here(straight) == (0, "")
+    process = start_slow(stopped, tmp_path / "mark")
+    started = started_by(process.pid)
+    process.terminate()
+    assert process.wait(timeout=WITHIN) == 75
+    assert len(started) >= 2 and not left_of(started)
+    assert [step for step, _ in checkpoints.steps_in(stopped / "checkpoints")] == [3]
+    assert run_trainer(stopped) == (0, "")
+    assert_same_run(straight, stopped)
+
+
+def test_a_second_signal_ends_it_at_once_and_one_that_was_passed_on_twice_is_one(
+    tmp_path: Path, make_shard: MakeShard
+) -> None:
+    folder = write_spec(tmp_path / "segment", plan_of(make_shard()))
+    process = start_slow(folder, tmp_path / "mark")
+    started = started_by(process.pid)
+    process.terminate()
+    process.terminate()
+    time.sleep(2 * stopping.SAME_SECONDS)
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(timeout=stopping.GRACE_SECONDS / 2) == 75
+    assert not left_of(started, stopping.GRACE_SECONDS / 2)
+
+
+@pytest.mark.slow
+def test_two_ranks_in_the_midst_of_a_step(tmp_path: Path, make_shard: MakeShard) -> None:
+    plan, recipe = plan_of(make_shard()), recipe_with(checkpoint_every=3)
+    straight, stopped = (write_spec(tmp_path / name, plan, recipe, last_step=8) for name in ("straight", "stopped"))
+    assert run_trainer(straight, *TORCHRUN)[0] == 0
+    process = start_slow(stopped, tmp_path / "mark", *TORCHRUN)
+    started = started_by(process.pid)
+    process.terminate()
+    process.wait(timeout=WITHIN)
+    assert len(started) >= 6 and not left_of(started)
+    assert (stopped / "exit-75").exists()
+    assert run_trainer(stopped, *TORCHRUN)[0] == 0
+    assert_same_run(straight, stopped)
+
+
+def test_a_quick_step_is_ended_and_saved(tmp_path: Path, make_shard: MakeShard) -> None:
+    counts = {"code": 500, "docs": 200, "chat": 200}
+    recipe = recipe_with(checkpoint_every=10)
+    folder = write_spec(tmp_path / "segment", plan_of(make_shard(counts=counts)), recipe, last_step=60)
+    process = start_trainer(folder)
+    wait_for_step(folder, 10)
+    process.terminate()
+    _, errors = process.communicate(timeout=WITHIN)
+    assert process.returncode == 75 and "trainer: stopped after step" in errors
+    assert checkpoints.steps_in(folder / "checkpoints")[-1][0] == records(folder)[-1]["step"] + 1
+
+
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_told_between_two_segments_it_does_not_begin_the_second(
+    tmp_path: Path, make_shard: MakeShard, launcher: tuple[str, ...]
+) -> None:
+    """Also while it waits for the second to be handed out."""
+    first, second = write_spec(tmp_path / "first", plan_of(make_shard()), last_step=2), tmp_path / "second"
+    process = start_trainer([first, second], *launcher, start_new_session=True)
+    wait_for(second / "ready")
+    started = started_by(process.pid)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=WITHIN)
+    assert "trainer: stopped before the segment began" in errors and not left_of(started)
+    assert process.returncode == (75 if not launcher else 1) and (first / "result.json").exists()
+    assert not (second / "checkpoints").exists()
