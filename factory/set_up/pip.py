@@ -14,7 +14,9 @@ from factory.set_up.journal import Journal, bytes_in, since, size
 
 LARGE = 5e6  # bytes of a download that gets a line of its own
 UNITS = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
-DOWNLOAD = re.compile(r"\s*(?:Downloading|Using cached) (?P<url>\S+)(?: \((?P<size>[\d.]+) (?P<unit>bytes|[kMG]B)\))?$")
+DOWNLOAD = re.compile(
+    r"\s*(?P<how>Downloading|Using cached) (?P<url>\S+)(?: \((?P<size>[\d.]+) (?P<unit>bytes|[kMG]B)\))?$"
+)
 COLLECT = re.compile(r"\s*Collecting (?P<name>[\w.-]+)")
 INSTALL = re.compile(r"Installing collected packages: (?P<names>.+)")
 UNREACHED = re.compile(r"connection broken|NewConnectionError|ConnectTimeoutError|name resolution")
@@ -51,7 +53,7 @@ class Told:
         if match := COLLECT.match(line):
             self.found.add(match["name"].lower())
         elif match := DOWNLOAD.match(line):
-            return download(match["url"], match["size"], match["unit"])
+            return download(match["how"], match["url"], match["size"], match["unit"])
         elif match := INSTALL.match(line):
             return self._unpack(match["names"].count(",") + 1)
         elif UNREACHED.search(line) and not self.unreached:
@@ -60,14 +62,14 @@ class Told:
         return ""
 
     def _unpack(self, count: int) -> str:
-        looked_for = f"{size(self._fetched())} downloaded in {since(self.began)}"
+        fetched = f"{size(self._fetched())} fetched in {since(self.began)}"
         self.unpacking, self.began = count, time.monotonic()
         self.whole_before, self.bytes_before = whole(self.folder), bytes_in(self.folder)
-        return f"{looked_for}; unpacking {count} packages"
+        return f"{fetched}; unpacking {count} packages"
 
     def state(self) -> str:
         if not self.unpacking:
-            return f"{len(self.found)} packages found, {size(self._fetched())} downloaded, {since(self.began)}"
+            return f"{len(self.found)} packages found, {size(self._fetched())} fetched, {since(self.began)}"
         done = min(max(whole(self.folder) - self.whole_before, 0), self.unpacking)
         grown = max(bytes_in(self.folder) - self.bytes_before, 0)
         return f"{done} of {self.unpacking} packages unpacked, {size(grown)}, {since(self.began)}"
@@ -76,9 +78,9 @@ class Told:
         return sum(bytes_in(path) for path in self.aside.glob("pip-unpack-*"))
 
 
-def download(url: str, amount: str | None, unit: str | None) -> str:
-    """``…/pyarrow-25.0.1-cp311-….whl``, 50.1, MB → a line; nothing for what is small, and for files of metadata."""
+def download(how: str, url: str, amount: str | None, unit: str | None) -> str:
+    """Downloading, ``…/pyarrow-25.0.1-cp311-….whl``, 50.1, MB → a line; nothing for what is small, and for files of metadata."""
     package = re.fullmatch(r"(?P<name>[^-]+)-(?P<version>[^-]+?)(-.+\.whl|\.tar\.gz|\.zip)", url.rsplit("/", 1)[-1])
     if not package or not amount or not unit or float(amount) * UNITS[unit] < LARGE:
         return ""
-    return f"downloading {package['name']} {package['version']}, {amount} {unit}"
+    return f"{how.lower()} {package['name']} {package['version']}, {amount} {unit}"

@@ -17,7 +17,9 @@ from factory.set_up.journal import EVERY, Journal, SetUpError, bytes_in, since, 
 from factory.set_up.needs import bubblewrap, obstacles
 from factory.set_up.pip import install
 
-NEEDED = 3e9  # bytes: .venv 1.7 GB with torch's CPU build, what is downloaded 0.5 GB, and some room
+# Bytes while packages are unpacked, with torch's CPU build: .venv grows to 1.7 GB, 2.8 with triton and the other tools of development, and
+# holds what was fetched, 0.4 and 0.7 GB, until the end.
+NEEDED, DEV_NEEDED = 2.5e9, 4e9
 STAMP, DEV_STAMP = ".ready", ".ready-dev"
 
 
@@ -34,8 +36,8 @@ def set_up(
     ready = lambda: packages(venv) and all(stamp.exists() and stamp.read_text() == made_from for stamp in stamps)
     if ready():
         return
-    still_needed = max(NEEDED - bytes_in(venv), NEEDED / 6)
-    if missing := list(obstacles(root, still_needed, makes_venv=not packages(venv))):
+    needed = max((DEV_NEEDED if dev else NEEDED) - bytes_in(venv), 5e8)
+    if missing := list(obstacles(root, needed, makes_venv=not packages(venv))):
         raise SetUpError("\n".join(missing))
     with _journal(venv, say) as journal:
         if ready():  # made by the one that was waited for

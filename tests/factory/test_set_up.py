@@ -20,7 +20,7 @@ from factory.set_up import journal as journal_file
 from factory.set_up import steps
 from factory.set_up.environment import forget_halves, packages
 from factory.set_up.journal import Journal, SetUpError, bytes_in
-from factory.set_up.needs import obstacles
+from factory.set_up.needs import bubblewrap, obstacles
 from factory.set_up.pip import Told, download
 from factory.set_up.steps import set_up
 
@@ -153,7 +153,7 @@ def test_what_is_missing_is_named_a_line_each(tmp_path: Path, monkeypatch: pytes
         ),
         (
             "Using cached pyarrow-25.0.1-cp311-cp311-manylinux_2_28_x86_64.whl (50.1 MB)",
-            "downloading pyarrow 25.0.1, 50.1 MB",
+            "using cached pyarrow 25.0.1, 50.1 MB",
         ),
         ("  Downloading sources-1.0.tar.gz (7.5 MB)", "downloading sources 1.0, 7.5 MB"),
         ("  Downloading typer-0.29.2-py3-none-any.whl (46 kB)", ""),
@@ -183,7 +183,7 @@ def test_how_far_pip_is(tmp_path: Path) -> None:
     (aside / "pip-unpack-x" / "a.whl").write_bytes(bytes(3_000_000))
     (aside / "pip-build-env").mkdir()
     (aside / "pip-build-env" / "more").write_bytes(bytes(3_000_000))
-    assert told.state().startswith("2 packages found, 3 MB downloaded, ")
+    assert told.state().startswith("2 packages found, 3 MB fetched, ")
     (folder / "old-1.dist-info").mkdir(parents=True)
     (folder / "old-1.dist-info" / "RECORD").touch()
     assert told.hear("Installing collected packages: alpha, beta").endswith("unpacking 2 packages")
@@ -194,7 +194,7 @@ def test_how_far_pip_is(tmp_path: Path) -> None:
 
 
 def test_a_download_of_unknown_size_has_no_line() -> None:
-    assert download("a-1-py3-none-any.whl", None, None) == ""
+    assert download("Downloading", "a-1-py3-none-any.whl", None, None) == ""
 
 
 def test_set_up_once_and_then_nothing(project: Path, offline: None) -> None:
@@ -331,6 +331,33 @@ def test_silence_is_broken_and_the_worst_status_returned(tmp_path: Path, monkeyp
         with pytest.raises(SetUpError, match=r"ERROR: no[\s\S]*it failed"):
             journal.fail("it failed")
     assert said[-1] == "  heard late" and 2 <= said.count("  still there") <= 5
+
+
+@pytest.mark.parametrize(
+    ("root", "status", "last"),
+    [
+        (True, 0, "  Need to get 48.3 kB of archives."),
+        (True, 1, "bubblewrap could not be"),
+        (False, 0, "bubblewrap is missing"),
+    ],
+)
+def test_bubblewrap_is_never_installed_in_silence(
+    root: bool, status: int, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against an ``apt-get`` of ours: a slow one, and one that fails."""
+    apt = tmp_path / "apt-get"
+    apt.write_text(
+        f"#!/bin/sh\n/bin/sleep 0.5\n[ $1 = update ] || echo 'Need to get 48.3 kB of archives.'\nexit {status}\n"
+    )
+    apt.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(journal_file, "EVERY", 0.2)
+    said: list[str] = []
+    with (tmp_path / "log").open("w", buffering=1) as log:
+        bubblewrap(Journal(log, said.append))
+    assert said[-1].startswith(last)
+    assert any(line.startswith("  apt-get update, ") for line in said) == root
 
 
 def test_bytes_of_a_folder(tmp_path: Path) -> None:
