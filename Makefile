@@ -2,47 +2,39 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.ready
+SET_UP = @$(PYTHON) -I factory/set_up/__main__.py
 
-.PHONY: setup demo test check lint types bench bench-report bench-baseline clean
+.PHONY: setup setup-dev demo test check lint types bench bench-report bench-baseline clean
 
-setup: $(STAMP)
+# The script looks whether .venv is up to date (a hash of pyproject.toml and constraints.txt), so that no target here has to.
+setup:
+	$(SET_UP)
 
-# A GPU build of torch is not wanted on a machine without one: constraints.txt pins the exact version to take.
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@command -v git >/dev/null || { echo "git is needed: install it with your system's package manager"; exit 1; }
-	@command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "a C++ compiler is needed (torch.compile uses it): install g++ with your system's package manager"; exit 1; }
-	@command -v bwrap >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo "installing bubblewrap (the sandbox for proposed patches)"; { apt-get update -qq && apt-get install -y -qq bubblewrap; } >/dev/null 2>&1 || echo "bubblewrap could not be installed: the sandbox makes its namespaces itself where the kernel lets it ('factory doctor' tells)"; \
-	else echo "bubblewrap is missing: the sandbox makes its namespaces itself where the kernel lets it ('factory doctor' tells), else install it with your system's package manager"; fi
-	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing pinned packages into $(VENV) (some minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@touch $(STAMP)
+setup-dev:
+	$(SET_UP) --dev
 
-demo: $(STAMP)
+demo: setup
 	@$(BIN)/factory demo
 
-test: $(STAMP)
+test: setup-dev
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
-lint: $(STAMP)
+lint: setup-dev
 	@$(BIN)/ruff check .
 
-types: $(STAMP)
+types: setup-dev
 	@$(BIN)/mypy
 
 check: lint types
 
-bench: $(STAMP)
+bench: setup-dev
 	@$(BIN)/python -m pytest benchmarks --benchmark-enable
 
 # Three processes over every op × implementation × shape; some minutes.
-bench-report: $(STAMP)
+bench-report: setup-dev
 	@$(BIN)/python -m benchmarks.kernel_report
 
-bench-baseline: $(STAMP)
+bench-baseline: setup-dev
 	@$(BIN)/python -m benchmarks.kernel_report --baseline
 
 clean:
