@@ -24,7 +24,7 @@ import yaml
 
 from factory import devices, tuned_kernels
 from factory.errors import ConfigError
-from factory.launching import die_with_parent
+from factory.launching import die_with
 from factory.workspace import Workspace, code_root
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def measured_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=die_with(os.getpid()),
         )
     if done.returncode:
         raise ConfigError((done.stderr.strip().splitlines() or ["the precisions could not be measured"])[-1])

@@ -24,7 +24,6 @@ from factory.workspace import Config, Workspace, code_root
 
 MARK = ".demo"  # only a folder with this file in it may be thrown away by --fresh
 BAD_SHARD = "surprise-00.jsonl"
-OPTIMISER = ("adamw", "newton_schulz")  # ops without gradients
 CODE = "code"  # in the workspace: a repository of the demo's own, so that yours gets no branches
 
 
@@ -81,13 +80,13 @@ def run_demo(where: Path, terminal: Terminal, *, fresh: bool = False) -> None:
 
 
 def plain_kernels(policy: str) -> str:
-    """kernels.yaml with every op's reference, but the optimiser's: where a factory stands before it has measured anything."""
+    """kernels.yaml with what runs untuned in place of ``auto``: where a factory stands before it has measured anything."""
     from agents.search_proposer import choose
+    from kernels.choice import UNTUNED
 
     for device, choice in yaml.safe_load(policy).items():
         for op in choice if isinstance(choice, dict) else ():
-            if op not in OPTIMISER:
-                policy = choose(policy, device, op, "reference")
+            policy = choose(policy, device, op, UNTUNED.get(op, "reference"))
     return policy
 
 

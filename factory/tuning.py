@@ -19,7 +19,7 @@ import yaml
 from factory import devices
 from factory.computing import measured_precision
 from factory.errors import FactoryError
-from factory.launching import die_with_parent
+from factory.launching import die_with
 from factory.ledger import Ledger
 from factory.planning import load_recipe, trunk_parent
 from factory.progress import Progress
@@ -72,7 +72,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=die_with(os.getpid()),
         )
         assert process.stdout is not None and process.stderr is not None
         said = ""

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from factory.demo import OPTIMISER, plain_kernels
+from factory.demo import plain_kernels
 from factory.errors import FactoryError
 from factory.repository import changed_files, fork, live_commit
 from factory.workspace import Config, Workspace, code_root
-from kernels.registry import OPS
 
 PATH = "policies/kernels.yaml"
 
@@ -36,10 +35,6 @@ def test_what_is_no_repository_is_refused_and_leaves_nothing(tmp_path: Path) -> 
     with pytest.raises(FactoryError, match="not a git checkout"):
         fork(tmp_path / "source", tmp_path / "target", plain_kernels, PATH, "plain")
     assert not (tmp_path / "target").exists()
-
-
-def test_the_optimisers_ops_are_those_without_gradients() -> None:
-    assert set(OPTIMISER) == {op.name for op in OPS.values() if not op.gradients}
 
 
 def test_plain_kernels_touches_nothing_but_the_choice() -> None:

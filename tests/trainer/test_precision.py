@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer.conftest import MakeShard, plan_of, write_spec
 from trainer.errors import RecipeError, SpecError
 from trainer.precision import Probe, choose, decide, parts, precisions, probe, resolved
 from trainer.recipe import Recipe
@@ -96,8 +97,8 @@ def test_an_explicit_precision_is_not_measured() -> None:
     assert resolved(recipe, CPU) is recipe
 
 
-def test_a_segment_names_its_precision(tmp_path: Path, made_spec: Callable[..., Path]) -> None:
-    folder = made_spec(tmp_path, recipe={"precision": "auto"})
+def test_a_segment_names_its_precision(tmp_path: Path, make_shard: MakeShard) -> None:
+    folder = write_spec(tmp_path / "segment", plan_of(make_shard()), tiny(precision="auto"))
     with pytest.raises(
         SpecError, match=r"precision is 'auto'.*write fp32 or bf16 \('python -m trainer.precision RECIPE'"
     ):
