@@ -128,9 +128,11 @@ def write_kernels(folder: Path, computing: Computing | None, name: str = "kernel
 
 def describe(computing: Computing | None) -> str:
     """One line for a person; empty for a segment of an older factory."""
-    if not computing:
-        return ""
-    precision, seconds = computing["precision"], computing["precision"]["probe"]["seconds"]
-    times = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in seconds.items())
-    how = "measured" if precision["asked"] == "auto" else "asked for"
-    return f"{precision['precision']} ({how}; a step's products, attention and loss head: {times}) on {computing['machine']['name']}"
+    return f"{describe_precision(computing['precision'])} on {computing['machine']['name']}" if computing else ""
+
+
+def describe_precision(found: Mapping[str, Any]) -> str:
+    """What ``measured_precision`` found, as one line."""
+    times = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in found["probe"]["seconds"].items())
+    how = "measured" if found["asked"] == "auto" else "asked for"
+    return f"precision {found['precision']} ({how}; products, attention and loss head of a step: {times})"

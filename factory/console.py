@@ -36,28 +36,39 @@ class _Bar:
 
 
 class _PlainTask:
-    """Without a terminal: a line at the start, one every ten seconds, one at the end."""
+    """Without a terminal: a line at the start of long work, one at least every eight seconds, one at the end."""
 
-    EVERY = 10.0
+    EVERY = 8.0
 
     def __init__(self, terminal: Terminal, title: str, total: float | None) -> None:
         self.terminal, self.title, self.total = terminal, title, total
-        self.done, self.note, self.started, self.said = 0.0, "", time.monotonic(), time.monotonic()
+        self.done, self.note, self.started = 0.0, "", time.monotonic()
         self.told = -1.0
+        self.over = threading.Event()
+        self.beat = threading.Thread(target=self._go_on_saying, daemon=True)
+        self.beat.start()
 
     def advance(self, amount: float = 1, note: str = "") -> None:
         self.done += amount
         self.note = note or self.note
-        if time.monotonic() - self.said >= self.EVERY:
-            self.said = time.monotonic()
+
+    def _go_on_saying(self) -> None:
+        """Work may be silent for as long as a compiler takes: who watches a log is told that it goes on."""
+        while not self.over.wait(0.5):
+            if time.monotonic() - self.terminal.said >= self.EVERY:
+                self.say()
+
+    def close(self) -> None:
+        self.over.set()
+        self.beat.join()
+        if self.done != self.told:
             self.say()
 
     def say(self) -> None:
-        if self.done == self.told:
-            return
         self.told = self.done
-        part = f"{self.done:.0f}/{self.total:.0f}" if self.total else f"{self.done:.0f}"
-        self.terminal.line(f"  {self.title} {part} {self.note} ({time.monotonic() - self.started:.0f} s)")
+        part = f"{self.done:.0f}/{self.total:.0f}" if self.total else f"{self.done:.0f}" if self.done else ""
+        words = " ".join(filter(None, (self.title, part, self.note)))
+        self.terminal.line(f"  {words} ({time.monotonic() - self.started:.0f} s)")
 
 
 class Terminal:
@@ -67,9 +78,11 @@ class Terminal:
         self.console = console or Console(highlight=False, stderr=False)
         self.bars: Progress | None = None
         self._tasks, self._lock = 0, threading.Lock()
+        self.said = time.monotonic()  # when the last line was printed
 
     def line(self, text: str) -> None:
         """Print a line; what a terminal would obey (an agent may have written it) is shown as �."""
+        self.said = time.monotonic()
         self.console.print(visible(text, LONGEST_LINE), markup=False, soft_wrap=True)
         if not self.console.is_terminal:
             sys.stdout.flush()
@@ -81,8 +94,10 @@ class Terminal:
     def task(self, title: str, total: float | None = None) -> Iterator[Task]:
         if not self.console.is_terminal:
             plain = _PlainTask(self, title, total)
-            yield plain
-            plain.say()
+            try:
+                yield plain
+            finally:
+                plain.close()
             return
         bars = self._begun()
         try:

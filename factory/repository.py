@@ -142,8 +142,8 @@ def branch_name(agent: str, number: int, title: str) -> str:
     return f"factory/{_slug(agent) or 'agent'}/{number}-{_slug(title) or 'patch'}"
 
 
-def fork(source: Path, target: Path, edit: Callable[[str], str], path: str, message: str) -> None:
-    """Make ``target`` a repository of its own: the live commit of ``source``, and one that edits the file ``path``.
+def fork(source: Path, target: Path, edits: Mapping[str, Callable[[str], str]], message: str) -> None:
+    """Make ``target`` a repository of its own: the live commit of ``source``, and one that edits files: path → new text of old.
 
     It is there whole or not at all. Raises: RepositoryError.
     """
@@ -153,9 +153,12 @@ def fork(source: Path, target: Path, edit: Callable[[str], str], path: str, mess
     clone = ("-c", "protocol.file.allow=always", "clone", "--quiet", "--no-checkout", "--no-hardlinks", "--template=")
     git(source, *clone, "--", str(source), str(aside))
     git(aside, "remote", "remove", "origin")
-    mode, _ = entries_of(aside, base)[path]
-    text = edit(file_text(aside, base, path))
-    commit = commit_of(aside, base, [Change(path, encoded(text), mode, mode)], message) or base
+    held = entries_of(aside, base)
+    changes = [
+        Change(path, encoded(edit(file_text(aside, base, path))), held[path][0], held[path][0])
+        for path, edit in edits.items()
+    ]
+    commit = commit_of(aside, base, changes, message) or base
     git(aside, "read-tree", commit)
     git(aside, "symbolic-ref", "HEAD", "refs/heads/main")  # the source may be on no branch
     git(aside, "update-ref", "HEAD", commit)

@@ -1,6 +1,6 @@
 """``python -m agents.line_profiler.step_rate --recipe FILE --kernels FILE``: how long a recipe takes to start, and a step of it.
 
-On random documents, through the trainer's own step. Prints one JSON object: {"start_s", "step_s", "steps", "tokens_per_s"}.
+On random documents, through the trainer's own step. Prints one JSON object: {"import_s", "start_s", "step_s", "steps", "tokens_per_s"}.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from trainer.errors import TrainerError  # noqa: E402
 from trainer.precision import DTYPES, device_here, resolved  # noqa: E402
 from trainer.recipe import Recipe  # noqa: E402
 
+IMPORTED = time.perf_counter()
 STEPS, SECONDS = 8, 6.0
 
 

@@ -18,16 +18,16 @@ _LATER = 0.3  # share of the modules that arrive later
 Documents = dict[str, list[dict[str, Any]]]  # by domain
 
 
-def write_corpus(folder: Path, progress: Progress) -> list[Path]:
-    """Write ``code-00``, ``docs-00``, ``chat-00`` and then ``…-01``, all ``.jsonl``; returns their paths in this
-    order.
+def write_corpus(folder: Path, progress: Progress, share: float = 1.0) -> list[Path]:
+    """Write ``code-00``, ``docs-00``, ``chat-00`` and then ``…-01``, all ``.jsonl``, of that share of the library's modules;
+    returns their paths in this order.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[Documents] = [{"code": [], "docs": [], "chat": []} for _ in range(2)]
     files = list(source_files())
     with progress.task("the standard library as a corpus", total=len(files)) as task:
         for path, source in files:
-            module = read_module(path, source)
+            module = read_module(path, source) if share >= 1 or _draw(f"share:{source}") < share else None
             if module:
                 shard = shards[_draw(source) < _LATER]
                 for domain, documents in _documents(module).items():

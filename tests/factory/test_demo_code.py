@@ -18,7 +18,7 @@ PATH = "policies/kernels.yaml"
 def test_a_fork_is_a_repository_of_its_own_with_one_file_edited(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", Config(repository="code"))
     before = live_commit(code_root())
-    fork(code_root(), workspace.repository, plain_kernels, PATH, "plain")
+    fork(code_root(), workspace.repository, {PATH: plain_kernels}, "plain")
     assert workspace.repository == workspace.root / "code"
     assert live_commit(workspace.repository) != before == live_commit(code_root())
     assert changed_files(workspace.repository) == []
@@ -33,7 +33,7 @@ def test_a_fork_is_a_repository_of_its_own_with_one_file_edited(tmp_path: Path) 
 def test_what_is_no_repository_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     with pytest.raises(FactoryError, match="not a git checkout"):
-        fork(tmp_path / "source", tmp_path / "target", plain_kernels, PATH, "plain")
+        fork(tmp_path / "source", tmp_path / "target", {PATH: plain_kernels}, "plain")
     assert not (tmp_path / "target").exists()
 
 
