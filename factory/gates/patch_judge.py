@@ -16,7 +16,7 @@ from factory.gates.judge import HOLD, PROMOTE, REJECT, Verdict
 from factory.gates.patch_policy import EvalsPolicy, PatchPolicy, TrainingPolicy
 
 STAGES = ("scope", "static", "oracle", "exploits", "isolated", "training", "evals")
-CPU_CLOCKS = ("tree", "thread")  # of the evidence: CPU seconds of all processes, and of the busiest thread
+CPU_CLOCKS = {"tree": "all processes", "thread": "the busiest thread"}  # of the evidence, and what they are of
 OPTIONAL = {"oracle", "exploits", "isolated"}  # may be 'not needed': a patch that changes no op has nothing to check
 
 
@@ -56,7 +56,7 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
         return Verdict(HOLD, ("the weights after the same steps were not compared",))
     if drift > policy.max_drift * control:
         return Verdict(REJECT, (not_the_same(policy, drift, control),))
-    result = gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), tries)
+    result = wall_gain(policy, found, tries)
     if result is None:
         return Verdict(HOLD, ("the whole step was not timed, or not often enough",))
     times = (
@@ -64,7 +64,7 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
         f"weights {drift:.3f} away)"
     )
     needed = max(policy.min_gain, result.noise)
-    if result.noise > policy.max_noise:
+    if result.noise > policy.noise_allowed(_measurements(found)):
         return _judge_noisy(policy, found, result, times, tries)
     if result.lower > policy.min_gain and result.ratio > needed:
         approved = found.get("new_code") is False
@@ -82,6 +82,17 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
     return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.3f}× is needed)", times))
 
 
+def wall_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:
+    """By the wall clock; what was measured anew shares the confidence with the measurements before it."""
+    shared = tries * _measurements(found)
+    return gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), shared)
+
+
+def _measurements(found: Mapping[str, Any]) -> int:
+    discarded = found.get("discarded")
+    return 1 + (len(discarded) if isinstance(discarded, list) else 0)
+
+
 def _judge_noisy(policy: TrainingPolicy, found: Mapping[str, Any], wall: Gain, times: str, tries: int) -> Verdict:
     """The wall clock cannot tell. CPU time may, where nothing but approved code ran, on a CPU; and only for a gain.
 
@@ -89,44 +100,40 @@ def _judge_noisy(policy: TrainingPolicy, found: Mapping[str, Any], wall: Gain, t
     processes together, which more threads make no smaller, and the busiest thread, which fewer threads make no smaller. The wall clock
     must not contradict them.
     """
-    before = [noise for noise in map(_noise, found.get("discarded") or ()) if noise is not None]
-    each = ", ".join(f"{noise:.2f}×" for noise in (*before, wall.noise))
-    noisy = f"the machine is too noisy to judge by the wall clock: two runs of the same code differ {each} ({policy.max_noise:.2f}× is allowed)"
-    cpu = found.get("cpu")
-    by_cpu = [_cpu_gain(policy, cpu, clock, tries) for clock in CPU_CLOCKS]
-    shown = [gained for gained in by_cpu if gained is not None]
+    measurements = _measurements(found)
+    allowed = policy.noise_allowed(measurements)
+    before = [_number(other.get("noise")) for other in found.get("discarded") or () if isinstance(other, Mapping)]
+    each = ", ".join(f"{noise:.2f}×" for noise in (*before, wall.noise) if noise is not None)
+    noisy = f"the machine is too noisy to judge by the wall clock: two runs of the same code differ {each} (at most {allowed:.2f}× is allowed)"
+    by_cpu = {clock: _cpu_gain(policy, found, clock, tries * measurements) for clock in CPU_CLOCKS}
+    shown = {clock: gained for clock, gained in by_cpu.items() if gained is not None}
     told = [
-        f"by CPU time {gained.ratio:.3f}× (at least {gained.lower:.3f}, noise {gained.noise:.3f}) of {what}"
-        for gained, what in zip(by_cpu, ("all processes", "the busiest thread"), strict=True)
-        if gained is not None
+        f"by CPU time of {CPU_CLOCKS[clock]} {gained.ratio:.3f}× (at least {gained.lower:.3f}, noise {gained.noise:.3f})"
+        for clock, gained in shown.items()
     ]
     may = found.get("device") == "cpu" and found.get("new_code") is False and len(shown) == len(CPU_CLOCKS)
-    quiet = all(gained.noise <= policy.max_noise for gained in shown)
     gains = all(
-        gained.lower > policy.min_gain and gained.ratio > max(policy.min_gain, gained.noise) for gained in shown
+        gained.noise <= allowed and gained.lower > policy.min_gain and gained.ratio > max(policy.min_gain, gained.noise)
+        for gained in shown.values()
     )
-    if may and quiet and gains and wall.ratio > policy.min_gain:
-        least = min(shown, key=lambda gained: gained.ratio)
-        decided = f"{least.ratio:.3f}× whole-step gain by CPU time (at least {least.lower:.3f}, noise floor {least.noise:.3f}): {noisy}"
+    if may and gains and wall.ratio > policy.min_gain:
+        least = min(shown.values(), key=lambda gained: gained.ratio)
+        decided = f"{least.ratio:.3f}× whole-step gain by CPU time (at least {least.lower:.3f}, noise floor {least.noise:.3f}; {noisy})"
         return Verdict(PROMOTE, (decided, *told, times))
     what_to_do = (
         f"close other programs and have it judged again at another hour, or raise training.steps (now {policy.steps}) or "
         f"training.pairs (now {policy.pairs}) in policies/gates/patch.yaml"
     )
-    return Verdict(
-        HOLD, (f"{noisy}, {1 + len(before)} measurements of at most {policy.tries}: {what_to_do}", times, *told)
-    )
+    measured = f"measured {measurements} of at most {policy.tries} times"
+    return Verdict(HOLD, (f"{noisy}, {measured}: {what_to_do}", times, *told))
 
 
-def _cpu_gain(policy: TrainingPolicy, cpu: object, clock: str, tries: int) -> Gain | None:
+def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, tries: int) -> Gain | None:
+    cpu = found.get("cpu")
     seconds = cpu.get(clock) if isinstance(cpu, Mapping) else None
     if not isinstance(seconds, Mapping):
         return None
     return gain(policy, seconds.get("baseline_seconds"), seconds.get("candidate_seconds"), tries)
-
-
-def _noise(discarded: object) -> float | None:
-    return _number(discarded.get("noise")) if isinstance(discarded, Mapping) else None
 
 
 def not_the_same(policy: TrainingPolicy, drift: float, control: float) -> str:

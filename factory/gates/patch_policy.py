@@ -76,6 +76,11 @@ class TrainingPolicy(Strict):
     """How far the candidate's weights may end from the baseline's, after the same steps on the same data: a share of how
     far the baseline itself ends when it leaves out ``left_out`` steps. Both in ‖difference‖ / ‖baseline − start‖."""
 
+    def noise_allowed(self, measurement: int) -> float:
+        """Of the baseline's runs of that measurement, from 1. A machine that was found noisy may look quiet by luck: it must show itself
+        the quieter, the more often it was measured."""
+        return float(self.max_noise ** (1 / measurement))
+
     @property
     def left_out(self) -> int:
         return self.worth(self.steps)

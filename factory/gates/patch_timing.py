@@ -39,11 +39,13 @@ def timing(policy: TrainingPolicy, runs: RunSeconds) -> dict[str, Any]:
         "total_seconds": {"baseline": list(runs.baseline), "candidate": list(runs.candidate)},
         "overhead_seconds": runs.overhead,
     }
-    if min(*runs.baseline, *runs.candidate) <= runs.overhead:
+    if min(runs.baseline) <= runs.overhead:
         return found | {"doubt": _drowned(policy, runs.overhead)}
     slow = found["slow_control"] = (runs.twice - runs.overhead) / (usual - runs.overhead)
     if slow <= SLOW_CONTROL:
         return found | {"doubt": _control(slow)}
+    if min(runs.candidate) <= runs.overhead:
+        return found | {"doubt": _drowned(policy, runs.overhead)}
     counted = policy.steps - 1  # the first step belongs to the overhead
     steps_alone = counted / (policy.steps - BRIEF_STEPS)
     longest = max(runs.briefs)
@@ -61,8 +63,8 @@ def cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twice: float
     return max(0.0, usual - (twice - usual) * (policy.steps - 1) / policy.steps)
 
 
-def unsteady(policy: TrainingPolicy, found: Mapping[str, Any]) -> str:
-    """Why the baseline's own runs are no measure of anything; empty when they are.
+def unsteady(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> str:
+    """Why the baseline's own runs are no measure of anything; empty when they are. ``measurement``: its number, from 1.
 
     Of the candidate nothing is looked at: measuring anew for what it shows would be choosing among its outcomes.
     """
@@ -72,7 +74,7 @@ def unsteady(policy: TrainingPolicy, found: Mapping[str, Any]) -> str:
     if found.get("slow_control", SLOW_CONTROL + 1) <= SLOW_CONTROL:
         return _control(found["slow_control"])
     noise = noise_of(found)
-    return f"two runs of the same code differ {noise:.2f}×" if noise > policy.max_noise else ""
+    return f"two runs of the same code differ {noise:.2f}×" if noise > policy.noise_allowed(measurement) else ""
 
 
 def noise_of(found: Mapping[str, Any]) -> float:

@@ -119,7 +119,8 @@ def compare_training(
     while True:
         round_began = time.monotonic()
         found, pair = measure.once(progress)
-        doubt = unsteady(policy, found) if pair is not None and not _learns_otherwise(policy, found) else ""
+        judged = pair is None or _learns_otherwise(policy, found)  # whatever its clock says
+        doubt = "" if judged else unsteady(policy, found, 1 + len(discarded))
         if discarded:
             found["discarded"] = discarded
         now = time.monotonic()
