@@ -136,7 +136,7 @@ ATTACKS = {
     "work left to a thread": Attack(
         ORACLE,
         "off by",
-        "import threading\nimport time\n\n\ndef made(gate, up):\n    out = torch.zeros_like(gate)\n\n    def later():\n        time.sleep(0.02)\n"
+        "import threading\nimport time\n\n\ndef made(gate, up):\n    out = torch.zeros_like(gate)\n\n    def later():\n        time.sleep(1)\n"
         "        out.copy_(right(gate.detach(), up.detach()))\n\n    threading.Thread(target=later).start()\n    return out\n\n\n"
         + FUNCTION,
         read="imports threading",
