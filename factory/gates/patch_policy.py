@@ -39,7 +39,7 @@ class IsolatedPolicy(Strict):
 
     pairs: Count = 9
     min_ratio: Annotated[float, Field(gt=0)] = 1.0
-    """Old time over new time that must be shown (median of the pairs)."""
+    """Old time over new time that the upper quartile of the pairs must reach: below it, the op is slower beyond the noise."""
     tries: Count = 3
     """How often to measure, in all, when an op is found faster or slower than itself (another program was busy)."""
     wall_seconds: Seconds = 3600.0

@@ -240,6 +240,30 @@ def test_an_op_faster_than_itself_is_timed_anew(
     assert found["state"] == state and found["ops"]["attention"]["ratio"] == 2.0
 
 
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "control", "state"),
+    [
+        (1.3, 1.2, 1.4, (0.99, 1.01), "passed"),
+        (0.8, 0.7, 0.9, (0.99, 1.01), "failed"),
+        (0.95, 0.6, 1.3, (0.99, 1.01), "passed"),  # busy: nothing is known, and the whole step decides
+        (0.8, 0.7, 0.9, (0.80, 0.90), "missing"),  # slower than itself, too: a neighbour took its share
+    ],
+)
+def test_an_op_is_turned_down_only_where_it_is_slower_beyond_the_noise(
+    ratio: float, low: float, high: float, control: Any, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [dict(zip(("ratio", "ratio_low", "ratio_high"), (ratio, low, high), strict=True))]
+    told.append({"ratio": sum(control) / 2, "ratio_low": control[0], "ratio_high": control[1]})
+    answers = iter(told * 3)
+
+    def run(command: list[str], **_: object) -> sandbox.Result:
+        return sandbox.Result(0, json.dumps(next(answers)), "", 1.0, None, 0, 0)
+
+    monkeypatch.setattr(sandbox, "run", run)
+    op = patch_ops.ChangedOp("attention", "reference", "native")
+    assert patch_ops.isolated(IsolatedPolicy(), [op], {}, tmp_path, True, tmp_path / "work")["state"] == state
+
+
 # -- the whole chain ---------------------------------------------------------------------------------------------------
 def proposal(title: str, *edits: tuple[str, str]) -> Proposal:
     return Proposal("search", "kernel:test", title, "Because.", 1.1, tuple(Edit(path, text) for path, text in edits))
