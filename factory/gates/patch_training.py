@@ -126,6 +126,8 @@ def compare_training(
         now = time.monotonic()
         longest = max(longest, now - round_began)
         if not doubt or len(discarded) + 1 >= policy.tries or now - began + longest > policy.budget_seconds:
+            if doubt and found["state"] == "missing":
+                found["reasons"] = [f"{doubt}; measured {len(discarded) + 1} of at most {policy.tries} times"]
             return found, pair
         progress.line(f"  training: {doubt}; measured anew")
         noise = noise_of(found) if "baseline_seconds" in found else None

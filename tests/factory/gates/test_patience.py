@@ -139,6 +139,7 @@ FASTER = {("candidate", number): [0.7, 0.7, 0.7] for number in range(9)}
         ({("candidate", n): BUSY for n in range(9)}, {}, 2, "reject", "no gain"),  # the candidate's noise is no reason
         ({("baseline", 0): [1.0, 1.2]}, {}, 2, "reject", "no gain"),  # within what is allowed
         ({("baseline", 0): BUSY, ("baseline", 2): [1.0, 1.2]}, {}, 6, "reject", "no gain"),  # not, after a noisy one
+        ({("baseline", n): [0.05, 1.0] for n in range(9)}, {"steps": 4}, 6, "hold", "measured 3 of at most 3 times"),
         ({("baseline", 0): BUSY} | FASTER, {}, 4, "promote", "1.429× whole-step gain by the wall clock"),
     ],
 )
