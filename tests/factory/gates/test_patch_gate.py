@@ -116,7 +116,8 @@ LONG = {"steps": 80, "ratio": 1.2, "hideable": 1.04, "drift": 0.02, "control_dri
         (LONG | {"ratio": 1.045}, "hold", "a quicker start alone could show 1.06"),
         (LONG | {"ratio": 1.05, "hideable": 1.03}, "hold", "a quicker start alone could show 1.05"),
         (LONG | {"ratio": 1.06, "hideable": 1.03}, "promote", "over 80 steps 1.060×"),
-        (LONG | {"ratio": 1.01, "hideable": 1.001}, "reject", "over 80 steps the gain is gone"),
+        (LONG | {"ratio": 0.99, "hideable": 1.001}, "reject", "over 80 steps the gain is gone"),
+        (LONG | {"ratio": 1.01, "hideable": 1.001}, "hold", "a quicker start alone could show"),  # or noise
         (LONG | {"drift": 0.11}, "reject", "over 80 steps its weights end 0.110 away"),
     ],
 )
