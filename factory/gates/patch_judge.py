@@ -156,7 +156,9 @@ def _judge_long(policy: TrainingPolicy, found: object, result: Gain, times: str)
     if drift > policy.max_drift * control:
         away = f"over {steps} steps its weights end {drift:.3f} away, at most {policy.max_drift:g} of {control:.3f} is allowed"
         return Verdict(REJECT, (f"the candidate does not learn the same: {away}", times))
-    if ratio * result.noise <= policy.min_gain:  # of one run a side, which another program may have disturbed by so much
+    if (
+        ratio * result.noise <= policy.min_gain
+    ):  # of one run a side, which another program may have disturbed by so much
         return Verdict(REJECT, (f"over {steps} steps the gain is gone: {ratio:.3f}×", times))
     needed = hideable * max(policy.min_gain, result.noise)
     if ratio <= needed:
