@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import selectors
@@ -28,6 +29,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +55,7 @@ class Limits:
     """What one command may use. Bytes unless a name says otherwise."""
 
     wall_seconds: float = 120.0
-    cpu_seconds: int = 600  # of each process
+    cpu_seconds: int | None = None  # of each process; None: what the wall limit leaves room for, on every core
     memory: int = 6 << 30  # of the tree's resident pages, and of each process's private writable mappings
     file: int = 1 << 30  # largest file that may be written
     output: int = 2 << 30  # everything in the output folder
@@ -62,12 +64,19 @@ class Limits:
     log: int = 8 * MIB  # stdout and stderr together
     tmp: int = 512 * MIB  # /tmp, and /dev/shm
 
+    @property
+    def cpu(self) -> int:
+        """Seconds of CPU time that each process may use."""
+        whole = math.ceil(self.wall_seconds * (os.cpu_count() or 1)) + 1
+        return whole if self.cpu_seconds is None else self.cpu_seconds
+
 
 @dataclass(frozen=True)
 class Result:
     """How a command ended.
 
-    ``stopped`` names the limit that killed it: 'wall', 'memory', 'processes', 'output' or 'log'; None if none did.
+    ``stopped`` names the limit that killed it: 'wall', 'memory', 'processes', 'output' or 'log'; 'enough' when its caller had enough of
+    it; None if nothing did.
     """
 
     returncode: int  # 128 + n after signal n, as a shell tells it
@@ -130,10 +139,13 @@ def run(
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
     limits: Limits | None = None,
+    begun: Callable[[int], None] | None = None,
+    enough: threading.Event | None = None,
 ) -> Result:
     """Run ``command`` with ``output`` (made when missing) writable and ``readonly`` visible, all under their own names.
 
     The current folder is ``cwd`` (a visible path), else the output folder. Compile caches go to ``output/cache``.
+    ``begun`` is told the number of the namespace's init, the root of all that runs, before anything does; ``enough`` ends it when set.
     Raises: IsolationError when no sandbox can be set up; nothing was run then.
     """
     limits = limits or Limits()
@@ -168,10 +180,12 @@ def run(
                     start_new_session=True,
                 )
                 _close(inherited)
-                held = _Held(process, started, limits, output)
+                held = _Held(process, started, limits, output, enough)
                 child = told.child()  # there before anything runs; None when the mechanism failed
                 if group is not None and child is not None:
                     sandbox_cgroup.put(group, child)
+                if begun is not None and child is not None:
+                    begun(child)
                 with contextlib.suppress(BrokenPipeError):
                     go.write(b".")
                 held.watch()
@@ -224,7 +238,15 @@ def _bury(init: int | None) -> None:
 class _Held:
     """One running sandbox: its last output, and whether it stays within its limits."""
 
-    def __init__(self, process: subprocess.Popen[bytes], started: float, limits: Limits, output: Path) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        started: float,
+        limits: Limits,
+        output: Path,
+        enough: threading.Event | None = None,
+    ) -> None:
+        self.enough = enough or threading.Event()
         self.process, self.started, self.limits, self.output = process, started, limits, output
         self.stopped: str | None = None
         self.peak_memory = 0
@@ -266,6 +288,8 @@ class _Held:
                     self.stopped = self.stopped or "log"
                 if time.monotonic() > self._deadline:
                     self.stopped = self.stopped or "wall"
+                if self.enough.is_set():
+                    self.stopped = self.stopped or "enough"
                 if self.stopped:
                     self.process.kill()
                     self.seconds = time.monotonic() - self.started
@@ -360,7 +384,7 @@ def _rules(output: Path, limits: Limits, gpu: bool) -> dict[str, object]:
     alone holds the tree to its memory then."""
     return {
         "rlimits": {
-            "RLIMIT_CPU": limits.cpu_seconds,
+            "RLIMIT_CPU": limits.cpu,
             **({} if gpu else {"RLIMIT_DATA": limits.memory}),
             "RLIMIT_FSIZE": limits.file,
             "RLIMIT_NPROC": limits.processes * TASKS,

@@ -127,7 +127,8 @@ class Bench:
         quick = [changed for changed in ops if changed.op == op or changed.before != changed.after]
         policy = PatchPolicy.load(self.workspace.policy("gates/patch.yaml")).oracle
         if quick:
-            policy = policy.model_copy(update={"cases": policy.cases[:1]})
+            once = policy.patience.model_copy(update={"again": 1.0})  # an agent can try again; the gate will
+            policy = policy.model_copy(update={"cases": policy.cases[:1], "patience": once})
             found = patch_ops.oracle(
                 policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle"
             )
@@ -136,7 +137,7 @@ class Bench:
             return Checked("oracle", (), self._times(candidate, work / "times", ops) if timed else ())
         names = [path.removesuffix(".py").replace("/", ".") for path in paths if path.endswith(".py")]
         command = [sys.executable, "-c", IMPORT, *names]
-        limits = Limits(wall_seconds=policy.wall_seconds)
+        limits = Limits(wall_seconds=policy.patience.least_seconds)
         done = sandbox.run(command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits)
         problems = () if done.ok else (f"the changed files cannot be imported: {done.why()}",)
         return Checked("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())

@@ -40,7 +40,7 @@ CHECKS = (
 @dataclass(frozen=True)
 class Check:
     name: str
-    ok: bool
+    ok: bool | None  # None: it could not be made, which says nothing about the candidate
     detail: str  # one line for a person
 
 
@@ -163,6 +163,8 @@ def _round_trip(tokenizer: Tokenizer, texts: Sequence[str], served: Served) -> C
     wrong = sum(tokenizer.decode(tokenizer.encode_text(text)[0]) != text for text in texts)
     there = served.answer.get("decoded", [])
     wrong_there = sum(a != b for a, b in zip(there, texts)) + len(texts) - len(there)
+    if served.out_of_time and not wrong:
+        return _unserved("round_trip", served)
     return Check(
         "round_trip",
         not wrong and not wrong_there,
@@ -171,12 +173,13 @@ def _round_trip(tokenizer: Tokenizer, texts: Sequence[str], served: Served) -> C
 
 
 # -- server against evaluator ------------------------------------------------------------------------------------------
+def _unserved(name: str, served: Served, what: str = "the server side") -> Check:
+    return Check(name, None if served.out_of_time else False, f"{what} failed: {served.problem}")
+
+
 def _server(subject: Subject, texts: list[str], chats: list[Any], stop: list[int], served: Served) -> list[Check]:
     if served.problem:
-        return [
-            Check(name, False, f"the server side failed: {served.problem}")
-            for name in ("server_text", "server_chat", "stop")
-        ]
+        return [_unserved(name, served) for name in ("server_text", "server_chat", "stop")]
     tokenizer, answer = subject.tokenizer, served.answer
     wrong_texts = _differences(answer["texts"], [tokenizer.encode_text(text)[0][:-1].tolist() for text in texts])
     wrong_chats = _differences(answer["chats"], [tokenizer.encode_messages(chat)[0][:-1].tolist() for chat in chats])
@@ -203,7 +206,7 @@ def _differences(theirs: list[list[int]], ours: list[list[int]]) -> int:
 
 def _logits(model: ReferenceModel, ids: list[int], served: Served) -> Check:
     if served.logits_TV is None:
-        return Check("logits", False, f"the server side failed: {served.problem}")
+        return _unserved("logits", served)
     ours = model.logits(torch.tensor([ids]))[0].numpy()
     if ours.shape != served.logits_TV.shape:
         return Check("logits", False, f"shape {ours.shape} here, {served.logits_TV.shape} at the server")
@@ -214,7 +217,7 @@ def _logits(model: ReferenceModel, ids: list[int], served: Served) -> Check:
 
 def _smoke(served: Served) -> Check:
     if served.problem:
-        return Check("smoke", False, f"load and generate failed: {served.problem}")
+        return _unserved("smoke", served, "load and generate")
     a = served.answer
     words = f"loaded in {a['load_seconds']:.1f} s, {len(a['generated'])} tokens generated, {a['seconds']:.1f} s and {a['peak_memory_mib']} MiB in all"
     return Check("smoke", len(a["generated"]) > 0, words)

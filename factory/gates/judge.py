@@ -48,7 +48,9 @@ class Evidence:
     cloze_items: int | None = None
     cloze: float | None = None  # share right
     champion_cloze: float | None = None
-    checks: Mapping[str, tuple[bool, str]] = field(default_factory=dict)  # name → (ok, detail)
+    checks: Mapping[str, tuple[bool | None, str]] = field(
+        default_factory=dict
+    )  # name → (ok, detail); ok is None where the check could not be made
     target: Gain | None = None
     guards: Mapping[str, Gain] = field(default_factory=dict)  # by domain, and CLOZE
 
@@ -80,13 +82,13 @@ def judge(policy: ReleasePolicy, evidence: Evidence) -> Verdict:
 
 
 def _checks(evidence: Evidence) -> tuple[list[str], list[str], list[str]]:
-    failed = [
-        f"Check {name} failed: {detail}." for name, (ok, detail) in sorted(evidence.checks.items()) if ok is not True
-    ]
+    checks = sorted(evidence.checks.items())
+    failed = [f"Check {name} failed: {detail}." for name, (ok, detail) in checks if ok is not True and ok is not None]
     absent = sorted(set(CHECKS) - set(evidence.checks))
     unknown = sorted(set(evidence.checks) - set(CHECKS))
     missing = [f"{len(absent)} of {len(CHECKS)} checks were not made: {', '.join(absent)}."] if absent else []
     missing += [f"Check {name} is not one the judge knows." for name in unknown]
+    missing += [f"Check {name} could not be made: {detail}." for name, (ok, detail) in checks if ok is None]
     return (
         failed,
         missing,

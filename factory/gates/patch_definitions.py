@@ -6,6 +6,7 @@ with, and which of them get gradients. A patch that spoils those is right by the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -16,44 +17,54 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from factory import devices
+from factory import devices, sandbox
 from factory.gates import patch_ops
+from factory.gates.patience import Patience, patiently, stopped
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors
 
 TRUTH_ROUNDING = 1e-9  # of the largest: sums in fp64 in another order, far below what fp32 could tell
 
 
 def redefined(
-    jobs: Sequence[dict[str, Any]], answers: patch_ops.Answers, wall_seconds: float, candidate: Path, work: Path
-) -> list[str]:
-    """What the patch changes of the ops' own tests, by which it and every later patch is judged; none when nothing.
+    jobs: Sequence[dict[str, Any]], answers: patch_ops.Answers, patience: Patience, candidate: Path, work: Path
+) -> dict[str, Any]:
+    """Evidence of what the patch changes of the ops' own tests, by which it and every later patch is judged; empty when nothing.
 
     The candidate's code makes inputs and truth of some of the ``jobs`` too, by the same seeds: inputs must be the same to the bit, the truth
     but for fp64's rounding, and the eager results as right as they were. Which ones is drawn, of every op, kind of values and size (the
     recipe's own among them). Raises: IsolationError.
     """
     numbers = _drawn(jobs)
-    request, folder = work / "request-again.json", work / "again"
+    request = work / "request-again.json"
     request.write_text(json.dumps({"device": devices.kind(), "jobs": [jobs[number] for number in numbers]}))
-    parts = [folder / part for part in ("inputs", "truth")]
-    for part in parts:
-        part.mkdir(parents=True, exist_ok=True)
-    opened = [os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for part in parts]
-    try:
-        run = patch_ops.driver(["make", request, folder], [candidate, request], folder, candidate, wall_seconds)
-        if not run.ok:
-            return [f"the changed ops' tests could not be made by it: {run.why()}"]
-        found = [
-            f"{patch_ops.named(jobs[number])}: {problem}, and an op's tests are people's to change"
-            for again, number in enumerate(numbers)
-            for problem in _otherwise(answers.truth.parent, opened[0], opened[1], number, again)
-        ]
-    except UntrustedFileError as error:
-        return [f"the changed ops' tests could not be made by it: {error}"]
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-    return found
+    limits = patience.limits(answers.baseline_seconds)  # for all jobs, of which these are a part
+    with contextlib.ExitStack() as opened:
+
+        def attempt(number: int, limit: float) -> tuple[sandbox.Result, list[int]]:
+            folder = work / f"again-{number}"
+            parts = [folder / part for part in ("inputs", "truth")]
+            for part in parts:
+                part.mkdir(parents=True)
+            held = [os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for part in parts]
+            for descriptor in held:
+                opened.callback(os.close, descriptor)
+            return patch_ops.driver(["make", request, folder], [candidate, request], folder, candidate, limit), held
+
+        run, (inputs, truth) = patiently(limits, attempt, lambda ended: ended[0].timed_out)
+        if run.timed_out:
+            who = "making the changed ops' tests with the candidate's code"
+            reason = stopped(who, limits, answers.baseline_seconds, "oracle.patience")
+            return {"state": "missing", "reasons": [reason]}
+        try:
+            wrong = [] if run.ok else [f"the changed ops' tests could not be made by it: {run.why()}"]
+            for again, number in enumerate(numbers if run.ok else ()):
+                wrong += [
+                    f"{patch_ops.named(jobs[number])}: {problem}, and an op's tests are people's to change"
+                    for problem in _otherwise(answers.truth.parent, inputs, truth, number, again)
+                ]
+        except UntrustedFileError as error:
+            wrong = [f"the changed ops' tests could not be made by it: {error}"]
+    return {"state": "failed", "reasons": wrong[:5], "failures": len(wrong)} if wrong else {}
 
 
 def _drawn(jobs: Sequence[dict[str, Any]]) -> list[int]:

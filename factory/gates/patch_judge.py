@@ -16,6 +16,7 @@ from factory.gates.judge import HOLD, PROMOTE, REJECT, Verdict
 from factory.gates.patch_policy import EvalsPolicy, PatchPolicy, TrainingPolicy
 
 STAGES = ("scope", "static", "oracle", "exploits", "isolated", "training", "evals")
+CPU_CLOCKS = {"tree": "all processes", "thread": "the busiest thread"}  # of the evidence, and what they are of
 OPTIONAL = {"oracle", "exploits", "isolated"}  # may be 'not needed': a patch that changes no op has nothing to check
 
 
@@ -55,30 +56,90 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
         return Verdict(HOLD, ("the weights after the same steps were not compared",))
     if drift > policy.max_drift * control:
         return Verdict(REJECT, (not_the_same(policy, drift, control),))
-    result = gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), tries)
+    result = wall_gain(policy, found, tries)
     if result is None:
         return Verdict(HOLD, ("the whole step was not timed, or not often enough",))
-    times = f"{result.ratio:.3f}× whole-step gain (at least {result.lower:.3f}, noise floor {result.noise:.3f}; weights {drift:.3f} away)"
+    times = (
+        f"{result.ratio:.3f}× whole-step gain by the wall clock (at least {result.lower:.3f}, noise floor {result.noise:.3f}; "
+        f"weights {drift:.3f} away)"
+    )
     needed = max(policy.min_gain, result.noise)
-    if result.noise > policy.max_noise:
-        return Verdict(
-            HOLD,
-            (f"the machine is too noisy to judge: two runs of the same code differ {result.noise:.2f}×", times),
-        )
+    if result.noise > policy.noise_allowed(_measurements(found)):
+        return _judge_noisy(policy, found, result, times, tries)
     if result.lower > policy.min_gain and result.ratio > needed:
         approved = found.get("new_code") is False
         return Verdict(PROMOTE, (times,)) if approved else _judge_long(policy, found.get("long"), result, times)
     if result.ratio > needed or result.lower > policy.min_gain:
         return Verdict(
-            HOLD, (f"a gain is likely but not shown: its lower bound is not above {policy.min_gain:g}", times)
+            HOLD,
+            (
+                f"a gain is likely but not shown: its lower bound must be above {policy.min_gain:g}, and the gain above the noise "
+                f"floor; raise training.pairs (now {policy.pairs}) in policies/gates/patch.yaml, or have it judged again at a "
+                "quieter hour",
+                times,
+            ),
         )
     return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.3f}× is needed)", times))
+
+
+def wall_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:
+    """By the wall clock; what was measured anew shares the confidence with the measurements before it."""
+    shared = tries * _measurements(found)
+    return gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), shared)
+
+
+def _measurements(found: Mapping[str, Any]) -> int:
+    discarded = found.get("discarded")
+    return 1 + (len(discarded) if isinstance(discarded, list) else 0)
+
+
+def _judge_noisy(policy: TrainingPolicy, found: Mapping[str, Any], wall: Gain, times: str, tries: int) -> Verdict:
+    """The wall clock cannot tell. CPU time may, where nothing but approved code ran, on a CPU; and only for a gain.
+
+    Code that is new could hide what it computes from that clock; approved code does not try. Both CPU clocks must show the gain: all
+    processes together, which more threads make no smaller, and the busiest thread, which fewer threads make no smaller. The wall clock
+    must not contradict them.
+    """
+    measurements = _measurements(found)
+    allowed = policy.noise_allowed(measurements)
+    before = [_number(other.get("noise")) for other in found.get("discarded") or () if isinstance(other, Mapping)]
+    each = ", ".join(f"{noise:.2f}×" for noise in (*before, wall.noise) if noise is not None)
+    noisy = f"the machine is too noisy to judge by the wall clock: two runs of the same code differ {each} (at most {allowed:.2f}× is allowed)"
+    by_cpu = {clock: _cpu_gain(policy, found, clock, tries * measurements) for clock in CPU_CLOCKS}
+    shown = {clock: gained for clock, gained in by_cpu.items() if gained is not None}
+    told = [
+        f"by CPU time of {CPU_CLOCKS[clock]} {gained.ratio:.3f}× (at least {gained.lower:.3f}, noise {gained.noise:.3f})"
+        for clock, gained in shown.items()
+    ]
+    may = found.get("device") == "cpu" and found.get("new_code") is False and len(shown) == len(CPU_CLOCKS)
+    gains = all(
+        gained.noise <= allowed and gained.lower > policy.min_gain and gained.ratio > max(policy.min_gain, gained.noise)
+        for gained in shown.values()
+    )
+    if may and gains and wall.ratio > policy.min_gain:
+        least = min(shown.values(), key=lambda gained: gained.ratio)
+        decided = f"{least.ratio:.3f}× whole-step gain by CPU time (at least {least.lower:.3f}, noise floor {least.noise:.3f}; {noisy})"
+        return Verdict(PROMOTE, (decided, *told, times))
+    what_to_do = (
+        f"close other programs and have it judged again at another hour, or raise training.steps (now {policy.steps}) or "
+        f"training.pairs (now {policy.pairs}) in policies/gates/patch.yaml"
+    )
+    measured = f"measured {measurements} of at most {policy.tries} times"
+    return Verdict(HOLD, (f"{noisy}, {measured}: {what_to_do}", times, *told))
+
+
+def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, tries: int) -> Gain | None:
+    cpu = found.get("cpu")
+    seconds = cpu.get(clock) if isinstance(cpu, Mapping) else None
+    if not isinstance(seconds, Mapping):
+        return None
+    return gain(policy, seconds.get("baseline_seconds"), seconds.get("candidate_seconds"), tries)
 
 
 def not_the_same(policy: TrainingPolicy, drift: float, control: float) -> str:
     return (
         f"the candidate does not learn the same: its weights end {drift:.3f} of the way away from the baseline's; leaving out "
-        f"{policy.left_out} of {policy.steps} steps ends {control:.3f} away, and {policy.max_drift:g} of that may be"
+        f"{policy.left_out} of {policy.steps} steps ends {control:.3f} away, and at most {policy.max_drift:g} of that is allowed"
     )
 
 
@@ -93,9 +154,11 @@ def _judge_long(policy: TrainingPolicy, found: object, result: Gain, times: str)
     ratio, hideable, drift, control = (number for number in numbers if number is not None)
     steps = told.get("steps")
     if drift > policy.max_drift * control:
-        away = f"over {steps} steps its weights end {drift:.3f} away, {policy.max_drift:g} of {control:.3f} may be"
+        away = f"over {steps} steps its weights end {drift:.3f} away, at most {policy.max_drift:g} of {control:.3f} is allowed"
         return Verdict(REJECT, (f"the candidate does not learn the same: {away}", times))
-    if ratio <= policy.min_gain:
+    if (
+        ratio * result.noise <= policy.min_gain
+    ):  # of one run a side, which another program may have disturbed by so much
         return Verdict(REJECT, (f"over {steps} steps the gain is gone: {ratio:.3f}×", times))
     needed = hideable * max(policy.min_gain, result.noise)
     if ratio <= needed:
@@ -121,9 +184,13 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
         said = f"{domain} {-mean:+.4f} bits per byte (at most {-(mean - reach):+.4f}, {len(known)} documents)"
         worst = max(worst, (reach - mean, said))
         if mean < -policy.margin:
-            return Verdict(REJECT, (f"the candidate's weights are worse: {said}, {policy.margin:+g} may be",))
+            return Verdict(
+                REJECT, (f"the candidate's weights are worse: {said}, at most {policy.margin:+g} is allowed",)
+            )
         if mean - reach <= -policy.margin:
-            unshown.append(f"that the candidate's weights are no worse is not shown: {said}, {policy.margin:+g} may be")
+            unshown.append(
+                f"that the candidate's weights are no worse is not shown: {said}, at most {policy.margin:+g} is allowed"
+            )
     if unshown:
         return Verdict(HOLD, (*unshown, *verdict.reasons))
     return Verdict(verdict.outcome, (*verdict.reasons, f"held out, the worst domain: {worst[1]}"))

@@ -15,7 +15,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from agents.untrusted import one_line
 from factory import devices, sandbox
 from factory.gates.patch_policy import IsolatedPolicy, OraclePolicy
+from factory.gates.patience import baseline_stopped, patiently, stopped
 from factory.gates.untrusted_tensors import UntrustedFileError, read_tensors
 from factory.sandbox import Limits
 
@@ -36,6 +37,7 @@ HOSTILE = ("normal", "large", "tiny", "zero", "constant", "outlier")
 # Errors of this size always pass, as eager's own may be zero by luck: one unit in the last place of the dtype, and
 # sixteen of fp32, whose sums differ by their order alone. kernels.oracle's rule; written down again because no patch may reach it.
 FP32_ROUNDINGS = 16
+UNLIKE = 1.02  # an op that seems to be by more than this ratio quicker or slower than itself
 Tensors = dict[str, torch.Tensor]
 FACTOR = 2.0  # kernels.oracle.FACTOR; written down again because no patch may reach it
 
@@ -78,7 +80,7 @@ def oracle(
     if not ops:
         return NO_OP
     jobs = oracle_jobs(policy, ops, precision)
-    with answered(jobs, policy.wall_seconds, baseline, candidate, work) as answers:
+    with answered(jobs, policy, baseline, candidate, work) as answers:
         return answers.stage(range(len(jobs)), "checks against fp64, forward and gradients", last=True)
 
 
@@ -89,15 +91,17 @@ class Answers:
     jobs: Sequence[dict[str, Any]]
     truth: Path
     folder: int  # descriptor of the folder that the candidate wrote in, taken before it ran
-    seconds: float
-    missing: str  # why there is nothing to compare with; else ""
-    died: str  # how the candidate's process ended before its time; else ""
-    log: str
+    seconds: float  # both processes
+    baseline_seconds: float
+    missing: str = ""  # why there is nothing to compare with; else ""
+    died: str = ""  # how the candidate's process ended before its time; else ""
+    log: str = ""
+    out_of_time: bool = False  # a time limit ended it, which says nothing about its code
 
     def stage(self, numbers: Sequence[int], what: str, *, last: bool) -> dict[str, Any]:
         """Evidence from these jobs. ``last``: the process had nothing to do after them, so that its end counts as well."""
         if self.missing:
-            return {"state": "missing", "reasons": [f"the test inputs could not be made: {self.missing}"]}
+            return {"state": "missing", "reasons": [self.missing]}
         reasons, worst, broken = [], 0.0, last and bool(self.died)
         for number in numbers:
             try:
@@ -111,9 +115,12 @@ class Answers:
             reasons += [f"{named(self.jobs[number])}: {problem}" for problem in wrong]
         found: dict[str, Any] = {"checks": len(numbers), "worst_share_of_allowed_error": worst, "seconds": self.seconds}
         if broken:
+            found["log"] = self.log
+        if broken and self.out_of_time and not reasons:
+            return {"state": "missing", "reasons": [self.died], **found}
+        if broken:
             ops = dict.fromkeys(job["op"] for job in self.jobs)
             reasons.append(f"the changed ops {', '.join(ops)} could not be run: {self.died}")
-            found["log"] = self.log
         if reasons:
             return {"state": "failed", "reasons": reasons[:5], "failures": len(reasons), **found}
         return {"state": "passed", "reasons": [f"{len(numbers)} {what}"], **found}
@@ -121,26 +128,38 @@ class Answers:
 
 @contextlib.contextmanager
 def answered(
-    jobs: Sequence[dict[str, Any]], wall_seconds: float, baseline: Path, candidate: Path, work: Path
+    jobs: Sequence[dict[str, Any]], policy: OraclePolicy, baseline: Path, candidate: Path, work: Path
 ) -> Iterator[Answers]:
     """The jobs as the driver made them with the baseline's code and answered them with the candidate's. Raises: IsolationError."""
     work.mkdir(parents=True, exist_ok=True)
     request = work / "request.json"
     request.write_text(json.dumps({"device": devices.kind(), "jobs": jobs}))
-    given, answers = work / "given", work / "answers"
-    answers.mkdir(exist_ok=True)
-    folder = os.open(answers, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        made = driver(["make", request, given], [baseline, request], given, baseline, wall_seconds)
+    given = work / "given"
+    with contextlib.ExitStack() as opened:
+        made = driver(["make", request, given], [baseline, request], given, baseline, policy.wall_seconds)
         if not made.ok:
-            yield Answers(jobs, given / "truth", folder, made.seconds, made.why(), "", "")
+            why = f"the test inputs could not be made: {made.why()}"
+            if made.timed_out:
+                why = baseline_stopped("making the test inputs", policy.wall_seconds, "oracle.wall_seconds")
+            yield Answers(jobs, given / "truth", -1, made.seconds, made.seconds, missing=why)
             return
-        visible = [candidate, request, given / "inputs"]  # the truth lies beside it, out of sight
-        run = driver(["answer", request, given / "inputs", answers], visible, answers, candidate, wall_seconds)
+        limits = policy.patience.limits(made.seconds)
+
+        def attempt(number: int, limit: float) -> tuple[sandbox.Result, int]:
+            answers = work / f"answers-{number}"  # nothing of an attempt that was stopped is there for the next
+            answers.mkdir()
+            folder = os.open(answers, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, folder)
+            visible = [candidate, request, given / "inputs"]  # the truth lies beside it, out of sight
+            return driver(["answer", request, given / "inputs", answers], visible, answers, candidate, limit), folder
+
+        run, folder = patiently(limits, attempt, lambda ended: ended[0].timed_out)
         died, log = ("", "") if run.ok else (run.why(), run.stderr[-2000:])
-        yield Answers(jobs, given / "truth", folder, made.seconds + run.seconds, "", died, log)
-    finally:
-        os.close(folder)
+        if run.timed_out:
+            died = stopped("the candidate's checks", limits, made.seconds, "oracle.patience")
+        yield Answers(
+            jobs, given / "truth", folder, made.seconds + run.seconds, made.seconds, "", died, log, run.timed_out
+        )
 
 
 def driver(
@@ -188,27 +207,41 @@ def isolated(
                 try:
                     answers.append(json.loads(run.stdout))
                 except ValueError:
-                    return {"state": "missing", "reasons": [f"{op.op} could not be timed alone: {run.why()}"]}
+                    why = f"{op.op} could not be timed alone: {run.why()}"
+                    if run.timed_out:
+                        why = baseline_stopped(f"timing {op.op} alone", policy.wall_seconds, "isolated.wall_seconds")
+                    return {"state": "missing", "reasons": [why]}
             changed, control = answers
-            if control["ratio_low"] <= 1.02:
-                break
+            if untrusted := _unlike_itself(control):
+                continue
+            break
         found[op.op] = {
             "ratio": changed["ratio"],
             "low": changed["ratio_low"],
             "high": changed["ratio_high"],
             "a_a": control["ratio"],
         }
-        if control["ratio_low"] > 1.02:
+        if untrusted:
             reason = (
-                f"no time can be trusted here: {policy.tries} times in a row, {op.op} was found faster than itself, "
-                f"at last {control['ratio']:.2f}×"
+                f"no time can be trusted here: {policy.tries} times in a row, {op.op} was found {untrusted} than itself, "
+                f"at last {control['ratio']:.2f}×: close other programs and have it judged again at a quieter hour"
             )
             return {"state": "missing", "reasons": [reason], "ops": found}
-        if changed["ratio"] < policy.min_ratio:
-            reason = f"{op.op}: {op.after} is {changed['ratio']:.2f}× as fast as {op.before} alone"
+        if changed["ratio_high"] < policy.min_ratio:  # what noise alone may make of it goes on: the whole step decides
+            reason = (
+                f"{op.op}: {op.after} is {changed['ratio']:.2f}× as fast as {op.before} alone (three pairs of four below "
+                f"{changed['ratio_high']:.2f}×; at least {policy.min_ratio:.2f}× is needed)"
+            )
             return {"state": "failed", "reasons": [reason], "ops": found}
     reasons = [f"{name}: {n['ratio']:.2f}× alone (A/A {n['a_a']:.2f})" for name, n in found.items()]
     return {"state": "passed", "reasons": reasons, "ops": found}
+
+
+def _unlike_itself(control: Mapping[str, float]) -> str:
+    """What an implementation seems to be beside itself, where its clock cannot be trusted; else nothing."""
+    if control["ratio_low"] > UNLIKE:
+        return "faster"
+    return "slower" if control["ratio_high"] < 1 / UNLIKE else ""
 
 
 def oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:
@@ -272,7 +305,9 @@ def errors_of(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[str]
             off, allowed = measure(errors) / size, max(FACTOR * measure(eager_errors) / size, floor)
             worst = max(worst, off / allowed)
             if not off <= allowed:
-                problems.append(f"{name} is off by {off:.2g} ({measure.__name__.strip('_')}), {allowed:.2g} may be")
+                problems.append(
+                    f"{name} is off by {off:.2g} ({measure.__name__.strip('_')}), at most {allowed:.2g} is allowed"
+                )
                 break
     return problems, worst
 

@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from factory.evals.policy import Count, Strict, load_policy
-
-Seconds = Annotated[float, Field(gt=0)]
-Ratio = Annotated[float, Field(ge=1)]
+from factory.gates.patience import Patience, Ratio, Seconds
 
 
 class OraclePolicy(Strict):
@@ -19,8 +17,10 @@ class OraclePolicy(Strict):
     cases: list[str] = Field(default=["small"], min_length=1)
     """Names of kernels.op.CASES; hostile values and fp32 are tried on the first of them. The recipe's own sizes are for the
     next stage."""
-    wall_seconds: Seconds = 120.0
-    """Time limit of one process of the stage."""
+    wall_seconds: Seconds = 3600.0
+    """Time limit of approved code's process, which makes the inputs and the truth."""
+    patience: Patience = Patience()
+    """Time limits of the candidate's processes, here and in the exploit checks, by what approved code took."""
 
 
 class ExploitsPolicy(Strict):
@@ -39,10 +39,11 @@ class IsolatedPolicy(Strict):
 
     pairs: Count = 9
     min_ratio: Annotated[float, Field(gt=0)] = 1.0
-    """Old time over new time that must be shown (median of the pairs)."""
+    """Old time over new time that the upper quartile of the pairs must reach: below it, the op is slower beyond the noise."""
     tries: Count = 3
-    """How often to measure anew when an op is found faster than itself (another program was busy)."""
-    wall_seconds: Seconds = 120.0
+    """How often to measure, in all, when an op is found faster or slower than itself (another program was busy)."""
+    wall_seconds: Seconds = 3600.0
+    """Time limit of one measurement; all of it is approved code."""
 
 
 class TrainingPolicy(Strict):
@@ -57,17 +58,28 @@ class TrainingPolicy(Strict):
     long: Annotated[int, Field(ge=2)] = 8
     """How many times as long one more run of each side is, where new code seems to gain: a start that is quicker by a second is
     worth so many times less there."""
-    wall_seconds: Seconds = 120.0
-    """Time limit of one session: start-up, warm-up and its timed runs; in proportion more for a long run."""
+    wall_seconds: Seconds = 3600.0
+    """Time limit of one session of the baseline's: start-up, warm-up and its timed runs; in proportion more for a long run."""
+    patience: Patience = Patience()
+    """Time limits of the candidate's sessions, by what the baseline's session before it took."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     """One-sided, of the gain's lower bound; divided among the tries on the same target."""
     min_gain: Ratio = 1.02
     """Ratio of step times, baseline over candidate, that the lower bound must exceed."""
     max_noise: Ratio = 1.25
-    """Largest ratio between two runs of the baseline itself; above it the machine is too busy to judge."""
+    """Largest ratio between two runs of the baseline itself; above it the machine is too busy to judge by the wall clock."""
+    tries: Count = 3
+    """How often to measure, in all, while the baseline's own runs are no measure. The candidate's are not looked at for it."""
+    budget_seconds: Seconds = 3600.0
+    """All measurements together: another one begins only if it would end in time, were it as long as the longest so far."""
     max_drift: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """How far the candidate's weights may end from the baseline's, after the same steps on the same data: a share of how
     far the baseline itself ends when it leaves out ``left_out`` steps. Both in ‖difference‖ / ‖baseline − start‖."""
+
+    def noise_allowed(self, measurement: int) -> float:
+        """Of the baseline's runs of that measurement, from 1. A machine that was found noisy may look quiet by luck: it must show itself
+        the quieter, the more often it was measured."""
+        return float(self.max_noise ** (1 / measurement))
 
     @property
     def left_out(self) -> int:

@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 
-from factory import sandbox
+from factory import sandbox, sandbox_clock
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors, tensors_of
 from factory.sandbox import Limits
+from factory.sandbox_clock import CpuSeconds
 
 POLL_SECONDS = 0.003
 WARM_STEPS = 20  # of a process, at most: until then its runs are some percent slower
@@ -50,6 +51,7 @@ class TimedRun:
     weights: Weights
     rest: Rest | None = None  # of the runs that ``timed_session`` was asked it of
     early: Weights = field(default_factory=dict)  # of the step that it was asked for
+    cpu: CpuSeconds | None = None  # of the sandbox's processes over the same seconds; None: it could not be told
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Session:
     runs: list[TimedRun] = field(default_factory=list)
     failed: str = ""
     seconds: float = 0.0  # all of it, start-up included
+    out_of_time: bool = False  # its time limit ended it: what was not done is nobody's failure
 
 
 def timed_session(
@@ -92,6 +95,8 @@ def timed_session(
             readonly=[code, *readonly],
             cwd=code,
             limits=Limits(wall_seconds=wall_seconds),
+            begun=revealer.inits.append,
+            enough=revealer.enough,
         )
     finally:
         revealer.over.set()
@@ -101,6 +106,7 @@ def timed_session(
     session.seconds = result.seconds
     if not session.failed and len(session.runs) < len(specs) - 1:
         session.failed = result.why() if not result.ok else "it ended before its runs were done"
+        session.out_of_time = result.timed_out
     return session
 
 
@@ -119,21 +125,22 @@ class _Revealer(threading.Thread):
         super().__init__(daemon=True)
         self.whole, self.early = whole, early
         self.folders, self.specs, self.origin, self.session = folders, specs, origin, session
-        self.over = threading.Event()
+        self.over, self.enough = threading.Event(), threading.Event()
+        self.inits: list[int] = []  # of the sandbox, once it runs
 
     def run(self) -> None:
         for number, (folder, spec) in enumerate(zip(self.folders, self.specs, strict=True)):
             if not self._wait_for(folder, "ready"):
                 return
-            began = time.monotonic()
+            used, began = sandbox_clock.read(self.inits[0]), time.monotonic()
             try:
                 _reveal(folder, spec)
             except OSError as error:  # the code at work sits on the name: no run
-                self.session.failed = f"run {number} could not be handed out: {error.strerror}"
+                self._fail(f"run {number} could not be handed out: {error.strerror}")
                 return
             if not self._wait_for(folder, "result.json"):
                 return
-            seconds = time.monotonic() - began
+            seconds, cpu = time.monotonic() - began, sandbox_clock.between(used, sandbox_clock.read(self.inits[0]))
             if number == 0:
                 continue
             weights, problem = read_weights(folder, spec["last_step"], self.origin)
@@ -143,9 +150,13 @@ class _Revealer(threading.Thread):
             if not problem and number in self.early:
                 before, problem = read_weights(folder, self.early[number], self.origin)
             if problem:
-                self.session.failed = f"run {number}: {problem}"
+                self._fail(f"run {number}: {problem}")
                 return
-            self.session.runs.append(TimedRun(seconds, weights, rest if number in self.whole else None, before))
+            self.session.runs.append(TimedRun(seconds, weights, rest if number in self.whole else None, before, cpu))
+
+    def _fail(self, why: str) -> None:
+        self.session.failed = why
+        self.enough.set()  # the trainer would wait for its next run until its time is up
 
     def _wait_for(self, folder: int, name: str) -> bool:
         while not self.over.is_set():

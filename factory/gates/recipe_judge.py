@@ -82,7 +82,9 @@ def _decide(policy: RunsPolicy, result: Comparison, same_cost: bool) -> Verdict:
         return Verdict(REJECT, (f"the candidate learns worse: {shown}",))
     hurt = [f"{name} {found.mean:+.4f}" for name, found in result.domains.items() if found.mean < -policy.domain_margin]
     if hurt:
-        return Verdict(REJECT, (f"worse on {', '.join(hurt)} {UNIT} ({-policy.domain_margin:+g} may be)", shown))
+        return Verdict(
+            REJECT, (f"worse on {', '.join(hurt)} {UNIT} (at most {-policy.domain_margin:+g} is allowed)", shown)
+        )
     if target.mean <= needed:
         return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.4f} {UNIT} is needed)", shown))
     if costs := "" if same_cost else _costs(policy, result):
@@ -103,9 +105,9 @@ def _decide(policy: RunsPolicy, result: Comparison, same_cost: bool) -> Verdict:
 def _costs(policy: RunsPolicy, result: Comparison) -> str:
     """What it costs too much of; empty: nothing."""
     if result.memory > policy.max_memory:
-        return f"takes {result.memory:.2f}× the memory ({policy.max_memory:g}× may be)"
+        return f"takes {result.memory:.2f}× the memory (at most {policy.max_memory:g}× is allowed)"
     if result.slower.mean > policy.max_slower:
-        return f"tokens take {result.slower.mean:.2f}× the time ({policy.max_slower:g}× may be)"
+        return f"tokens take {result.slower.mean:.2f}× the time (at most {policy.max_slower:g}× is allowed)"
     return ""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from factory.evals.policy import Count, Strict, load_policy
-from factory.gates.patch_policy import Ratio, Seconds
+from factory.gates.patience import Ratio, Seconds
 
 BitsPerByte = Annotated[float, Field(ge=0)]
 
@@ -25,8 +25,9 @@ class RunsPolicy(Strict):
     lower rate (docs/LOG.md has numbers)."""
     calmer_longer: Count = 2
     """How many times as long both parts are where the candidate's rate is lower or its batch larger: what a short run favours."""
-    wall_seconds: Seconds = 3600.0
-    """Time limit of all runs together."""
+    wall_seconds: Seconds = 21600.0
+    """Time limit of all runs together. All of their code is approved, and their steps are counted: it is far off, and only a
+    machine that stands still meets it."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     """One-sided, of each bound; the target's is divided among the tries on it."""
     min_gain: BitsPerByte = 0.002

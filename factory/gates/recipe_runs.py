@@ -180,7 +180,6 @@ def paired_runs(
     size = sum(tensor.numel() * tensor.element_size() for tensor in origin.values())
     limits = Limits(
         wall_seconds=policy.wall_seconds,
-        cpu_seconds=math.ceil(policy.wall_seconds * (os.cpu_count() or 1)),
         file=max(Limits.file, 4 * size),
         output=max(Limits.output, 16 * size),  # two checkpoints of weights and moments, and one that is being written
     )
@@ -201,9 +200,16 @@ def paired_runs(
         raise feeder.error
     found = feeder.found
     if not found.failed and feeder.done < len(runs):
-        found.failed = result.why()
+        found.failed = result.why() if not result.timed_out else _cut_short(policy, feeder.done, len(runs))
         found.failed_side = "" if result.timed_out else runs[feeder.done].side
     return found
+
+
+def _cut_short(policy: RunsPolicy, done: int, runs: int) -> str:
+    return (
+        f"{done} of {runs} runs were done after {policy.wall_seconds:.0f} s, which says nothing about the recipe: close other "
+        "programs and have it judged again, or raise runs.wall_seconds in policies/gates/recipe.yaml"
+    )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from code_loop_case import make_target
 
 from factory.gates import patch_definitions, patch_exploits, patch_ops, patch_static
 from factory.gates.patch_ops import ChangedOp
+from factory.gates.patience import Patience
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import Change
 from factory.workspace import code_root
@@ -135,7 +136,7 @@ ATTACKS = {
     "work left to a thread": Attack(
         ORACLE,
         "off by",
-        "import threading\nimport time\n\n\ndef made(gate, up):\n    out = torch.zeros_like(gate)\n\n    def later():\n        time.sleep(0.02)\n"
+        "import threading\nimport time\n\n\ndef made(gate, up):\n    out = torch.zeros_like(gate)\n\n    def later():\n        time.sleep(1)\n"
         "        out.copy_(right(gate.detach(), up.detach()))\n\n    threading.Thread(target=later).start()\n    return out\n\n\n"
         + FUNCTION,
         read="imports threading",
@@ -251,7 +252,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
             more = patch_exploits.calls(policy, changed_op, RECIPE, random.SystemRandom())
         ranges[name].append(range(len(jobs), len(jobs) + len(more)))
         jobs += more
-    with patch_ops.answered(jobs, 100, baseline, candidate, root / "work") as answers:
+    with patch_ops.answered(jobs, SHIPPED.oracle, baseline, candidate, root / "work") as answers:
         assert not answers.missing and not answers.died, answers
         return {
             name: Judged(*(answers.stage(numbers, "", last=False) for numbers in both)) for name, both in ranges.items()
@@ -312,7 +313,7 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, lis
     folder = tmp_path_factory.mktemp("tested")
     baseline = make_target(folder / "baseline")
     jobs = patch_ops.oracle_jobs(SHIPPED.oracle, [ChangedOp("swiglu", "reference", "reference")], "bf16")
-    with patch_ops.answered(jobs, 60, baseline, baseline, folder / "work") as answers:
+    with patch_ops.answered(jobs, SHIPPED.oracle, baseline, baseline, folder / "work") as answers:
         yield baseline, jobs, answers
 
 
@@ -326,8 +327,8 @@ def test_a_patch_does_not_change_what_ops_are_tested_with(
     op = candidate / "kernels" / "swiglu.py"
     assert old in op.read_text()
     op.write_text(op.read_text().replace(old, new, 1))
-    wrong = patch_definitions.redefined(jobs, answers, 60, candidate, tmp_path)
-    assert words in "; ".join(wrong) and bool(wrong) == bool(words), wrong
+    found = patch_definitions.redefined(jobs, answers, SHIPPED.oracle.patience, candidate, tmp_path)
+    assert words in "; ".join(found.get("reasons", [])) and found.get("state") == ("failed" if words else None), found
 
 
 # -- what a process does instead of computing ------------------------------------------------------------------------------
@@ -354,28 +355,33 @@ def fast(gate, up):
     return right(gate, up)
 """
 ENDS = {
-    "an exit at once": ("import os\n\nos._exit(0)\n\n\n", 60, ["no answer"]),
+    "an exit at once": ("import os\n\nos._exit(0)\n\n\n", "failed", ["no answer"]),
     "an exit in a late call, other files left behind": (
         LATE,
-        60,
+        "failed",
         ["cannot be read", "is not there", "is no regular file", "536870912 bytes", "no answer"],
     ),  # fmt: skip
-    "an endless import": ("while True:\n    pass\n\n\n", 8, ["over its wall limit"]),
+    "an endless import": (
+        "while True:\n    pass\n\n\n",
+        "missing",
+        ["did not end within its time limit", "s, then ", "raise oracle.patience"],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_process_that_ends_early_or_never(name: str, tmp_path: Path) -> None:
-    source, seconds, words = ENDS[name]
+    source, state, words = ENDS[name]
     baseline = make_target(tmp_path / "baseline")
     candidate = shutil.copytree(baseline, tmp_path / "candidate", ignore=shutil.ignore_patterns(".git"))
     op = candidate / "kernels" / "swiglu.py"
     extra = "\n\nfast = right\n" if "def fast" not in source else ""
     op.write_text(op.read_text().replace("\nOP = op(", f"{RIGHT}{source}{extra}\nOP = op(").replace(
         "(compiled(reference),", '(Implementation("fast", fast, ""),'))  # fmt: skip
-    policy = SHIPPED.oracle.model_copy(update={"wall_seconds": seconds})
+    brief = Patience(times=1, least_seconds=1, again=1.5)  # as long as approved code took, then half as long again
+    policy = SHIPPED.oracle.model_copy(update={"patience": brief} if state == "missing" else {})
     ops = [ChangedOp("swiglu", "reference", "fast")]
     found = patch_exploits.check(policy, SHIPPED.exploits, ops, RECIPE, baseline, candidate, tmp_path / "work")
-    assert found["oracle"]["state"] == found["exploits"]["state"] == "failed", found
+    assert found["oracle"]["state"] == found["exploits"]["state"] == state, found
     said = "; ".join(found["oracle"]["reasons"])
     assert all(word in said for word in words), said

@@ -11,7 +11,7 @@ import pytest
 from code_loop_case import Made, make
 
 from factory import repository
-from factory.gates.patch_judge import STAGES, gain, judge_patch
+from factory.gates.patch_judge import STAGES, judge_patch
 from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch_scope import AgentsPolicy
 from factory.gates.patch_training import Side, compare_training, find_start
@@ -19,9 +19,9 @@ from factory.progress import SILENT
 from factory.workspace import code_root
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
-FEW = {"steps": 50, "pairs": 2, "max_noise": 4.0}
+FEW = {"steps": 50, "pairs": 2, "max_noise": 4.0, "tries": 1}
 POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update=FEW)})
-TIMED = POLICY.training.model_copy(update={"steps": 120, "long": 2})
+TIMED = SHIPPED.training.model_copy(update={"steps": 120, "pairs": 2, "tries": 1, "long": 2, "min_gain": 1.2})
 AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
 
 DAWDLE = 0.9  # seconds, less than the steps of TIMED take
@@ -32,7 +32,7 @@ CHEATS: dict[str, tuple[str, Callable[[str], str]]] = {
         "trainer/run.py",
         lambda text: (
             text.replace(STEP, "        if batch.step % 50 != 20:\n    " + STEP)
-            + "\nimport time\n\ntrue = time.perf_counter\ntime.perf_counter = time.monotonic = lambda: true() / 50\n"
+            + "\nimport time\n\ntrue = time.perf_counter\ntime.perf_counter = time.monotonic = lambda: true() / 1e6\n"
         ),
     ),
     "right at first and wrong later": ("trainer/run.py", lambda text: text.replace(STEP, LATE + STEP)),
@@ -114,7 +114,7 @@ def test_who_saves_work_does_not_learn_the_same(
     verdict = judge_patch(POLICY, {"stages": stages | {"training": found | {"state": "passed"}}, "tries": 1})
     assert verdict.outcome == "reject" and "does not learn the same" in verdict.reasons[0], (verdict, found)
     shortest = {name: min(seconds) for name, seconds in found["total_seconds"].items()}
-    assert shortest["candidate"] > 0.1 * shortest["baseline"]  # by our clock, whatever theirs says
+    assert shortest["candidate"] > 1e-3 * shortest["baseline"]  # by our clock; theirs runs a million times as slow
 
 
 WRITTEN = {
@@ -141,25 +141,40 @@ def test_a_checkpoint_that_training_cannot_go_on_from_is_found(
     assert found["state"] == "failed" and "would not go on" in found["reasons"][0] and words in found["reasons"][0]
 
 
+LINE = '    """The loop, and the files it leaves."""\n'
+
+
+def dawdling(text: str) -> str:
+    """The trainer's segment, which waits before its first step."""
+    assert LINE in text
+    return text.replace(LINE, LINE + f"    time.sleep({DAWDLE})\n")
+
+
+def never_credited(made: Made, folder: Path, slow: Path, quick: Path, new_code: bool) -> None:
+    """Real runs. What the arithmetic makes of them is told in tables (test_patch_timing.py), of any length of start and steps.
+
+    A neighbour may disturb one run of the baseline and none of the candidate's, which looks like a gain and is nobody's cheat: what
+    is a gain every time is one. The start is worth more than all that TIMED.min_gain asks for.
+    """
+    for number in range(3):
+        found = compared(made, TIMED, folder / str(number), slow, quick, new_code)
+        if "overhead_seconds" in found:
+            assert found["overhead_seconds"] > DAWDLE  # it was there, whatever the machine does
+        stages = {name: {"state": "passed", "reasons": []} for name in STAGES} | {"training": found}
+        stages["evals"] = {"state": "passed", "reasons": [], "gains": {"code": [0.0, 0.0]}}
+        verdict = judge_patch(POLICY.model_copy(update={"training": TIMED}), {"stages": stages, "tries": 1})
+        if verdict.outcome != "promote":
+            return
+    raise AssertionError((verdict, found))
+
+
 @pytest.mark.slow
 def test_a_quicker_way_to_the_first_step_is_no_gain(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
     """The baseline dawdles before its first step, and the candidate does not: their steps are the same."""
-    text = (made.target / "trainer/segment.py").read_text()
-    line = '    """The loop, and the files it leaves."""\n'
-    slow = candidate("trainer/segment.py", text.replace(line, line + f"    time.sleep({DAWDLE})\n"))
-    assert line in text
-    quick = repository.checkout_live(made.workspace, made.base)
-    found = compared(made, TIMED, tmp_path, slow, quick, new_code=False)
-    totals = {name: sum(seconds) for name, seconds in found["total_seconds"].items()}
-    assert totals["baseline"] - totals["candidate"] > DAWDLE  # it is quicker, as a whole
-    if found["state"] == "missing":  # steps that drown in the dawdling, or a clock that cannot be trusted: nobody gains
-        return
-    shown = gain(TIMED, found["baseline_seconds"], found["candidate_seconds"], 1)
-    steps = [total - found["overhead_seconds"] for total in found["total_seconds"]["candidate"]]
-    credited = sum(found["baseline_seconds"]) * (TIMED.steps - 1) / sum(steps)  # if the baseline's overhead were all
-    assert credited > 1.5 and shown is not None and shown.ratio < credited**0.5, (shown, credited, found)
+    slow = candidate("trainer/segment.py", dawdling((made.target / "trainer/segment.py").read_text()))
+    never_credited(made, tmp_path, slow, repository.checkout_live(made.workspace, made.base), new_code=False)
 
 
 @pytest.mark.slow
@@ -168,20 +183,10 @@ def test_a_quicker_start_that_hides_is_no_gain_in_long_runs(
 ) -> None:
     """As above, and the candidate dawdles in runs of two steps alone, where its own overhead would show: short runs credit it."""
     text = (made.target / "trainer/segment.py").read_text()
-    line = '    """The loop, and the files it leaves."""\n'
     slow = tmp_path / "slow"
     baseline = repository.checkout_live(made.workspace, made.base)
     shutil.copytree(baseline, slow, ignore=shutil.ignore_patterns(".git"))
-    (slow / "trainer/segment.py").write_text(text.replace(line, line + f"    time.sleep({DAWDLE})\n"))
+    (slow / "trainer/segment.py").write_text(dawdling(text))
     hides = f"    if run.spec.last_step - run.spec.first_step == 2:\n        time.sleep({DAWDLE})\n"
-    quick = candidate("trainer/segment.py", text.replace(line, line + hides))
-    found = compared(made, TIMED, tmp_path, slow, quick)
-    if found["state"] == "missing":
-        pytest.skip(f"the machine is too busy for a gain to be seen, true or not: {found['reasons'][0]}")
-    shown = gain(TIMED, found["baseline_seconds"], found["candidate_seconds"], 1)
-    assert shown is not None and 1.2 < shown.ratio, (shown, found)
-    long = found["long"]  # the candidate's first session was quicker
-    assert long["ratio"] < shown.ratio**0.8 and long["drift"] < long["control_drift"] / 2, (shown, found)
-    stages = {name: {"state": "passed", "reasons": []} for name in STAGES} | {"training": found}
-    verdict = judge_patch(POLICY.model_copy(update={"training": TIMED}), {"stages": stages, "tries": 1})
-    assert verdict.outcome in ("hold", "reject"), verdict
+    quick = candidate("trainer/segment.py", text.replace(LINE, LINE + hides))
+    never_credited(made, tmp_path, slow, quick, new_code=True)

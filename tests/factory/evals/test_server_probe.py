@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from factory.evals.parity import _logits, _smoke
+from factory.evals import server
+from factory.evals.parity import Subject, _logits, _server, _smoke
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.server import Served, probe
 from factory.ingest.tokenizer import Tokenizer, train
@@ -61,3 +62,17 @@ def test_no_other_class_is_loaded_and_no_code_of_the_export_is_run(
     served = ask(export)
     assert "no known architecture" in served.problem, served.problem
     assert not marker.exists() and served.logits_TV is None
+
+
+def test_what_a_time_limit_ends_says_nothing_of_the_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A real process that never ends, tried twice; the checks that it was for could not be made."""
+    endless = tmp_path / "endless.py"
+    endless.write_text("import time\nwhile True: time.sleep(1)\n")
+    monkeypatch.setattr(server, "PROBE", endless)
+    monkeypatch.setattr(server, "AGAIN", 2)
+    served = probe({}, 1)
+    assert served.out_of_time and "no end after 2 s" in served.problem and "probe_seconds" in served.problem
+    checks = [*_server(cast(Subject, None), [], [], [], served), _smoke(served)]
+    assert [check.ok for check in checks] == [None] * 4 and "no end after 2 s" in checks[-1].detail
+    refused = Served({}, None, "exit 1: no known architecture")
+    assert [check.ok for check in _server(cast(Subject, None), [], [], [], refused)] == [False] * 3

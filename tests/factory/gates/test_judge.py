@@ -65,6 +65,7 @@ CASES = [
     ("hold", changed(FIRST, "trigram_bits_per_byte", "docs", None), "docs: the byte-trigram baseline was not measured"),
     ("hold", changed(FIRST, "documents", "docs", 3), "docs: 3 held-out documents, 8 are needed"),
     ("reject", changed(FIRST, "checks", "stop", (False, "ran on")), "Check stop failed: ran on."),
+    ("hold", changed(FIRST, "checks", "smoke", (None, "no end after 600 s")), "Check smoke could not be made: no end"),
     ("hold", Evidence(), "not known whom to compare with"),
     ("promote", evidence(), "Better than candidate 1"),
     ("hold", evidence(target=0.005), "Not shown to be better"),

@@ -116,7 +116,8 @@ LONG = {"steps": 80, "ratio": 1.2, "hideable": 1.04, "drift": 0.02, "control_dri
         (LONG | {"ratio": 1.045}, "hold", "a quicker start alone could show 1.06"),
         (LONG | {"ratio": 1.05, "hideable": 1.03}, "hold", "a quicker start alone could show 1.05"),
         (LONG | {"ratio": 1.06, "hideable": 1.03}, "promote", "over 80 steps 1.060×"),
-        (LONG | {"ratio": 1.01, "hideable": 1.001}, "reject", "over 80 steps the gain is gone"),
+        (LONG | {"ratio": 0.99, "hideable": 1.001}, "reject", "over 80 steps the gain is gone"),
+        (LONG | {"ratio": 1.01, "hideable": 1.001}, "hold", "a quicker start alone could show"),  # or noise
         (LONG | {"drift": 0.11}, "reject", "over 80 steps its weights end 0.110 away"),
     ],
 )
@@ -238,6 +239,30 @@ def test_an_op_faster_than_itself_is_timed_anew(
     op = patch_ops.ChangedOp("attention", "reference", "native")
     found = patch_ops.isolated(IsolatedPolicy(), [op], {}, tmp_path, True, tmp_path / "work")
     assert found["state"] == state and found["ops"]["attention"]["ratio"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "control", "state"),
+    [
+        (1.3, 1.2, 1.4, (0.99, 1.01), "passed"),
+        (0.8, 0.7, 0.9, (0.99, 1.01), "failed"),
+        (0.95, 0.6, 1.3, (0.99, 1.01), "passed"),  # busy: nothing is known, and the whole step decides
+        (0.8, 0.7, 0.9, (0.80, 0.90), "missing"),  # slower than itself, too: a neighbour took its share
+    ],
+)
+def test_an_op_is_turned_down_only_where_it_is_slower_beyond_the_noise(
+    ratio: float, low: float, high: float, control: Any, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [dict(zip(("ratio", "ratio_low", "ratio_high"), (ratio, low, high), strict=True))]
+    told.append({"ratio": sum(control) / 2, "ratio_low": control[0], "ratio_high": control[1]})
+    answers = iter(told * 3)
+
+    def run(command: list[str], **_: object) -> sandbox.Result:
+        return sandbox.Result(0, json.dumps(next(answers)), "", 1.0, None, 0, 0)
+
+    monkeypatch.setattr(sandbox, "run", run)
+    op = patch_ops.ChangedOp("attention", "reference", "native")
+    assert patch_ops.isolated(IsolatedPolicy(), [op], {}, tmp_path, True, tmp_path / "work")["state"] == state
 
 
 # -- the whole chain ---------------------------------------------------------------------------------------------------

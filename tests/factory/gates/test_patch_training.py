@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from factory.gates.held_out import reference_model
+from factory.gates.patch_likeness import differs, squares
 from factory.gates.patch_session import Rest, read_rest
-from factory.gates.patch_training import alone, differs, squares
+from factory.gates.patch_training import alone
 from kernels.registry import bind
 from tests.trainer.conftest import recipe_with
 from tests.trainer.families import FAMILIES, ODD

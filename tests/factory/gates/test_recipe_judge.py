@@ -53,7 +53,7 @@ SLOW = {"candidate_tokens_per_s": [80.0, 81.0, 79.0, 80.0]}
         (evidence([0.09] * 4, docs=[-0.03] * 4), "reject", "worse on docs -0.0300"),
         (evidence([0.09] * 4, docs=[-0.03, 0.03, 0.01, -0.03]), "hold", "not shown to be no worse on docs"),
         (evidence([0.03] * 4, **SLOW), "reject", "tokens take 1.25× the time"),
-        (evidence([0.03] * 4, candidate_tokens_per_s=[70.0, 120.0, 60.0, 99.0]), "hold", "the time (1.1×"),
+        (evidence([0.03] * 4, candidate_tokens_per_s=[70.0, 120.0, 60.0, 99.0]), "hold", "the time (at most 1.1×"),
         (evidence([0.03] * 4, candidate_memory=1.3e9), "reject", "1.30× the memory"),
         (evidence([0.03] * 4, **SLOW, same_cost=True), "promote", "+0.03"),
         (evidence([0.03] * 4, **SLOW, same_cost="True"), "reject", "the time"),

@@ -1,0 +1,189 @@
+"""Time limits of a candidate: by what the baseline took, once more with longer, then hold; and noise that is measured anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from factory.gates import patch_training
+from factory.gates.patch_judge import STAGES, judge_patch
+from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
+from factory.gates.patch_session import Rest, Session, TimedRun
+from factory.gates.patch_training import Side, Start, compare_training
+from factory.gates.patience import Patience, patiently, stopped
+from factory.progress import SILENT
+from factory.sandbox import Limits
+from factory.sandbox_clock import CpuSeconds
+
+
+@pytest.mark.parametrize(
+    ("baseline", "limits"),
+    [
+        (2.0, (300.0, 900.0)),  # the floor, and the second attempt
+        (100.0, (500.0, 1500.0)),  # a machine fifty times slower
+        (600.0, (3000.0, 3600.0)),
+        (800.0, (4000.0,)),  # no second attempt that would be shorter than the first
+    ],
+)
+def test_a_candidates_limits_follow_the_baseline(baseline: float, limits: tuple[float, ...]) -> None:
+    patience = Patience(times=5, least_seconds=300, again=3, again_seconds=3600)
+    assert patience.limits(baseline) == limits
+    assert patience.model_copy(update={"again": 1.0}).limits(baseline) == limits[:1]
+    words = stopped("the candidate's checks", limits, baseline, "oracle.patience")
+    assert all(f"{limit:.0f} s" in words for limit in limits) and "raise oracle.patience" in words
+
+
+def test_who_was_stopped_is_tried_again_and_who_was_not_is_not() -> None:
+    tried: list[tuple[int, float]] = []
+
+    def needs(seconds: float) -> Callable[[int, float], bool]:
+        def attempt(number: int, limit: float) -> bool:
+            tried.append((number, limit))
+            return seconds > limit
+
+        return attempt
+
+    assert [patiently((1.0, 3.0), needs(seconds), bool) for seconds in (0.5, 2.0, 9.0)] == [False, False, True]
+    assert tried == [(0, 1.0), (0, 1.0), (1, 3.0), (0, 1.0), (1, 3.0)]
+
+
+def test_cpu_seconds_never_run_out_before_wall_seconds() -> None:
+    assert Limits(wall_seconds=1000).cpu >= 1000 and Limits(wall_seconds=1000, cpu_seconds=7).cpu == 7
+
+
+# -- the training stage, on a clock that the test tells -------------------------------------------------------------------
+POLICY = TrainingPolicy(steps=50, pairs=4, budget_seconds=1e6)
+OVERHEAD, STEP = 1.0, 0.1
+
+
+class Plant:
+    """Stands for the sandbox: sessions whose seconds the test tells, and whose weights say how many steps were made."""
+
+    def __init__(self) -> None:
+        self.limits: dict[str, list[float]] = {"baseline": [], "candidate": []}
+        self.caches: list[list[str]] = []  # what the candidate found in its cache, a session each
+        self.busy: dict[tuple[str, int], list[float]] = {}  # side and number of the session: factors of its runs
+        self.out_of_time: set[tuple[str, int]] = set()
+
+    def session(
+        self, folder: Path, code: Path, specs: list[dict[str, Any]], readonly: Any, origin: Any, wall_seconds: float,
+        whole: Any, early: dict[int, int],
+    ) -> Session:  # fmt: skip
+        side = code.name
+        number = len(self.limits[side])
+        self.limits[side].append(wall_seconds)
+        if side == "candidate":
+            (folder / "cache").mkdir(exist_ok=True)
+            self.caches.append(sorted(path.name for path in (folder / "cache").iterdir()))
+            (folder / "cache" / f"kept-{number}").touch()
+        if (side, number) in self.out_of_time:
+            return Session(failed="stopped", out_of_time=True, seconds=wall_seconds)
+        factors = self.busy.get((side, number), [])
+        runs = []
+        for place, spec in enumerate(specs[1:], 1):
+            steps = spec["last_step"] - spec["first_step"]
+            busy = factors[place - 2] if 0 <= place - 2 < len(factors) else 1.0
+            span = STEP * (steps - 1) * busy
+            of = folder / "runs" / f"{place:02d}"
+            of.mkdir(parents=True)
+            (of / "metrics.jsonl").write_text("".join(json.dumps({"time": at}) + "\n" for at in (0.0, span)))
+            moments = {"exp_avg.w": torch.ones(2) * steps}
+            rest = Rest(moments, {"step": spec["last_step"], "recipe": {}})
+            weights, before = ({"w": torch.ones(2) * n} for n in (steps, early.get(place, 0) - spec["first_step"]))
+            seconds = OVERHEAD + span
+            runs.append(TimedRun(seconds, weights, rest, before, CpuSeconds(2 * seconds, seconds)))
+        return Session(runs, seconds=30.0)
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
+    made = Plant()
+    monkeypatch.setattr(patch_training, "timed_session", made.session)
+    monkeypatch.setattr(patch_training.checkpoint_files, "read_tensors", lambda *_: {"w": torch.zeros(2)})
+    return made
+
+
+def measured(plant: Plant, policy: TrainingPolicy, folder: Path, workspace: Any, new_code: bool = True) -> Any:
+    start = Start(folder / "checkpoint", 6, {}, {"token_shards": []})
+    sides = [Side(folder / name, {}, folder / f"of-{name}") for name in ("baseline", "candidate")]
+    found, _ = compare_training(policy, start, *sides, workspace, SILENT, new_code)
+    stages: dict[str, Any] = {name: {"state": "passed", "reasons": [name]} for name in STAGES}
+    stages["evals"]["gains"] = {"code": [0.0, 0.0]}
+    return found, judge_patch(PatchPolicy(training=policy), {"stages": stages | {"training": found}, "tries": 1})
+
+
+QUIET: list[float] = []
+BUSY = [1.0, 1.6]
+FASTER = {("candidate", number): [0.7, 0.7, 0.7] for number in range(9)}
+
+
+@pytest.mark.parametrize(
+    ("busy", "policy", "sessions", "outcome", "words"),
+    [
+        ({}, {}, 2, "reject", "no gain"),
+        (
+            {("baseline", 0): BUSY},
+            {},
+            4,
+            "reject",
+            "no gain",
+        ),  # the first measurement was disturbed, the second was not
+        ({("baseline", n): BUSY for n in range(9)}, {}, 6, "hold", "differ 1.60×, 1.60×, 1.60×"),
+        ({("baseline", n): BUSY for n in range(9)}, {"tries": 1}, 2, "hold", "raise training.steps (now 50)"),
+        ({("baseline", n): BUSY for n in range(9)}, {"budget_seconds": 1e-9}, 2, "hold", "measured 1 of at most 3"),
+        ({("candidate", n): BUSY for n in range(9)}, {}, 2, "reject", "no gain"),  # the candidate's noise is no reason
+        ({("baseline", 0): [1.0, 1.2]}, {}, 2, "reject", "no gain"),  # within what is allowed
+        ({("baseline", 0): BUSY, ("baseline", 2): [1.0, 1.2]}, {}, 6, "reject", "no gain"),  # not, after a noisy one
+        ({("baseline", n): [0.05, 1.0] for n in range(9)}, {"steps": 4}, 6, "hold", "measured 3 of at most 3 times"),
+        ({("baseline", 0): BUSY} | FASTER, {}, 4, "promote", "1.429× whole-step gain by the wall clock"),
+    ],
+)
+def test_what_disturbs_the_baseline_is_measured_anew(
+    plant: Plant, tmp_path: Path, workspace: Any, busy: Any, policy: Any, sessions: int, outcome: str, words: str
+) -> None:
+    plant.busy = busy
+    found, verdict = measured(plant, POLICY.model_copy(update=policy), tmp_path, workspace, new_code=False)
+    assert {name: len(limits) for name, limits in plant.limits.items()} == dict.fromkeys(plant.limits, sessions), found
+    assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
+    assert len(found.get("discarded", ())) == sessions // 2 - 1
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_candidate_that_was_stopped_is_tried_once_more(
+    plant: Plant, tmp_path: Path, workspace: Any, number: int
+) -> None:
+    plant.out_of_time = {("candidate", number)}
+    found, verdict = measured(plant, POLICY, tmp_path, workspace)
+    assert found["state"] == "passed" and verdict.outcome == "reject", verdict  # no gain, as without it
+    expected = [300.0, 300.0]
+    expected.insert(number + 1, 900.0)
+    assert plant.limits["candidate"] == expected
+    assert plant.caches[number + 1] == [], "it has seen this data: nothing that it kept is there"
+
+
+def test_a_candidate_that_never_ends_is_held_back(plant: Plant, tmp_path: Path, workspace: Any) -> None:
+    plant.out_of_time = {("candidate", 0), ("candidate", 1)}
+    found, verdict = measured(plant, POLICY, tmp_path, workspace)
+    assert plant.limits["candidate"] == [300.0, 900.0] and found["state"] == "missing"
+    assert verdict.outcome == "hold" and "(300 s, then 900 s; the baseline took 30 s" in verdict.reasons[0]
+    assert "training.patience in policies/gates/patch.yaml" in verdict.reasons[0]
+
+
+def test_a_baseline_that_was_stopped_says_nothing_of_the_patch(plant: Plant, tmp_path: Path, workspace: Any) -> None:
+    plant.out_of_time = {("baseline", 0)}
+    found, verdict = measured(plant, POLICY, tmp_path, workspace)
+    assert found["state"] == "missing" and verdict.outcome == "hold" and plant.limits["candidate"] == []
+    assert "training.wall_seconds" in verdict.reasons[0] and "3600 s with approved code" in verdict.reasons[0]
+
+
+def test_a_compile_cache_moves_along_with_its_own_side(plant: Plant, tmp_path: Path, workspace: Any) -> None:
+    compiled = workspace.root / "cache" / "inductor"
+    compiled.mkdir(parents=True)
+    plant.out_of_time = {("candidate", 1)}
+    measured(plant, POLICY, tmp_path, workspace)
+    assert plant.caches == [["inductor"], ["inductor", "kept-0"], ["inductor"]] and list(compiled.iterdir()) == []
