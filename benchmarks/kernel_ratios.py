@@ -7,8 +7,6 @@ baseline is measured in several processes and keeps the range they spanned; a re
 from __future__ import annotations
 
 import json
-import platform
-import re
 import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -18,8 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.liger import contest, installed
-from kernels.attention_native import usable
 from kernels.bench import Setting, compare
+from kernels.machine import here
 from kernels.op import Shape
 from kernels.precision import matrix_units
 from kernels.registry import OPS
@@ -77,15 +75,8 @@ def measure(name: str, implementation: str, shape: str) -> Ratio:
     return Ratio(found.ratio, found.ratio - notch, found.ratio + notch, found.seconds)
 
 
-def device_class() -> str:
-    """The name of a baseline: ``cpu-amx`` (with bf16 matrix units), ``cpu``, or the GPU's."""
-    if DEVICE == "cpu":
-        return "cpu-amx" if usable(head_dim=64) else "cpu"
-    return re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
-
-
 def baseline_path() -> Path:
-    return ROOT / "benchmarks" / "baselines" / f"{device_class()}.json"
+    return ROOT / "benchmarks" / "baselines" / f"{here(DEVICE).name}.json"
 
 
 def load_baseline(path: Path) -> dict[str, Ratio]:
@@ -103,17 +94,12 @@ def save_baseline(path: Path, ratios: dict[str, Ratio]) -> None:
 
 def machine() -> dict[str, str]:
     """What was measured on: class, processor, versions and commit."""
-    processor = platform.processor() or platform.machine()
-    if DEVICE == "cuda":
-        processor = torch.cuda.get_device_name()
-    elif (facts := Path("/proc/cpuinfo")).is_file():
-        found = re.search(r"model name\s*:\s*(.+)", facts.read_text())
-        processor = found.group(1) if found else processor
+    found = here(DEVICE)
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     return {
-        "device_class": device_class(),
-        "processor": processor if DEVICE == "cuda" else f"one thread of {processor}",
-        "torch": torch.__version__,
+        "device_class": found.name,
+        "processor": found.processor if DEVICE == "cuda" else f"one thread of {found.processor}",
+        "torch": found.torch,
         "liger": installed() or "not installed",
         "commit": git.stdout.strip(),
     }

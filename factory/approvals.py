@@ -20,7 +20,6 @@ from agents.proposal import Edit, Proposal
 from agents.search_proposer import choose
 from factory import repository
 from factory.errors import FactoryError, InputError, WorkspaceError
-from factory.gates import patch_ops
 from factory.gates.patch_gate import KERNELS
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import Change
@@ -29,6 +28,7 @@ from factory.ledger import Ledger, events, proposals, record, verdicts
 from factory.progress import Progress
 from factory.revalidating import UNDO, note_validated
 from factory.workspace import Workspace
+from kernels.choice import section_of
 
 Row = dict[str, Any]
 _told: set[str] = set()
@@ -213,7 +213,7 @@ def _moved_on(code: Path, row: Row, change: Change, live: str) -> str:
     anew = f"{KERNELS} changed since proposal {row['number']} was judged"
     replayed = base
     for device in yaml.safe_load(text):
-        old, new, held = (patch_ops.choices(version.encode(), device) for version in (base, text, now))
+        old, new, held = (section_of(version, device) for version in (base, text, now))
         for op in (op for op in new if old.get(op) != new[op]):
             if held.get(op) != old.get(op):
                 raise InputError(f"{anew}, in its choice of {op}: it has to be proposed anew")

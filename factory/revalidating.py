@@ -11,9 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -27,6 +25,7 @@ from factory.gates.patch_training import Start, find_start
 from factory.ledger import Ledger, anomalies, events, proposals, record, verdicts
 from factory.progress import Progress
 from factory.workspace import Workspace
+from kernels.machine import here
 
 AGENT = "revalidator"
 _told: set[str] = set()
@@ -100,9 +99,7 @@ def undoing(workspace: Workspace, row: Row, base: str, changed: list[str]) -> Pr
 
 def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
     """What a measured gain depends on besides the code."""
-    import torch
-
-    cuda = torch.cuda.is_available()
+    machine = here()
     sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
     drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
     slow = ledger.one(drops)
@@ -110,9 +107,10 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
     released = sa.select(verdicts.c.subject, verdicts.c.outcome).where(verdicts.c.gate == "release")
     newest = ledger.one(released.order_by(verdicts.c.id.desc()).limit(1))
     return {
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} processors",
-        "driver": f"{_driver()}, CUDA {torch.version.cuda}" if cuda else "",
+        "torch": machine.torch,
+        "device": f"{machine.name}, {machine.processor}"
+        + (f", {os.cpu_count()} processors" if machine.threads else ""),
+        "driver": machine.driver,
         "recipe": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16],
         "throughput": f"dropped in segment {slow['newest']}" if slow and slow["newest"] else "",
         "benchmarks": f"fell, event {fell['newest']}" if fell and fell["newest"] else "",
@@ -124,12 +122,6 @@ def benchmarks_fell(ledger: Ledger, tests: Sequence[str]) -> None:
     """Note that a run of the benchmarks failed in ``tests``."""
     with ledger.begin() as tx:
         record(tx, FELL, "benchmarks", {"tests": list(tests)})
-
-
-def _driver() -> str:
-    """The kernel's part of NVIDIA's driver; empty for another."""
-    facts = Path("/proc/driver/nvidia/version")
-    return facts.read_text().partition("\n")[0] if facts.is_file() else ""
 
 
 def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:

@@ -123,7 +123,7 @@ class Bench:
     def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str, timed: bool) -> Checked:
         device = devices.kind()
         before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
-        ops = patch_ops.changed_ops(before, after, paths, device)
+        ops = patch_ops.changed_ops(before, after, paths, device, self.start.kernels)
         quick = [changed for changed in ops if changed.op == op or changed.before != changed.after]
         policy = PatchPolicy.load(self.workspace.policy("gates/patch.yaml")).oracle
         if quick:

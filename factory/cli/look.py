@@ -131,12 +131,16 @@ def doctor(where: Where = DEFAULT, as_json: AsJson = False) -> None:
 @app.command()
 def demo(
     where: Where = DEFAULT,
+    minutes: Annotated[
+        float, typer.Option(help="About how long it may take, 2 to 120; a faster machine trains a larger model in it.")
+    ] = 6.0,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Throw an earlier demo's workspace away and begin again.")
     ] = False,
 ) -> None:
-    """Run the whole factory once, on this machine, on real text (the Python standard library). About six minutes on two cores."""
+    """Run the whole factory once, on this machine, on real text (the Python standard library), in about the minutes given: it measures
+    how fast the machine is, and chooses the model, its steps and how much is measured to fit."""
     from factory.console import Terminal
     from factory.demo import run_demo
 
-    run_demo(where, Terminal(), fresh=fresh)
+    run_demo(where, Terminal(), minutes=minutes, fresh=fresh)

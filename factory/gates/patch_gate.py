@@ -321,7 +321,9 @@ RUN: dict[str, Callable[[Case], Stage]] = {
 
 
 def _changed_ops(case: Case) -> list[patch_ops.ChangedOp]:
-    return patch_ops.changed_ops(case.base_bytes(KERNELS), _after(case), case.paths, devices.kind())
+    return patch_ops.changed_ops(
+        case.base_bytes(KERNELS), _after(case), case.paths, devices.kind(), case.start.kernels if case.start else {}
+    )
 
 
 def _after(case: Case) -> bytes:

@@ -30,6 +30,7 @@ from factory.gates.patch_policy import IsolatedPolicy, OraclePolicy
 from factory.gates.patience import baseline_stopped, patiently, stopped
 from factory.gates.untrusted_tensors import UntrustedFileError, read_tensors
 from factory.sandbox import Limits
+from kernels.choice import resolve, section_of
 
 NO_OP = {"state": "not needed", "reasons": ["no op is changed"]}
 DRIVER = Path(__file__).with_name("patch_driver.py")
@@ -51,22 +52,18 @@ class ChangedOp:
     after: str
 
 
-def choices(text: bytes | None, device: str) -> dict[str, str]:
-    """A device's section of kernels.yaml, op → implementation; what is none reads as empty (the registry refuses it by name)."""
-    found = yaml.safe_load(text or b"{}")
-    section = found.get(device) if isinstance(found, dict) else None
-    return {str(op): str(name) for op, name in section.items()} if isinstance(section, dict) else {}
-
-
 def changed_sections(before: bytes | None, after: bytes | None) -> list[str]:
     """The keys of kernels.yaml, a device each and ``fallback``, that have another value."""
     old, new = (found if isinstance(found := yaml.safe_load(text or b"{}"), dict) else {} for text in (before, after))
     return sorted(str(key) for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
-def changed_ops(before: bytes | None, after: bytes | None, paths: Sequence[str], device: str) -> list[ChangedOp]:
-    """From kernels.yaml before and after. A patch to ``kernels/*.py`` may change any op: all that are chosen count."""
-    old, new = (choices(text, device) for text in (before, after))
+def changed_ops(
+    before: bytes | None, after: bytes | None, paths: Sequence[str], device: str, tuned: Mapping[str, str]
+) -> list[ChangedOp]:
+    """From kernels.yaml before and after; ``tuned``: what ``auto`` stands for. A patch to ``kernels/*.py`` may change any op: all
+    that are chosen count."""
+    old, new = (resolve(section_of(text, device), tuned) for text in (before, after))
     everything = any(path.startswith("kernels/") for path in paths)
     names = sorted(set(old) | set(new))
     pairs = [ChangedOp(name, old.get(name, "reference"), new.get(name, "reference")) for name in names]

@@ -26,7 +26,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -42,31 +42,43 @@ from factory.gates.patch_timing import BRIEF_STEPS, RunSeconds, cpu_overhead, lo
 from factory.gates.patience import baseline_stopped, patiently, stopped
 from factory.ledger import Ledger, checkpoints, data_plans, segments
 from factory.progress import Progress
+from factory.tuned_kernels import KERNELS
 from factory.workspace import Workspace
+from kernels.choice import resolved_text
 from trainer import checkpoint as checkpoint_files
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where the comparison begins: the trunk's last checkpoint, with the recipe and data plan that made it."""
+    """Where the comparison begins: the trunk's last checkpoint, with the recipe, data plan and kernels that made it."""
 
     checkpoint: Path
     step: int
     recipe: dict[str, Any]
     plan: dict[str, Any]
+    kernels: Mapping[str, str] = field(default_factory=dict)  # op → implementation: what ``auto`` stands for here
+
+    def kernels_of(self, code: Path) -> str:
+        """The ``kernels.yaml`` of a checkout, each ``auto`` as the trunk runs it."""
+        return resolved_text((code / KERNELS).read_bytes(), devices.kind(), self.kernels)
 
 
 def find_start(ledger: Ledger) -> Start | None:
     """None while no trunk segment has finished."""
     row = ledger.one(
-        sa.select(checkpoints.c.path, checkpoints.c.step, segments.c.recipe_json, data_plans.c.plan)
+        sa.select(
+            checkpoints.c.path, checkpoints.c.step, segments.c.recipe_json, segments.c.computing, data_plans.c.plan
+        )
         .join(segments, segments.c.id == checkpoints.c.segment)
         .join(data_plans, data_plans.c.id == segments.c.data_plan)
         .where(segments.c.kind == "trunk", segments.c.state == "done")
         .order_by(checkpoints.c.step.desc(), segments.c.id.desc())
         .limit(1)
     )
-    return Start(Path(row["path"]), row["step"], row["recipe_json"], row["plan"]) if row else None
+    if row is None:
+        return None
+    kernels = row["computing"]["kernels"] if row["computing"] else {}
+    return Start(Path(row["path"]), row["step"], row["recipe_json"], row["plan"], kernels)
 
 
 @dataclass(frozen=True)
@@ -307,6 +319,10 @@ def _session(
 
     What the side compiled before moves along. A folder that a candidate wrote in is not written in again, and its name tells nothing.
     """
+    folder = side.folder / secrets.token_hex(4)
+    folder.mkdir(parents=True)
+    kernels = folder / "kernels.yaml"  # beside the runs: a side can change its own alone
+    kernels.write_text(start.kernels_of(side.code))
     specs = [
         {
             "kind": "trunk",
@@ -317,13 +333,11 @@ def _session(
             "initial_checkpoint": str(start.checkpoint),
             "restart_data": True,
             "code_commit": "",
-            "kernels": None,
+            "kernels": str(kernels),
         }
         for run in (Asked(_seed(), warm_steps), *runs)
     ]
     shards = [Path(shard["path"]) for shard in start.plan["token_shards"]]
-    folder = side.folder / secrets.token_hex(4)
-    folder.mkdir(parents=True)
     for compiled in side.folder.glob("*/cache"):  # one, or none
         compiled.rename(folder / "cache")
     session = timed_session(

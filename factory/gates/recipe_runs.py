@@ -103,10 +103,11 @@ def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) 
     return {"baseline": Lengths(policy.steps, policy.tail_steps), "candidate": Lengths(steps - tail, tail)}
 
 
-def run_recipe(recipe: Recipe, own_floor: bool) -> dict[str, Any]:
-    """The recipe for one rank of the sandbox. The anneal ends at zero, unless where it ends is what the patch changes."""
+def run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str, Any]:
+    """The recipe for one rank of the sandbox, in the trunk's precision. The anneal ends at zero, unless where it ends is what the
+    patch changes."""
     raw = alone(recipe.model_dump())
-    raw |= {"checkpoint_every": NEVER, "keep_checkpoints": 1}
+    raw |= {"checkpoint_every": NEVER, "keep_checkpoints": 1, "precision": precision}
     raw["stability"] = raw["stability"] | {"noise_scale_every": 0}
     if not own_floor:
         raw["schedule"] = raw["schedule"] | {"final_lr_share": 0.0}
@@ -120,7 +121,14 @@ def domains_of(start: Start) -> set[str]:
 
 
 def segment_specs(
-    start: Start, recipe: Recipe, raw: dict[str, Any], size: Lengths, seed: int, held: set[str], folder: Path
+    start: Start,
+    recipe: Recipe,
+    raw: dict[str, Any],
+    size: Lengths,
+    seed: int,
+    held: set[str],
+    folder: Path,
+    kernels: Path | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(trunk, tail) of one run; the tail goes on from the trunk's checkpoint below ``folder``, and in its data.
 
@@ -140,7 +148,7 @@ def segment_specs(
             "initial_checkpoint": str(checkpoint),
             "restart_data": kind == "trunk",
             "code_commit": "",
-            "kernels": None,
+            "kernels": kernels and str(kernels),
         }
 
     between = folder / "trunk" / "checkpoints" / f"step-{middle:08d}"
@@ -165,13 +173,16 @@ def paired_runs(
     held = domains_of(start)
     sizes = lengths(policy, start.step, recipes["baseline"], recipes["candidate"])
     own_floor = "schedule.final_lr_share" in changed
-    raw = {side: run_recipe(recipe, own_floor) for side, recipe in recipes.items()}
+    raw = {side: run_recipe(recipe, own_floor, start.recipe["precision"]) for side, recipe in recipes.items()}
+    work.mkdir(parents=True, exist_ok=True)
+    kernels = work / "kernels.yaml"
+    kernels.write_text(start.kernels_of(code))
     runs = []
     for number in range(policy.seeds):
         seed = secrets.randbelow(1 << 31)
         for side in SIDES if number % 2 == 0 else reversed(SIDES):
             folder = work / "runs" / f"{number:02d}-{side}"
-            specs = segment_specs(start, recipes[side], raw[side], sizes[side], seed, held, folder)
+            specs = segment_specs(start, recipes[side], raw[side], sizes[side], seed, held, folder, kernels)
             runs.append(_Run(side, folder, specs))
     shutil.rmtree(work / "runs", ignore_errors=True)
     for folder in (run.folder / part for run in runs for part in _Run.parts):

@@ -26,9 +26,9 @@ from trainer.strict import read_yaml
 
 @pytest.mark.parametrize("section", ["hello", "3", "[a, b]", "{1: a, b: c}", "{on: a, rms_norm: c}", "{~: x, a: b}"])
 def test_a_choice_that_is_no_mapping_of_words_is_read_without_a_crash(section: str) -> None:
-    found = changed_ops(b"cpu: {swiglu: native}", f"cpu: {section}".encode(), [], "cpu")
+    found = changed_ops(b"cpu: {swiglu: native}", f"cpu: {section}".encode(), [], "cpu", {})
     assert any(op.op == "swiglu" and op.after == "reference" for op in found)
-    assert changed_ops(None, b"- cpu", [], "cpu") == []
+    assert changed_ops(None, b"- cpu", [], "cpu", {}) == []
 
 
 @pytest.mark.parametrize(
