@@ -96,7 +96,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     from factory.computing import describe_precision, measured_precision
     from trainer.recipe import Recipe
 
-    raw = yaml.safe_load((code_root() / RECIPE).read_text("utf-8"))
+    raw = _read_recipe((code_root() / RECIPE).read_text("utf-8"))
     found = measured_precision(Recipe.parse(raw))
     terminal.line(f"  {describe_precision(found)}")
     shape = demo_size.first_guess(minutes, _predicted(raw, found))
@@ -128,6 +128,16 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         edits,
         "The demo begins with plain kernels, and a model that fits this machine",
     )
+
+
+def _read_recipe(text: str) -> dict[str, Any]:
+    """What a recipe's file says, and no default: a recipe is written of it again."""
+    from trainer.errors import RecipeError
+    from trainer.strict import read_yaml
+
+    found = read_yaml(text, RECIPE, RecipeError)
+    assert isinstance(found, dict), RECIPE
+    return found
 
 
 def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[Shape, float]:
@@ -175,7 +185,7 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
 
 
 def _recipe_text(text: str, shape: Shape, size: Size) -> str:
-    raw = shape.recipe(yaml.safe_load(text))
+    raw = shape.recipe(_read_recipe(text))
     raw["schedule"] |= {"trunk_steps": {"first": size.first, "later": size.later}, "anneal_steps": size.anneal}
     return "# Sized by 'factory demo' for this machine.\n" + yaml.safe_dump(raw, sort_keys=False)
 

@@ -44,6 +44,7 @@ def rate(recipe: Recipe, kernels: Path, steps: int = STEPS, seconds: float = SEC
             times.append(time.perf_counter() - before)
     step = statistics.median(times)
     return {
+        "import_s": IMPORTED - BEGAN,
         "start_s": started - BEGAN,
         "step_s": step,
         "steps": len(times),
