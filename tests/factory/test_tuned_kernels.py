@@ -1,0 +1,177 @@
+"""What ``factory tune`` leaves, what a plan makes of it, and what is said of a file that does not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import factory.cli  # noqa: F401 - its commands
+from factory import computing, tuned_kernels, tuning
+from factory.cli.app import app
+from factory.errors import ConfigError, InputError
+from factory.ledger import Ledger
+from factory.planning import load_recipe
+from factory.progress import SILENT
+from factory.repository import file_text, live_commit
+from factory.tuned_kernels import every, lookup, path_of
+from factory.workspace import Workspace
+from kernels.machine import here
+from kernels.registry import OPS
+from kernels.tune import Timed, best
+
+MACHINE = here("cpu")
+SHAPE = {
+    "batch": 8,
+    "context": 32,
+    "d_model": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "d_ff": 64,
+    "vocab_size": 512,
+}
+
+
+def put(workspace: Workspace, **changes: Any) -> Path:
+    path = path_of(workspace, MACHINE.name, "fp32")
+    path.parent.mkdir(exist_ok=True)
+    found = {
+        "machine": MACHINE.to_json(),
+        "setting": {"shape": SHAPE, "precision": "fp32", "compile": False},
+        "choice": {"attention": "recompute", "adamw": "fused"},
+        "timed": [],
+        "recipe": "tiny",
+        "at": 1.0,
+    }
+    path.write_text(json.dumps(found | changes))
+    return path
+
+
+def test_nothing_tuned_is_said_in_one_line(workspace: Workspace) -> None:
+    found = lookup(workspace, MACHINE, "fp32")
+    assert found.choice is None and "factory tune" in found.note and "\n" not in found.note
+
+
+def test_a_tuning_is_used(workspace: Workspace) -> None:
+    path = put(workspace)
+    assert lookup(workspace, MACHINE, "fp32", SHAPE) == tuned_kernels.Tuned(
+        {"attention": "recompute", "adamw": "fused"}, str(path)
+    )
+    assert lookup(workspace, MACHINE, "bf16").choice is None  # another precision has a tuning of its own
+
+
+def test_a_tuning_of_another_torch_is_not_used_and_said(workspace: Workspace) -> None:
+    put(workspace, machine=replace(MACHINE, torch="1.13.0").to_json())
+    found = lookup(workspace, MACHINE, "fp32")
+    assert found.choice is None and "made with torch 1.13.0" in found.note and "factory tune" in found.note
+
+
+def test_a_tuning_at_other_sizes_is_used_and_said(workspace: Workspace) -> None:
+    put(workspace)
+    found = lookup(workspace, MACHINE, "fp32", SHAPE | {"d_model": 64})
+    assert found.choice and "sizes of another recipe" in found.note
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is no tuning of 'factory tune'"),
+        ("[]", "is no tuning"),
+        ('{"machine": {}, "choice": {}}', "is no tuning"),
+    ],
+)
+def test_a_broken_tuning_is_named(workspace: Workspace, content: str, words: str) -> None:
+    path = put(workspace)
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=words) as error:
+        lookup(workspace, MACHINE, "fp32")
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_tuning_of_another_class_of_machine_is_refused(workspace: Workspace) -> None:
+    put(workspace, machine=replace(MACHINE, name="cpu-abacus").to_json())
+    with pytest.raises(ConfigError, match="made on a machine of class 'cpu-abacus', this is"):
+        lookup(workspace, MACHINE, "fp32")
+
+
+def test_an_unknown_class_of_machine_is_refused_with_the_nearest(workspace: Workspace) -> None:
+    put(workspace)
+    with pytest.raises(InputError, match=f"'{MACHINE.name}s'.*{MACHINE.name}"):
+        every(workspace, f"{MACHINE.name}s")
+
+
+@pytest.mark.parametrize(
+    ("timed", "untuned", "chosen"),
+    [
+        ([], "reference", "reference"),
+        ([("native", 1.3, 1.2, 1.4)], "reference", "native"),
+        ([("native", 1.3, 0.9, 1.4)], "reference", "reference"),  # the machine was too busy to show it
+        ([("native", 1.01, 1.005, 1.02)], "reference", "reference"),
+        ([("fused", None, None, None)], "fused", "fused"),
+        ([("fused", 0.5, 0.4, 0.6)], "fused", "reference"),
+        ([("fused", 2.0, 1.9, 2.1), ("compiled", 2.5, 2.4, 2.6)], "fused", "compiled"),
+    ],
+)
+def test_best(timed: list[tuple[str, Any, Any, Any]], untuned: str, chosen: str) -> None:
+    rows = [Timed("an op", name, ratio, low, high, 0.001) for name, ratio, low, high in timed]
+    assert best(rows, untuned) == chosen
+
+
+def test_a_plan_takes_what_is_tuned_and_leaves_names_alone(plant: Workspace) -> None:
+    put(plant)
+    text = file_text(plant.repository, live_commit(plant.repository), tuned_kernels.KERNELS)
+    recipe, decided, notes = computing.decide(
+        plant, load_recipe(plant), text.replace("adamw: auto", "adamw: reference")
+    )
+    assert recipe.precision == "fp32" and not notes
+    assert decided["kernels"]["attention"] == "recompute" and decided["kernels"]["adamw"] == "reference"
+    assert decided["kernels"].keys() == OPS.keys()
+    assert decided["machine"]["name"] == MACHINE.name and decided["tuning"].endswith("-fp32.json")
+    assert set(decided["precision"]["probe"]["rates"]) == {"fp32", "bf16"}
+
+
+def test_tune_times_what_there_is_and_the_command_shows_it(plant: Workspace) -> None:
+    """Real kernels, in the tiny recipe's sizes, with next to no seconds: what was not timed keeps what runs untuned."""
+    path = tuning.tune(plant, SILENT, seconds=2.0)
+    found = tuned_kernels.read(path)
+    assert found["machine"] == MACHINE.to_json() and found["choice"].keys() == OPS.keys()
+    assert found["setting"]["shape"] == SHAPE
+    timed = {(one["op"], one["implementation"]) for one in found["timed"]}
+    assert ("adamw", "fused") in timed and ("attention", "compiled") not in timed  # the recipe compiles nothing
+    assert all(one["ratio"] is None or one["ratio"] > 0 for one in found["timed"])
+    shown = CliRunner().invoke(app, ["tune", "--show", "all", "-w", str(plant.root)])
+    assert shown.exit_code == 0 and MACHINE.name in shown.output and "linear_cross_entropy" in shown.output
+    assert lookup(plant, MACHINE, "fp32", SHAPE).note == ""
+
+
+def test_the_daemon_tunes_once(plant: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(tuning, "tune", lambda workspace, progress: asked.append(put(workspace)))
+    for _ in range(2):
+        tuning.tune_if_new(plant, SILENT)
+    assert len(asked) == 1
+    put(plant, machine=replace(MACHINE, torch="1.13.0").to_json())
+    tuning.tune_if_new(plant, SILENT)
+    assert len(asked) == 2
+
+
+def test_an_older_ledger_gets_the_column(workspace: Workspace) -> None:
+    ledger = Ledger.create(workspace.ledger_url)
+    with ledger.begin() as tx:
+        tx.exec_driver_sql("ALTER TABLE segments DROP COLUMN computing")
+        tx.exec_driver_sql("UPDATE meta SET value = '1' WHERE key = 'schema'")
+    for _ in range(2):
+        opened = Ledger.open(workspace.ledger_url)
+        columns = [row["name"] for row in opened.rows(tuning_columns())]
+        assert columns.count("computing") == 1
+
+
+def tuning_columns() -> Any:
+    import sqlalchemy as sa
+
+    return sa.text("SELECT name FROM pragma_table_info('segments')")
