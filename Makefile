@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test check lint types bench bench-report bench-baseline clean
+.PHONY: setup demo test test-slow check lint types bench bench-report bench-baseline clean
 
 setup: $(STAMP)
 
@@ -24,8 +24,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/factory demo
 
+# Some minutes: every package and every promise. The rest is whole gate runs, kills and long simulations, each with its reason.
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-slow: $(STAMP)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

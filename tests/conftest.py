@@ -40,9 +40,13 @@ os.environ.setdefault(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, each whole: what is left at the end is short, and two workers can share it."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """A slow test says why. Files with slow tests first, each whole: what is left at the end is short, and two workers can share it."""
+    slow = {item: item.get_closest_marker("slow") for item in items}
+    silent = [item.nodeid for item, mark in slow.items() if mark and not (mark.args and str(mark.args[0]).strip())]
+    if silent:
+        raise pytest.UsageError(f"slow without a reason, @pytest.mark.slow('two whole gate runs'): {', '.join(silent)}")
+    first = {item.path for item, mark in slow.items() if mark}
+    items.sort(key=lambda item: item.path not in first)
 
 
 @pytest.fixture

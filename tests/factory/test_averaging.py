@@ -63,7 +63,6 @@ def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Plant) -> 
     assert [source.step for source in choose(ledger, 1, 2)] == [15, 20]
 
 
-@pytest.mark.slow
 def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Plant) -> None:
     workspace, ledger = plant
     candidate, averaged = made_average(plant, "uniform", last=3)
@@ -202,7 +201,6 @@ def test_what_cannot_be_averaged_says_what_is_there(plant: Plant, keywords: dict
         plan_average(*plant, "uniform", **keywords)
 
 
-@pytest.mark.slow
 def test_the_command_speaks_json_and_repeats_safely(plant: Plant) -> None:
     from tests.factory.test_cli import factory
 

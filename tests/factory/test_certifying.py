@@ -119,7 +119,6 @@ def test_docs_need_no_runs_and_the_record_says_so(site: Site) -> None:
     assert verdict["evidence"]["steps"] == 0 and not runs_of(site, number).exists()
 
 
-@pytest.mark.slow
 def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
     """A faster attention rounds otherwise; training goes on as before."""
     text = (site.code / "policies" / "kernels.yaml").read_text()
@@ -185,7 +184,6 @@ def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
     assert segment_row(site.ledger, number)["state"] == "uncertified"
 
 
-@pytest.mark.slow
 def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site: Site) -> None:
     known = '"""All that decides a run but its data, code and checkpoint."""\n'
     site.edit("trainer/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
@@ -198,7 +196,6 @@ def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site:
     assert verdict["evidence"]["basis"] == "parent" and "to the last bit" in verdict["reasons"][0]
 
 
-@pytest.mark.slow
 def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,7 +241,6 @@ def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monk
         accept(site.workspace, site.ledger, number - 1, "somebody")
 
 
-@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_where_it_was(site: Site) -> None:
     """The factory's process is killed while the old code's noise runs; the runs that ended are not run again."""
     site.edit(INIT, "", BACKWARD.format("1.000001 * self"))

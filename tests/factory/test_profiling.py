@@ -23,7 +23,6 @@ from factory.workspace import code_root
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
 def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run() -> None:
     made = make()
     number = profile(made.workspace, made.ledger, SILENT, Options(isolation_s=2))
@@ -39,7 +38,6 @@ def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run() -> None:
     assert logged.data.tags["mlflow.source.git.commit"] == row["code_commit"] and logged.info.status == "FINISHED"
 
 
-@pytest.mark.slow
 def test_without_a_workspace_the_checkout_is_profiled(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "FACTORY_HOME"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "factory", "profile", "--recipe", "tiny", "--alone", "0"]

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +22,11 @@ from tests.trainer.conftest import (
     train_here,
     write_spec,
 )
+from tests.trainer.segment_case import assert_same_run, die, result, wait_for_step
 from trainer import checkpoint as checkpoints
 from trainer.json_lines import read_lines
 
-TIMED = {"tokens_per_s", "mfu", "data_wait_s", "time", "memory"}
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMED} for r in read_lines(folder / "metrics.jsonl")]
-
-
-def result(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "result.json").read_text()))
-
-
-def assert_same_run(ours: Path, theirs: Path) -> None:
-    """To the bit: weights, optimiser, sampler, detector, metrics."""
-    a, b = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
-    for mine, other in ((a.model, b.model), (a.optimizer, b.optimizer)):
-        assert mine.keys() == other.keys()
-        for name in mine:
-            assert torch.equal(mine[name], other[name]), name
-    for key in ("step", "sampler", "detector", "monitor", "recipe", "data_plan"):
-        assert a.state[key] == b.state[key], key
-    assert records(ours) == records(theirs)
-    for key in ("tokens", "supervised_tokens", "loss", "loss_by_domain", "documents_seen"):
-        assert result(ours)[key] == result(theirs)[key], key
-
-
-def wait_for_step(folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        if any(found >= step for found, _ in checkpoints.steps_in(folder / "checkpoints")):
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"no checkpoint of step {step} came")
+CALLS = 10_000  # several steps of the tiny model
 
 
 def test_trunk_then_anneal_learns_and_leaves_its_files(tmp_path: Path, make_shard: MakeShard) -> None:
@@ -113,20 +81,13 @@ def test_resume_after_kills_is_exact_to_the_bit(tmp_path: Path, make_shard: Make
     )
     recipe = recipe_with(checkpoint_every=3)
     straight = write_spec(tmp_path / "straight", plan, recipe, last_step=40)
-    assert run_trainer(straight) == (0, "")
+    assert train_here(straight) == (0, "")
     killed = write_spec(tmp_path / "killed", plan, recipe, last_step=40)
-    chance, step, ends = random.Random(11), 0, []
-    for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
-        step += chance.randrange(3, 12)
-        process = start_trainer(killed)
-        wait_for_step(killed, step)
-        time.sleep(chance.random() * 0.02)
-        process.send_signal(how)
-        process.communicate(timeout=60)
-        ends.append(process.returncode)
-        step = checkpoints.steps_in(killed / "checkpoints")[-1][0]
-    assert ends[0] in (-9, 0) and ends[1] in (75, 0)
-    assert run_trainer(killed)[0] == 0
+    chance, ends = random.Random(11), []
+    for how, step in ((signal.SIGKILL, 6), (signal.SIGTERM, 16), (signal.SIGKILL, 27)):
+        ends.append(die(killed, step, chance.randrange(CALLS), how))
+    assert ends == [-9, 75, -9]
+    assert train_here(killed)[0] == 0
     assert_same_run(straight, killed)
 
 
@@ -136,7 +97,7 @@ def test_a_bad_checkpoint_is_skipped_and_said_and_the_end_is_the_same(tmp_path: 
     assert train_here(straight)[0] == 0
     damaged = write_spec(tmp_path / "damaged", plan)
     process = start_trainer(damaged)
-    wait_for_step(damaged, 10)
+    wait_for_step(damaged, 10, process)
     process.kill()
     process.communicate()
     (damaged / "result.json").unlink(missing_ok=True)
@@ -156,7 +117,7 @@ def test_a_full_disk_is_one_line_and_74_and_the_run_goes_on_later(tmp_path: Path
     plan = plan_of(make_shard())
     folder = write_spec(tmp_path / "full", plan)
     process = start_trainer(folder)
-    wait_for_step(folder, 5)
+    wait_for_step(folder, 5, process)
     process.kill()
     process.communicate()
     (folder / "result.json").unlink(missing_ok=True)
@@ -174,23 +135,6 @@ def test_a_full_disk_is_one_line_and_74_and_the_run_goes_on_later(tmp_path: Path
     straight = write_spec(tmp_path / "straight", plan)
     assert train_here(straight)[0] == 0
     assert_same_run(straight, folder)
-
-
-def test_two_ranks_train_as_one(tmp_path: Path, make_shard: MakeShard) -> None:
-    """Two real gloo ranks: the same data, the same initial weights, the same losses up to summation order."""
-    plan = plan_of(make_shard())
-    one, two = (write_spec(tmp_path / name, plan, last_step=8) for name in ("one", "two"))
-    assert train_here(one)[0] == 0
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
-    code, errors = run_trainer(two, *launcher, "--rdzv-endpoint=localhost:0")
-    assert code == 0, errors
-    for ours, theirs in zip(records(one), records(two), strict=True):
-        assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), abs=2e-5)
-        assert ours["tokens"] == theirs["tokens"] and ours["supervised_tokens"] == theirs["supervised_tokens"]
-    a, b = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (one, two))
-    assert a.state["sampler"] == b.state["sampler"]
-    for name in a.model:
-        torch.testing.assert_close(a.model[name], b.model[name], atol=5e-4, rtol=5e-3)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ def ask(export: Path) -> Served:
     return probe(request, 120)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_is_served_with_the_evaluators_logits_and_stops(
     tmp_path: Path, tokenizer: Tokenizer, family: str

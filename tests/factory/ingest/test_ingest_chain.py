@@ -318,6 +318,7 @@ def start(workspace: Workspace) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["sh", "-c", command], env=environment, cwd=workspace.root)
 
 
+@pytest.mark.slow("five ingests by three processes each, three of them killed")
 def test_killed_anywhere_the_next_run_ends_with_the_same_rows(tmp_path: Path) -> None:
     data = "".join(json.dumps(row) + "\n" for row in [*texts(0, 500, 200), *texts(0, 5), {"text": "tiny"}])
     spaces = [Workspace.create(tmp_path / name) for name in ("whole", "killed")]
