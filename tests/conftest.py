@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +36,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):  # no test asks the model of whoever runs it
     os.environ.pop(name, None)
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    # What another kind of CPU, or a process that was killed, left in the cache that torch shares between all programs of a
+    # user can end a test. One for the whole suite: its workers and their children take it over.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="factory-tests-compiled-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # tiny models: a second thread only waits, and two workers share the cores

@@ -11,6 +11,7 @@ import torch
 from kernels.oracle import HOSTILE, judge
 from kernels.registry import OPS, Implementation
 
+SLOW = pytest.mark.slow("a compilation for each shape; a small and a prime one are in the fast tier")
 CASES = {case.name: case for op in OPS.values() for case in op.cases}
 HERE = [
     (op, name)
@@ -48,7 +49,9 @@ def test_compiled_implementation_is_right_of_hostile_values(op: str, implementat
 
 
 @pytest.mark.usefixtures("always_compiled")
-@pytest.mark.parametrize("case", [case for case in CASES if case != "small"])
+@pytest.mark.parametrize(
+    "case", ["prime", *(pytest.param(case, marks=SLOW) for case in CASES if case not in ("small", "prime"))]
+)
 @pytest.mark.parametrize(("op", "implementation"), COMPILED)
 def test_compiled_implementation_is_right_of_any_shape(op: str, implementation: str, case: str) -> None:
     for values in ("normal", "outlier"):

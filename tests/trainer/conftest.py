@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from trainer.__main__ import main
 from trainer.data_plan import DataPlan
 from trainer.recipe import Recipe
@@ -25,7 +26,6 @@ from trainer.token_shard import TokenizedDocument, TokenShard, write_token_shard
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "policies" / "recipes" / "tiny.yaml"
 MakeShard = Callable[..., TokenShard]
-PATIENCE_S = 900  # only what hangs takes so long, on any machine
 
 
 def make_documents(

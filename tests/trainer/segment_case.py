@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,6 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
     assert records(ours) == records(theirs)
     for key in ("tokens", "supervised_tokens", "loss", "loss_by_domain", "documents_seen"):
         assert result(ours)[key] == result(theirs)[key], key
-
-
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Until a checkpoint of that step or a later one is there, as long as there is somebody to write it."""
-    while not any(found >= step for found, _ in checkpoints.steps_in(folder / "checkpoints")):
-        ended = process.poll() is not None
-        assert not ended or any(found >= step for found, _ in checkpoints.steps_in(folder / "checkpoints")), step
-        time.sleep(0.005)
 
 
 def start_dying(

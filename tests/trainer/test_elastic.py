@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.trainer.conftest import PATIENCE_S, make_documents, plan_of, recipe_with, start_trainer, write_spec
+from tests.patience import PATIENCE_S
+from tests.trainer.conftest import make_documents, plan_of, recipe_with, start_trainer, write_spec
 from tests.trainer.segment_case import assert_same_run, records, start_dying
 from trainer.errors import RecipeError
 from trainer.parallel import rendezvous

@@ -18,11 +18,10 @@ from tests.trainer.conftest import (
     plan_of,
     recipe_with,
     run_trainer,
-    start_trainer,
     train_here,
     write_spec,
 )
-from tests.trainer.segment_case import assert_same_run, die, result, wait_for_step
+from tests.trainer.segment_case import assert_same_run, die, result
 from trainer import checkpoint as checkpoints
 from trainer.json_lines import read_lines
 
@@ -45,7 +44,7 @@ def test_trunk_then_anneal_learns_and_leaves_its_files(tmp_path: Path, make_shar
     anneal = write_spec(
         tmp_path / "anneal", plan, kind="anneal", first_step=40, last_step=46, initial_checkpoint=done["checkpoint"]
     )
-    assert run_trainer(anneal) == (0, "")
+    assert train_here(anneal) == (0, "")
     lines = read_lines(anneal / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(40, 46))
     assert all(a["lr"] > b["lr"] for a, b in zip(lines, lines[1:], strict=False))
@@ -96,16 +95,12 @@ def test_a_bad_checkpoint_is_skipped_and_said_and_the_end_is_the_same(tmp_path: 
     straight = write_spec(tmp_path / "straight", plan)
     assert train_here(straight)[0] == 0
     damaged = write_spec(tmp_path / "damaged", plan)
-    process = start_trainer(damaged)
-    wait_for_step(damaged, 10, process)
-    process.kill()
-    process.communicate()
-    (damaged / "result.json").unlink(missing_ok=True)
+    assert die(damaged, 14, 1) == -9
     newest = checkpoints.steps_in(damaged / "checkpoints")[-1][1]
     with open(newest / "model.safetensors", "r+b") as file:
         file.seek(-3, 2)
         file.write(b"\x00\x01\x02")
-    code, errors = run_trainer(damaged)
+    code, errors = train_here(damaged)
     assert code == 0 and f"{newest}/model.safetensors: its bytes are not" in errors
     assert [bad["path"] for bad in result(damaged)["skipped_checkpoints"]] == [
         str(newest.with_name(f"bad-{newest.name}"))
@@ -116,11 +111,7 @@ def test_a_bad_checkpoint_is_skipped_and_said_and_the_end_is_the_same(tmp_path: 
 def test_a_full_disk_is_one_line_and_74_and_the_run_goes_on_later(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     folder = write_spec(tmp_path / "full", plan)
-    process = start_trainer(folder)
-    wait_for_step(folder, 5, process)
-    process.kill()
-    process.communicate()
-    (folder / "result.json").unlink(missing_ok=True)
+    assert die(folder, 14, 1) == -9
     kept = checkpoints.steps_in(folder / "checkpoints")
     while len(kept) > 1:
         kept.pop()[1].rename(tmp_path / f"away-{len(kept)}")
@@ -131,7 +122,7 @@ def test_a_full_disk_is_one_line_and_74_and_the_run_goes_on_later(tmp_path: Path
     assert len(errors.strip().splitlines()) == 1 and "File too large" in errors
     assert checkpoints.steps_in(folder / "checkpoints") == kept
     assert checkpoints.load(kept[0][1]).step == kept[0][0]
-    assert run_trainer(folder) == (0, "")
+    assert train_here(folder) == (0, "")
     straight = write_spec(tmp_path / "straight", plan)
     assert train_here(straight)[0] == 0
     assert_same_run(straight, folder)
@@ -169,16 +160,14 @@ def test_a_bad_spec_is_one_line_and_2(
 def test_what_computes_in_place_of_a_chosen_kernel_is_said_at_the_start(
     tmp_path: Path, make_shard: MakeShard, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kernels = tmp_path / "kernels.yaml"
-    kernels.write_text("cpu: {attention: native}\n")
-    plan = plan_of(make_shard())
-    folder = write_spec(tmp_path / "segment", plan, last_step=1, kernels=str(kernels))
-    assert run_trainer(folder) == (0, "")
+    plan, folders = plan_of(make_shard()), []
+    for name, chosen in (("native", "attention: native"), ("references", "")):
+        kernels = tmp_path / f"{name}.yaml"
+        kernels.write_text(f"cpu: {{{chosen}}}\n")
+        folders.append(write_spec(tmp_path / name, plan, last_step=1, kernels=str(kernels)))
+    assert run_trainer(folders) == (0, "")
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("kernels: ")]
     assert len(said) == 1 and "attention: native → recompute" in said[0] and "not float32" in said[0]
-    kernels.write_text("cpu: {}\n")
-    assert run_trainer(write_spec(tmp_path / "references", plan, last_step=1, kernels=str(kernels))) == (0, "")
-    assert "kernels: " not in capfd.readouterr().out
 
 
 def test_no_spec_and_a_spec_that_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
