@@ -261,6 +261,7 @@ def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monk
         accept(site.workspace, site.ledger, number - 1, "somebody")
 
 
+@pytest.mark.slow("the factory killed within ten runs, and started again")
 def test_killed_at_any_moment_it_goes_on_where_it_was(site: Site) -> None:
     """The factory's process is killed while the old code's noise runs; the runs that ended are not run again."""
     site.edit(INIT, "", BACKWARD.format("1.000001 * self"))

@@ -300,6 +300,7 @@ def waited(folder: Path, pattern: str, process: subprocess.Popen[str]) -> Path:
     return found[-1]
 
 
+@pytest.mark.slow("the command twice, killed once, and a check of what was proposed")
 def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(made: Made, tmp_path: Path) -> None:
     policy(made, rounds=1)
     run, words = begun(made, "swiglu"), ("--endpoint", f"files:{tmp_path}", "--target", "swiglu")

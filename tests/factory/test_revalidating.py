@@ -20,7 +20,14 @@ from factory.ledger import proposals, verdicts
 from factory.progress import SILENT
 from factory.workspace import code_root
 
-LEAN = ("-p", "no:langsmith_plugin", "-p", "no:hypothesispytest", "-p", "no:xdist")  # plugins that take seconds to import
+LEAN = (
+    "-p",
+    "no:langsmith_plugin",
+    "-p",
+    "no:hypothesispytest",
+    "-p",
+    "no:xdist",
+)  # plugins that take seconds to import
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kernels import swiglu, swiglu_native
 
+pytestmark = pytest.mark.portable
+
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:

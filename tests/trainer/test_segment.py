@@ -28,6 +28,7 @@ from trainer.json_lines import read_lines
 CALLS = 10_000  # several steps of the tiny model
 
 
+@pytest.mark.portable
 def test_trunk_then_anneal_learns_and_leaves_its_files(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(counts={"code": 300, "docs": 150, "chat": 150}))
     trunk = write_spec(tmp_path / "trunk", plan, last_step=40)
@@ -90,6 +91,7 @@ def test_resume_after_kills_is_exact_to_the_bit(tmp_path: Path, make_shard: Make
     assert_same_run(straight, killed)
 
 
+@pytest.mark.portable
 def test_a_bad_checkpoint_is_skipped_and_said_and_the_end_is_the_same(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     straight = write_spec(tmp_path / "straight", plan)

@@ -258,6 +258,7 @@ def judged(made: Made, drafted: Proposal) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.portable
 def test_an_op_choice_is_judged_end_to_end() -> None:
     made = make()
     policy = (made.target / "policies" / "kernels.yaml").read_text()
