@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import postgres_server
@@ -46,14 +46,24 @@ os.environ.setdefault(
 )  # tiny models: a second thread only waits, and two workers share the cores
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A slow test says why."""
+    report = yield
+    tests = [item for item in report.result or () if isinstance(item, pytest.Item)]
+    marks = {item.nodeid: item.get_closest_marker("slow") for item in tests}
+    if silent := [name for name, mark in marks.items() if mark and not (mark.args and str(mark.args[0]).strip())]:
+        report.outcome, report.result = "failed", []
+        report.longrepr = f"slow without a reason, as in @pytest.mark.slow('two whole gate runs'): {', '.join(silent)}"
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A slow test says why. Files with slow tests first, each whole: what is left at the end is short, and two workers can share it."""
-    slow = {item: item.get_closest_marker("slow") for item in items}
-    silent = [item.nodeid for item, mark in slow.items() if mark and not (mark.args and str(mark.args[0]).strip())]
-    if silent:
-        raise pytest.UsageError(f"slow without a reason, @pytest.mark.slow('two whole gate runs'): {', '.join(silent)}")
-    first = {item.path for item, mark in slow.items() if mark}
-    items.sort(key=lambda item: item.path not in first)
+    """Files with slow tests first, each whole: what is left at the end is short, and two workers can share it."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from kernels import swiglu, swiglu_native
 
-pytestmark = pytest.mark.portable
-
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
