@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import postgres_server
@@ -34,9 +36,28 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):  # no test asks the model of whoever runs it
     os.environ.pop(name, None)
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    # What another kind of CPU, or a process that was killed, left in the cache that torch shares between all programs of a
+    # user can end a test. One for the whole suite: its workers and their children take it over.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="factory-tests-compiled-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # tiny models: a second thread only waits, and two workers share the cores
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A slow test says why."""
+    report = yield
+    tests = [item for item in report.result or () if isinstance(item, pytest.Item)]
+    marks = {item.nodeid: item.get_closest_marker("slow") for item in tests}
+    if silent := [name for name, mark in marks.items() if mark and not (mark.args and str(mark.args[0]).strip())]:
+        report.outcome, report.result = "failed", []
+        report.longrepr = f"slow without a reason, as in @pytest.mark.slow('two whole gate runs'): {', '.join(silent)}"
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,21 +5,34 @@ from __future__ import annotations
 import json
 import re
 import xml.dom.minidom
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from agents.line_profiler import Profile, measure, profile
+from agents.line_profiler import Profile, measure, profile, session
 from agents.line_profiler.__main__ import write
 from agents.line_profiler.capture import Recorder
 from agents.line_profiler.page import html
 from agents.line_profiler.report import summary, table
+from agents.line_profiler.session import Session
 from agents.line_profiler.table import FORMAT
 from trainer.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_the_clock_reads() -> Iterator[None]:
+    """Which line a time belongs to must not hang on how quiet the machine is: nobody waits for the fastest step, and what
+    watching costs, which a busy machine makes look like more than an operation takes, is not taken out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "LEAST_S", 0.0)
+        patch.setattr(session, "SETTLING_S", 0.0)
+        patch.setattr(session, "_crossing", lambda *_: 0.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
     kernels = tmp_path_factory.mktemp("kernels") / "kernels.yaml"
     kernels.write_text("cpu: {}\n")  # references: their lines are the ones looked for below
-    return profile(recipe, kernels, steps=2, measure_recipe_step=False)
+    return profile(recipe, kernels, steps=2, measure_recipe_step=False, isolation_budget_s=1e6)
 
 
 def _line(found: Profile, text: str, op: str = "") -> tuple[float, float]:
@@ -72,9 +85,7 @@ def test_newton_schulz_is_an_op_where_the_recipe_has_muon(tmp_path: Path) -> Non
     assert calls["newton_schulz"] == 7 * recipe.model.layers and calls["adamw"] >= 1  # q, k, v, o, gate, up, down
     lines = [line for line in muon.lines if line.op == "newton_schulz"]
     assert lines and all(line.phase == "optimizer" for line in lines)
-    assert all(line.forward_s > 0 for line in lines if line.flops), (
-        "the products; a view may be shorter than a crossing"
-    )
+    assert all(line.forward_s > 0 for line in lines)
     assert any(line.flops for line in lines)
 
 
@@ -163,19 +174,24 @@ def test_query_and_key_are_stream_candidates(found: Profile) -> None:
     assert {q, k} in pairs
 
 
-def test_page_and_trace_hold_the_profile(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def measured() -> Session:
+    """With the kernels that are shipped."""
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
-    session = measure(recipe, ROOT / "policies" / "kernels.yaml", steps=1, measure_recipe_step=False, isolate=False)
-    write(session, tmp_path)
+    return measure(recipe, ROOT / "policies" / "kernels.yaml", steps=1, measure_recipe_step=False, isolate=False)
+
+
+def test_page_and_trace_hold_the_profile(measured: Session, tmp_path: Path) -> None:
+    write(measured, tmp_path)
     assert json.loads((tmp_path / "profile.json").read_text())["format"] == FORMAT
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     timed = [event for event in trace if event["ph"] == "X"]
-    assert len(timed) == len(session.events) + sum(line.phase == "data" for line in session.profile.lines)
+    assert len(timed) == len(measured.events) + sum(line.phase == "data" for line in measured.profile.lines)
     assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in zip(timed, timed[1:]))
     page = (tmp_path / "profile.html").read_text()
     drawings = re.findall(r"<svg.*?</svg>", page, re.S)
     assert len(drawings) == 2 and all(xml.dom.minidom.parseString(drawing) for drawing in drawings)
-    assert drawings[1].count('class="edge"') + drawings[0].count('class="edge"') == len(session.profile.edges)
+    assert drawings[1].count('class="edge"') + drawings[0].count('class="edge"') == len(measured.profile.edges)
     assert not re.search(r"<script|src=|href=|https?://", page), "the page must open offline"
 
 
@@ -185,9 +201,8 @@ def test_source_lines_are_escaped(found: Profile) -> None:
     assert "<script" not in page and "<img" not in page and "<b>" not in page and "<i>" not in page
 
 
-def test_a_backward_written_by_hand_belongs_to_its_op() -> None:
-    recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
-    found = profile(recipe, ROOT / "policies" / "kernels.yaml", steps=1, measure_recipe_step=False, isolate=False)
+def test_a_backward_written_by_hand_belongs_to_its_op(measured: Session) -> None:
+    found = measured.profile
     assert found.kernels["attention"] != "reference"
     backward = {op.op: op.backward_s for op in found.ops}
     assert backward.pop("adamw") == 0

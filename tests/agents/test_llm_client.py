@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from agents.llm.client import Client
 from agents.llm.exchange import BudgetError, Exchange, LlmError, Usage, read_reply
@@ -127,10 +128,9 @@ def test_what_does_not_pass_is_one_error(answer: dict[str, Any], words: str, req
 def test_an_endless_reply_is_cut_off_by_bytes_and_by_seconds_too() -> None:
     by_bytes, _ = asked(session({"endless": "la" * 500}), Notes(), POLICY.model_copy(update={"reply_bytes": 50_000}))
     assert "longer than 50000 bytes" in str(by_bytes)
-    began = time.monotonic()
     slowly = POLICY.model_copy(update={"reply_seconds": 0.3, "reply_tokens": 1 << 30, "attempts": 1})
     by_seconds, _ = asked(session({"endless": "la"}), Notes(), slowly)
-    assert "longer than 0.3 s" in str(by_seconds) and time.monotonic() - began < 4
+    assert "longer than 0.3 s" in str(by_seconds)  # no other limit would ever have ended it
 
 
 def test_a_wrong_key_and_an_unknown_model_say_what_to_do_and_never_the_key() -> None:
@@ -239,7 +239,7 @@ def test_a_misspelt_session_names_the_key(tmp_path: Path) -> None:
 
 # -- files -------------------------------------------------------------------------------------------------------------
 def client_of(folder: Path, said: list[str] | None = None, **changes: Any) -> Client:
-    policy = POLICY.model_copy(update={"file_wait_seconds": 10.0, **changes})
+    policy = POLICY.model_copy(update={"file_wait_seconds": float(PATIENCE_S), **changes})
     said = [] if said is None else said
     return Client(FileEndpoint(folder, policy, said.append), policy, Notes())
 
@@ -265,7 +265,7 @@ def test_a_person_answers_with_a_file_and_may_mend_it(tmp_path: Path) -> None:
     thread = threading.Thread(target=person, daemon=True)
     thread.start()
     reply = client_of(tmp_path, said).ask("turn-1", ASK)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert reply.text == ASK[0]["content"][::-1] and json.loads(reply.tool_calls[0].arguments) == {"a": 1}
     # The same question again, as after a kill: the reply is there already.
     assert client_of(tmp_path, file_wait_seconds=0.1).ask("turn-1", ASK) == reply

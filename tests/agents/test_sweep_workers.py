@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from agents.line_profiler.crew import MOST_TRIES, Lost, Processes, RayActors, SweepError, measure_on
 from agents.line_profiler.stealing import StealingQueue, busy_share
@@ -21,7 +22,7 @@ def slowly(item: tuple[str, int]) -> tuple[int, int]:
     """Leaves a file named for the item and this process; returns (item, this process). Who has item 3 first never ends."""
     folder, number = item
     (Path(folder) / f"{number}-{os.getpid()}").touch()
-    time.sleep(60 if number == 3 and len(list(Path(folder).glob("3-*"))) == 1 else 0.02)
+    time.sleep(PATIENCE_S if number == 3 and len(list(Path(folder).glob("3-*"))) == 1 else 0.02)
     return number, os.getpid()
 
 
@@ -47,7 +48,7 @@ def test_a_killed_workers_item_is_done_again(tmp_path: Path) -> None:
     killer = threading.Thread(target=kill_who_has_three, daemon=True)
     killer.start()
     results = measure_on(Processes(slowly, 2), [(str(tmp_path), n) for n in range(8)], [1.0] * 8)
-    killer.join(10)
+    killer.join(PATIENCE_S)
     assert [number for number, _ in results] == list(range(8))
     begun = Counter(int(path.name.partition("-")[0]) for path in tmp_path.iterdir())
     assert begun == {n: 2 if n == 3 else 1 for n in range(8)}  # that one twice, nothing else again

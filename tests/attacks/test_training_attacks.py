@@ -100,7 +100,6 @@ def compared(
     return compare_training(policy, start, *sides, made.workspace, SILENT, new_code)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CHEATS)
 def test_who_saves_work_does_not_learn_the_same(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
@@ -127,7 +126,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two timed comparisons of training steps")
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_checkpoint_that_training_cannot_go_on_from_is_found(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
@@ -177,7 +176,7 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
     never_credited(made, tmp_path, slow, repository.checkout_live(made.workspace, made.base), new_code=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a timed comparison with a start that dawdles, and long runs")
 def test_a_quicker_start_that_hides_is_no_gain_in_long_runs(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
 ) -> None:

@@ -28,9 +28,11 @@ from factory.releases import release
 from factory.status import screen, snapshot
 from factory.training import export_candidate, run_segment
 from factory.workspace import Workspace
+from tests.factory.command_case import factory
 from tests.factory.trained_plant import make_plant, train_anneal, train_trunk
 
 Plant = tuple[Workspace, Ledger]
+SLOW = pytest.mark.slow("an average begun twice and made once for each moment; two moments are in the fast tier")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,6 @@ def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Plant) -> 
     assert [source.step for source in choose(ledger, 1, 2)] == [15, 20]
 
 
-@pytest.mark.slow
 def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Plant) -> None:
     workspace, ledger = plant
     candidate, averaged = made_average(plant, "uniform", last=3)
@@ -147,10 +148,10 @@ def dies(*_: Any, **__: Any) -> Any:
     ("segment", "last", "rule", "before"),
     [
         (2, 4, "uniform", "factory.averaging.run_tool"),  # planned, nothing made
-        (2, 3, "held-out-loss", "factory.averaging.softmax_weights"),  # measured
+        pytest.param(2, 3, "held-out-loss", "factory.averaging.softmax_weights", marks=SLOW),  # measured
         (1, 3, "uniform", "factory.averaging.record_done"),  # the checkpoint is there, the ledger does not know
-        (2, 5, "uniform", "factory.training.run_tool"),  # recorded, not exported
-        (1, 2, "held-out-loss", "factory.training.folder_sha256"),  # exported, not recorded
+        pytest.param(2, 5, "uniform", "factory.training.run_tool", marks=SLOW),  # recorded, not exported
+        pytest.param(1, 2, "held-out-loss", "factory.training.folder_sha256", marks=SLOW),  # exported, not recorded
     ],
 )
 def test_killed_anywhere_the_daemon_finishes_it(
@@ -202,10 +203,8 @@ def test_what_cannot_be_averaged_says_what_is_there(plant: Plant, keywords: dict
         plan_average(*plant, "uniform", **keywords)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("three commands in processes of their own, one of which makes an average")
 def test_the_command_speaks_json_and_repeats_safely(plant: Plant) -> None:
-    from tests.factory.test_cli import factory
-
     words = ("average", "--last", "2", "--segment", "1", "--json", "-w", str(plant[0].root))
     first, again = factory(*words), factory(*words)
     assert first.returncode == 0, first.stderr

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,11 @@ from factory.status import screen, snapshot
 from factory.training import run_segment
 from factory.workspace import Workspace
 from tests.code_loop_case import make_target
-from tests.factory.test_cli import factory
+from tests.factory.command_case import factory
 from tests.factory.trained_plant import ROOT, commit_edit, git, make_plant, segment_row
 
 STEPS = 8
+SLOW = pytest.mark.slow("ten runs for each mistake; two other mistakes are in the fast tier")
 # Mistakes are made around the trainer's own functions, so that the tests don't hang on their lines. The new code runs once a
 # process.
 INIT = "trainer/__init__.py"
@@ -49,6 +49,26 @@ def changed(self, lr, divide_by, skip):
     times = {0}
     return step(self, lr * times, divide_by, skip) if times else None
 Optimizer.step = changed
+"""
+
+# The factory, which kills itself once it sees that a run has ended: no test has to be quick enough.
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from factory import certificate_runs
+from factory.ledger import Ledger
+from factory.progress import SILENT
+from factory.training import run_segment
+from factory.workspace import Workspace
+ended, pair = certificate_runs.ended, Path(sys.argv[3])
+def seen(process, seconds):
+    over = ended(process, 0.01)
+    if pair.exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return over
+certificate_runs.ended = seen
+workspace = Workspace.open(Path(sys.argv[1]))
+run_segment(workspace, Ledger.open(workspace.ledger_url), int(sys.argv[2]), SILENT)
 """
 
 
@@ -119,7 +139,6 @@ def test_docs_need_no_runs_and_the_record_says_so(site: Site) -> None:
     assert verdict["evidence"]["steps"] == 0 and not runs_of(site, number).exists()
 
 
-@pytest.mark.slow
 def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
     """A faster attention rounds otherwise; training goes on as before."""
     text = (site.code / "policies" / "kernels.yaml").read_text()
@@ -148,8 +167,8 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
     ("code", "seen_by"),
     [
         (BACKWARD.format("2 * self"), "optimiser's exp_avg_sq"),
-        (STEP.format("1.1"), "length of the update"),
-        (STEP.format("0 if done[0] == 5 else 1"), "optimiser's step"),
+        pytest.param(STEP.format("1.1"), "length of the update", marks=SLOW),
+        pytest.param(STEP.format("0 if done[0] == 5 else 1"), "optimiser's step", marks=SLOW),
         (STEP.format("1 if done[0] < 7 else 4"), "weights"),
     ],
     ids=["wrong gradient scale", "another rate than it reports", "a skipped update", "right at first, wrong later"],
@@ -185,7 +204,6 @@ def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
     assert segment_row(site.ledger, number)["state"] == "uncertified"
 
 
-@pytest.mark.slow
 def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site: Site) -> None:
     known = '"""All that decides a run but its data, code and checkpoint."""\n'
     site.edit("trainer/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
@@ -198,7 +216,6 @@ def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site:
     assert verdict["evidence"]["basis"] == "parent" and "to the last bit" in verdict["reasons"][0]
 
 
-@pytest.mark.slow
 def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,27 +261,17 @@ def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monk
         accept(site.workspace, site.ledger, number - 1, "somebody")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the factory killed within ten runs, and started again")
 def test_killed_at_any_moment_it_goes_on_where_it_was(site: Site) -> None:
     """The factory's process is killed while the old code's noise runs; the runs that ended are not run again."""
     site.edit(INIT, "", BACKWARD.format("1.000001 * self"))
     number = site.plan()
-    script = (
-        "import sys; from pathlib import Path; from factory.workspace import Workspace; from factory.ledger import Ledger\n"
-        "from factory.training import run_segment; from factory.progress import SILENT\n"
-        "w = Workspace.open(Path(sys.argv[1])); run_segment(w, Ledger.open(w.ledger_url), int(sys.argv[2]), SILENT)"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(site.workspace.root), str(number)],
+    pair = runs_of(site, number) / "segment" / "old" / "pair" / "result.json"
+    done = subprocess.run(
+        [sys.executable, "-c", DIES, str(site.workspace.root), str(number), str(pair)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    pair = runs_of(site, number) / "segment" / "old" / "pair" / "result.json"
-    deadline = time.monotonic() + 60
-    while not pair.exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    assert done.returncode == -signal.SIGKILL
     assert certificate_of(site.ledger, number) is None and not started(site, number)
     before = pair.stat().st_mtime_ns
 

@@ -6,27 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from factory.workspace import Workspace
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def factory(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "FACTORY_HOME"} | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "factory", *words],
-        capture_output=True,
-        text=True,
-        cwd=cwd or ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        timeout=120,
-    )
+from tests.factory.command_case import ROOT, factory
 
 
 @pytest.fixture
@@ -96,7 +81,5 @@ def test_help_and_status_import_nothing_heavy(home: Path) -> None:
             f"import sys, factory.cli as c\nsys.argv = ['factory', *{words!r}]\ntry: c.main()\nexcept SystemExit: pass\n"
             f"print('LOADED', *sorted(m for m in sys.modules if m in {heavy!r}))"
         )
-        started = time.monotonic()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-        print(words, f"{time.monotonic() - started:.2f} s")
         assert done.stdout.splitlines()[-1] == "LOADED", done.stdout[-500:] + done.stderr

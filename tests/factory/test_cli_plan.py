@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.factory.test_cli import ROOT, factory
+from tests.factory.command_case import ROOT, factory
 
 EXAMPLE = ["plan", "--params", "8e9", "--tokens", "300e9", "--gpus", "32", "--memory", "80"]
 

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 from sandboxed import inside
 
 from factory import devices
@@ -19,7 +20,7 @@ def test_what_runs_side_by_side_has_the_device_alone() -> None:
     inside, most, gate = [0], [0], threading.Barrier(4)
 
     def job() -> str:
-        gate.wait(30)  # all four are there before one begins
+        gate.wait(PATIENCE_S)  # all four are there before one begins
         with devices.one(), devices.one():  # who holds it keeps it
             inside[0] += 1
             most[0] = max(most[0], inside[0])

@@ -22,6 +22,7 @@ import sqlalchemy as sa
 import yaml
 from code_loop_case import Made, git, make
 from engineer_case import profile, recorded
+from patience import PATIENCE_S
 from rich.console import Console
 
 from agents.kernel_engineer.draft import AGENT
@@ -64,7 +65,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
 def policy(made: Made, **llm: Any) -> None:
     """The workspace's own agents.yaml, with another ``llm``."""
     raw = yaml.safe_load((code_root() / "policies" / "agents.yaml").read_text())
-    quick = {"model": "replay", "attempts": 1, "silence_seconds": 2, "reply_tokens": 4000}
+    quick = {"model": "replay", "attempts": 1, "silence_seconds": 60, "reply_tokens": 4000}
     raw["llm"] = raw["llm"] | quick | llm
     (made.workspace.root / "policies" / "agents.yaml").write_text(yaml.safe_dump(raw))
 
@@ -188,13 +189,13 @@ def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> 
     hire, found = Hire(f"files:{tmp_path}", "m"), []
     worker = threading.Thread(target=lambda: found.append(proposed(made, hire, count=2)))
     worker.start()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while len(requests := list(tmp_path.glob("*.request.json"))) < 2:  # both ask before either is answered
         assert worker.is_alive() and time.monotonic() < deadline
         time.sleep(0.05)
     for path in requests:
         path.with_name(path.name.replace("request", "reply")).write_text(json.dumps({"content": "I would not know."}))
-    worker.join(120)
+    worker.join(PATIENCE_S)
     assert found == [[]] and [state_of(made, run) for run in runs] == ["nothing", "nothing"]
     assert all(any(f"{AGENT}-{run}-001" in path.name for path in requests) for run in runs)
     with pytest.raises(InputError, match="choose their own targets"):
@@ -291,7 +292,7 @@ def command(made: Made, *words: str) -> subprocess.Popen[str]:
 
 
 def waited(folder: Path, pattern: str, process: subprocess.Popen[str]) -> Path:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while not (found := sorted(folder.glob(pattern))):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -299,6 +300,7 @@ def waited(folder: Path, pattern: str, process: subprocess.Popen[str]) -> Path:
     return found[-1]
 
 
+@pytest.mark.slow("the command twice, killed once, and a check of what was proposed")
 def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(made: Made, tmp_path: Path) -> None:
     policy(made, rounds=1)
     run, words = begun(made, "swiglu"), ("--endpoint", f"files:{tmp_path}", "--target", "swiglu")
@@ -315,7 +317,7 @@ def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(ma
     reply = {"tool_calls": [{"name": call.name, "arguments": call.arguments} for call in cheat.calls]}
     second.with_name(second.name.replace("request", "reply")).write_text(json.dumps(reply))
     process = command(made, *words)
-    said, wrong = process.communicate(timeout=150)
+    said, wrong = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, wrong
     assert f"run {run} goes on where it was" in said and "nothing proposed: none of 1 proposals" in said
     assert state_of(made, run) == "nothing"
@@ -324,13 +326,13 @@ def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(ma
     assert len(list(tmp_path.glob("*.request.json"))) == 2  # nothing was asked twice
 
 
-@pytest.mark.slow
+@pytest.mark.slow("an agent's whole session, which compiles what it tries, and a whole gate run")
 def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> None:
     policy(made, attempts=2)
     run = begun(made, "qk_norm_rope")
     with ReplayServer(recorded("rotated")) as server:
         process = command(made, "--endpoint", server.url, "--target", "qk_norm_rope")
-        said, wrong = process.communicate(timeout=400)
+        said, wrong = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, wrong
     row = made.ledger.one(sa.select(proposals).where(proposals.c.agent == AGENT))
     assert row is not None and row["state"] == "judged" and state_of(made, run) == "proposed"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -19,65 +17,9 @@ import pytest
 from factory.ledger import Ledger
 from factory.listing import rows
 from factory.workspace import Config, Workspace
+from tests.factory.trained_plant import ROOT, lenient, write_shards
 from tests.lent_libraries import lend
-
-ROOT = Path(__file__).resolve().parents[2]
-WORDS = [
-    "river",
-    "stone",
-    "under",
-    "light",
-    "quiet",
-    "machine",
-    "opens",
-    "every",
-    "letter",
-    "before",
-    "winter",
-    "holds",
-    "small",
-    "bright",
-    "number",
-    "again",
-    "turns",
-    "into",
-    "green",
-    "field",
-]
-
-
-def write_shards(folder: Path) -> None:
-    """Two small shards of made-up text: domains ``code``, ``docs`` and ``chat``, as the tiny recipe wants them."""
-    random.seed(7)
-    sentence = lambda: " ".join(random.choices(WORDS, k=random.randint(8, 16))).capitalize() + "."
-    for number in range(2):
-        lines = []
-        for index in range(160):
-            name = f"{number}-{index}"
-            body = "\n".join(
-                f"    {random.choice(WORDS)}_{random.randint(0, 999)} = {random.choice(WORDS)}({random.randint(0, 9999)})"
-                for _ in range(12)
-            )
-            lines.append(
-                {
-                    "id": f"code/{name}",
-                    "text": f"def {random.choice(WORDS)}_{index}(value):\n{body}\n    return value\n",
-                    "domain": "code",
-                    "source": f"code/{name}",
-                }
-            )
-            lines.append(
-                {
-                    "id": f"docs/{name}",
-                    "text": " ".join(sentence() for _ in range(8)),
-                    "domain": "docs",
-                    "source": f"docs/{name}",
-                }
-            )
-            question, answer = f"What is {random.choice(WORDS)} {index}?", sentence() + " " + sentence()
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            lines.append({"id": f"chat/{name}", "messages": messages, "domain": "chat", "source": f"chat/{name}"})
-        (folder / f"shard-{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+from tests.patience import PATIENCE_S
 
 
 def start(workspace: Workspace) -> subprocess.Popen[bytes]:
@@ -133,7 +75,7 @@ KILL_POINTS: dict[str, Callable[[Workspace], bool]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the whole factory twice, nine times killed")
 def test_killed_anywhere_it_ends_where_an_uninterrupted_run_ends(plant: Workspace, tmp_path: Path) -> None:
     calm = Workspace.create(tmp_path / "calm", Config(recipe="tiny", repository=plant.config.repository))
     Ledger.create(calm.ledger_url)
@@ -149,7 +91,7 @@ def test_killed_anywhere_it_ends_where_an_uninterrupted_run_ends(plant: Workspac
         (workspace.root / "policies" / "data.yaml").write_text(data.replace("vocab_size: 4096", "vocab_size: 512"))
 
     uninterrupted = start(calm)
-    assert uninterrupted.wait(timeout=300) == 0, (calm.logs / "daemon.log").read_text()[-3000:]
+    assert uninterrupted.wait(timeout=PATIENCE_S) == 0, (calm.logs / "daemon.log").read_text()[-3000:]
     expected = end_state(calm)
     assert expected["inbox"] == [] and len(expected["shards"]) == 2
     assert [segment["state"] for segment in expected["segments"]] == ["done", "done"]
@@ -157,7 +99,7 @@ def test_killed_anywhere_it_ends_where_an_uninterrupted_run_ends(plant: Workspac
     killed = []
     for name, reached in KILL_POINTS.items():
         process = start(plant)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_S
         while process.poll() is None and not reached(plant):
             assert time.monotonic() < deadline, name
             time.sleep(0.02)
@@ -167,19 +109,6 @@ def test_killed_anywhere_it_ends_where_an_uninterrupted_run_ends(plant: Workspac
         process.wait()
     assert len(killed) >= 5, killed
     last = start(plant)
-    assert last.wait(timeout=300) == 0, (plant.logs / "daemon.log").read_text()[-3000:]
+    assert last.wait(timeout=PATIENCE_S) == 0, (plant.logs / "daemon.log").read_text()[-3000:]
     assert end_state(plant) == expected
     shutil.rmtree(plant.root)
-
-
-def lenient(policy: str) -> str:
-    """The release policy with floors that a two-second model can reach."""
-    import yaml
-
-    data = yaml.safe_load(policy)
-    data |= {
-        "documents_min": 1,
-        "clusters_min": 1,
-        "first_release": {"bits_per_byte_max": 99.0, "below_trigram_by": -99.0},
-    }
-    return yaml.safe_dump(data)

@@ -25,8 +25,8 @@ from factory.training import run_segment
 from factory.workspace import Workspace
 from tests.code_loop_case import make_target
 from tests.factory.trained_plant import commit_edit, make_plant, segment_row
+from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.slow
 Plant = tuple[Workspace, Ledger]
 
 
@@ -51,6 +51,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow("three processes of two ranks, and one rank beside them")
 def test_two_ranks_train_what_one_rank_would(plant: Plant, tmp_path: Path) -> None:
     workspace, ledger = plant
     number = plan_trunk(workspace, ledger, 8)
@@ -71,13 +72,14 @@ def training(workspace: Workspace, folder: Path, steps: int) -> subprocess.Popen
     before = len(losses(folder)) if (folder / "metrics.jsonl").exists() else 0
     words = [sys.executable, "-m", "factory", "train", "--workspace", str(workspace.root)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not ((folder / "metrics.jsonl").exists() and len(losses(folder)) >= before + steps):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     return process
 
 
+@pytest.mark.slow("the factory and its ranks started, stopped, killed and started again")
 def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -> None:
     """Stopped, they leave a checkpoint. Orphans would train on beside the next attempt's ranks, in the same folder."""
     workspace, ledger = plant
@@ -88,11 +90,11 @@ def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -
         trainers = [p for p in psutil.Process(process.pid).children(recursive=True) if "trainer" in p.cmdline()]
         assert len(trainers) == 3, "torchrun and two ranks"
         os.kill(process.pid, signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert process.returncode != 0, said
-    assert not psutil.wait_procs(trainers, timeout=10)[1]
+    assert not psutil.wait_procs(trainers, timeout=PATIENCE_S)[1]
     row = segment_row(ledger, number)
     assert row["state"] != "failed" and row["attempts"] == 0 and (folder / "exit-75").exists()
 
@@ -101,11 +103,11 @@ def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -
         agent = next(p for p in psutil.Process(process.pid).children() if "trainer" in p.cmdline())
         trainers = agent.children(recursive=True)
         agent.kill()
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert "SIGKILL" in said
-    assert len(trainers) >= 2 and not psutil.wait_procs(trainers, timeout=5)[1]
+    assert len(trainers) >= 2 and not psutil.wait_procs(trainers, timeout=PATIENCE_S)[1]
     run_segment(workspace, ledger, number, SILENT)
     assert len(losses(folder)) == 60
 
@@ -142,6 +144,7 @@ def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Plant) ->
         tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
 
 
+@pytest.mark.slow("ten runs by two ranks")
 def test_a_change_of_the_code_is_certified_over_ranks(plant: Plant) -> None:
     workspace, ledger = plant
     commit_edit(

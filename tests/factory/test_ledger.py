@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from patience import PATIENCE_S
 
 from factory.errors import WorkspaceError
 from factory.ledger import Ledger, events, meta, record
@@ -32,7 +33,7 @@ def test_transaction_is_all_or_nothing(ledger: Ledger) -> None:
 
 def _append(url: str, name: str, count: int, together: Barrier) -> None:
     ledger = Ledger.open(url)
-    together.wait(60)
+    together.wait(PATIENCE_S)
     for number in range(count):
         with ledger.begin() as tx:
             seen = tx.execute(sa.select(sa.func.count()).select_from(events)).scalar()
@@ -47,7 +48,7 @@ def test_writers_in_several_processes_are_serial(ledger: Ledger) -> None:
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(PATIENCE_S)
         assert writer.exitcode == 0
     found = ledger.rows(sa.select(events).order_by(events.c.id))
     assert [row["detail"]["seen"] for row in found] == list(range(50))

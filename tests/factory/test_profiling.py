@@ -12,7 +12,9 @@ import pytest
 import sqlalchemy as sa
 from code_loop_case import make
 
-from agents.line_profiler import Profile, table
+from agents.line_profiler import Profile, session, table
+from agents.line_profiler.__main__ import main
+from factory import profiling
 from factory.errors import InputError
 from factory.ledger import profiles
 from factory.profiling import FILES, FORMAT, Options, ProfileError, find_recipe, profile, read_profile, run_profiler
@@ -23,8 +25,15 @@ from factory.workspace import code_root
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run() -> None:
+def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler runs in this process, and waits for no quiet moment: the test below starts a real one."""
+
+    def here(code: Path, arguments: list[str], *_: object) -> None:
+        assert main([*arguments, "--steps", "1"]) == 0
+
+    for name in ("LEAST_S", "SETTLING_S"):
+        monkeypatch.setattr(session, name, 0.0)
+    monkeypatch.setattr(profiling, "run_profiler", here)
     made = make()
     number = profile(made.workspace, made.ledger, SILENT, Options(isolation_s=2))
     row = made.ledger.one(sa.select(profiles).where(profiles.c.id == number))
@@ -39,11 +48,11 @@ def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run() -> None:
     assert logged.data.tags["mlflow.source.git.commit"] == row["code_commit"] and logged.info.status == "FINISHED"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a profiler that waits for a quiet machine, within the command")
 def test_without_a_workspace_the_checkout_is_profiled(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "FACTORY_HOME"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "factory", "profile", "--recipe", "tiny", "--alone", "0"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "profile").iterdir()} == set(FILES)
     assert "line by line" in done.stdout and "profile/profile.html" in done.stdout

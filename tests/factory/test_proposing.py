@@ -145,7 +145,7 @@ def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) ->
         bench.measure("attention", "recompute", "reference")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a profile, timings of ops, and a whole gate run")
 def test_propose_profiles_and_leaves_a_verdict_or_says_there_is_nothing(made: Made) -> None:
     began = time.time()
     policy = made.workspace.policy("gates/patch.yaml")

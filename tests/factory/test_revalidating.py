@@ -20,6 +20,15 @@ from factory.ledger import proposals, verdicts
 from factory.progress import SILENT
 from factory.workspace import code_root
 
+LEAN = (
+    "-p",
+    "no:langsmith_plugin",
+    "-p",
+    "no:hypothesispytest",
+    "-p",
+    "no:xdist",
+)  # plugins that take seconds to import
+
 
 @pytest.fixture
 def plant(tmp_path: Path) -> Plant:
@@ -36,7 +45,21 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
     plant.judged()
     plant.approve()
     suite = tmp_path / "test_speed.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.conftest", "-c", os.devnull, str(suite)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:langsmith_plugin",
+        "-p",
+        "no:hypothesispytest",
+        "-p",
+        "benchmarks.conftest",
+        "-c",
+        os.devnull,
+        str(suite),
+    ]
     environment = os.environ | {"FACTORY_HOME": str(plant.workspace.root), "PYTHONPATH": str(code_root())}
     bench = lambda: subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
     daemon = lambda: revalidating.follow(plant.workspace, plant.ledger, SILENT)

@@ -92,7 +92,7 @@ def test_what_the_trunk_goes_on_from(
     assert (found and found["id"]) == parent
 
 
-@pytest.mark.slow
+@pytest.mark.slow("three segments, each by its own trainer")
 def test_wsd_s_goes_on_from_the_annealed_weights(plant: Workspace, tmp_path: Path) -> None:
     """Trunk, anneal, trunk, anneal: steps go on counting, no piece is drawn twice, the rate climbs back."""
     ledger = Ledger.open(plant.ledger_url)

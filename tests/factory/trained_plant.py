@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -16,9 +17,9 @@ from factory.planning import plan_anneal, plan_trunk
 from factory.progress import SILENT
 from factory.training import run_segment
 from factory.workspace import Config, Workspace
-from tests.factory.test_kill_and_resume import ROOT, lenient, write_shards
 from tests.lent_libraries import lend
 
+ROOT = Path(__file__).resolve().parents[2]
 GIT = (
     "git",
     "-c",
@@ -30,6 +31,73 @@ GIT = (
     "-c",
     "core.hooksPath=/dev/null",
 )
+WORDS = [
+    "river",
+    "stone",
+    "under",
+    "light",
+    "quiet",
+    "machine",
+    "opens",
+    "every",
+    "letter",
+    "before",
+    "winter",
+    "holds",
+    "small",
+    "bright",
+    "number",
+    "again",
+    "turns",
+    "into",
+    "green",
+    "field",
+]
+
+
+def write_shards(folder: Path) -> None:
+    """Two small shards of made-up text: domains ``code``, ``docs`` and ``chat``, as the tiny recipe wants them."""
+    random.seed(7)
+    sentence = lambda: " ".join(random.choices(WORDS, k=random.randint(8, 16))).capitalize() + "."
+    for number in range(2):
+        lines = []
+        for index in range(160):
+            name = f"{number}-{index}"
+            body = "\n".join(
+                f"    {random.choice(WORDS)}_{random.randint(0, 999)} = {random.choice(WORDS)}({random.randint(0, 9999)})"
+                for _ in range(12)
+            )
+            lines.append(
+                {
+                    "id": f"code/{name}",
+                    "text": f"def {random.choice(WORDS)}_{index}(value):\n{body}\n    return value\n",
+                    "domain": "code",
+                    "source": f"code/{name}",
+                }
+            )
+            lines.append(
+                {
+                    "id": f"docs/{name}",
+                    "text": " ".join(sentence() for _ in range(8)),
+                    "domain": "docs",
+                    "source": f"docs/{name}",
+                }
+            )
+            question, answer = f"What is {random.choice(WORDS)} {index}?", sentence() + " " + sentence()
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            lines.append({"id": f"chat/{name}", "messages": messages, "domain": "chat", "source": f"chat/{name}"})
+        (folder / f"shard-{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def lenient(policy: str) -> str:
+    """The release policy with floors that a two-second model can reach."""
+    data = yaml.safe_load(policy)
+    data |= {
+        "documents_min": 1,
+        "clusters_min": 1,
+        "first_release": {"bits_per_byte_max": 99.0, "below_trigram_by": -99.0},
+    }
+    return yaml.safe_dump(data)
 
 
 def make_plant(root: Path, repository: Path, **recipe: object) -> tuple[Workspace, Ledger]:

@@ -13,7 +13,10 @@ from kernels import attention, attention_native, linear_cross_entropy, linear_cr
 Call = Callable[..., Tensor]
 B, T, H, G, K = 3, 150, 4, 2, 32  # three blocks of queries, the last one short
 
-pytestmark = pytest.mark.skipif(not attention_native.usable(K), reason="this CPU has no bf16 matrix units")
+pytestmark = [
+    pytest.mark.skipif(not attention_native.usable(K), reason="this CPU has no bf16 matrix units"),
+    pytest.mark.portable,
+]
 
 
 @pytest.fixture

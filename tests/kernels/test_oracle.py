@@ -11,6 +11,7 @@ import torch
 from kernels.oracle import HOSTILE, judge
 from kernels.registry import OPS, Implementation
 
+SLOW = pytest.mark.slow("a compilation for each shape and precision; two shapes in bf16 are in the fast tier")
 CASES = {case.name: case for op in OPS.values() for case in op.cases}
 HERE = [
     (op, name)
@@ -22,6 +23,7 @@ UNCOMPILED = [(op, name) for op, name in HERE if OPS[op].implementations[name].e
 COMPILED = [pair for pair in HERE if pair not in UNCOMPILED]
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("values", HOSTILE)
 @pytest.mark.parametrize("case", CASES)
@@ -39,7 +41,7 @@ def always_compiled() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("always_compiled")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=SLOW), torch.bfloat16])
 @pytest.mark.parametrize(("op", "implementation"), COMPILED)
 def test_compiled_implementation_is_right_of_hostile_values(op: str, implementation: str, dtype: torch.dtype) -> None:
     for values in HOSTILE:  # one compilation serves them all
@@ -48,7 +50,9 @@ def test_compiled_implementation_is_right_of_hostile_values(op: str, implementat
 
 
 @pytest.mark.usefixtures("always_compiled")
-@pytest.mark.parametrize("case", [case for case in CASES if case != "small"])
+@pytest.mark.parametrize(
+    "case", ["prime", *(pytest.param(case, marks=SLOW) for case in CASES if case not in ("small", "prime"))]
+)
 @pytest.mark.parametrize(("op", "implementation"), COMPILED)
 def test_compiled_implementation_is_right_of_any_shape(op: str, implementation: str, case: str) -> None:
     for values in ("normal", "outlier"):

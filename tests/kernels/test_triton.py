@@ -14,9 +14,10 @@ import pytest
 
 from kernels.registry import OPS
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., None]
+BY_TOKEN = ("add_rms_norm", "qk_norm_rope", "embedding")
+SLOW = pytest.mark.slow("a program a token, some hundred a second; rms_norm's are in the fast tier")
 SERVE = """
 import contextlib, io, json, sys, traceback
 import interpreter_rounding
@@ -80,7 +81,14 @@ assert not wrong, "\\n".join(wrong)
 """
 
 
-@pytest.mark.parametrize("op", [name for name, op in OPS.items() if "triton" in op.implementations])
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(name, marks=[SLOW] if name in BY_TOKEN else [])
+        for name, op in OPS.items()
+        if "triton" in op.implementations
+    ],
+)
 def test_triton_in_the_interpreter(run: Run, op: str) -> None:
     run(ORACLE, op)
 

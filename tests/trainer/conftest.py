@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from trainer.__main__ import main
 from trainer.data_plan import DataPlan
 from trainer.recipe import Recipe
@@ -91,18 +92,20 @@ def write_spec(folder: Path, plan: DataPlan, recipe: Recipe | None = None, **key
     return folder
 
 
-def start_trainer(folder: Path | list[Path], *launcher: str, **keywords: Any) -> subprocess.Popen[str]:
+def start_trainer(
+    folder: Path | list[Path], *launcher: str, program: tuple[str, ...] = ("-m", "trainer"), **keywords: Any
+) -> subprocess.Popen[str]:
     """The real process, from the repository's root; several folders one after the other."""
     folders = ["--wait", *map(str, folder)] if isinstance(folder, list) else [str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launcher, "-m", "trainer", *folders]
+    command = [sys.executable, *launcher, *program, *folders]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **keywords)
 
 
 def run_trainer(folder: Path | list[Path], *launcher: str, **keywords: Any) -> tuple[int, str]:
     """(exit code, stderr)."""
     process = start_trainer(folder, *launcher, **keywords)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     return process.returncode, errors
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.trainer.conftest import MakeShard, plan_of, recipe_with, train_here, write_spec
+from tests.trainer.segment_case import result
 from tests.trainer.test_monitor import run_of
-from tests.trainer.test_segment import result
 from trainer.batch import Batch, make_batch
 from trainer.data_order import DataOrder, document_keys
 from trainer.data_plan import DataPlan

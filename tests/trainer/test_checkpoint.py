@@ -21,6 +21,8 @@ from trainer.checkpoint import Checkpoint
 from trainer.checkpoint_writer import Writer
 from trainer.errors import CheckpointError
 
+pytestmark = pytest.mark.portable
+
 
 def make(step: int) -> Checkpoint:
     generator = torch.Generator().manual_seed(step)

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
-import signal
-import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.trainer.conftest import make_documents, plan_of, recipe_with, start_trainer, write_spec
-from tests.trainer.test_segment import assert_same_run, records, wait_for_step
-from trainer import checkpoint as checkpoints
+from tests.trainer.segment_case import assert_same_run, records, start_dying
 from trainer.errors import RecipeError
 from trainer.parallel import rendezvous
 from trainer.token_shard import write_token_shard
 
-
-def start_elastic(folder: Path) -> subprocess.Popen[str]:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1")
-    return start_trainer(folder, *launcher, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-
-
-def ranks_of(agent: subprocess.Popen[str]) -> dict[int, psutil.Process]:
-    """The trainers that torchrun started, by rank."""
-    children = [p for p in psutil.Process(agent.pid).children() if "trainer" in p.cmdline()]
-    return {int(child.environ()["RANK"]): child for child in children}
+LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1",
+            "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -38,31 +28,30 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = plan_of(write_token_shard(root / "shards", documents, vocab_size=512, tokenizer_sha256="test"))
     recipe = recipe_with(checkpoint_every=4, batch__micro_sequences=2)
     folder = write_spec(root / "straight", plan, recipe, last_step=24)
-    agent = start_elastic(folder)
-    _, errors = agent.communicate(timeout=90)
+    agent = start_trainer(folder, *LAUNCHER)
+    _, errors = agent.communicate(timeout=PATIENCE_S)
     assert agent.returncode == 0, errors
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two ranks that start twice, and a run beside them")
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_dies_and_the_run_ends_as_if_none_had(tmp_path: Path, straight: Path, dies: int) -> None:
     killed = tmp_path / "killed"
     killed.mkdir()
     shutil.copy(straight / "segment.json", killed)
-    agent = start_elastic(killed)
-    wait_for_step(killed, 8)
-    before = ranks_of(agent)
-    os.kill(before[dies].pid, signal.SIGKILL)
-    reached = checkpoints.steps_in(killed / "checkpoints")[-1][0]
-    _, errors = agent.communicate(timeout=90)
+    agent = start_dying(killed, 10, 1000, *LAUNCHER, rank=dies)
+    _, errors = agent.communicate(timeout=PATIENCE_S)
     assert agent.returncode == 0, errors
     assert f"(exitcode: -9) local_rank: {dies}" in errors
-    assert 8 <= reached < 24
+    lives = {path.stem: json.loads(path.read_text()) for path in killed.glob("life-*.json")}
+    assert set(lives) == {f"life-{life}-{rank}" for life in (0, 1) for rank in (0, 1)}
+    for rank in (0, 1):
+        assert lives[f"life-0-{rank}"]["found"] == [] and lives[f"life-1-{rank}"]["found"][-1] in (4, 8)
     assert len(records(killed)) == 24
     assert_same_run(straight, killed)
     assert not list((killed / "checkpoints").glob(".writing-*"))
-    assert all(not process.is_running() for process in before.values())
+    assert not any(psutil.pid_exists(life["pid"]) for life in lives.values())
 
 
 def test_restarts_over_several_nodes_on_torchruns_own_store_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from trainer.run import Run
 from trainer.spec import SegmentSpec
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
+SLOW = pytest.mark.slow("200 steps beside two batches each; the cheapest way to train is in the fast tier")
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
 
 
@@ -92,7 +93,12 @@ def two_batches(run: Run, batch: Batch) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("name", "clip", "rows", "every"),
-    [("adamw", 1e9, 4, 0), ("adamw", 0.2, 4, 0), ("muon", 1.0, 4, 0), ("adamw", 1.0, None, 2)],
+    [
+        pytest.param("adamw", 1e9, 4, 0, marks=SLOW),
+        pytest.param("adamw", 0.2, 4, 0, marks=SLOW),
+        pytest.param("muon", 1.0, 4, 0, marks=SLOW),
+        ("adamw", 1.0, None, 2),
+    ],
 )
 def test_the_noise_scale_of_training_is_that_of_two_batch_sizes(
     tmp_path: Path,

@@ -18,7 +18,7 @@ from tests.trainer.conftest import (
     train_here,
     write_spec,
 )
-from tests.trainer.test_segment import records, result
+from tests.trainer.segment_case import records, result
 from trainer import checkpoint as checkpoints
 from trainer.data_plan import DataPlan
 from trainer.token_shard import write_token_shard
@@ -40,7 +40,7 @@ def assert_near(ours: Path, theirs: Path, loss: float = 2e-5, weight: float = 5e
     for mine, other in zip(a, b, strict=True):
         assert mine.keys() == other.keys()
         assert mine["loss"] == pytest.approx(other["loss"], abs=loss)
-        assert mine["tokens"] == other["tokens"]
+        assert mine["tokens"] == other["tokens"] and mine["supervised_tokens"] == other["supervised_tokens"]
         for key in mine:
             if key.startswith(("grad_norm", "update_ratio", "noise_scale")):
                 assert mine[key] == pytest.approx(other[key], rel=2e-2), key
@@ -55,6 +55,7 @@ def assert_near(ours: Path, theirs: Path, loss: float = 2e-5, weight: float = 5e
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "shard": (2, {}),
     "tensor": (2, {"parallel__tensor": 2}),
     "replicas": (2, {"parallel__replicas": 2, "batch__micro_sequences": 2}),
     "tensor-experts": (2, {"parallel__tensor": 2, "model__experts": EXPERTS, "batch__micro_sequences": 4}),
@@ -87,8 +88,13 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return of
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.slow("four processes")] if ranks > 2 else [])
+        for name, (ranks, _) in LAYOUTS.items()
+    ],
+)
 def test_a_layout_does_not_change_the_training(
     tmp_path: Path, laid_out: Callable[[str], tuple[DataPlan, Path]], layout: str
 ) -> None:
@@ -101,7 +107,7 @@ def test_a_layout_does_not_change_the_training(
     assert_near(one, many, loss=2e-4 if muon else 2e-5, weight=5e-3 if muon else 5e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("seven segments, four of them by two ranks")
 def test_a_checkpoint_moves_between_one_rank_two_ranks_and_tensor_ranks(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
 
@@ -126,11 +132,11 @@ def test_a_checkpoint_moves_between_one_rank_two_ranks_and_tensor_ranks(tmp_path
     assert all(torch.equal(whole.model[n], again.model[n]) for n in whole.model)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("three processes compile the blocks")
 def test_bf16_and_compiled_blocks_over_two_ranks(tmp_path: Path, make_shard: MakeShard) -> None:
     """fp32 master weights: what is saved is fp32, and the losses are those of one rank in bf16."""
     plan = plan_of(make_shard())
-    changes = {"precision": "bf16", "compile": True}
+    changes = {"precision": "bf16", "compile": True, "model__layers": 1}
     one = write_spec(tmp_path / "one", plan, recipe_with(**changes), last_step=4)
     assert run_trainer(one) == (0, "")
     two = write_spec(tmp_path / "two", plan, recipe_with(**changes), last_step=4)

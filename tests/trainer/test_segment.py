@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +18,17 @@ from tests.trainer.conftest import (
     plan_of,
     recipe_with,
     run_trainer,
-    start_trainer,
     train_here,
     write_spec,
 )
+from tests.trainer.segment_case import assert_same_run, die, result
 from trainer import checkpoint as checkpoints
 from trainer.json_lines import read_lines
 
-TIMED = {"tokens_per_s", "mfu", "data_wait_s", "time", "memory"}
+CALLS = 10_000  # several steps of the tiny model
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMED} for r in read_lines(folder / "metrics.jsonl")]
-
-
-def result(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "result.json").read_text()))
-
-
-def assert_same_run(ours: Path, theirs: Path) -> None:
-    """To the bit: weights, optimiser, sampler, detector, metrics."""
-    a, b = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
-    for mine, other in ((a.model, b.model), (a.optimizer, b.optimizer)):
-        assert mine.keys() == other.keys()
-        for name in mine:
-            assert torch.equal(mine[name], other[name]), name
-    for key in ("step", "sampler", "detector", "monitor", "recipe", "data_plan"):
-        assert a.state[key] == b.state[key], key
-    assert records(ours) == records(theirs)
-    for key in ("tokens", "supervised_tokens", "loss", "loss_by_domain", "documents_seen"):
-        assert result(ours)[key] == result(theirs)[key], key
-
-
-def wait_for_step(folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        if any(found >= step for found, _ in checkpoints.steps_in(folder / "checkpoints")):
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"no checkpoint of step {step} came")
-
-
+@pytest.mark.portable
 def test_trunk_then_anneal_learns_and_leaves_its_files(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(counts={"code": 300, "docs": 150, "chat": 150}))
     trunk = write_spec(tmp_path / "trunk", plan, last_step=40)
@@ -77,7 +45,7 @@ def test_trunk_then_anneal_learns_and_leaves_its_files(tmp_path: Path, make_shar
     anneal = write_spec(
         tmp_path / "anneal", plan, kind="anneal", first_step=40, last_step=46, initial_checkpoint=done["checkpoint"]
     )
-    assert run_trainer(anneal) == (0, "")
+    assert train_here(anneal) == (0, "")
     lines = read_lines(anneal / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(40, 46))
     assert all(a["lr"] > b["lr"] for a, b in zip(lines, lines[1:], strict=False))
@@ -113,38 +81,28 @@ def test_resume_after_kills_is_exact_to_the_bit(tmp_path: Path, make_shard: Make
     )
     recipe = recipe_with(checkpoint_every=3)
     straight = write_spec(tmp_path / "straight", plan, recipe, last_step=40)
-    assert run_trainer(straight) == (0, "")
+    assert train_here(straight) == (0, "")
     killed = write_spec(tmp_path / "killed", plan, recipe, last_step=40)
-    chance, step, ends = random.Random(11), 0, []
-    for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
-        step += chance.randrange(3, 12)
-        process = start_trainer(killed)
-        wait_for_step(killed, step)
-        time.sleep(chance.random() * 0.02)
-        process.send_signal(how)
-        process.communicate(timeout=60)
-        ends.append(process.returncode)
-        step = checkpoints.steps_in(killed / "checkpoints")[-1][0]
-    assert ends[0] in (-9, 0) and ends[1] in (75, 0)
-    assert run_trainer(killed)[0] == 0
+    chance, ends = random.Random(11), []
+    for how, step in ((signal.SIGKILL, 6), (signal.SIGTERM, 16), (signal.SIGKILL, 27)):
+        ends.append(die(killed, step, chance.randrange(CALLS), how))
+    assert ends == [-9, 75, -9]
+    assert train_here(killed)[0] == 0
     assert_same_run(straight, killed)
 
 
+@pytest.mark.portable
 def test_a_bad_checkpoint_is_skipped_and_said_and_the_end_is_the_same(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     straight = write_spec(tmp_path / "straight", plan)
     assert train_here(straight)[0] == 0
     damaged = write_spec(tmp_path / "damaged", plan)
-    process = start_trainer(damaged)
-    wait_for_step(damaged, 10)
-    process.kill()
-    process.communicate()
-    (damaged / "result.json").unlink(missing_ok=True)
+    assert die(damaged, 14, 1) == -9
     newest = checkpoints.steps_in(damaged / "checkpoints")[-1][1]
     with open(newest / "model.safetensors", "r+b") as file:
         file.seek(-3, 2)
         file.write(b"\x00\x01\x02")
-    code, errors = run_trainer(damaged)
+    code, errors = train_here(damaged)
     assert code == 0 and f"{newest}/model.safetensors: its bytes are not" in errors
     assert [bad["path"] for bad in result(damaged)["skipped_checkpoints"]] == [
         str(newest.with_name(f"bad-{newest.name}"))
@@ -155,11 +113,7 @@ def test_a_bad_checkpoint_is_skipped_and_said_and_the_end_is_the_same(tmp_path: 
 def test_a_full_disk_is_one_line_and_74_and_the_run_goes_on_later(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     folder = write_spec(tmp_path / "full", plan)
-    process = start_trainer(folder)
-    wait_for_step(folder, 5)
-    process.kill()
-    process.communicate()
-    (folder / "result.json").unlink(missing_ok=True)
+    assert die(folder, 14, 1) == -9
     kept = checkpoints.steps_in(folder / "checkpoints")
     while len(kept) > 1:
         kept.pop()[1].rename(tmp_path / f"away-{len(kept)}")
@@ -170,27 +124,10 @@ def test_a_full_disk_is_one_line_and_74_and_the_run_goes_on_later(tmp_path: Path
     assert len(errors.strip().splitlines()) == 1 and "File too large" in errors
     assert checkpoints.steps_in(folder / "checkpoints") == kept
     assert checkpoints.load(kept[0][1]).step == kept[0][0]
-    assert run_trainer(folder) == (0, "")
+    assert train_here(folder) == (0, "")
     straight = write_spec(tmp_path / "straight", plan)
     assert train_here(straight)[0] == 0
     assert_same_run(straight, folder)
-
-
-def test_two_ranks_train_as_one(tmp_path: Path, make_shard: MakeShard) -> None:
-    """Two real gloo ranks: the same data, the same initial weights, the same losses up to summation order."""
-    plan = plan_of(make_shard())
-    one, two = (write_spec(tmp_path / name, plan, last_step=8) for name in ("one", "two"))
-    assert train_here(one)[0] == 0
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
-    code, errors = run_trainer(two, *launcher, "--rdzv-endpoint=localhost:0")
-    assert code == 0, errors
-    for ours, theirs in zip(records(one), records(two), strict=True):
-        assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), abs=2e-5)
-        assert ours["tokens"] == theirs["tokens"] and ours["supervised_tokens"] == theirs["supervised_tokens"]
-    a, b = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (one, two))
-    assert a.state["sampler"] == b.state["sampler"]
-    for name in a.model:
-        torch.testing.assert_close(a.model[name], b.model[name], atol=5e-4, rtol=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -221,16 +158,14 @@ def test_a_bad_spec_is_one_line_and_2(
 def test_what_computes_in_place_of_a_chosen_kernel_is_said_at_the_start(
     tmp_path: Path, make_shard: MakeShard, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kernels = tmp_path / "kernels.yaml"
-    kernels.write_text("cpu: {attention: native}\n")
-    plan = plan_of(make_shard())
-    folder = write_spec(tmp_path / "segment", plan, last_step=1, kernels=str(kernels))
-    assert run_trainer(folder) == (0, "")
+    plan, folders = plan_of(make_shard()), []
+    for name, chosen in (("native", "attention: native"), ("references", "")):
+        kernels = tmp_path / f"{name}.yaml"
+        kernels.write_text(f"cpu: {{{chosen}}}\n")
+        folders.append(write_spec(tmp_path / name, plan, last_step=1, kernels=str(kernels)))
+    assert run_trainer(folders) == (0, "")
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("kernels: ")]
     assert len(said) == 1 and "attention: native → recompute" in said[0] and "not float32" in said[0]
-    kernels.write_text("cpu: {}\n")
-    assert run_trainer(write_spec(tmp_path / "references", plan, last_step=1, kernels=str(kernels))) == (0, "")
-    assert "kernels: " not in capfd.readouterr().out
 
 
 def test_no_spec_and_a_spec_that_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -161,17 +164,32 @@ def sound_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_export(tiny_model(family="glm4_moe"), tmp_path_factory.mktemp("export"))
 
 
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How many calls are made within."""
+    calls, before = [0], sys.getprofile()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        calls[0] += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
 @pytest.mark.parametrize("harm", HOSTILE_EXPERTS)
 def test_hostile_experts_are_refused_before_anything_is_made(sound_experts: Path, tmp_path: Path, harm: str) -> None:
     for path in sound_experts.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    ReferenceModel.load(tmp_path)
+    with counted() as sound:
+        ReferenceModel.load(tmp_path)
     changes, words = HOSTILE_EXPERTS[harm]
     spoil_config(tmp_path, **changes)
-    began = time.monotonic()
-    with pytest.raises(ExportError, match=words) as refused:
+    with counted() as hostile, pytest.raises(ExportError, match=words) as refused:
         ReferenceModel.load(tmp_path)
-    assert str(tmp_path) in str(refused.value) and time.monotonic() - began < 5
+    assert str(tmp_path) in str(refused.value) and hostile[0] < 2 * sound[0], "it counts no billion of experts"
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def judged(made: Made, drafted: Proposal) -> dict[str, Any]:
     return row
 
 
-@pytest.mark.slow
+@pytest.mark.portable
 def test_an_op_choice_is_judged_end_to_end() -> None:
     made = make()
     policy = (made.target / "policies" / "kernels.yaml").read_text()
@@ -380,7 +380,7 @@ def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.Monkey
     assert [side["batch"]["micro_sequences"] for side in sides] == [None, 8]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a whole gate run, timed")
 def test_a_patch_that_changes_nothing_is_no_gain_and_no_cheat() -> None:
     made = make()
     text = (made.target / "trainer" / "schedule.py").read_text()

@@ -236,7 +236,6 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
 
 
 # -- real runs -------------------------------------------------------------------------------------------------------
-@pytest.mark.slow
 def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 3.0003e-3"))
     assert found.verdict["outcome"] == "reject" and "no gain beyond the noise floor" in found.verdict["reasons"][0]
@@ -250,7 +249,6 @@ def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None
     assert made.left_behind() == []
 
 
-@pytest.mark.slow
 def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 0.9"))
     assert found.verdict["outcome"] == "reject" and "learns worse" in found.verdict["reasons"][0]
@@ -263,14 +261,12 @@ def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
     assert "Predicted: 0.0100 bits per byte better" in git(made.target, "log", "-1", "--format=%B", found.row["branch"])
 
 
-@pytest.mark.slow
 def test_a_candidate_that_breaks_down_is_rejected_at_once(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 1e39"))
     assert found.verdict["outcome"] == "reject" and "the candidate's run failed" in found.verdict["reasons"][0]
     assert len(found.runs["baseline"]) == 1 and found.runs["candidate"] == []  # the others were not run
 
 
-@pytest.mark.slow
 def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> dict[str, float]:
         raise OSError("no space left on device")
@@ -284,7 +280,6 @@ def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkey
     assert "the runs stage broke: OSError: no space left on device" in verdict["reasons"][0]
 
 
-@pytest.mark.slow
 def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> None:
     """Proposed, judged, approved; the next segment is planned with the new recipe and needs no runs to be certified."""
     (made.target / TINY).write_text((made.target / TINY).read_text().replace(RATE, LOW))

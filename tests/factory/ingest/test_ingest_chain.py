@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_up_text import prose, use_policy, use_small_vocabulary
+from patience import PATIENCE_S
 
 from factory.errors import ConfigError, FactoryError, InputError, WorkspaceError
 from factory.ingest import chain, provenance
@@ -318,6 +319,7 @@ def start(workspace: Workspace) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["sh", "-c", command], env=environment, cwd=workspace.root)
 
 
+@pytest.mark.slow("five ingests by three processes each, three of them killed")
 def test_killed_anywhere_the_next_run_ends_with_the_same_rows(tmp_path: Path) -> None:
     data = "".join(json.dumps(row) + "\n" for row in [*texts(0, 500, 200), *texts(0, 5), {"text": "tiny"}])
     spaces = [Workspace.create(tmp_path / name) for name in ("whole", "killed")]
@@ -326,7 +328,7 @@ def test_killed_anywhere_the_next_run_ends_with_the_same_rows(tmp_path: Path) ->
         (space.inbox / "a.jsonl").write_text(data)
         use_small_vocabulary(space)
     whole, killed = spaces
-    assert start(whole).wait(120) == 0
+    assert start(whole).wait(PATIENCE_S) == 0
     signs = ("shards/.ingest-*/*.npy", "tokenizer/tokenizer.json", "shards/[0-9a-f]*")
     for sign in signs:
         process = start(killed)
@@ -334,7 +336,7 @@ def test_killed_anywhere_the_next_run_ends_with_the_same_rows(tmp_path: Path) ->
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert start(killed).wait(120) == 0
+    assert start(killed).wait(PATIENCE_S) == 0
     one, other = (dump(Ledger.open(space.ledger_url)) for space in spaces)
     assert one == other
     assert len(one["documents"]) == 506 and one["near_dup_bands"] and one["ngrams"]
