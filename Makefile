@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP = @$(PYTHON) -I factory/set_up/__main__.py
 
-.PHONY: setup setup-dev demo test check lint types bench bench-report bench-baseline clean
+.PHONY: setup setup-dev demo test test-slow test-portable check lint types bench bench-report bench-baseline clean
 
 # The script looks whether .venv is up to date (a hash of pyproject.toml and constraints.txt), so that no target here has to.
 setup:
@@ -16,8 +16,16 @@ setup-dev:
 demo: setup
 	@$(BIN)/factory demo
 
+# Some minutes: every package and every promise. The rest is whole gate runs, kills and long simulations, each with its reason.
 test: setup-dev
-	@$(BIN)/python -m pytest -n 2 --dist worksteal
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-slow: setup-dev
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# A short selection for a processor of another class: ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 make test-portable
+test-portable: setup-dev
+	@$(BIN)/python -m pytest tests/kernels tests/trainer tests/factory/gates -n 2 --dist worksteal -m portable
 
 lint: setup-dev
 	@$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from factory import daemon, demo_size
+from factory import daemon, demo_size, devices
 from factory.console import Terminal
 from factory.demo_size import LADDER, Seen, Shape, Size
 from factory.errors import FactoryError, InputError, WorkspaceError
@@ -167,7 +167,7 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     given.write_text(yaml.safe_dump(recipe))
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
     words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    environment = {"PYTHONPATH": str(code_root()), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    environment = {"PYTHONPATH": str(code_root()), "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root))}
     with terminal.task(f"timing steps of {title} (the first compiles)"):
         done = subprocess.run(
             [sys.executable, *words],

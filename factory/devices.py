@@ -45,6 +45,14 @@ def kind() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def compiled(root: Path) -> Path:
+    """Where approved code of the workspace ``root`` keeps what torch.compile made: by class of machine, as a compiler of one may
+    use instructions that another does not have."""
+    from kernels.machine import here
+
+    return root / "cache" / f"inductor-{here().name}"
+
+
 def environment() -> dict[str, str]:
     """What tells a process to use the held device only; nothing on a CPU, or while none is held."""
     name = _held.get()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
+from factory import devices
 from factory.errors import ConfigError
 from factory.stopping import TRAINER_SECONDS
 from factory.workspace import Workspace
@@ -65,7 +66,7 @@ def start_trainer(
     """
     environment = os.environ | {
         "PYTHONPATH": str(code),
-        "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
+        "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root)),
         "PYTHONUNBUFFERED": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stopping.GRACE_SECONDS) + 1),  # then it kills its ranks
     }

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from factory import computing, repository
+from factory import computing, devices, repository
 from factory.errors import FactoryError, InputError, nearest
 from factory.launching import die_with
 from factory.ledger import Ledger, profiles, record
@@ -83,7 +83,7 @@ def profile(workspace: Workspace, ledger: Ledger, progress: Progress, options: O
     folder.mkdir(parents=True)
     arguments = [*_as_trained(workspace, ledger, recipe, code, folder), "--out", str(folder)]
     try:
-        run_profiler(code, [*arguments, *options.arguments()], progress, workspace.root / "cache" / "inductor")
+        run_profiler(code, [*arguments, *options.arguments()], progress, devices.compiled(workspace.root))
         found = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

@@ -56,7 +56,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
     code = _live_code(workspace)
     environment = os.environ | {
         "PYTHONPATH": str(code),
-        "TORCHINDUCTOR_CACHE_DIR": str(workspace.root / "cache" / "inductor"),
+        "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root)),
         **devices.environment(),
     }
     progress.line(f"  tuning kernels for {here()}, recipe {recipe.name} in {precision}, {seconds:.0f} s at most")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from factory import devices
 from factory.workspace import Workspace
 from kernels.native_library import library
 
@@ -12,7 +13,7 @@ from kernels.native_library import library
 def lend(workspace: Workspace) -> Workspace:
     """As if a trainer had run there before."""
     made = Path(library("cross_entropy")._name)
-    folder = workspace.root / "cache" / "inductor" / made.parent.name
+    folder = devices.compiled(workspace.root) / made.parent.name
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(made, folder)
     return workspace

@@ -120,7 +120,7 @@ def compare_training(
 
     ``new_code``: not all that the candidate runs was approved before, so that a gain is looked at in long runs too.
     """
-    known = workspace.root / "cache" / "inductor"  # what approved code compiled while it trained
+    known = devices.compiled(workspace.root)  # what approved code compiled while it trained
     measure = _Measurement(
         policy, start, baseline, candidate, new_code, known, checkpoint_files.read_tensors(start.checkpoint, "model")
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory import repository
+from factory import devices, repository
 from factory.errors import ConfigError
 from factory.evals.policy import policy_sha256
 from factory.gates import patch_gate, patch_static
@@ -185,7 +185,7 @@ def runs(policy: RunsPolicy, case: Case) -> Stage:
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     shape = recipes["baseline"].model_dump()
     changed = set(_differing(case.workspace.repository, case.applied.base, case.changes[0]))
-    compiled = case.workspace.root / "cache" / "inductor"  # by approved code while it trained
+    compiled = devices.compiled(case.workspace.root)  # by approved code while it trained
     if compiled.is_dir():
         shutil.copytree(compiled, case.work / "recipe" / "cache" / "inductor", symlinks=True)
     with case.progress.task("runs, both recipes", 2 * policy.seeds) as task:

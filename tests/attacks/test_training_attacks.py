@@ -167,7 +167,7 @@ def never_credited(made: Made, folder: Path, slow: Path, quick: Path, new_code: 
     raise AssertionError((verdict, found))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a timed comparison with a start that dawdles")
 def test_a_quicker_way_to_the_first_step_is_no_gain(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
