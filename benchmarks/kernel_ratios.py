@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.best_here import DTYPE, PRECISION
 from benchmarks.liger import contest, installed
 from kernels.bench import Setting, compare
 from kernels.machine import here
@@ -61,10 +62,10 @@ def kernels() -> list[tuple[str, str, str]]:
 
 def measure(name: str, implementation: str, shape: str) -> Ratio:
     """On a CPU with one thread: a second waits for whatever else runs there, and ratios differ with their number."""
-    setting, threads = Setting(SHAPES[shape], "bf16", False), torch.get_num_threads()
+    setting, threads = Setting(SHAPES[shape], PRECISION, False), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with matrix_units(torch.bfloat16):  # as the trainer does
+        with matrix_units(DTYPE):  # as the trainer does
             pilot = compare(contest(name), implementation, setting=setting, device=DEVICE, pairs=3, warmup=2)
             affordable = int(SECONDS / (pilot.seconds + pilot.against_seconds))
             pairs = max(PAIRS, min(MOST_PAIRS, affordable))
@@ -100,6 +101,7 @@ def machine() -> dict[str, str]:
         "device_class": found.name,
         "processor": found.processor if DEVICE == "cuda" else f"one thread of {found.processor}",
         "torch": found.torch,
+        "precision": PRECISION,
         "liger": installed() or "not installed",
         "commit": git.stdout.strip(),
     }

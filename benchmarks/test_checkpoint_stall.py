@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from agents.line_profiler.workload import make_run
+from benchmarks.best_here import demo_recipe, tuned_kernels
 from kernels.host_memory import keep_freed_memory
 from trainer import checkpoint as checkpoints
 from trainer.batch import prefetch
 from trainer.checkpoint import Checkpoint
 from trainer.checkpoint_writer import Writer
-from trainer.recipe import Recipe
 from trainer.run import Run
 
 ROOT = Path(__file__).parents[1]
@@ -54,9 +54,9 @@ def blocking_save(run: Run, folder: Path) -> float:
 
 def test_a_checkpoint_hardly_stalls_a_step_nor_slows_a_run(tmp_path: Path) -> None:
     keep_freed_memory()
-    recipe = Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml")
+    recipe = demo_recipe()
     steps = WARM_UP + 2 * BLOCK * (PAIRS + 1)
-    run = make_run(recipe, ROOT / "policies" / "kernels.yaml", tmp_path / "run", steps=steps, compile=True)
+    run = make_run(recipe, tuned_kernels(), tmp_path / "run", steps=steps, compile=True)
     writer = run.writer = Stalls(tmp_path / "checkpoints", keep=2)
     batches = prefetch(run.order, steps)
     each: list[float] = []

@@ -1,6 +1,6 @@
 """What the shipped kernels must gain on a CPU of two cores: the loss head at a vocabulary of 32k, and the whole step.
 
-``python -m pytest benchmarks/test_kernel_aims.py -s``. The choices are those of ``policies/kernels.yaml``.
+``python -m pytest benchmarks/test_kernel_aims.py -s``. The choices are those of ``kernels.tune`` on this machine.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import pytest
 import torch
 
 from agents.line_profiler.workload import make_run
-from benchmarks.test_training_step import KERNELS, ROOT, resident
+from benchmarks.best_here import DTYPE, PRECISION, demo_recipe, tuned_kernels
+from benchmarks.test_training_step import ROOT, resident
 from kernels.bench import Setting, compare
 from kernels.host_memory import keep_freed_memory
 from kernels.op import Case, Shape
 from kernels.precision import matrix_units
 from kernels.registry import OPS, load_choice
 from trainer.batch import prefetch
-from trainer.recipe import Recipe
+from trainer.precision import DTYPES
 
 HEAD = "linear_cross_entropy"
 AT_32K = Shape(batch=8, vocab_size=32768)
@@ -35,15 +36,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the aims of C
 
 def test_the_loss_head_at_32k_is_faster_than_eager() -> None:
     keep_freed_memory()
-    chosen = load_choice(KERNELS)[HEAD]
-    with matrix_units(torch.bfloat16):
-        found = compare(HEAD, chosen, setting=Setting(AT_32K, "bf16", False), pairs=ROUNDS, warmup=1)
+    chosen = load_choice(tuned_kernels())[HEAD]
+    with matrix_units(DTYPE):
+        found = compare(HEAD, chosen, setting=Setting(AT_32K, PRECISION, False), pairs=ROUNDS, warmup=1)
     print(f"\n{HEAD}: {chosen} {found.ratio:.2f} times eager at 32k ({found.ratio_low:.2f}–{found.ratio_high:.2f})")
     assert found.ratio >= 1.3
 
 
 def test_the_loss_head_at_32k_takes_a_quarter_of_eagers_memory() -> None:
-    peaks = {name: peak_memory(name) for name in ("reference", load_choice(KERNELS)[HEAD])}
+    peaks = {name: peak_memory(name) for name in ("reference", load_choice(tuned_kernels())[HEAD])}
     print("\n" + ", ".join(f"{name}: {peak >> 20} MiB" for name, peak in peaks.items()))
     reference, chosen = peaks.values()
     assert chosen <= 0.25 * reference
@@ -58,7 +59,7 @@ def peak_memory(implementation: str) -> int:
 
 def print_peak(implementation: str) -> None:
     function = OPS[HEAD].implementation(implementation).function
-    small, inputs = (OPS[HEAD].inputs(Case("", shape), dtype=torch.bfloat16) for shape in (Shape(), AT_32K))
+    small, inputs = (OPS[HEAD].inputs(Case("", shape), dtype=DTYPE) for shape in (Shape(), AT_32K))
     torch.autograd.grad(function(*small)[0], small[:2])  # what is loaded and compiled once is not the op's
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
@@ -74,7 +75,7 @@ def test_the_whole_step_gains_by_the_choices(tmp_path: Path) -> None:
     keep_freed_memory()
     plain = tmp_path / "kernels.yaml"
     plain.write_text("cpu: {adamw: fused}\n")
-    steps = {name: step_of(path, tmp_path / name) for name, path in (("chosen", KERNELS), ("plain", plain))}
+    steps = {name: step_of(path, tmp_path / name) for name, path in (("chosen", tuned_kernels()), ("plain", plain))}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(WARM_UP + ROUNDS):
         for name, step in steps.items():  # in turn, so that what disturbs the machine disturbs both
@@ -89,12 +90,12 @@ def test_the_whole_step_gains_by_the_choices(tmp_path: Path) -> None:
 
 
 def step_of(kernels: Path, folder: Path) -> Callable[[], Any]:
-    recipe = Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml")
+    recipe = demo_recipe()
     run = make_run(recipe, kernels, folder, steps=100, compile=recipe.compile)
     batches = prefetch(run.order, 100)
 
     def step() -> None:
-        with matrix_units(torch.bfloat16):
+        with matrix_units(DTYPES[recipe.precision]):
             run.train_step(next(batches))
 
     return step

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.best_here import PRECISION
 from benchmarks.kernel_ratios import (
     DEVICE,
     PAIRS,
@@ -76,7 +77,7 @@ CONTESTED = [name for name in OPS if NAME in contest(name).implementations] if D
 @pytest.mark.parametrize("op", CONTESTED)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_triton_is_no_slower_than_liger(op: str, shape: str) -> None:
-    setting = Setting(SHAPES[shape], "bf16", False)
+    setting = Setting(SHAPES[shape], PRECISION, False)
     found = compare(contest(op), "triton", NAME, setting, device=DEVICE, pairs=PAIRS)
     print(f"\n{op}: triton is {found.ratio:.2f} times as fast as Liger-Kernel {installed()}, {shape}")
     assert found.ratio >= 0.95

@@ -19,6 +19,7 @@ import torch
 
 import trainer.run
 from agents.line_profiler.workload import make_run
+from benchmarks.best_here import demo_recipe, tuned_kernels
 from kernels.host_memory import keep_freed_memory
 from trainer.batch import Batch, prefetch
 from trainer.metrics import Lines
@@ -94,12 +95,12 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_sequences: int | None
 ) -> None:
     keep_freed_memory()
-    recipe = Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml")
+    recipe = demo_recipe()
     every = recipe.stability.noise_scale_every
     recipe = Recipe.parse(recipe.model_dump() | {"batch": {"sequences": 16, "micro_sequences": micro_sequences}})
     recipe = measured_every(recipe, 0)  # its share is measured apart
     steps = 2 * (PAIRS + WARM_UP) + 2 * (SPLITS + WARM_UP)
-    run = make_run(recipe, ROOT / "policies" / "kernels.yaml", tmp_path / "run", steps=steps, compile=True)
+    run = make_run(recipe, tuned_kernels(), tmp_path / "run", steps=steps, compile=True)
     fill(run.detector)
     clock = Clock()
     for name in MONITOR:

@@ -107,7 +107,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         if better == shape or (LADDER.index(better) > LADDER.index(shape) and _ == 1):
             break
         shape = better
-    seen = Seen(time.monotonic() - began, ingest, 2 * measured["import_s"], measured["step_s"])
+    seen = Seen(time.monotonic() - began, ingest, measured["start_s"], measured["step_s"])
     size = demo_size.plan(minutes, seen)
     parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in size.seconds.items())
     terminal.line(
@@ -157,7 +157,8 @@ def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[Shape, float]
 
 
 def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any], title: str) -> dict[str, float]:
-    """Steps of the recipe in a process of its own, whose compiled code the training that follows finds again.
+    """Steps of the recipe in a process of its own, whose compiled code the training that follows finds again. ``start_s``: what
+    starting such a program takes, twice its imports.
 
     Raises: FactoryError with what it said last.
     """
@@ -168,6 +169,7 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
     words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
     environment = {"PYTHONPATH": str(code_root()), "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root))}
+    began = time.monotonic()
     with terminal.task(f"timing steps of {title} (the first compiles)"):
         done = subprocess.run(
             [sys.executable, *words],
@@ -181,7 +183,8 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise FactoryError(f"a step of the demo's recipe could not be timed: {said}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    found = dict(json.loads(done.stdout.splitlines()[-1]))
+    return found | {"start_s": 2 * (time.monotonic() - began - found["whole_s"])}
 
 
 def _recipe_text(text: str, shape: Shape, size: Size) -> str:
