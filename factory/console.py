@@ -61,7 +61,8 @@ class _PlainTask:
     def close(self) -> None:
         self.over.set()
         self.beat.join()
-        if self.done != self.told:
+        counted = self.done or time.monotonic() - self.started >= self.EVERY  # else it was over before it was worth a word
+        if self.done != self.told and counted:
             self.say()
 
     def say(self) -> None:

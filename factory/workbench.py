@@ -162,7 +162,7 @@ class Bench:
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
         """``kernels.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
         code = repository.checkout_live(self.workspace, self.base)
-        with devices.one():
+        with devices.one(), self.progress.task(f"timing {op}: {implementation}, alone"):
             # Compiled code of approved kernels, kept for the next time.
             folder = self.workspace.root / "cache" / f"workbench{devices.label()}"
             try:

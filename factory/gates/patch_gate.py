@@ -139,7 +139,8 @@ def gather(
     try:
         for name, stage in stages.items():
             began = time.monotonic()
-            found = _tried(name, stage, case)
+            with progress.task(f"gate: {name}"):
+                found = _tried(name, stage, case)
             found["reasons"] = [one_line(reason, 1000) for reason in found["reasons"]]  # some quote what a patch holds
             evidence["stages"][name] = found | {"stage_seconds": round(time.monotonic() - began, 2)}
             progress.line(f"  {name:<9} {found['state']:<10} {'; '.join(found['reasons'])[:160]}")
