@@ -61,7 +61,9 @@ class _PlainTask:
     def close(self) -> None:
         self.over.set()
         self.beat.join()
-        counted = self.done or time.monotonic() - self.started >= self.EVERY  # else it was over before it was worth a word
+        counted = (
+            self.done or time.monotonic() - self.started >= self.EVERY
+        )  # else it was over before it was worth a word
         if self.done != self.told and counted:
             self.say()
 

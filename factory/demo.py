@@ -23,7 +23,7 @@ from factory.console import Terminal
 from factory.demo_size import LADDER, Seen, Shape, Size
 from factory.errors import FactoryError, InputError, WorkspaceError
 from factory.inbox import arrived, ingest_arrived
-from factory.launching import die_with
+from factory.launching import PATIENT, die_with
 from factory.ledger import Ledger, proposals, sa, shards
 from factory.repository import fork
 from factory.status import snapshot
@@ -168,7 +168,11 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     given.write_text(yaml.safe_dump(recipe))
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
     words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    environment = {"PYTHONPATH": str(code_root()), "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root))}
+    environment = {
+        **PATIENT,
+        "PYTHONPATH": str(code_root()),
+        "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root)),
+    }
     began = time.monotonic()
     with terminal.task(f"timing steps of {title} (the first compiles)"):
         done = subprocess.run(

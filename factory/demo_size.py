@@ -78,8 +78,7 @@ class Size:
 
 LEAST = {"first": 60, "later": 30, "anneal": 24}  # fewer steps, and a candidate may not beat the trigram
 SHARES = {"first": 0.44, "later": 0.24, "anneal": 0.16}  # of all steps; there are two anneals
-JUDGED_STEPS = 155  # of the gate's runs and their warm-ups, with ``patch`` as below
-STARTS = 17  # processes that import torch: four segments, two exports, evaluations, profile, measuring, the gate's
+JUDGED_STEPS = 155  # of the gate's runs and their warm-ups, with four pairs; with two, 0.6 of them
 
 
 def checked(minutes: float) -> float:
@@ -117,14 +116,16 @@ def plan(minutes: float, seen: Seen) -> Size:
         "chat_samples": max(4, round(12 * scale)),
     }
     patch = {"steps": 10, "pairs": 4 if scale == 1 else 2, "long": 8 if scale == 1 else 4}
-    measure = round(max(10.0, 45.0 * scale), 1)
+    measure = round(max(10.0, 40.0 * scale), 1)
     judged = JUDGED_STEPS * (1.0 if patch["pairs"] == 4 else 0.6)
+    # In starts of a program that imports torch, as counted on two cores without a GPU: the work between them is small.
     fixed = {
         "ingest of the shards that come later": 0.5 * seen.ingest,
-        "starting programs": STARTS * seen.start,
-        "evaluations and gates": 2 * (6.0 + 14.0 * scale),
-        "profile and measuring": measure + 30 * seen.step,
-        "judging the proposal": judged * seen.step + 15.0,
+        "starting segments": 8 * seen.start,
+        "evaluations and gates": 2 * (2 * seen.start + 10.0 * scale),
+        "profile": 4.5 * seen.start + 30 * seen.step,
+        "timing implementations": measure,
+        "judging the proposal": 9 * seen.start + judged * seen.step + 10.0,
     }
     left = 60 * minutes - seen.spent - sum(fixed.values())
     steps = left / seen.step

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory import devices
+from kernels.machine import VARIABLES
 
 LAUNCHER = Path(__file__).with_name("sandbox_launch.py")
 LAUNCHER_INSIDE = "/run/launch.py"
@@ -85,6 +86,8 @@ def _environment(output: Path) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
+        # Inside, the machine is of the class that it is outside: code compiled for one class crashes in another's process.
+        **{name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
 
