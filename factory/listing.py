@@ -14,7 +14,9 @@ from typing import Any
 from factory.errors import WorkspaceError
 from factory.workspace import Workspace
 
-JSON_COLUMNS = frozenset({"counts", "domains", "result", "summary", "reasons", "evidence", "detail", "plan", "content"})
+JSON_COLUMNS = frozenset(
+    {"counts", "domains", "result", "summary", "reasons", "evidence", "detail", "plan", "content", "recipe_json"}
+)
 
 
 def rows(workspace: Workspace, sql: str, **parameters: Any) -> list[dict[str, Any]]:

@@ -16,8 +16,10 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
     segments = rows(
         workspace,
         "SELECT id, kind, parent, generation, recipe, code_commit, first_step, last_step, state, attempts, result, "
-        "created_at, finished_at, folder FROM segments ORDER BY id",
+        "created_at, finished_at, folder, recipe_json FROM segments ORDER BY id",
     )
+    for segment in segments:
+        segment["precision"] = segment.pop("recipe_json")["precision"]
     candidates = rows(
         workspace,
         "SELECT c.id, c.segment, c.export_path, c.export_sha256, "
@@ -112,7 +114,7 @@ def screen(facts: dict[str, Any]) -> list[str]:
         loss = (segment["result"] or {}).get("loss")
         lines.append(
             f"segment {segment['id']:<2} {segment['kind']:<6} steps {segment['first_step']}–{segment['last_step']} "
-            f"generation {segment['generation']} {segment['state']}"
+            f"generation {segment['generation']} in {segment['precision']}, {segment['state']}"
             + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
             + (
                 f", {describe_average(segment['result']['averaged'])}"

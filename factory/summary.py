@@ -61,7 +61,11 @@ def _training(facts: dict[str, Any]) -> list[str]:
     for segment in facts["segments"]:
         result = segment["result"] or {}
         seconds = result.get("seconds")
-        rate = f", {result['tokens'] / seconds:,.0f} tokens/s" if seconds and result.get("tokens") else ""
+        rate = (
+            f", {result['tokens'] / seconds:,.0f} tokens/s in {segment['precision']}"
+            if seconds and result.get("tokens")
+            else ""
+        )
         first, last = result.get("first_loss"), result.get("loss")
         moved = (
             f"loss {first:.2f} → {last:.2f}"

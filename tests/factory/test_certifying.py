@@ -149,7 +149,8 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
     (verdict,) = [row for row in every_certificate(site.ledger) if row["segment"] == number]
     facts = verdict["evidence"]
     assert verdict["outcome"] == "promote" and facts["basis"] == "segment" and facts["steps"] == STEPS
-    assert facts["changed"] == ["policies/kernels.yaml"] and len(facts["seeds"]) == 3
+    assert facts["changed"] == ["policies/kernels.yaml", "kernel of attention: reference → recompute"]
+    assert len(facts["seeds"]) == 3
     assert (facts["old_commit"], facts["new_commit"]) == (site.base, git(site.code, "rev-parse", "HEAD"))
     found = {m["name"]: m for m in facts["measures"]}
     assert 0 < found["weights"]["share"] < 0.1 and found["weights"]["again"] == 0, "the CPU repeats itself to the bit"
@@ -161,6 +162,25 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
     assert not runs_of(site, number).exists()
     with site.ledger.begin() as tx:  # the other tests start from segment 1
         tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
+
+
+def test_another_precision_is_certified_like_other_code(site: Site) -> None:
+    """As on a machine where another precision is the fastest: same commit, same kernels. Noise is measured in the new one alone."""
+    recipe = site.workspace.own_recipe()
+    before = recipe.read_text()
+    try:
+        recipe.write_text(before.replace("precision: fp32", "precision: bf16"))
+        number = site.plan()
+    finally:
+        recipe.write_text(before)
+    row = segment_row(site.ledger, number)
+    assert row["recipe_json"]["precision"] == "bf16" and row["computing"]["precision"]["asked"] == "bf16"
+    verdict = site.certify(number)
+    facts = verdict["evidence"]
+    assert verdict["outcome"] == "promote" and facts["changed"] == ["precision: fp32 → bf16"], verdict["reasons"]
+    assert facts["old_commit"] == facts["new_commit"] and facts["basis"] == "segment" and len(facts["seeds"]) == 3
+    weights = next(m for m in facts["measures"] if m["name"] == "weights")
+    assert 0 < weights["share"] < 1, "bf16 rounds otherwise than fp32, and less than another seed moves"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def test_ladder_climbs_in_work() -> None:
 
 def test_a_faster_machine_gets_a_larger_model() -> None:
     work = {s: Recipe.parse(s.recipe(RAW)).model.flops_per_token() * s.sequences * 256 for s in LADDER}
-    chosen = [first_guess(6, {s: flops / rate for s, flops in work.items()}) for rate in (1e9, 1.5e11, 3e11, 1e12, 1e15)]
+    chosen = [
+        first_guess(6, {s: flops / rate for s, flops in work.items()}) for rate in (1e9, 1.5e11, 3e11, 1e12, 1e15)
+    ]
     places = [LADDER.index(shape) for shape in chosen]
     assert places == sorted(places) and places[0] == 0 and places[-1] == len(LADDER) - 1
     for shape, rate in zip(chosen[1:], (1.5e11, 3e11, 1e12, 1e15)):
