@@ -16,13 +16,13 @@ from tests.factory.command_case import ROOT, factory
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    done = factory("init", "--workspace", str(tmp_path / "w"))
+    done = factory("init", "--no-tune", "--workspace", str(tmp_path / "w"))
     assert done.returncode == 0, done.stderr
     return tmp_path / "w"
 
 
 def test_init_says_what_to_do_next_and_is_safe_to_repeat(home: Path) -> None:
-    again = factory("init", "-w", str(home))
+    again = factory("init", "--no-tune", "-w", str(home))
     assert again.returncode == 0 and "inbox" in again.stdout
 
 

@@ -10,6 +10,7 @@ import pytest
 from factory import doctor
 from factory.workspace import Workspace
 from kernels import attention_native, native_library, registry
+from trainer import precision
 
 ROOT = Path(__file__).parents[2]
 RECIPE = (ROOT / "policies" / "recipes" / "tiny.yaml").read_text()
@@ -65,3 +66,19 @@ def test_a_machine_without_a_compiler_fails_or_takes_the_reference(
 def test_an_unknown_kernel_is_named(workspace: Workspace) -> None:
     ok, lines = _kernels(workspace, "cpu: {attention: fast}")
     assert ok is False and "there are: compiled" in lines[0]
+
+
+def test_measured_rates_and_what_a_slow_precision_costs_are_told(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = next(row for row in doctor.examine(workspace) if row["check"] == "precision")
+    assert "GFLOP/s" in row["detail"] and "says auto" in row["detail"] and row["ok"]
+    rates = {name: {"products": 1e9, "attention": 1e9, "loss head": 1e9} for name in ("fp32", "bf16")}
+    slow = precision.Probe("cpu", {"fp32": 0.1, "bf16": 4.0}, rates)
+    monkeypatch.setattr(precision, "probe", lambda recipe, device, seconds: slow)
+    recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
+    recipe.write_text(RECIPE.replace("precision: fp32", "precision: bf16"))
+    row = next(row for row in doctor.examine(workspace) if row["check"] == "precision")
+    assert row["ok"] is False and row["detail"].endswith(
+        "precision: bf16 is obeyed, and fp32 is 40.0x as fast on this machine; 'precision: auto' would take it"
+    )

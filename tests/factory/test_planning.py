@@ -13,7 +13,10 @@ import yaml
 from factory.errors import ConfigError, InputError
 from factory.ledger import Ledger, events, segments, shards, token_shards
 from factory.planning import load_recipe, next_trunk, plan_of, plan_trunk
+from factory.progress import SILENT
 from factory.workspace import Workspace
+from kernels.machine import here
+from trainer import precision
 from trainer.token_shard import TokenizedDocument, write_token_shard
 
 STEP = 8 * 32  # positions of the tiny recipe's step
@@ -69,6 +72,35 @@ def last_event(ledger: Ledger) -> dict[str, Any]:
     row = ledger.one(sa.select(events).where(events.c.kind == "segment_planned").order_by(events.c.id.desc()).limit(1))
     assert row is not None
     return dict(row["detail"])
+
+
+class Said:
+    """Progress that keeps its lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    task = SILENT.task
+
+
+def test_how_a_segment_is_computed_stands_in_its_row_and_a_slow_precision_is_warned_of(
+    planned: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = planned
+    ingested(workspace, ledger, code=40 * STEP)
+    rates = {name: {"products": 1e9} for name in ("fp32", "bf16")}
+    probe = precision.Probe("cpu", {"fp32": 2.0, "bf16": 1.0}, rates)
+    monkeypatch.setattr(precision, "probe", lambda recipe, device, seconds: probe)
+    said = Said()
+    row = ledger.one(sa.select(segments).where(segments.c.id == plan_trunk(workspace, ledger, progress=said)))
+    assert row is not None and row["recipe_json"]["precision"] == "fp32", "a precision by name is obeyed"
+    assert row["computing"]["precision"]["probe"]["seconds"] == {"fp32": 2.0, "bf16": 1.0}
+    assert row["computing"]["machine"]["name"] == here("cpu").name
+    (warning,) = [line for line in said.lines if "precision" in line]
+    assert "bf16 is 2.0x as fast" in warning
 
 
 def test_domains_that_have_not_arrived_are_left_out_and_recorded(planned: tuple[Workspace, Ledger]) -> None:

@@ -17,9 +17,8 @@ from factory.errors import ConfigError, InputError
 from factory.ledger import Ledger
 from factory.planning import load_recipe
 from factory.progress import SILENT
-from factory.repository import file_text, live_commit
 from factory.tuned_kernels import every, lookup, path_of
-from factory.workspace import Workspace
+from factory.workspace import Workspace, code_root
 from kernels.machine import here
 from kernels.registry import OPS
 from kernels.tune import Timed, best
@@ -124,7 +123,7 @@ def test_best(timed: list[tuple[str, Any, Any, Any]], untuned: str, chosen: str)
 
 def test_a_plan_takes_what_is_tuned_and_leaves_names_alone(plant: Workspace) -> None:
     put(plant)
-    text = file_text(plant.repository, live_commit(plant.repository), tuned_kernels.KERNELS)
+    text = (code_root() / tuned_kernels.KERNELS).read_text()
     recipe, decided, notes = computing.decide(
         plant, load_recipe(plant), text.replace("adamw: auto", "adamw: reference")
     )
@@ -151,6 +150,7 @@ def test_tune_times_what_there_is_and_the_command_shows_it(plant: Workspace) -> 
 
 def test_the_daemon_tunes_once(plant: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
+    monkeypatch.setattr(tuning, "_live_code", lambda workspace: code_root())  # the plant's own leaves nothing to auto
     monkeypatch.setattr(tuning, "tune", lambda workspace, progress: asked.append(put(workspace)))
     for _ in range(2):
         tuning.tune_if_new(plant, SILENT)

@@ -221,7 +221,7 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
         schedule={"final_lr_share": 0.5}, mixture={"weights": {"code": 1.0}, "anneal_weights": {"docs": 1.0}}
     )
     size = lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
-    raw = run_recipe(other, own_floor=False)
+    raw = run_recipe(other, own_floor=False, precision="fp32")
     held = {"code", "docs", "chat"}
     trunk, tail = segment_specs(start, other, raw, size, 7, held, Path("/run"))
     assert (trunk["kind"], trunk["first_step"], trunk["last_step"], trunk["restart_data"]) == ("trunk", 6, 18, True)
@@ -229,7 +229,7 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
     assert tail["initial_checkpoint"] == "/run/trunk/checkpoints/step-00000018"
     assert trunk["data_plan"]["weights"] == {"code": 1.0} and tail["data_plan"]["weights"] == {"docs": 1.0}
     assert trunk["data_plan"]["seed"] == tail["data_plan"]["seed"] == 7
-    floors = [run_recipe(other, own_floor)["schedule"]["final_lr_share"] for own_floor in (False, True)]
+    floors = [run_recipe(other, own_floor, "fp32")["schedule"]["final_lr_share"] for own_floor in (False, True)]
     assert floors == [0.0, 0.5]  # the recipe's own only where that is what is proposed
     last = lr_share(Recipe.parse(raw), "anneal", 22, 18, 23)
     assert 0 < last < lr_share(Recipe.parse(raw), "anneal", 18, 18, 23) < 1
