@@ -154,7 +154,9 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
     subject = action.subject
     if action.kind == "plan_trunk":
         from factory.planning import plan_trunk
+        from factory.tuning import tune_if_new
 
+        tune_if_new(workspace, progress)
         plan_trunk(workspace, ledger, progress=progress)
         return
     if action.kind == "plan_anneal":
@@ -305,10 +307,7 @@ def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool 
 
     A failed pass is recorded and tried again after a growing wait; only ``once`` raises it.
     """
-    from factory.tuning import tune_if_new
-
     with workspace.lock(LOCK):
-        tune_if_new(workspace, progress)
         wait = every
         while True:
             try:

@@ -81,7 +81,9 @@ def profile(workspace: Workspace, ledger: Ledger, progress: Progress, options: O
         progress.line(f"  not committed, so not part of the live code: {', '.join(changed[:5])}")
     folder = workspace.reports / "profiles" / f"{commit[:12]}-{time.time_ns()}"
     folder.mkdir(parents=True)
-    arguments = [*_as_trained(workspace, ledger, recipe, code, folder), "--out", str(folder)]
+    given = workspace.root / "cache" / "profiled"
+    given.mkdir(parents=True, exist_ok=True)
+    arguments = [*_as_trained(workspace, ledger, recipe, code, given), "--out", str(folder)]
     try:
         run_profiler(code, [*arguments, *options.arguments()], progress, devices.compiled(workspace.root))
         found = json.loads((folder / "profile.json").read_text(encoding="utf-8"))

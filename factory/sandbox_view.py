@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory import devices
-from kernels.machine import VARIABLES
 
 LAUNCHER = Path(__file__).with_name("sandbox_launch.py")
 LAUNCHER_INSIDE = "/run/launch.py"
@@ -20,6 +19,10 @@ HOSTNAME = "sandbox"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 GPU_FACTS = ("/sys",)  # where a GPU's driver looks for the machine it is in; seen by nobody who has no GPU
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
+
+
+# That change which of the processor's instructions torch uses, and so the class of the machine (kernels.machine).
+VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 
 @dataclass(frozen=True)

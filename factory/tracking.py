@@ -135,13 +135,13 @@ class Tracking:
             "data_plan": segment["data_plan"],
             "token_shards": len(plan["plan"].get("token_shards", [])) if plan else None,
             "mlflow.source.git.commit": segment["code_commit"],
-            "computing": describe(segment["computing"]) or None,
+            "computing": describe(segment.get("computing")) or None,
         }
         params = {
             "first_step": segment["first_step"],
             "last_step": segment["last_step"],
             **flatten(segment["recipe_json"]),
-            **{f"computing.{key}": value for key, value in flatten(segment["computing"] or {}).items()},
+            **{f"computing.{key}": value for key, value in flatten(segment.get("computing") or {}).items()},
         }
         name = f"{segment['kind']}-{segment['id']}"
         return self._run(f"segment:{segment['id']}", TRAINING, name, segment["created_at"], tags, params)

@@ -9,11 +9,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from factory.errors import ConfigError, InputError, nearest
 from factory.workspace import Workspace
-from kernels.machine import Machine
+
+if TYPE_CHECKING:
+    from kernels.machine import Machine
 
 KERNELS = "policies/kernels.yaml"
 
@@ -84,6 +86,8 @@ def every(workspace: Workspace, machine_class: str = "") -> list[tuple[Path, dic
 
 def describe(tuning: Mapping[str, Any]) -> list[str]:
     """A tuning as lines for a person: what was chosen, and the times."""
+    from kernels.machine import Machine
+
     setting = tuning["setting"]
     lines = [f"{Machine(**tuning['machine'])}: recipe {tuning.get('recipe', '?')} in {setting['precision']}"]
     for op, chosen in tuning["choice"].items():

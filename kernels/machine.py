@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 
 CPU_CLASSES = ("cpu-amx", "cpu-avx512-bf16", "cpu-avx512", "cpu-avx2")  # of x86, best first
-VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # that change what torch uses, and so the class
 NOT_AMX = ("ALL", "DEFAULT", "")  # values of ONEDNN_MAX_CPU_ISA that leave AMX in use
 
 

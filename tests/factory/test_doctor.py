@@ -28,7 +28,8 @@ def _kernels(workspace: Workspace, kernels: str, precision: str = "bf16") -> tup
     recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
     recipe.write_text(RECIPE.replace("precision: fp32", f"precision: {precision}"))
     row = next(row for row in doctor.examine(workspace) if row["check"] == "kernels")
-    return row["ok"], row["detail"].splitlines()
+    lines = [line for line in row["detail"].splitlines() if " is obeyed, and " not in line]  # where bf16 is slow
+    return row["ok"], lines
 
 
 def test_every_op_has_a_line_and_stand_ins_come_first(workspace: Workspace) -> None:

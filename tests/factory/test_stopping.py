@@ -75,7 +75,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slow]:
         yield Slow(workspace, ledger, mark, plan_trunk(workspace, ledger, 12))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
 @pytest.mark.parametrize(
     ("command", "number"), [(("train",), signal.SIGTERM), (("run", "--once"), signal.SIGINT)], ids=["train", "run"]
 )
@@ -89,7 +89,7 @@ def test_told_in_the_midst_of_a_step_all_end(slow: Slow, command: tuple[str, ...
     assert (row["state"], row["attempts"]) == ("planned", 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
 def test_a_second_signal_ends_all_at_once(slow: Slow) -> None:
     process, started = slow.start("train")
     process.send_signal(signal.SIGINT)
@@ -100,7 +100,7 @@ def test_a_second_signal_ends_all_at_once(slow: Slow) -> None:
     assert not left_of(started, 0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
 def test_what_a_killed_factory_started_ends_by_itself(slow: Slow) -> None:
     process, started = slow.start("train")
     process.kill()
@@ -108,7 +108,7 @@ def test_what_a_killed_factory_started_ends_by_itself(slow: Slow) -> None:
     process.communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
 def test_afterwards_the_segment_goes_on_to_its_end(slow: Slow) -> None:
     """The last of this file's tests that stop it, or the only one."""
     process, _ = slow.start("train")
@@ -124,7 +124,7 @@ def test_afterwards_the_segment_goes_on_to_its_end(slow: Slow) -> None:
     assert all(line["step"] < steps[0] + 12 for line in before)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
 def test_code_that_does_not_end_when_told_is_killed_with_its_children(tmp_path: Path, workspace: Workspace) -> None:
     """As code of an older commit, whose step is slow."""
     (tmp_path / "trainer").mkdir()
@@ -145,7 +145,7 @@ def test_code_that_does_not_end_when_told_is_killed_with_its_children(tmp_path: 
     assert len(started) == 1 and not left_of(started, 0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
 def test_make_demo_passes_sigterm_on(tmp_path: Path) -> None:
     """In a virtual environment that is ready, make starts the factory itself, and ends with it."""
     venv, demo = tmp_path / "venv", tmp_path / "demo"

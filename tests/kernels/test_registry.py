@@ -23,7 +23,7 @@ def test_the_shipped_choice_names_every_op_and_binds() -> None:
         assert choice.keys() == OPS.keys()
     choice = load_choice(SHIPPED, "cpu")
     assert choice == dict.fromkeys(OPS, "reference") | {"adamw": "fused"}  # untuned
-    assert bind(choice).attention is OPS["attention"].implementations["native"].function
+    assert bind(choice).attention is OPS["attention"].reference
     compiled = choice | {"attention": "recompute"}
     eager = bind(compiled, compile=False)  # the same maths, and torch.compile is not started
     assert eager.attention is OPS["attention"].implementations["recompute"].eager

@@ -6,6 +6,7 @@ they are started again. So no slow machine or fast one misses the moment. Each p
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -15,7 +16,8 @@ from types import FrameType
 from typing import Any
 
 from trainer import checkpoint as checkpoints
-from trainer.__main__ import main
+from trainer import stopping
+from trainer.__main__ import EXIT_STOPPED, leave_code, main
 from trainer.run import Run
 
 
@@ -44,4 +46,5 @@ if __name__ == "__main__":
     Path(folder, f"life-{life}-{own}.json").write_text(json.dumps({"pid": os.getpid(), "found": found}))
     if life == "0" and own == rank:
         die_at(signal.Signals[name], int(step), int(calls))
+    stopping.end_on_sigterm(before=functools.partial(leave_code, Path(folder), EXIT_STOPPED))
     sys.exit(main([folder]))

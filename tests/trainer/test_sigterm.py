@@ -14,7 +14,7 @@ import pytest
 
 from tests.stopping_case import SLOW_STEP, WITHIN, left_of, started_by, wait_for
 from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, start_trainer, train_here, write_spec
-from tests.trainer.test_segment import assert_same_run, records, wait_for_step
+from tests.trainer.segment_case import assert_same_run, records
 from trainer import checkpoint as checkpoints
 from trainer import stopping
 
@@ -44,7 +44,7 @@ def start_slow(folder: Path, mark: Path, *launcher: str) -> subprocess.Popen[byt
     return process
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a trainer, stopped in the midst of a step")
 def test_in_the_midst_of_a_step_it_ends_and_the_next_run_goes_on_to_the_bit(
     tmp_path: Path, make_shard: MakeShard
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_second_signal_ends_it_at_once_and_one_that_was_passed_on_twice_is_one
     assert not left_of(started, stopping.GRACE_SECONDS / 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a trainer, stopped in the midst of a step")
 def test_two_ranks_in_the_midst_of_a_step(tmp_path: Path, make_shard: MakeShard) -> None:
     plan, recipe = plan_of(make_shard()), recipe_with(checkpoint_every=3)
     straight, stopped = (write_spec(tmp_path / name, plan, recipe, last_step=8) for name in ("straight", "stopped"))
@@ -96,14 +96,14 @@ def test_a_quick_step_is_ended_and_saved(tmp_path: Path, make_shard: MakeShard) 
     recipe = recipe_with(checkpoint_every=10)
     folder = write_spec(tmp_path / "segment", plan_of(make_shard(counts=counts)), recipe, last_step=60)
     process = start_trainer(folder)
-    wait_for_step(folder, 10)
+    wait_for(folder / "checkpoints" / "step-00000010")
     process.terminate()
     _, errors = process.communicate(timeout=WITHIN)
     assert process.returncode == 75 and "trainer: stopped after step" in errors
     assert checkpoints.steps_in(folder / "checkpoints")[-1][0] == records(folder)[-1]["step"] + 1
 
 
-@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow("two ranks"))])
 def test_told_between_two_segments_it_does_not_begin_the_second(
     tmp_path: Path, make_shard: MakeShard, launcher: tuple[str, ...]
 ) -> None:

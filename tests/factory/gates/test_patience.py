@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from factory import devices
 from factory.gates import patch_training
 from factory.gates.patch_judge import STAGES, judge_patch
 from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
@@ -111,6 +112,9 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
 def measured(plant: Plant, policy: TrainingPolicy, folder: Path, workspace: Any, new_code: bool = True) -> Any:
     start = Start(folder / "checkpoint", 6, {}, {"token_shards": []})
     sides = [Side(folder / name, {}, folder / f"of-{name}") for name in ("baseline", "candidate")]
+    for side in sides:
+        (side.code / "policies").mkdir(parents=True, exist_ok=True)
+        (side.code / "policies" / "kernels.yaml").write_text("cpu: {attention: auto}\n")
     found, _ = compare_training(policy, start, *sides, workspace, SILENT, new_code)
     stages: dict[str, Any] = {name: {"state": "passed", "reasons": [name]} for name in STAGES}
     stages["evals"]["gains"] = {"code": [0.0, 0.0]}
@@ -182,7 +186,7 @@ def test_a_baseline_that_was_stopped_says_nothing_of_the_patch(plant: Plant, tmp
 
 
 def test_a_compile_cache_moves_along_with_its_own_side(plant: Plant, tmp_path: Path, workspace: Any) -> None:
-    compiled = workspace.root / "cache" / "inductor"
+    compiled = devices.compiled(workspace.root)
     compiled.mkdir(parents=True)
     plant.out_of_time = {("candidate", 1)}
     measured(plant, POLICY, tmp_path, workspace)
