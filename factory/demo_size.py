@@ -116,7 +116,8 @@ def plan(minutes: float, seen: Seen) -> Size:
         "chat_samples": max(4, round(12 * scale)),
     }
     patch = {"steps": 10, "pairs": 4 if scale == 1 else 2, "long": 8 if scale == 1 else 4}
-    measure = round(max(10.0, 40.0 * scale), 1)
+    # Enough for two implementations at least, which are compiled first: with none there is nothing to propose.
+    measure = round(max(40.0 * scale, 15.0 + 5 * seen.start), 1)
     judged = JUDGED_STEPS * (1.0 if patch["pairs"] == 4 else 0.6)
     # In starts of a program that imports torch, as counted on two cores without a GPU: the work between them is small.
     fixed = {
