@@ -26,9 +26,6 @@ from trainer import stopping
 EXIT_STOPPED = 75  # the trainer was told to stop, and goes on where its newest checkpoint is
 EXIT_DISK_FULL = 74
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # what Linux has where torch could find several: NVIDIA, AMD, WSL
-# OpenMP threads that wait for one another spin, by default for milliseconds: beside two busy programs on two cores a step took 4.8 s
-# in place of 0.17, with fewer turns 0.4. Alone that costs about 4 % (docs/LOG.md).
-PATIENT = {"GOMP_SPINCOUNT": "1000"}
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=0")
 
 
@@ -73,7 +70,6 @@ def start_trainer(
         "PYTHONUNBUFFERED": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stopping.GRACE_SECONDS) + 1),  # then it kills its ranks
     }
-    environment |= {name: value for name, value in PATIENT.items() if name not in environment}
     if (count := ranks(workspace)) > 1:  # torchrun would give each rank one thread
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     words = [*launcher(workspace), "-m", "trainer", *arguments]
