@@ -23,7 +23,7 @@ from factory.console import Terminal
 from factory.demo_size import LADDER, Seen, Shape, Size
 from factory.errors import FactoryError, InputError, WorkspaceError
 from factory.inbox import arrived, ingest_arrived
-from factory.launching import PATIENT, die_with
+from factory.launching import die_with
 from factory.ledger import Ledger, proposals, sa, shards
 from factory.repository import fork
 from factory.status import snapshot
@@ -169,7 +169,6 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
     words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
     environment = {
-        **PATIENT,
         "PYTHONPATH": str(code_root()),
         "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root)),
     }
