@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+import yaml
 
 from kernels import machine
 from kernels.bench import DTYPES, Comparison, Setting, compare
@@ -141,6 +142,12 @@ def _words(one: Timed) -> str:
     return f"takes {one.seconds * 1e3:.1f} ms, {one.ratio:.2f}x as fast as the reference"
 
 
+def trained_ops(recipe: Path) -> tuple[str, ...]:
+    """The ops that training with a recipe calls: Newton–Schulz is Muon's alone, and the dearest of all to time."""
+    optimizer = (yaml.safe_load(recipe.read_text("utf-8")).get("optimizer") or {}).get("name", "adamw")
+    return tuple(name for name in OPS if name != "newton_schulz" or optimizer == "muon")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.tune", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", type=Path, required=True, help="take shapes and compilation from this recipe")
@@ -154,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
         setting = Setting.of_recipe(chosen.recipe)
         setting = Setting(setting.shape, chosen.precision, setting.compile)
         say = lambda line: print(line, file=sys.stderr, flush=True)
-        found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops), say)
+        found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops) or trained_ops(chosen.recipe), say)
     except KernelError as error:
         print(error, file=sys.stderr)
         return 2
