@@ -100,11 +100,11 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     found = measured_precision(Recipe.parse(raw))
     terminal.line(f"  {describe_precision(found)}")
     shape = demo_size.first_guess(minutes, _predicted(raw, found))
-    for _ in range(3):
+    for attempt in range(3):
         measured = _step_rate(workspace, terminal, shape.recipe(raw) | {"precision": found["precision"]}, str(shape))
         terminal.line(f"  {shape}: {measured['step_s'] * 1e3:,.0f} ms a step, {measured['tokens_per_s']:,.0f} tokens/s")
         better = demo_size.next_guess(minutes, shape, measured["step_s"])
-        if better == shape or (LADDER.index(better) > LADDER.index(shape) and _ == 1):
+        if better == shape or (LADDER.index(better) > LADDER.index(shape) and attempt == 1):
             break
         shape = better
     seen = Seen(time.monotonic() - began, ingest, measured["start_s"], measured["step_s"])
