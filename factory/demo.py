@@ -104,7 +104,8 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         measured = _step_rate(workspace, terminal, shape.recipe(raw) | {"precision": found["precision"]}, str(shape))
         terminal.line(f"  {shape}: {measured['step_s'] * 1e3:,.0f} ms a step, {measured['tokens_per_s']:,.0f} tokens/s")
         better = demo_size.next_guess(minutes, shape, measured["step_s"])
-        if better == shape or (LADDER.index(better) > LADDER.index(shape) and attempt == 1):
+        climbs = LADDER.index(better) > LADDER.index(shape)
+        if better == shape or attempt == 2 or (climbs and attempt == 1):  # what is taken was measured
             break
         shape = better
     seen = Seen(time.monotonic() - began, ingest, measured["start_s"], measured["step_s"])
