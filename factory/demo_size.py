@@ -1,7 +1,7 @@
 """What fits into the demo's minutes: the model, the steps, and how much is measured. Pure, from what this machine showed so far.
 
 The story is the same everywhere: two candidates, one judged proposal. A faster machine gets a larger model and more of everything,
-not a shorter wait. A step should take about ``STEP_S`` of six minutes, so that the patch gate's runs, which repeat steps some 150
+not a shorter wait. A step should take about ``STEP_S`` of six minutes, so that the patch gate's runs, which repeat steps some 300
 times, leave time to learn in; the model is the largest of ``LADDER`` that keeps to it.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LEAST_MINUTES, MOST_MINUTES = 2.0, 120.0
-STEP_S = 0.2  # seconds of a step, where the demo has SIX minutes
+STEP_S = 0.12  # seconds of a step, where the demo has SIX minutes
 SIX = 6.0
 OVERHEAD = 2.0  # a step's seconds over those of its products, attention and loss head alone: what small models were seen to take
 
@@ -78,7 +78,8 @@ class Size:
 
 LEAST = {"first": 60, "later": 30, "anneal": 24}  # fewer steps, and a candidate may not beat the trigram
 SHARES = {"first": 0.44, "later": 0.24, "anneal": 0.16}  # of all steps; there are two anneals
-JUDGED_STEPS = 155  # of the gate's runs and their warm-ups, with four pairs; with two, 0.6 of them
+JUDGED_STEPS = 310  # of the gate's runs and their warm-ups, measured twice, with four pairs; with two, TWO_PAIRS of them
+TWO_PAIRS = 0.74
 
 
 def checked(minutes: float) -> float:
@@ -100,7 +101,7 @@ def first_guess(minutes: float, predicted: dict[Shape, float]) -> Shape:
 def next_guess(minutes: float, shape: Shape, step: float) -> Shape:
     """The shape to try after ``shape`` took ``step`` seconds a step; the same one where that is near enough."""
     ratio, place = step / (STEP_S * minutes / SIX), LADDER.index(shape)
-    if ratio > 1.8 and place > 0:
+    if ratio > 1.3 and place > 0:
         return LADDER[place - (2 if ratio > 5 and place > 1 else 1)]
     if ratio < 0.35 and place + 1 < len(LADDER):
         return LADDER[place + 1]
@@ -115,10 +116,11 @@ def plan(minutes: float, seen: Seen) -> Size:
         "cloze_items_per_domain": max(10, round(40 * scale)),
         "chat_samples": max(4, round(12 * scale)),
     }
-    patch = {"steps": 10, "pairs": 4 if scale == 1 else 2, "long": 8 if scale == 1 else 4}
+    # What promotes is measured twice: two pairs in each of two measurements are enough for a gain as large as the demo's.
+    patch = {"steps": 10, "pairs": 4 if minutes >= 2 * SIX else 2, "long": 8 if scale == 1 else 4}
     # Enough for two implementations at least, which are compiled first: with none there is nothing to propose.
     measure = round(max(40.0 * scale, 15.0 + 5 * seen.start), 1)
-    judged = JUDGED_STEPS * (1.0 if patch["pairs"] == 4 else 0.6)
+    judged = JUDGED_STEPS * (1.0 if patch["pairs"] == 4 else TWO_PAIRS)
     # In starts of a program that imports torch, as counted on two cores without a GPU: the work between them is small.
     fixed = {
         "ingest of the shards that come later": 0.5 * seen.ingest,
@@ -126,7 +128,7 @@ def plan(minutes: float, seen: Seen) -> Size:
         "evaluations and gates": 2 * (2 * seen.start + 10.0 * scale),
         "profile": 4.5 * seen.start + 30 * seen.step,
         "timing implementations": measure,
-        "judging the proposal": 9 * seen.start + judged * seen.step + 10.0,
+        "judging the proposal": 13 * seen.start + judged * seen.step + 10.0,
     }
     left = 60 * minutes - seen.spent - sum(fixed.values())
     steps = left / seen.step

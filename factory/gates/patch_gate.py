@@ -57,6 +57,7 @@ class Case:
     work: Path  # scratch, removed afterwards
     start: Start | None
     progress: Progress
+    tries: int = 1  # on the same target, with this one
     furthest: list[Pair] = field(default_factory=list)  # what training left for the stage after it
     measured: dict[str, Stage] = field(default_factory=dict)  # evidence of stages to come, found by one before them
 
@@ -128,7 +129,7 @@ def gather(
     agents = AgentsPolicy.load(workspace.policy("agents.yaml"))
     changes = repository.changes(repo, applied.base, applied.commit)
     start = find_start(ledger)
-    case = Case(workspace, ledger, policy, agents, applied, changes, baseline, work, start, progress)
+    case = Case(workspace, ledger, policy, agents, applied, changes, baseline, work, start, progress, tries)
     evidence: dict[str, Any] = {
         "base": applied.base,
         "patch_sha256": applied.patch_sha256,
@@ -151,7 +152,7 @@ def gather(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     training = evidence["stages"].get("training", {})
-    shown = wall_gain(policy.training, training, tries)
+    shown = wall_gain(policy.training, training.get("again", training), tries)
     evidence["gain"] = shown.to_json() if shown else None
     return _finite(evidence)  # type: ignore[no-any-return]
 
@@ -286,7 +287,7 @@ def _training(case: Case) -> Stage:
     ]
     new_code = any(path.endswith(".py") for path in case.paths)
     found, pair = compare_training(
-        case.policy.training, case.start, sides[0], sides[1], case.workspace, case.progress, new_code
+        case.policy.training, case.start, sides[0], sides[1], case.workspace, case.progress, new_code, case.tries
     )
     case.furthest.extend([pair] if pair else [])
     return found

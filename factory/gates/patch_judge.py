@@ -2,7 +2,8 @@
 
 Evidence is what the stages left: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. A stage's state
 is 'passed', 'failed', 'missing' (it could not be measured) or 'not needed'. The first failed stage rejects. A missing one
-holds. Only a gain whose lower bound is above the policy's and whose size is above the noise floor promotes.
+holds. Only a gain whose lower bound is above the policy's and whose size is above the noise floor promotes, and only one that was
+measured twice, in processes of their own: what another program did to one measurement, it seldom does to both.
 """
 
 from __future__ import annotations
@@ -46,15 +47,35 @@ def judge_patch(policy: PatchPolicy, evidence: Mapping[str, Any]) -> Verdict:
     tries = evidence.get("tries")
     if not isinstance(tries, int) or tries < 1:
         return Verdict(HOLD, ("how often this target was tried before is not known",))
-    verdict = _judge_training(policy.training, stages["training"], tries)
+    verdict = judge_training(policy.training, stages["training"], tries)
     return _judge_evals(policy.evals, stages["evals"], verdict) if verdict.outcome == PROMOTE else verdict
 
 
-def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Verdict:
+def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Verdict:
+    """On the training stage alone; ``found["again"]``: the evidence of the measurement that repeats it."""
+    seen = judge_measurement(policy, found, tries)
+    if seen.outcome != PROMOTE:
+        return seen
+    repeated = found.get("again")
+    if not isinstance(repeated, Mapping):
+        return Verdict(HOLD, ("a gain was measured once, and was not measured again", *seen.reasons))
+    again = judge_measurement(policy, repeated, tries, repeats=True)
+    if again.outcome == PROMOTE:  # the second was not chosen for what it showed, so it is the one to go by
+        return Verdict(PROMOTE, (*again.reasons, f"the measurement before it: {seen.reasons[0]}", *seen.reasons[1:]))
+    if learns_otherwise(policy, repeated):
+        return again
+    what_to_do = f"close other programs and have it judged again, or raise training.pairs (now {policy.pairs}) in policies/gates/patch.yaml"
+    return Verdict(HOLD, (f"a gain was measured once and not again: {what_to_do}", *seen.reasons, f"again: {again.reasons[0]}", *again.reasons[1:]))
+
+
+def judge_measurement(
+    policy: TrainingPolicy, found: Mapping[str, Any], tries: int, *, repeats: bool = False
+) -> Verdict:
+    """On one measurement. One that repeats another has no long runs: what these tell, the first one's told."""
     drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
     if drift is None or control is None:
         return Verdict(HOLD, ("the weights after the same steps were not compared",))
-    if drift > policy.max_drift * control:
+    if learns_otherwise(policy, found):
         return Verdict(REJECT, (not_the_same(policy, drift, control),))
     result = wall_gain(policy, found, tries)
     if result is None:
@@ -67,8 +88,8 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
     if result.noise > policy.noise_allowed(_measurements(found)):
         return _judge_noisy(policy, found, result, times, tries)
     if result.lower > policy.min_gain and result.ratio > needed:
-        approved = found.get("new_code") is False
-        return Verdict(PROMOTE, (times,)) if approved else _judge_long(policy, found.get("long"), result, times)
+        enough = repeats or found.get("new_code") is False
+        return Verdict(PROMOTE, (times,)) if enough else _judge_long(policy, found.get("long"), result, times)
     if result.ratio > needed or result.lower > policy.min_gain:
         return Verdict(
             HOLD,
@@ -80,6 +101,12 @@ def _judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int
             ),
         )
     return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.3f}× is needed)", times))
+
+
+def learns_otherwise(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
+    """Whether the weights of the same steps on the same data ended too far apart."""
+    drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
+    return drift is not None and control is not None and drift > policy.max_drift * control
 
 
 def wall_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:

@@ -15,7 +15,7 @@ from trainer.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 RAW = Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml").model_dump(mode="json")
-SEEN = Seen(spent=58.0, ingest=21.0, start=5.0, step=0.19)  # two cores, AVX2
+SEEN = Seen(spent=58.0, ingest=21.0, start=5.0, step=0.1)  # two cores, AVX2
 
 
 @pytest.mark.parametrize("minutes", [0, 1, 1.99, -3, 121, float("nan"), float("inf")])
@@ -57,7 +57,7 @@ def test_more_minutes_allow_a_larger_model() -> None:
 
 @pytest.mark.parametrize(
     ("place", "step", "then"),
-    [(3, 0.2, 3), (3, 0.35, 3), (3, 0.4, 2), (3, 2.0, 1), (0, 9.0, 0), (3, 0.05, 4), (3, 0.12, 3), (7, 0.01, 7)],
+    [(3, 0.12, 3), (3, 0.15, 3), (3, 0.19, 2), (3, 2.0, 1), (0, 9.0, 0), (3, 0.03, 4), (3, 0.06, 3), (7, 0.01, 7)],
 )
 def test_the_guess_is_mended_by_what_was_measured(place: int, step: float, then: int) -> None:
     assert LADDER.index(next_guess(6, LADDER[place], step)) == then
@@ -66,11 +66,11 @@ def test_the_guess_is_mended_by_what_was_measured(place: int, step: float, then:
 def test_two_cores_of_avx2_fit_into_six_minutes() -> None:
     size = plan(6, SEEN)
     assert size.over == 0 and sum(size.seconds.values()) <= 360
-    assert size.first + size.anneal >= 120 and size.patch["pairs"] == 4
+    assert size.first + size.anneal >= 120 and size.patch["pairs"] == 2
 
 
 def test_a_slower_step_leaves_fewer_steps_and_says_when_it_is_too_slow() -> None:
-    fast, slow, hopeless = (plan(6, replace(SEEN, step=step)) for step in (0.1, 0.19, 4.0))
+    fast, slow, hopeless = (plan(6, replace(SEEN, step=step)) for step in (0.05, 0.1, 4.0))
     assert fast.first > slow.first > LEAST["first"] == hopeless.first
     assert hopeless.over > 60 and slow.over == 0
 

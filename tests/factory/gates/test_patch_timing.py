@@ -195,7 +195,8 @@ def test_how_often_the_judge_errs_when_noise_is_measured_anew(skewed: bool) -> N
             discarded: list[dict[str, Any]] = []
             for measurement in range(1, policy.tries + 1):
                 baseline, candidate = side(each, 1.0), side(each, 1.0)
-                found = evidence(baseline, candidate, new_code=False, discarded=list(discarded))
+                again = side(each, 1.0), side(each, 1.0)
+                found = evidence(baseline, candidate, again=again, new_code=False, discarded=list(discarded))
                 promoted = judge_patch(SHIPPED, found).outcome == "promote"
                 counts["one"] += promoted and measurement == 1
                 noise = max(baseline) / min(baseline)

@@ -70,6 +70,7 @@ class Plant:
         self.caches: list[list[str]] = []  # what the candidate found in its cache, a session each
         self.busy: dict[tuple[str, int], list[float]] = {}  # side and number of the session: factors of its runs
         self.out_of_time: set[tuple[str, int]] = set()
+        self.order: list[str] = []
 
     def session(
         self, folder: Path, code: Path, specs: list[dict[str, Any]], readonly: Any, origin: Any, wall_seconds: float,
@@ -78,6 +79,7 @@ class Plant:
         side = code.name
         number = len(self.limits[side])
         self.limits[side].append(wall_seconds)
+        self.order.append(side)
         if side == "candidate":
             (folder / "cache").mkdir(exist_ok=True)
             self.caches.append(sorted(path.name for path in (folder / "cache").iterdir()))
@@ -144,7 +146,6 @@ FASTER = {("candidate", number): [0.7, 0.7, 0.7] for number in range(9)}
         ({("baseline", 0): [1.0, 1.2]}, {}, 2, "reject", "no gain"),  # within what is allowed
         ({("baseline", 0): BUSY, ("baseline", 2): [1.0, 1.2]}, {}, 6, "reject", "no gain"),  # not, after a noisy one
         ({("baseline", n): [0.05, 1.0] for n in range(9)}, {"steps": 4}, 6, "hold", "measured 3 of at most 3 times"),
-        ({("baseline", 0): BUSY} | FASTER, {}, 4, "promote", "1.429× whole-step gain by the wall clock"),
     ],
 )
 def test_what_disturbs_the_baseline_is_measured_anew(
@@ -155,6 +156,38 @@ def test_what_disturbs_the_baseline_is_measured_anew(
     assert {name: len(limits) for name, limits in plant.limits.items()} == dict.fromkeys(plant.limits, sessions), found
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
     assert len(found.get("discarded", ())) == sessions // 2 - 1
+
+
+@pytest.mark.parametrize(
+    ("busy", "sessions", "outcome", "words"),
+    [
+        (FASTER, 4, "promote", "1.429× whole-step gain by the wall clock"),
+        ({("baseline", 0): BUSY} | FASTER, 6, "promote", "1.429× whole-step gain by the wall clock"),
+        ({("baseline", 2): BUSY} | FASTER, 6, "promote", "1.429× whole-step gain by the wall clock"),
+        ({key: FASTER[key] for key in list(FASTER)[:2]}, 4, "hold", "measured once and not again"),  # another program did it
+        ({("baseline", n): BUSY for n in range(2, 9)} | FASTER, 8, "hold", "measured once and not again"),
+    ],
+)
+@pytest.mark.parametrize("new_code", [False, True])
+def test_a_gain_is_measured_again_the_candidate_first(
+    plant: Plant, tmp_path: Path, workspace: Any, new_code: bool, busy: Any, sessions: int, outcome: str, words: str
+) -> None:
+    plant.busy = {key: [*factors, *[0.7] * (key[0] == "candidate")] for key, factors in busy.items()}
+    found, verdict = measured(plant, POLICY, tmp_path, workspace, new_code)
+    assert {name: len(limits) for name, limits in plant.limits.items()} == dict.fromkeys(plant.limits, sessions), found
+    assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
+    assert ("long" in found) == new_code and "long" not in found["again"]
+    last = plant.order[-4:]
+    assert last == ["candidate", "baseline", "candidate", "baseline"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_repeated_measurement_in_which_the_candidate_never_ends_is_a_hold(
+    plant: Plant, tmp_path: Path, workspace: Any, number: int
+) -> None:
+    plant.busy, plant.out_of_time = FASTER, {("candidate", 2 + number), ("candidate", 3 + number)}
+    found, verdict = measured(plant, POLICY, tmp_path, workspace, new_code=False)
+    assert found["state"] == "missing" and verdict.outcome == "hold" and "the baseline took 30 s" in verdict.reasons[0]
 
 
 @pytest.mark.parametrize("number", [0, 1])
