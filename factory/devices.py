@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import TypeVar
 
 GPU_FILES = ("nvidia*", "nvidia-caps/*", "kfd", "dri/*", "dxg")  # of NVIDIA, AMD, WSL
+# torch.compile precompiles a header of 160 MB into /tmp, which every sandbox has empty: 4 to 8 s of each of its processes, for 1 s less
+# of a kernel's compilation. The same outside, or what is compiled there would not be found inside (its names hold the flags).
+COMPILER = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 Found = TypeVar("Found")
 _first = threading.Lock()
 _held: ContextVar[str | None] = ContextVar("device", default=None)

@@ -15,6 +15,7 @@ from pathlib import Path
 import postgres_server
 import pytest
 
+from factory import devices
 from factory.demo import plain_kernels
 from factory.ledger import Ledger
 from factory.workspace import Config, Workspace
@@ -37,6 +38,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):  # no test asks the model of whoever runs it
     os.environ.pop(name, None)
+for name, value in devices.COMPILER.items():
+    os.environ.setdefault(name, value)
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # What another kind of CPU, or a process that was killed, left in the cache that torch shares between all programs of a
     # user can end a test. One for the whole suite: its workers and their children take it over.

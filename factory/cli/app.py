@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factory import stopping
+from factory import devices, stopping
 from factory.errors import FactoryError
 from factory.workspace import Workspace
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # OpenMP threads that wait for one another spin, by default for milliseconds: beside two busy programs on two cores a step took 4.8 s
 # in place of 0.17, with fewer turns 0.4. Alone that costs about 4 % (docs/LOG.md). Read when torch is loaded, by children too.
-SPINS = ("GOMP_SPINCOUNT", "1000")
+SPINS = {"GOMP_SPINCOUNT": "1000"}
 HELP = """A factory for language models: data shards come in, gated model releases come out, and its own code is
 measured and improved.
 
@@ -61,7 +61,8 @@ def print_json(value: Any) -> None:
 def main() -> None:
     """The entry point: a ``FactoryError`` is one clear message, a full disk too; anything else is a bug and keeps its traceback."""
     stopping.heed_signals()
-    os.environ.setdefault(*SPINS)
+    for name, value in (SPINS | devices.COMPILER).items():
+        os.environ.setdefault(name, value)
     try:
         app()
     except BaseException as error:

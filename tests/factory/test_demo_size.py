@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.demo_size import LADDER, LEAST, OVERHEAD, STEP_S, Seen, Shape, checked, first_guess, next_guess, plan
+from factory.demo_size import LADDER, LEAST, OVERHEAD, STEP_S, Seen, Shape, checked, compiles, first_guess, next_guess, plan
 from trainer.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -42,12 +42,16 @@ def test_ladder_climbs_in_work() -> None:
 def test_a_faster_machine_gets_a_larger_model() -> None:
     work = {s: Recipe.parse(s.recipe(RAW)).model.flops_per_token() * s.sequences * 256 for s in LADDER}
     chosen = [
-        first_guess(6, {s: flops / rate for s, flops in work.items()}) for rate in (1e9, 1.5e11, 3e11, 1e12, 1e15)
+        first_guess(6, {s: flops / rate for s, flops in work.items()}) for rate in (1e9, 2.5e11, 5e11, 1e12, 1e15)
     ]
     places = [LADDER.index(shape) for shape in chosen]
     assert places == sorted(places) and places[0] == 0 and places[-1] == len(LADDER) - 1
-    for shape, rate in zip(chosen[1:], (1.5e11, 3e11, 1e12, 1e15)):
+    for shape, rate in zip(chosen[1:], (2.5e11, 5e11, 1e12, 1e15)):
         assert work[shape] / rate * OVERHEAD <= STEP_S
+
+
+def test_blocks_are_compiled_where_it_pays() -> None:
+    assert [compiles(6, "cpu"), compiles(30, "cpu"), compiles(2, "cuda")] == [False, True, True]
 
 
 def test_more_minutes_allow_a_larger_model() -> None:
