@@ -10,7 +10,19 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.demo_size import LADDER, LEAST, OVERHEAD, STEP_S, Seen, Shape, checked, compiles, first_guess, next_guess, plan
+from factory.demo_size import (
+    LADDER,
+    LEAST,
+    OVERHEAD,
+    STEP_S,
+    Seen,
+    Shape,
+    checked,
+    compiles,
+    first_guess,
+    next_guess,
+    plan,
+)
 from trainer.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
