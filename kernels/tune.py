@@ -84,11 +84,14 @@ def tune(
     every = [(op, implementation) for op in wanted for implementation in contenders(op, setting, device)]
     every.sort(key=lambda pair: pair[1].eager is not None)  # what starts no compiler of its own is timed at once
     timed: list[Timed] = []
+    longest = {True: 0.0, False: 0.0}  # seconds so far, by whether a compiler starts: that cannot be cut short
     for number, (op, implementation) in enumerate(every):
-        left = deadline - time.monotonic()
+        began = time.monotonic()
+        left, compiles = deadline - began, implementation.eager is not None
         fair = 2 * left / (len(every) - number)  # most take less than their share
         op = replace(op, implementations={**op.implementations, implementation.name: implementation})
-        one = _time(op, implementation, setting, device, min(left, fair))
+        one = _time(op, implementation, setting, device, min(left, fair) if left > longest[compiles] else 0.0)
+        longest[compiles] = max(longest[compiles], time.monotonic() - began)
         timed.append(one)
         say(f"{op.name}: {implementation.name} {_words(one)}")
     choice |= {op.name: best([one for one in timed if one.op == op.name], choice[op.name]) for op in wanted}
