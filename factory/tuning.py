@@ -57,6 +57,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
     environment = os.environ | {
         "PYTHONPATH": str(code),
         "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root)),
+        **dict.fromkeys(devices.COMPILER, "1"),  # outside a sandbox a precompiled header lasts
         **devices.environment(),
     }
     progress.line(f"  tuning kernels for {here()}, recipe {recipe.name} in {precision}, {seconds:.0f} s at most")

@@ -38,6 +38,7 @@ class Setting:
     shape: Shape = Shape()
     precision: str = "bf16"
     compile: bool = False
+    layers: int = 1  # so often a step calls an op that stands in a block
 
     @classmethod
     def of_recipe(cls, path: Path | str) -> Setting:
@@ -57,7 +58,7 @@ class Setting:
         }
         batch = recipe["batch"]
         shape = Shape(batch=batch.get("micro_sequences") or batch["sequences"], **sizes)
-        return cls(shape, recipe.get("precision", "auto"), recipe.get("compile", True))
+        return cls(shape, recipe.get("precision", "auto"), recipe.get("compile", True), recipe["model"].get("layers", 1))
 
 
 @dataclass(frozen=True)

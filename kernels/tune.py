@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -80,9 +81,7 @@ def tune(
     deadline = time.monotonic() + seconds
     choice: Choice = {name: UNTUNED.get(name, "reference") for name in OPS}
     wanted = [OPS[name] for name in OPS if not ops or name in ops]
-    wanted.sort(key=lambda op: -work(op, setting))
-    every = [(op, implementation) for op in wanted for implementation in contenders(op, setting, device)]
-    every.sort(key=lambda pair: pair[1].eager is not None)  # what starts no compiler of its own is timed at once
+    every = turns(wanted, setting, device)
     timed: list[Timed] = []
     longest = {True: 0.0, False: 0.0}  # seconds so far, by whether a compiler starts: that cannot be cut short
     for number, (op, implementation) in enumerate(every):
@@ -96,6 +95,19 @@ def tune(
         say(f"{op.name}: {implementation.name} {_words(one)}")
     choice |= {op.name: best([one for one in timed if one.op == op.name], choice[op.name]) for op in wanted}
     return Tuning(setting, choice, timed)
+
+
+def turns(wanted: Sequence[Op], setting: Setting, device: str) -> list[tuple[Op, Implementation]]:
+    """What to time, in order: first what starts no compiler of its own; then ops take turns, the more often the more work they are
+    (Sainte-Laguë's divisors)."""
+    turn: Counter[tuple[str, bool]] = Counter()
+    every = []
+    for op in wanted:
+        for implementation in contenders(op, setting, device):
+            compiles = implementation.eager is not None
+            turn[op.name, compiles] += 1
+            every.append((compiles, -work(op, setting) / (2 * turn[op.name, compiles] - 1), op, implementation))
+    return [(op, implementation) for _, _, op, implementation in sorted(every, key=lambda one: one[:2])]
 
 
 def best(timed: Sequence[Timed], untuned: str) -> str:
@@ -112,9 +124,10 @@ def best(timed: Sequence[Timed], untuned: str) -> str:
 
 
 def work(op: Op, setting: Setting) -> float:
-    """What a call of the op takes at least, in FLOPs: a machine computes about eight while it moves a byte."""
+    """What a step's calls of the op take at least, in FLOPs: a machine computes about eight while it moves a byte."""
+    calls = setting.layers if op.in_block else 1
     cost = op.cost(setting.shape, DTYPES[setting.precision].itemsize)
-    return cost.forward_flops + cost.backward_flops + 8 * (cost.forward_bytes + cost.backward_bytes)
+    return calls * (cost.forward_flops + cost.backward_flops + 8 * (cost.forward_bytes + cost.backward_bytes))
 
 
 def _time(op: Op, implementation: Implementation, setting: Setting, device: str, seconds: float) -> Timed:
@@ -162,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     keep_freed_memory()  # as the trainer does
     try:
         setting = Setting.of_recipe(chosen.recipe)
-        setting = Setting(setting.shape, chosen.precision, setting.compile)
+        setting = replace(setting, precision=chosen.precision)
         say = lambda line: print(line, file=sys.stderr, flush=True)
         found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops) or trained_ops(chosen.recipe), say)
     except KernelError as error:

@@ -19,9 +19,10 @@ from factory.planning import load_recipe
 from factory.progress import SILENT
 from factory.tuned_kernels import every, lookup, path_of
 from factory.workspace import Workspace, code_root
+from kernels.bench import Setting
 from kernels.machine import here
 from kernels.registry import OPS
-from kernels.tune import Timed, best
+from kernels.tune import Timed, best, trained_ops, turns
 
 MACHINE = here("cpu")
 SHAPE = {
@@ -175,3 +176,13 @@ def tuning_columns() -> Any:
     import sqlalchemy as sa
 
     return sa.text("SELECT name FROM pragma_table_info('segments')")
+
+
+def test_what_tuning_has_no_time_for_is_what_matters_least() -> None:
+    recipe = code_root() / "policies" / "recipes" / "demo.yaml"
+    setting = replace(Setting.of_recipe(recipe), precision="bf16")
+    order = [f"{op.name} {one.name}" for op, one in turns([OPS[name] for name in trained_ops(recipe)], setting, "cpu")]
+    assert len(order) == len(set(order)) and order.index("adamw fused") < order.index("linear_cross_entropy compiled")
+    compiled = order[order.index("linear_cross_entropy compiled") :]
+    assert compiled[2] == "attention recompute", "no op waits until another is done with all it has"
+    assert compiled[-1] == "embedding compiled"
