@@ -96,8 +96,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     from factory.computing import describe_precision, measured_precision
     from trainer.recipe import Recipe
 
-    compiled = demo_size.compiles(minutes, devices.kind())
-    raw = _read_recipe((code_root() / RECIPE).read_text("utf-8")) | {"compile": compiled}
+    raw = _read_recipe((code_root() / RECIPE).read_text("utf-8"))
     found = measured_precision(Recipe.parse(raw))
     terminal.line(f"  {describe_precision(found)}")
     shape = demo_size.first_guess(minutes, _predicted(raw, found))
@@ -109,14 +108,12 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         if better == shape or attempt == 2 or (climbs and attempt == 1):  # what is taken was measured
             break
         shape = better
-    start = demo_size.START[compiled] * measured["imports_s"]
-    seen = Seen(time.monotonic() - began, ingest, start, measured["step_s"])
+    seen = Seen(time.monotonic() - began, ingest, measured["start_s"], measured["step_s"])
     size = demo_size.plan(minutes, seen)
     parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in size.seconds.items())
     terminal.line(
         f"  chosen for {minutes:g} minutes: {shape}; {size.first} + {size.anneal} steps for the first candidate, "
         f"{size.later} + {size.anneal} for the second"
-        + ("" if compiled else "; blocks are not compiled, which would take longer than it saves in so few steps")
     )
     terminal.line(f"  seconds expected: {parts}")
     if size.over > 30:
@@ -125,7 +122,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
             "fewer steps would show nothing"
         )
     _write_policies(workspace, size)
-    edits = {KERNELS: plain_kernels, RECIPE: lambda text: _recipe_text(text, shape, size, compiled)}
+    edits = {KERNELS: plain_kernels, RECIPE: lambda text: _recipe_text(text, shape, size)}
     fork(
         code_root(),
         workspace.repository,
@@ -161,8 +158,8 @@ def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[Shape, float]
 
 
 def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any], title: str) -> dict[str, float]:
-    """Steps of the recipe in a process of its own, whose compiled code the training that follows finds again. ``imports_s``:
-    what loading such a program takes.
+    """Steps of the recipe in a process of its own, whose compiled code the training that follows finds again. ``start_s``: what
+    starting such a program takes, twice its imports.
 
     Raises: FactoryError with what it said last.
     """
@@ -177,7 +174,7 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
         "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root)),
     }
     began = time.monotonic()
-    with terminal.task(f"timing steps of {title}{' (the first compiles)' if recipe['compile'] else ''}"):
+    with terminal.task(f"timing steps of {title} (the first compiles)"):
         done = subprocess.run(
             [sys.executable, *words],
             cwd=code_root(),
@@ -191,11 +188,11 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise FactoryError(f"a step of the demo's recipe could not be timed: {said}")
     found = dict(json.loads(done.stdout.splitlines()[-1]))
-    return found | {"imports_s": time.monotonic() - began - found["whole_s"]}
+    return found | {"start_s": 2 * (time.monotonic() - began - found["whole_s"])}
 
 
-def _recipe_text(text: str, shape: Shape, size: Size, compiled: bool) -> str:
-    raw = shape.recipe(_read_recipe(text)) | {"compile": compiled}
+def _recipe_text(text: str, shape: Shape, size: Size) -> str:
+    raw = shape.recipe(_read_recipe(text))
     raw["schedule"] |= {"trunk_steps": {"first": size.first, "later": size.later}, "anneal_steps": size.anneal}
     return "# Sized by 'factory demo' for this machine.\n" + yaml.safe_dump(raw, sort_keys=False)
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 LEAST_MINUTES, MOST_MINUTES = 2.0, 120.0
-STEP_S = 0.12  # seconds of a step, where the demo has SIX minutes
+STEP_S = 0.15  # seconds of a step, where the demo has SIX minutes
 SIX = 6.0
-COMPILED = 15.0  # minutes from which blocks are compiled on a CPU
-START = {True: 2.0, False: 1.3}  # by whether they are: a trainer's start, in times that its imports take
 OVERHEAD = 2.0  # a step's seconds over those of its products, attention and loss head alone: what small models were seen to take
 
 
@@ -60,7 +58,7 @@ class Seen:
 
     spent: float  # since the demo began
     ingest: float  # of the first shards
-    start: float  # of a trainer whose code, if it is compiled, is that already
+    start: float  # of a trainer whose code is compiled already
     step: float  # of the chosen shape
 
 
@@ -80,14 +78,10 @@ class Size:
 
 LEAST = {"first": 60, "later": 30, "anneal": 24}  # fewer steps, and a candidate may not beat the trigram
 SHARES = {"first": 0.44, "later": 0.24, "anneal": 0.16}  # of all steps; there are two anneals
-JUDGED_STEPS = 310  # of the gate's runs and their warm-ups, measured twice, with four pairs; with two, TWO_PAIRS of them
+JUDGED_STEPS = (
+    310  # of the gate's runs and their warm-ups, measured twice, with four pairs; with two, TWO_PAIRS of them
+)
 TWO_PAIRS = 0.74
-
-
-def compiles(minutes: float, device: str) -> bool:
-    """Whether the model's blocks are compiled. On two cores that saved 15 % of a small model's step, and took 30 s once and 4.5 s of each
-    of some thirty starts."""
-    return device != "cpu" or minutes >= COMPILED
 
 
 def checked(minutes: float) -> float:

@@ -56,8 +56,9 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
     code = _live_code(workspace)
     environment = os.environ | {
         "PYTHONPATH": str(code),
-        "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root)),
-        **dict.fromkeys(devices.COMPILER, "1"),  # outside a sandbox a precompiled header lasts
+        "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root).with_name(f"tuning-{here().name}")),
+        # Outside a sandbox a precompiled header lasts; what is compiled with it, nobody else finds again.
+        **dict.fromkeys(devices.COMPILER, "1"),
         **devices.environment(),
     }
     progress.line(f"  tuning kernels for {here()}, recipe {recipe.name} in {precision}, {seconds:.0f} s at most")

@@ -58,7 +58,9 @@ class Setting:
         }
         batch = recipe["batch"]
         shape = Shape(batch=batch.get("micro_sequences") or batch["sequences"], **sizes)
-        return cls(shape, recipe.get("precision", "auto"), recipe.get("compile", True), recipe["model"].get("layers", 1))
+        return cls(
+            shape, recipe.get("precision", "auto"), recipe.get("compile", True), recipe["model"].get("layers", 1)
+        )
 
 
 @dataclass(frozen=True)

@@ -83,14 +83,14 @@ def tune(
     wanted = [OPS[name] for name in OPS if not ops or name in ops]
     every = turns(wanted, setting, device)
     timed: list[Timed] = []
-    longest = {True: 0.0, False: 0.0}  # seconds so far, by whether a compiler starts: that cannot be cut short
+    last = {True: 0.0, False: 0.0}  # seconds of the last, by whether a compiler starts: that cannot be cut short
     for number, (op, implementation) in enumerate(every):
         began = time.monotonic()
         left, compiles = deadline - began, implementation.eager is not None
         fair = 2 * left / (len(every) - number)  # most take less than their share
         op = replace(op, implementations={**op.implementations, implementation.name: implementation})
-        one = _time(op, implementation, setting, device, min(left, fair) if left > longest[compiles] else 0.0)
-        longest[compiles] = max(longest[compiles], time.monotonic() - began)
+        one = _time(op, implementation, setting, device, min(left, fair) if left > last[compiles] else 0.0)
+        last[compiles] = time.monotonic() - began
         timed.append(one)
         say(f"{op.name}: {implementation.name} {_words(one)}")
     choice |= {op.name: best([one for one in timed if one.op == op.name], choice[op.name]) for op in wanted}
@@ -134,7 +134,9 @@ def _time(op: Op, implementation: Implementation, setting: Setting, device: str,
     """Raises nothing: what cannot be compiled, run or trusted here is told and not chosen."""
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
-        return Timed(op.name, name, None, None, None, None, "not timed: the seconds for tuning are spent")
+        return Timed(
+            op.name, name, None, None, None, None, "not timed: the seconds for tuning are spent, or too few for it"
+        )
     if instead := implementation.instead(setting.shape, dtype):
         by = instead.partition(": ")[2] or instead
         return Timed(op.name, name, None, None, None, None, f"not timed: {by}")

@@ -38,7 +38,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):  # no test asks the model of whoever runs it
     os.environ.pop(name, None)
-for name in devices.COMPILER:  # tests compile hundreds of kernels, mostly outside a sandbox: a precompiled header is worth its seconds
+# Tests compile hundreds of kernels, mostly outside a sandbox: a precompiled header is worth its seconds.
+for name in devices.COMPILER:
     os.environ.setdefault(name, "1")
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # What another kind of CPU, or a process that was killed, left in the cache that torch shares between all programs of a

@@ -25,7 +25,7 @@ from factory.evals.policy import policy_sha256
 from factory.gates import patch_exploits, patch_ops, patch_scope, patch_static
 from factory.gates.held_out import gains, held_out_texts, scores
 from factory.gates.judge import Verdict
-from factory.gates.patch_judge import judge_patch, wall_gain
+from factory.gates.patch_judge import judge_patch, told_gain
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import AgentsPolicy, Change
 from factory.gates.patch_training import Pair, Side, Start, compare_training, find_start
@@ -152,7 +152,7 @@ def gather(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     training = evidence["stages"].get("training", {})
-    shown = wall_gain(policy.training, training.get("again", training), tries)
+    shown = told_gain(policy.training, training, tries)
     evidence["gain"] = shown.to_json() if shown else None
     return _finite(evidence)  # type: ignore[no-any-return]
 

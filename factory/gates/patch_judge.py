@@ -64,8 +64,26 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
         return Verdict(PROMOTE, (*again.reasons, f"the measurement before it: {seen.reasons[0]}", *seen.reasons[1:]))
     if learns_otherwise(policy, repeated):
         return again
+    if again.outcome == REJECT:
+        return Verdict(
+            HOLD,
+            (
+                "a gain was measured once, and not again",
+                *seen.reasons,
+                f"again: {again.reasons[0]}",
+                *again.reasons[1:],
+            ),
+        )
     what_to_do = f"close other programs and have it judged again, or raise training.pairs (now {policy.pairs}) in policies/gates/patch.yaml"
-    return Verdict(HOLD, (f"a gain was measured once and not again: {what_to_do}", *seen.reasons, f"again: {again.reasons[0]}", *again.reasons[1:]))
+    return Verdict(
+        HOLD,
+        (
+            f"a gain was measured once, and not shown again: {what_to_do}",
+            *seen.reasons,
+            f"again: {again.reasons[0]}",
+            *again.reasons[1:],
+        ),
+    )
 
 
 def judge_measurement(
@@ -107,6 +125,16 @@ def learns_otherwise(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
     """Whether the weights of the same steps on the same data ended too far apart."""
     drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
     return drift is not None and control is not None and drift > policy.max_drift * control
+
+
+def told_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:
+    """The lesser one, where it was measured twice: code may know which measurement it is in."""
+    repeated = found.get("again")
+    measured = [
+        wall_gain(policy, found, tries),
+        wall_gain(policy, repeated, tries) if isinstance(repeated, Mapping) else None,
+    ]
+    return min((one for one in measured if one is not None), key=lambda one: one.ratio, default=None)
 
 
 def wall_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:

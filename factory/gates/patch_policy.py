@@ -47,14 +47,17 @@ class IsolatedPolicy(Strict):
 
 
 class TrainingPolicy(Strict):
-    """N steps from the trunk's last checkpoint: baseline, candidate, and both again, in the sandbox, timed from outside."""
+    """N steps from the trunk's last checkpoint: baseline, candidate, and both again, in the sandbox, timed from outside.
+
+    That is one measurement. A gain that would promote is measured a second time, with ``tries`` and ``budget_seconds`` of its own.
+    """
 
     sequences: Annotated[int, Field(ge=0)] = 0
     """Rows of a step, for both sides; 0: the recipe's own. Smaller than the recipe's where a verdict may not take long."""
     steps: Annotated[int, Field(ge=3)] = 10
     """Of one timed run."""
     pairs: Annotated[int, Field(ge=2)] = 4
-    """Timed runs of each side, half of them in each of two processes."""
+    """Timed runs of each side in a measurement, half of them in each of two processes."""
     long: Annotated[int, Field(ge=2)] = 8
     """How many times as long one more run of each side is, where new code seems to gain: a start that is quicker by a second is
     worth so many times less there."""

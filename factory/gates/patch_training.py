@@ -136,7 +136,9 @@ def compare_training(
     again, other = replace(measure, repeated_s=found["session_seconds"]).steady(progress)
     found["again"] = again
     if again["state"] != "passed":
-        found |= {"state": again["state"], "reasons": again["reasons"]}
+        found |= {"state": again["state"], "reasons": [f"measured again: {reason}" for reason in again["reasons"]]}
+    else:
+        found["reasons"] = [f"{found['reasons'][0]}, and as many again"]
     if other is None or again["drift"] > found["drift"]:
         pair = other
     return found, pair
@@ -153,7 +155,9 @@ class _Measurement:
     new_code: bool
     known: Path
     origin: Weights
-    repeated_s: float = 0.0  # of a baseline's session in the measurement that this one repeats; 0: it repeats none
+    repeated_s: float = (
+        0.0  # of the baseline's first session in the measurement that this one repeats; 0: it repeats none
+    )
 
     def steady(self, progress: Progress) -> tuple[dict[str, Any], Pair | None]:
         """``once``, and anew on new data while the baseline's own runs are no measure: ``tries`` times within the budget."""
@@ -203,6 +207,7 @@ class _Measurement:
         longs: dict[str, TimedRun] = {}
         overheads: list[float] = []
         before = self.repeated_s  # seconds of the last baseline session
+        first_s = 0.0  # of the first, which is the most like a candidate's
         with progress.task("training steps, baseline and candidate", 2 * policy.pairs) as task:
             for number, (name, extra, runs) in enumerate(plan):
                 seems = (
@@ -222,6 +227,7 @@ class _Measurement:
                     longs[name] = session.runs[-1]
                 if name == "baseline":
                     before = session.seconds
+                    first_s = first_s or before
                     spans = [_recorded_span(folder / "runs" / f"{1 + n:02d}") for n in range(1, len(done) + 1)]
                     overheads += [run.seconds - span for run, span in zip(done, spans, strict=True)]
                 shutil.rmtree(folder / "runs", ignore_errors=True)
@@ -240,7 +246,12 @@ class _Measurement:
                 broken = _broken("candidate", f"the next would not go on from it as from the baseline's: {wrong}")
                 return broken | evidence, None
         evidence |= _timed(policy, found, firsts["candidate"], twice, sum(overheads) / len(overheads))
-        evidence |= {"steps": policy.steps, "new_code": self.new_code, "device": devices.kind(), "session_seconds": before}
+        evidence |= {
+            "steps": policy.steps,
+            "new_code": self.new_code,
+            "device": devices.kind(),
+            "session_seconds": first_s,
+        }
         furthest = pairs[drifts.index(max(drifts))]
         if doubt := evidence.get("doubt"):
             return evidence | {"state": "missing", "reasons": [doubt]}, furthest

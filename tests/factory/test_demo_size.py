@@ -18,7 +18,6 @@ from factory.demo_size import (
     Seen,
     Shape,
     checked,
-    compiles,
     first_guess,
     next_guess,
     plan,
@@ -62,10 +61,6 @@ def test_a_faster_machine_gets_a_larger_model() -> None:
         assert work[shape] / rate * OVERHEAD <= STEP_S
 
 
-def test_blocks_are_compiled_where_it_pays() -> None:
-    assert [compiles(6, "cpu"), compiles(30, "cpu"), compiles(2, "cuda")] == [False, True, True]
-
-
 def test_more_minutes_allow_a_larger_model() -> None:
     work = {s: Recipe.parse(s.recipe(RAW)).model.flops_per_token() * s.sequences * 256 / 1e11 for s in LADDER}
     assert LADDER.index(first_guess(24, work)) > LADDER.index(first_guess(6, work))
@@ -73,7 +68,17 @@ def test_more_minutes_allow_a_larger_model() -> None:
 
 @pytest.mark.parametrize(
     ("place", "step", "then"),
-    [(3, 0.12, 3), (3, 0.15, 3), (3, 0.19, 2), (3, 2.0, 1), (0, 9.0, 0), (3, 0.03, 4), (3, 0.06, 3), (7, 0.01, 7)],
+    [
+        (3, 0.12, 3),
+        (3, 0.15, 3),
+        (3, 0.19, 3),
+        (3, 0.21, 2),
+        (3, 2.0, 1),
+        (0, 9.0, 0),
+        (3, 0.03, 4),
+        (3, 0.06, 3),
+        (7, 0.01, 7),
+    ],
 )
 def test_the_guess_is_mended_by_what_was_measured(place: int, step: float, then: int) -> None:
     assert LADDER.index(next_guess(6, LADDER[place], step)) == then

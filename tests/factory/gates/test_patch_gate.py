@@ -72,8 +72,8 @@ def test_a_clear_gain_promotes_and_says_how_much() -> None:
         (evidence([1.0, 1.0], [0.5, 0.5], drift=math.nan), "hold", "not compared"),
         (evidence([1.0, 1.0], [0.5, 0.5], control_drift=None), "hold", "not compared"),
         (evidence([1.0, 1.01], [0.8, 0.81], again=None), "hold", "was not measured again"),
-        (evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.01], [1.0, 1.01])), "hold", "measured once and not again"),
-        (evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.6], [0.5, 0.6])), "hold", "measured once and not again"),
+        (evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.01], [1.0, 1.01])), "hold", "measured once, and not again"),
+        (evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.6], [0.5, 0.6])), "hold", "not shown again: close"),
         (evidence([1.0, 1.01], [1.0, 1.01], again=([1.0, 1.01], [0.8, 0.81])), "reject", "no gain"),
         ({}, "hold", "no evidence from the scope"),
         (GOOD | {"tries": None}, "hold", "tried before"),
@@ -412,9 +412,9 @@ def test_a_patch_that_changes_nothing_is_no_gain_and_no_cheat() -> None:
     assert 0 < training["control_drift"] < 0.5, training
     assert training["state"] == "missing" or training["slow_control"] > 1.5, training
     assert row["outcome"] in ("reject", "hold")  # whatever a busy machine's clock says
-    assert any(words in row["reasons"][0] for words in ("no gain", "noisy", "not shown", "drown", "trusted")), row[
-        "reasons"
-    ]
+    assert any(
+        words in row["reasons"][0] for words in ("no gain", "noisy", "not shown", "drown", "trusted", "not again")
+    ), row["reasons"]
 
 
 def test_no_checkpoint_is_a_hold(workspace: Any, ledger: Any, tmp_path: Any) -> None:

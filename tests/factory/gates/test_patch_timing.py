@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.gates.patch_judge import gain, judge_patch
+from factory.gates.patch_judge import gain, judge_measurement, judge_patch
 from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch_timing import RunSeconds, cpu_overhead, hideable, long_timing, timing, unsteady
 from factory.workspace import code_root
@@ -195,9 +195,9 @@ def test_how_often_the_judge_errs_when_noise_is_measured_anew(skewed: bool) -> N
             discarded: list[dict[str, Any]] = []
             for measurement in range(1, policy.tries + 1):
                 baseline, candidate = side(each, 1.0), side(each, 1.0)
-                again = side(each, 1.0), side(each, 1.0)
-                found = evidence(baseline, candidate, again=again, new_code=False, discarded=list(discarded))
-                promoted = judge_patch(SHIPPED, found).outcome == "promote"
+                found = evidence(baseline, candidate, new_code=False, discarded=list(discarded))
+                once = judge_measurement(policy, found["stages"]["training"], 1)  # the repeat is left out here
+                promoted = once.outcome == "promote"
                 counts["one"] += promoted and measurement == 1
                 noise = max(baseline) / min(baseline)
                 if noise <= policy.noise_allowed(measurement):
