@@ -23,7 +23,7 @@ from factory.errors import FactoryError, InputError, WorkspaceError
 from factory.gates.patch_gate import KERNELS
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import Change
-from factory.gates.patch_training import find_start
+from factory.gates.training_start import find_start
 from factory.ledger import Ledger, events, proposals, record, verdicts
 from factory.progress import Progress
 from factory.revalidating import UNDO, note_validated

@@ -34,7 +34,7 @@ from factory.gates import recipe_gate
 from factory.gates.judge import Verdict
 from factory.gates.patch_gate import decide
 from factory.gates.patch_scope import AgentsPolicy
-from factory.gates.patch_training import find_start
+from factory.gates.training_start import find_start
 from factory.ledger import Ledger, profiles, proposals, record, verdicts
 from factory.profiling import QUICK, profile, read_profile
 from factory.progress import Progress

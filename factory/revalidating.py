@@ -21,7 +21,7 @@ from factory import repository
 from factory.errors import FactoryError, WorkspaceError
 from factory.gates import recipe_gate
 from factory.gates.judge import REJECT
-from factory.gates.patch_training import Start, find_start
+from factory.gates.training_start import Start, find_start
 from factory.ledger import Ledger, anomalies, events, proposals, record, verdicts
 from factory.progress import Progress
 from factory.workspace import Workspace

@@ -29,7 +29,7 @@ from factory.gates.patch_gate import KERNELS
 from factory.gates.patch_ops import ChangedOp
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import AgentsPolicy, Change
-from factory.gates.patch_training import Start
+from factory.gates.training_start import Start
 from factory.ledger import Ledger, proposals, verdicts
 from factory.progress import Progress
 from factory.sandbox import Limits

@@ -28,7 +28,8 @@ from factory.gates.judge import Verdict
 from factory.gates.patch_judge import judge_patch, told_gain
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import AgentsPolicy, Change
-from factory.gates.patch_training import Pair, Side, Start, compare_training, find_start
+from factory.gates.patch_training import Pair, Side, compare_training
+from factory.gates.training_start import Start, find_start
 from factory.ledger import Ledger, record, verdicts
 from factory.progress import Progress
 from factory.repository import Applied

@@ -255,7 +255,7 @@ def gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int
     """From seconds of each side's runs. Log-normal, pooled variance, t bounds shared among ``tries`` (Bonferroni).
 
     Runs of one process are more alike than those of two, which these bounds do not know: how often a patch without a gain is
-    promoted all the same is simulated in tests/factory/gates/test_patch_gate.py. None when a time is missing, not finite or not
+    promoted all the same is simulated in tests/factory/gates/test_patch_judge.py. None when a time is missing, not finite or not
     above zero, or a side has fewer runs than the policy's pairs.
     """
     a, b = _logs(baseline), _logs(candidate)

@@ -27,12 +27,10 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-import sqlalchemy as sa
 
 from factory import devices
 from factory.gates.judge import PROMOTE
@@ -42,45 +40,10 @@ from factory.gates.patch_policy import TrainingPolicy
 from factory.gates.patch_session import WARM_STEPS, Session, TimedRun, Weights, timed_session
 from factory.gates.patch_timing import BRIEF_STEPS, RunSeconds, cpu_overhead, long_timing, noise_of, timing, unsteady
 from factory.gates.patience import baseline_stopped, patiently, stopped
-from factory.ledger import Ledger, checkpoints, data_plans, segments
+from factory.gates.training_start import Start
 from factory.progress import Progress
-from factory.tuned_kernels import KERNELS
 from factory.workspace import Workspace
-from kernels.choice import resolved_text
 from trainer import checkpoint as checkpoint_files
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where the comparison begins: the trunk's last checkpoint, with the recipe, data plan and kernels that made it."""
-
-    checkpoint: Path
-    step: int
-    recipe: dict[str, Any]
-    plan: dict[str, Any]
-    kernels: Mapping[str, str] = field(default_factory=dict)  # op → implementation: what ``auto`` stands for here
-
-    def kernels_of(self, code: Path) -> str:
-        """The ``kernels.yaml`` of a checkout, each ``auto`` as the trunk runs it."""
-        return resolved_text((code / KERNELS).read_bytes(), devices.kind(), self.kernels)
-
-
-def find_start(ledger: Ledger) -> Start | None:
-    """None while no trunk segment has finished."""
-    row = ledger.one(
-        sa.select(
-            checkpoints.c.path, checkpoints.c.step, segments.c.recipe_json, segments.c.computing, data_plans.c.plan
-        )
-        .join(segments, segments.c.id == checkpoints.c.segment)
-        .join(data_plans, data_plans.c.id == segments.c.data_plan)
-        .where(segments.c.kind == "trunk", segments.c.state == "done")
-        .order_by(checkpoints.c.step.desc(), segments.c.id.desc())
-        .limit(1)
-    )
-    if row is None:
-        return None
-    kernels = row["computing"]["kernels"] if row["computing"] else {}
-    return Start(Path(row["path"]), row["step"], row["recipe_json"], row["plan"], kernels)
 
 
 @dataclass(frozen=True)

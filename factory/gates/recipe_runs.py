@@ -33,8 +33,9 @@ from typing import Any, Literal
 
 from factory import sandbox
 from factory.gates.patch_session import Weights, read_weights
-from factory.gates.patch_training import Start, alone
+from factory.gates.patch_training import alone
 from factory.gates.recipe_policy import RunsPolicy
+from factory.gates.training_start import Start
 from factory.sandbox import Limits
 from trainer.data_plan import DataPlan
 from trainer.errors import RecipeError

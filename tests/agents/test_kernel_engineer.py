@@ -31,7 +31,7 @@ from agents.loop.role import DraftError, TargetError
 from agents.proposal import Edit, Proposal
 from agents.untrusted import one_line, quoted, visible
 from agents.workbench import Attempt, MeasurementError
-from factory.gates.patch_training import find_start
+from factory.gates.training_start import find_start
 from factory.ledger import Ledger
 from factory.progress import SILENT
 from factory.workbench import Bench

@@ -14,7 +14,8 @@ from factory import repository
 from factory.gates.patch_judge import STAGES, judge_patch
 from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch_scope import AgentsPolicy
-from factory.gates.patch_training import Side, compare_training, find_start
+from factory.gates.patch_training import Side, compare_training
+from factory.gates.training_start import find_start
 from factory.progress import SILENT
 from factory.workspace import code_root
 

@@ -33,7 +33,7 @@ from factory.agent_runs import NOBODY, Hire, Job, ModelError, judged_already, op
 from factory.console import Terminal
 from factory.devices import side_by_side
 from factory.errors import FactoryError, InputError
-from factory.gates.patch_training import find_start
+from factory.gates.training_start import find_start
 from factory.ledger import agent_runs, exchanges, profiles, proposals, verdicts
 from factory.progress import SILENT
 from factory.repository import RepositoryError

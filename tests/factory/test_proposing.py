@@ -14,7 +14,7 @@ from agents.proposal import Edit, Proposal
 from agents.workbench import MeasurementError
 from factory import proposing, repository
 from factory.errors import InputError, IsolationError
-from factory.gates.patch_training import find_start
+from factory.gates.training_start import find_start
 from factory.ledger import Ledger, profiles, proposals, verdicts
 from factory.progress import SILENT
 from factory.repository import RepositoryError

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from factory import approvals, repository, revalidating
 from factory.console import Terminal
-from factory.gates.patch_training import Start
+from factory.gates.training_start import Start
 from factory.ledger import proposals, verdicts
 from factory.progress import SILENT
 from factory.workspace import code_root

@@ -14,7 +14,7 @@ from factory.gates.patch_judge import gain, judge_measurement, judge_patch
 from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch_timing import RunSeconds, cpu_overhead, hideable, long_timing, timing, unsteady
 from factory.workspace import code_root
-from tests.factory.gates.test_patch_gate import evidence
+from tests.patch_evidence import evidence
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
 POLICY = TrainingPolicy(steps=100, pairs=2)

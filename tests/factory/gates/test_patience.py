@@ -15,8 +15,9 @@ from factory.gates import patch_training
 from factory.gates.patch_judge import STAGES, judge_patch
 from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch_session import Rest, Session, TimedRun
-from factory.gates.patch_training import Side, Start, compare_training
+from factory.gates.patch_training import Side, compare_training
 from factory.gates.patience import Patience, patiently, stopped
+from factory.gates.training_start import Start
 from factory.progress import SILENT
 from factory.sandbox import Limits
 from factory.sandbox_clock import CpuSeconds

@@ -22,9 +22,9 @@ from factory import approvals, planning, proposing, repository, revalidating
 from factory.agent_runs import NOBODY, Hire
 from factory.certificate_runs import changed_files
 from factory.errors import InputError
-from factory.gates.patch_training import find_start
 from factory.gates.recipe_policy import RunsPolicy
 from factory.gates.recipe_runs import lengths, patient, run_recipe, segment_specs
+from factory.gates.training_start import find_start
 from factory.ledger import agent_runs, exchanges, proposals, verdicts
 from factory.progress import SILENT
 from factory.workbench import Bench

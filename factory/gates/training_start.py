@@ -1,0 +1,48 @@
+"""Where the gates' own training begins: the trunk's last checkpoint, and all that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory import devices
+from factory.ledger import Ledger, checkpoints, data_plans, segments
+from factory.tuned_kernels import KERNELS
+from kernels.choice import resolved_text
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the comparison begins: the trunk's last checkpoint, with the recipe, data plan and kernels that made it."""
+
+    checkpoint: Path
+    step: int
+    recipe: dict[str, Any]
+    plan: dict[str, Any]
+    kernels: Mapping[str, str] = field(default_factory=dict)  # op → implementation: what ``auto`` stands for here
+
+    def kernels_of(self, code: Path) -> str:
+        """The ``kernels.yaml`` of a checkout, each ``auto`` as the trunk runs it."""
+        return resolved_text((code / KERNELS).read_bytes(), devices.kind(), self.kernels)
+
+
+def find_start(ledger: Ledger) -> Start | None:
+    """None while no trunk segment has finished."""
+    row = ledger.one(
+        sa.select(
+            checkpoints.c.path, checkpoints.c.step, segments.c.recipe_json, segments.c.computing, data_plans.c.plan
+        )
+        .join(segments, segments.c.id == checkpoints.c.segment)
+        .join(data_plans, data_plans.c.id == segments.c.data_plan)
+        .where(segments.c.kind == "trunk", segments.c.state == "done")
+        .order_by(checkpoints.c.step.desc(), segments.c.id.desc())
+        .limit(1)
+    )
+    if row is None:
+        return None
+    kernels = row["computing"]["kernels"] if row["computing"] else {}
+    return Start(Path(row["path"]), row["step"], row["recipe_json"], row["plan"], kernels)
