@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 import yaml
 
-from kernels.machine import fast_bf16, here
+from kernels.machine import fast_precision, here
 from trainer.precision import DTYPES, device_here, resolved
 from trainer.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
-PRECISION = "bf16" if CUDA or fast_bf16() else "fp32"  # of what is timed alone
+PRECISION = fast_precision("cuda" if CUDA else "cpu")  # of what is timed alone
 DTYPE = DTYPES[PRECISION]
 
 

@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agents.line_profiler.workload import make_run
 from benchmarks.best_here import CUDA, PRECISION, demo_recipe, tuned_kernels
-from kernels.host_memory import keep_freed_memory
+from kernels.host_memory import keep_freed_memory, release_freed_memory
 from kernels.machine import here
 from kernels.precision import matrix_units
 from trainer.batch import Batch, make_batch, prefetch
@@ -144,8 +144,9 @@ def print_peak_memory(name: str) -> None:
             step()
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: what compiling took is left out
+        else:  # what compiling took is left out: of both, as the trainer does after its first step
+            release_freed_memory()
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         for _ in range(WARM_UP):
             step()
         print(json.dumps(torch.cuda.max_memory_allocated() if CUDA else resident("VmHWM") - before))

@@ -116,7 +116,7 @@ RECOMPUTE = Implementation(
 
 
 def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """As ``reference``, in C++ on the matrix units; as ``recompute`` where there are none, or in another dtype."""
+    """As ``reference``, in C++ for bf16; as ``recompute`` on a CPU that does not multiply bf16, or in another dtype."""
     if q_BTHK.dtype == torch.bfloat16 and attention_native.usable(q_BTHK.shape[-1]):
         return attention_native.forward_op(q_BTHK, k_BTGK, v_BTGK, document_BT)
     return recompute(q_BTHK, k_BTGK, v_BTGK, document_BT)
@@ -127,7 +127,7 @@ def native_instead(shape: Shape, dtype: torch.dtype) -> str:
     if dtype != torch.bfloat16:
         return f"recompute, uncompiled: the C++ is for bf16, not {str(dtype).removeprefix('torch.')}"
     if not attention_native.usable(shape.head_dim):
-        return f"recompute, uncompiled: no bf16 matrix units here that take heads of {shape.head_dim}"
+        return f"recompute, uncompiled: no bf16 products here that take heads of {shape.head_dim}"
     return ""
 
 

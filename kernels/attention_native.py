@@ -1,10 +1,11 @@
-"""Attention in C++ for CPUs with bf16 matrix units (``native/attention.cpp``), as torch.library ops.
+"""Attention in C++ for CPUs that multiply bf16 (AVX-512 bf16, AMX; ``native/attention.cpp``), as torch.library ops.
 
 For bf16 on such a machine; anything else takes ``attention.recompute``, which has the same maths in torch's own ops.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,8 +16,13 @@ from kernels.native_library import call, cpu_op, library
 
 
 def usable(head_dim: int) -> bool:
-    """Can this machine's matrix units take heads of that size?"""
-    return head_dim % 2 == 0 and bool(library("attention").attention_usable())
+    """Does this CPU multiply bf16 (AVX-512 bf16 or AMX), and can heads of that size be packed for it?"""
+    return head_dim % 2 == 0 and _multiplies_bf16()
+
+
+@functools.cache
+def _multiplies_bf16() -> bool:
+    return bool(library("attention").attention_usable())
 
 
 # What torch.compiler.assume_constant_result sets, without importing the compiler, which takes a second.

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import yaml
 from torch import Tensor
 
 from kernels.host_memory import keep_freed_memory
+from kernels.machine import fast_precision
 from kernels.op import Case, KernelError, Op, Shape
 from kernels.precision import matrix_units
 from kernels.registry import DEVICE_CLASSES, OPS, check, get
@@ -174,6 +175,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--implementation")
     parser.add_argument("--against", default="reference")
     parser.add_argument("--recipe", type=Path, help="take shapes, precision and compilation from this recipe")
+    parser.add_argument(
+        "--precision",
+        choices=tuple(DTYPES),
+        help="default: the recipe's; of 'auto', what this machine multiplies fastest",
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pairs", type=int, default=9)
     chosen = parser.parse_args(arguments)
@@ -190,6 +196,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(table, indent=1))
             return 0
         setting = Setting.of_recipe(chosen.recipe) if chosen.recipe else Setting()
+        given = chosen.precision or setting.precision
+        setting = replace(setting, precision=fast_precision(chosen.device) if given == "auto" else given)
         with matrix_units(DTYPES[setting.precision]):  # as the trainer does
             found = compare(
                 chosen.op,

@@ -14,10 +14,22 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
 
 def keep_freed_memory() -> bool:
     """To be called before the first tensor is made. Is it in force? False where the C library is not glibc."""
-    if sys.platform != "linux":
-        return False
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
+    library = _glibc()
+    if library is None:
         return False
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 1 << 30), (M_TOP_PAD, 64 << 20))
     return all(library.mallopt(name, value) == 1 for name, value in settings)
+
+
+def release_freed_memory() -> None:
+    """Hand back what is free now: once after compiling, whose garbage (some 100 MiB) no step would use again."""
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "gnu_get_libc_version") else None

@@ -20,6 +20,7 @@ from kernels.op import Cost, Implementation, Inputs, Shape, compiled, lazily_com
 
 Z_LOSS = 1e-4
 ROWS = 1024  # tokens a chunk: fewer re-read the weight and its gradient more often than they save in cache
+PADDED_TO = 128  # a divisor of ROWS: the last chunk is filled up to a multiple of it
 
 
 def reference(
@@ -89,16 +90,23 @@ def chunked_op(
     dweight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=x_ND.device) if gradients else x_ND.new_empty(0)
     kept = weights_N.nonzero().squeeze(1)
     for index in kept.split(ROWS):
+        real = len(index)
+        # How many tokens carry loss differs from step to step, and oneDNN makes and keeps code for every shape that it
+        # meets, 0.6 MiB each and up to a thousand. Filled up with copies of its last token, the last chunk has one of
+        # ROWS / PADDED_TO shapes.
+        padding = -real % max(1, min(PADDED_TO, x_ND.shape[0]))
+        index = torch.cat((index, index[-1:].expand(padding))) if padding else index
         x, targets, weights = x_ND[index], targets_N[index].long(), weights_N[index].to(wide)
+        weights[real:] = 0
         logits = x @ weight_VD.t()
         if fuse:
             for tensor in (logits, targets, weights):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         term, nll, dlogits = (rows_compiled if fuse else rows_eager)(logits, targets, weights, z_loss, gradients)
         loss += term.sum()
-        nll_N[index] = nll
+        nll_N[index[:real]] = nll[:real]
         if gradients:
-            dx_ND[index] = dlogits @ weight_VD
+            dx_ND[index[:real]] = (dlogits @ weight_VD)[:real]
             dweight_VD += dlogits.t() @ x
     return loss, nll_N, dx_ND, dweight_VD
 

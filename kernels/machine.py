@@ -69,6 +69,11 @@ def fast_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and _cpu_class() in CPU_CLASSES[:2]
 
 
+def fast_precision(device: str) -> str:
+    """The precision that products of this device are made for: ``bf16`` or ``fp32``. Nothing is measured."""
+    return "bf16" if device != "cpu" or fast_bf16() else "fp32"
+
+
 def _cpu_class() -> str:
     vectors = torch.backends.cpu.get_cpu_capability()  # what ATEN_CPU_CAPABILITY leaves
     flags = _cpu_facts()[1]

@@ -138,7 +138,7 @@ def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
     if code == OUT_OF_MEMORY:
         raise MemoryError(f"{function}: no memory for its scratch space")
     if code == FAILED:
-        raise RuntimeError(f"{function}: the matrix units refused the product")
+        raise RuntimeError(f"{function}: the CPU refused the product")
     return code
 
 

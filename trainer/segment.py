@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from kernels.host_memory import release_freed_memory
 from kernels.precision import matrix_units
 from trainer import checkpoint as checkpoints
 from trainer import stopping
@@ -110,6 +111,7 @@ def train(folder: Path, run: Run) -> None:
     )
     flops_per_token = recipe.model.flops_per_token()
     peak = matmul_rate(ranks.device, DTYPES[recipe.precision]) * ranks.size
+    first = run.step
     began, last = time.perf_counter() - run.counters["seconds"], time.perf_counter()
     try:
         batches = prefetch(run.order, spec.last_step, ranks.data_rank, ranks.data_ranks)
@@ -117,6 +119,8 @@ def train(folder: Path, run: Run) -> None:
             waited = time.perf_counter() - last
             run.stop_asked = stopping.asked()
             record = run.train_step(batch.to(ranks.device))
+            if batch.step == first:
+                release_freed_memory()  # the blocks were compiled in it
             now = time.perf_counter()
             rate, last = len(batch.rows) * recipe.model.context / (now - last), now
             run.counters["seconds"] = now - began

@@ -1,6 +1,6 @@
-// Causal grouped-query attention within documents, bf16, on the matrix units of a CPU (kernels/attention_native.py).
+// Causal grouped-query attention within documents, bf16, for CPUs that multiply bf16 (kernels/attention_native.py).
 //
-// One item of work is a key head of a row. Its keys and values are packed once for the matrix units and stay in cache;
+// One item of work is a key head of a row. Its keys and values are packed once for these products and stay in cache;
 // then blocks of 64 queries of each of its query heads run through: scores in fp32 over the keys that some query of
 // the block sees, softmax, products in bf16 with sums in fp32. Blocks of other documents are never touched.
 // The backward pass computes the softmax again (arXiv 2205.14135, section 3.1).
@@ -122,7 +122,31 @@ int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 }  // namespace
 
-extern "C" int attention_usable() { return blas::could_pack(at::kBFloat16); }
+// Does brgemm multiply bf16 here, and read its right operand as packed above? Asked by a product whose result is known:
+// it works on AVX-512 bf16 as on AMX, and torch's could_pack() names only the latter.
+extern "C" int attention_usable() {
+  constexpr int64_t N = 16, K = 32;
+  std::vector<bf16> left(N * K), right(K * N), packed(K * N);
+  std::vector<float> product(N * N, -1.f);
+  for (int64_t i = 0; i < N * K; ++i) {  // small whole numbers: every sum is exact
+    left[i] = bf16((float)(i * 7 % 5 - 2));
+    right[i] = bf16((float)(i * 11 % 7 - 3));
+  }
+  pack_rows(right.data(), N, K, N, reinterpret_cast<uint32_t*>(packed.data()));
+  try {
+    blas::brgemm(N, N, K, K, N, N, false, left.data(), packed.data(), product.data());
+    blas::brgemm_release();
+  } catch (const std::exception&) {
+    return false;
+  }
+  for (int64_t m = 0; m < N; ++m)
+    for (int64_t n = 0; n < N; ++n) {
+      float sum = 0;
+      for (int64_t k = 0; k < K; ++k) sum += (float)left[m * K + k] * (float)right[k * N + n];
+      if (product[m * N + n] != sum) return false;
+    }
+  return true;
+}
 
 extern "C" int64_t attention_forward(
     const bf16* q, const bf16* k, const bf16* v, const int32_t* document, bf16* o, const Strided* strides, int64_t B,

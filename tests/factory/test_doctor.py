@@ -39,10 +39,10 @@ def test_every_op_has_a_line_and_stand_ins_come_first(workspace: Workspace) -> N
     assert all("→" not in line for line in lines[1:])
 
 
-def test_a_machine_without_matrix_units_is_told(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_bf16_products_is_told(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_native, "usable", lambda head_dim: False)
     ok, lines = _kernels(workspace, "cpu: {attention: native}")
-    assert ok and "no bf16 matrix units here" in lines[1]
+    assert ok and "no bf16 products here" in lines[1]
 
 
 @pytest.mark.parametrize("fallback", registry.FALLBACKS)

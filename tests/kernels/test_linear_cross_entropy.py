@@ -44,3 +44,23 @@ def test_autocast_rounds_the_operands_as_linear_does() -> None:
         found, expected = head.chunked(x, weight, *arguments)[0], head.reference(x, weight, *arguments)[0]
     torch.testing.assert_close(found, expected)
     assert [g.dtype for g in torch.autograd.grad(found, (x, weight))] == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("tokens", [40, 2 * head.ROWS + 300])
+def test_however_many_tokens_carry_loss_chunks_have_few_shapes(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps code for each shape: another one each step was 1.7 MiB a step, up to 600 MiB."""
+    shapes: set[torch.Size] = set()
+    rows = head.rows_eager
+    monkeypatch.setattr(head, "rows_eager", lambda logits, *rest: shapes.add(logits.shape) or rows(logits, *rest))
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, 16, generator=generator, requires_grad=True) for size in (tokens, 24))
+    targets = torch.randint(24, (tokens,), generator=generator)
+    counts = range(1, tokens, 1 + tokens // 100)
+    for carry in counts:
+        weights = torch.zeros(tokens)
+        weights[torch.randperm(tokens, generator=generator)[:carry]] = 1 / carry
+        found, expected = (f(x, weight, targets, weights, 1e-3) for f in (head.chunked, head.reference))
+        torch.testing.assert_close(found, expected)
+        for ours, exact in zip(*(torch.autograd.grad(loss, (x, weight)) for loss, _ in (found, expected))):
+            torch.testing.assert_close(ours, exact)
+    assert len(shapes) <= max(1, min(tokens, head.ROWS) // head.PADDED_TO) < len(counts)

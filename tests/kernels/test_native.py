@@ -14,7 +14,7 @@ Call = Callable[..., Tensor]
 B, T, H, G, K = 3, 150, 4, 2, 32  # three blocks of queries, the last one short
 
 pytestmark = [
-    pytest.mark.skipif(not attention_native.usable(K), reason="this CPU has no bf16 matrix units"),
+    pytest.mark.skipif(not attention_native.usable(K), reason="this CPU does not multiply bf16"),
     pytest.mark.portable,
 ]
 
