@@ -13,7 +13,7 @@ from agents.proposal import Edit, Proposal
 from agents.workbench import ReadError, Workbench
 
 Fusion = Mapping[str, Any]  # one of profile.json's ``fusion_candidates``
-BLOCKS = "trainer/model.py"  # its lines outside of any op are compiled with the block they stand in
+BLOCKS = "trainer/model/transformer.py"  # its lines outside of any op are compiled with the block they stand in
 
 
 def of_op(profile: Mapping[str, Any], op: str) -> list[Fusion]:

@@ -12,7 +12,7 @@ from typing import Any
 from agents.proposal import Edit, Proposal
 from agents.recipe_scout.lines import changed
 from agents.workbench import MeasurementError, ReadError, Workbench
-from trainer.errors import RecipeError
+from trainer.contract.errors import RecipeError
 
 LEAST_SHARE = 0.05  # of the step: what takes less says nothing of it
 MOST_OPS = 3

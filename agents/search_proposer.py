@@ -17,7 +17,7 @@ import yaml
 from agents import fusions, micro_batches
 from agents.proposal import Edit, Proposal
 from agents.workbench import Measurement, MeasurementError, Workbench
-from kernels.choice import automatic, section_of
+from kernels.contract.choice import automatic, section_of
 
 AGENT = "search"
 POLICY = "policies/kernels.yaml"

@@ -11,7 +11,7 @@ from agents.proposal import Edit
 
 @dataclass(frozen=True)
 class Measurement:
-    """One implementation of an op against another, alone, on the recipe's shapes: seconds of a forward and backward (see ``kernels.bench``)."""
+    """One implementation of an op against another, alone, on the recipe's shapes: seconds of a forward and backward (``kernels.contract.bench``)."""
 
     seconds: float
     against_seconds: float

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 import yaml
 
-from kernels.machine import fast_precision, here
-from trainer.precision import DTYPES, device_here, resolved
-from trainer.recipe import Recipe
+from kernels.contract.machine import fast_precision, here
+from trainer.contract.plan.precision import DTYPES, device_here, resolved
+from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
@@ -28,7 +28,7 @@ def demo_recipe() -> Recipe:
 
 
 def tuned_kernels(recipe: Recipe | None = None) -> Path:
-    """A ``kernels.yaml`` with what ``kernels.tune`` chooses for a recipe here; measured once, for this process and its children."""
+    """A ``kernels.yaml`` with what ``kernels.contract.tune`` chooses for a recipe here; measured once, for this process and its children."""
     recipe = recipe or demo_recipe()
     known = f"TUNED_KERNELS_{recipe.sha256[:16]}"
     if known in os.environ:
@@ -36,7 +36,7 @@ def tuned_kernels(recipe: Recipe | None = None) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="tuned-"))
     given = folder / "recipe.yaml"
     given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    words = ["-m", "kernels.tune", "--recipe", str(given), "--precision", recipe.precision]
+    words = ["-m", "kernels.contract.tune", "--recipe", str(given), "--precision", recipe.precision]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     choice = json.loads(done.stdout.splitlines()[-1])["choice"]
     print(f"\ntuned for {here()}, {recipe.precision}: {choice}")

@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 
 from trainer.batch import make_batch
-from trainer.data_order import DataOrder
-from trainer.data_plan import DataPlan
-from trainer.feasible import refuse_impossible
-from trainer.recipe import Recipe
-from trainer.token_shard import TokenizedDocument, TokenShard, write_token_shard
+from trainer.contract.data.data_order import DataOrder
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
+from trainer.contract.plan.feasible import refuse_impossible
+from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANNED = (10**3, 10**7)

@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.best_here import DTYPE, PRECISION
 from benchmarks.liger import contest, installed
-from kernels.bench import Setting, compare
-from kernels.machine import here
-from kernels.op import Shape
-from kernels.precision import matrix_units
-from kernels.registry import OPS
+from kernels.contract.bench import Setting, compare
+from kernels.contract.machine import here
+from kernels.contract.op import Shape
+from kernels.contract.precision import matrix_units
+from kernels.contract.registry import OPS
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

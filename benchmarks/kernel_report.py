@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.kernel_ratios import ROOT, Ratio, baseline_path, kernels, machine, measure, save_baseline
-from kernels.host_memory import keep_freed_memory
+from kernels.contract.host_memory import keep_freed_memory
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 

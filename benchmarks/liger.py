@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.op import Implementation, Op
-from kernels.registry import OPS
+from kernels.contract.op import Implementation, Op
+from kernels.contract.registry import OPS
 
 NAME = "liger"
 

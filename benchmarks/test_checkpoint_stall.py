@@ -16,11 +16,11 @@ import torch
 
 from agents.line_profiler.workload import make_run
 from benchmarks.best_here import demo_recipe, tuned_kernels
-from kernels.host_memory import keep_freed_memory
-from trainer import checkpoint as checkpoints
+from kernels.contract.host_memory import keep_freed_memory
 from trainer.batch import prefetch
-from trainer.checkpoint import Checkpoint
 from trainer.checkpoint_writer import Writer
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Checkpoint
 from trainer.run import Run
 
 ROOT = Path(__file__).parents[1]

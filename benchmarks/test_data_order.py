@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.data_order import PLANNED, measure, shard_in
-from trainer.recipe import Recipe
+from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 15

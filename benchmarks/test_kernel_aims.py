@@ -1,6 +1,6 @@
 """What the shipped kernels must gain on a CPU of two cores: the loss head at a vocabulary of 32k, and the whole step.
 
-``python -m pytest benchmarks/test_kernel_aims.py -s``. The choices are those of ``kernels.tune`` on this machine.
+``python -m pytest benchmarks/test_kernel_aims.py -s``. The choices are those of ``kernels.contract.tune`` on this machine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from agents.line_profiler.workload import make_run
 from benchmarks.best_here import DTYPE, PRECISION, demo_recipe, tuned_kernels
 from benchmarks.test_training_step import ROOT, resident
-from kernels.bench import Setting, compare
-from kernels.host_memory import keep_freed_memory
-from kernels.op import Case, Shape
-from kernels.precision import matrix_units
-from kernels.registry import OPS, load_choice
+from kernels.contract.bench import Setting, compare
+from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.op import Case, Shape
+from kernels.contract.precision import matrix_units
+from kernels.contract.registry import OPS, load_choice
 from trainer.batch import prefetch
-from trainer.precision import DTYPES
+from trainer.contract.plan.precision import DTYPES
 
 HEAD = "linear_cross_entropy"
 AT_32K = Shape(batch=8, vocab_size=32768)

@@ -26,11 +26,11 @@ from benchmarks.kernel_ratios import (
 )
 from benchmarks.kernel_report import in_a_process
 from benchmarks.liger import NAME, contest, installed
-from kernels.bench import Setting, compare
-from kernels.host_memory import keep_freed_memory
-from kernels.op import Case
-from kernels.oracle import judge
-from kernels.registry import OPS
+from kernels.contract.bench import Setting, compare
+from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.op import Case
+from kernels.contract.oracle import judge
+from kernels.contract.registry import OPS
 
 BASELINE = load_baseline(baseline_path())
 

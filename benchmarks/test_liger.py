@@ -23,7 +23,7 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from benchmarks.liger import NAME, contest
-from kernels.oracle import judge
+from kernels.contract.oracle import judge
 plain = interpreter._implicit_cvt
 
 def convert(argument):  # triton 3.9's interpreter leaves numbers to be Python's, which cannot .to(dtype) as those on a GPU can

@@ -20,13 +20,13 @@ import torch
 import trainer.run
 from agents.line_profiler.workload import make_run
 from benchmarks.best_here import demo_recipe, tuned_kernels
-from kernels.host_memory import keep_freed_memory
+from kernels.contract.host_memory import keep_freed_memory
 from trainer.batch import Batch, prefetch
-from trainer.metrics import Lines
-from trainer.optimizer import squares
-from trainer.recipe import Recipe
+from trainer.contract.recipe import Recipe
+from trainer.monitor.metrics import Lines
+from trainer.monitor.stability import Detector, clip_and_skip
+from trainer.optim.optimizer import squares
 from trainer.run import Run
-from trainer.stability import Detector, clip_and_skip
 
 ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()

@@ -1,7 +1,7 @@
 """The trainer's step beside that of ``transformers``: same architecture, batch, data, precision and optimiser, in turn.
 
 ``python -m pytest benchmarks/test_training_step.py -s``. Prints tokens/s of both, the ratio, MFU against the measured
-matmul rate, and the peak memory of each in a process of its own. Ours runs what ``kernels.tune`` chooses
+matmul rate, and the peak memory of each in a process of its own. Ours runs what ``kernels.contract.tune`` chooses
 here; all run in the precision that is fastest here. transformers gets the better of eager and compiled,
 the batches ready made, plain causal attention over whole rows (its fastest path), and no z-loss; ours reads its batches,
 masks documents from one another, and writes every metric of a step.
@@ -28,14 +28,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agents.line_profiler.workload import make_run
 from benchmarks.best_here import CUDA, PRECISION, demo_recipe, tuned_kernels
-from kernels.host_memory import keep_freed_memory, release_freed_memory
-from kernels.machine import here
-from kernels.precision import matrix_units
+from kernels.contract.host_memory import keep_freed_memory, release_freed_memory
+from kernels.contract.machine import here
+from kernels.contract.precision import matrix_units
 from trainer.batch import Batch, make_batch, prefetch
-from trainer.export import hf_config
-from trainer.metrics import matmul_rate
-from trainer.precision import DTYPES
-from trainer.recipe import Recipe
+from trainer.contract.checkpoint.export import hf_config
+from trainer.contract.plan.precision import DTYPES
+from trainer.contract.recipe import Recipe
+from trainer.monitor.metrics import matmul_rate
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "policies" / "kernels.yaml"

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.registry import bind
-from trainer.model import Decoder
-from trainer.optimizer import Optimizer, squares
-from trainer.recipe import Recipe
-from trainer.stability import clip_and_skip
+from kernels.contract.registry import bind
+from trainer.contract.recipe import Recipe
+from trainer.model.transformer import Decoder
+from trainer.monitor.stability import clip_and_skip
+from trainer.optim.optimizer import Optimizer, squares
 
 ROOT = Path(__file__).parents[1]
 NARROW, WIDE = 64, 256

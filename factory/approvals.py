@@ -28,7 +28,7 @@ from factory.ledger import Ledger, events, proposals, record, verdicts
 from factory.progress import Progress
 from factory.revalidating import UNDO, note_validated
 from factory.workspace import Workspace
-from kernels.choice import section_of
+from kernels.contract.choice import section_of
 
 Row = dict[str, Any]
 _told: set[str] = set()

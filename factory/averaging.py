@@ -61,7 +61,7 @@ def kept(ledger: Ledger, segment: dict[str, Any]) -> list[Source]:
 
     Of an anneal: its own. Of a trunk: also those of the trunk before it, back to where the recipe was another.
     """
-    from trainer.checkpoint import manifest_sha256, steps_in
+    from trainer.contract.checkpoint.format import manifest_sha256, steps_in
 
     found: dict[Path, Source] = {}
     row: dict[str, Any] | None = segment
@@ -164,7 +164,7 @@ def run_average(workspace: Workspace, ledger: Ledger, row: dict[str, Any], progr
     cannot be measured.
     """
     from factory.repository import checkout_live
-    from trainer.checkpoint import manifest_sha256, name_of
+    from trainer.contract.checkpoint.format import manifest_sha256, name_of
 
     plan = planned(ledger, row["id"])
     folder = Path(row["folder"])
@@ -185,7 +185,7 @@ def run_average(workspace: Workspace, ledger: Ledger, row: dict[str, Any], progr
         task.advance(0, "averaging")
         weights = ",".join(repr(part["weight"]) for part in parts)
         paths = [part["path"] for part in parts]
-        words = ["-m", "trainer.average", str(folder / "checkpoints"), *paths, "--weights", weights]
+        words = ["-m", "trainer.tools.average", str(folder / "checkpoints"), *paths, "--weights", weights]
         _tool(workspace, ledger, row, code, *words)
     path = folder / "checkpoints" / name_of(row["last_step"])
     result = {
@@ -213,7 +213,7 @@ def _measure(
     noise = 0.0
     for part in parts:
         shutil.rmtree(scratch, ignore_errors=True)
-        _tool(workspace, ledger, row, code, "-m", "trainer.export", part["path"], str(scratch))
+        _tool(workspace, ledger, row, code, "-m", "trainer.contract.checkpoint.export", part["path"], str(scratch))
         if part is parts[-1]:
             part["loss"], noise = ruler.loss_and_noise(scratch, advance)
         else:

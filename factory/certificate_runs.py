@@ -197,8 +197,8 @@ def _lines(path: Path) -> int:
 # -- what the runs left ------------------------------------------------------------------------------------------------
 def compare(evidence: Evidence, start: Path, runs: Runs) -> Evidence:
     """Fill in the traces and the distances between weights. Holds the weights of three runs at a time."""
-    from trainer.checkpoint import load
-    from trainer.errors import TrainerError
+    from trainer.contract.checkpoint.format import load
+    from trainer.contract.errors import TrainerError
 
     try:
         origin = load(start).model
@@ -222,7 +222,7 @@ def compare(evidence: Evidence, start: Path, runs: Runs) -> Evidence:
 
 def _read(folder: Path, origin: dict[str, Tensor], evidence: Evidence) -> tuple[Trace, dict[str, Tensor]]:
     """Raises: ValueError, KeyError, OSError, TrainerError when something is missing or of another shape."""
-    from trainer.checkpoint import load
+    from trainer.contract.checkpoint.format import load
 
     result = json.loads((folder / "result.json").read_text())
     loaded = load(Path(result["checkpoint"]))

@@ -28,7 +28,7 @@ from factory.launching import die_with
 from factory.workspace import Workspace, code_root
 
 if TYPE_CHECKING:
-    from trainer.recipe import Recipe
+    from trainer.contract.recipe import Recipe
 
 Computing = dict[str, Any]
 
@@ -39,8 +39,8 @@ def decide(workspace: Workspace, recipe: Recipe, kernels: str, before: str = "")
     ``kernels``: the text of the live code's ``kernels.yaml``. ``before``: the precision of the segment that this one goes on from.
     Raises: ConfigError, for a precision that the device does not have or a tuning that is none.
     """
-    from kernels.choice import automatic, resolve, section_of
-    from kernels.machine import here
+    from kernels.contract.choice import automatic, resolve, section_of
+    from kernels.contract.machine import here
 
     chosen = measured_precision(recipe, before)
     notes = [chosen["warning"]] if chosen["warning"] else []
@@ -62,16 +62,16 @@ def decide(workspace: Workspace, recipe: Recipe, kernels: str, before: str = "")
 
 
 def measured_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
-    """``trainer.precision.choose`` as JSON. On a GPU in a process of its own: the factory's would hold memory there for ever.
+    """``trainer.contract.plan.precision.choose`` as JSON. On a GPU in a process of its own: the factory's would hold memory there for ever.
 
     Raises: ConfigError.
     """
-    from trainer.errors import RecipeError
+    from trainer.contract.errors import RecipeError
 
     if devices.kind() == "cpu":
         import torch
 
-        from trainer.precision import choose
+        from trainer.contract.plan.precision import choose
 
         try:
             return asdict(choose(recipe, torch.device("cpu"), before))
@@ -81,7 +81,7 @@ def measured_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
         given = Path(folder) / "recipe.yaml"
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
         done = subprocess.run(
-            [sys.executable, "-m", "trainer.precision", str(given), "--json", "--before", before],
+            [sys.executable, "-m", "trainer.contract.plan.precision", str(given), "--json", "--before", before],
             cwd=code_root(),
             env=os.environ | {"PYTHONPATH": str(code_root())},
             stdin=subprocess.DEVNULL,
@@ -95,7 +95,7 @@ def measured_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
 
 
 def shape_of(recipe: Recipe) -> dict[str, int]:
-    """The sizes that kernels are tuned at, as ``kernels.bench`` takes them from a recipe."""
+    """The sizes that kernels are tuned at, as ``kernels.contract.bench`` takes them from a recipe."""
     keys = ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
     return {"batch": recipe.batch.micro_sequences or recipe.batch.sequences} | {
         k: getattr(recipe.model, k) for k in keys

@@ -94,7 +94,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
 def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float, ingest: float) -> None:
     """Measure, choose, and write what was chosen: the code's recipe and kernels, the workspace's policies. Says why."""
     from factory.computing import describe_precision, measured_precision
-    from trainer.recipe import Recipe
+    from trainer.contract.recipe import Recipe
 
     raw = _read_recipe((code_root() / RECIPE).read_text("utf-8"))
     found = measured_precision(Recipe.parse(raw))
@@ -133,8 +133,8 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
 
 def _read_recipe(text: str) -> dict[str, Any]:
     """What a recipe's file says, and no default: a recipe is written of it again."""
-    from trainer.errors import RecipeError
-    from trainer.strict import read_yaml
+    from trainer.contract.errors import RecipeError
+    from trainer.contract.strict import read_yaml
 
     found = read_yaml(text, RECIPE, RecipeError)
     assert isinstance(found, dict), RECIPE
@@ -145,8 +145,8 @@ def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[Shape, float]
     """Seconds of the products, attention and loss head of a step of each shape, by the rates that the probe found."""
     import torch
 
-    from trainer.precision import DTYPES, parts
-    from trainer.recipe import Recipe
+    from trainer.contract.plan.precision import DTYPES, parts
+    from trainer.contract.recipe import Recipe
 
     rates = found["probe"]["rates"][found["precision"]]
     threads = torch.get_num_threads() if found["probe"]["device"] == "cpu" else 1
@@ -220,7 +220,7 @@ def _write_policies(workspace: Workspace, size: Size) -> None:
 def plain_kernels(policy: str) -> str:
     """kernels.yaml with what runs untuned in place of ``auto``: where a factory stands before it has measured anything."""
     from agents.search_proposer import choose
-    from kernels.choice import UNTUNED
+    from kernels.contract.choice import UNTUNED
 
     for device, choice in yaml.safe_load(policy).items():
         for op in choice if isinstance(choice, dict) else ():
@@ -258,7 +258,7 @@ def _bad_shard(workspace: Workspace, ledger: Ledger) -> Path:
 
 def _arrive(workspace: Workspace, ledger: Ledger, files: list[Path]) -> None:
     """Drop shards into the inbox as a person would; those already ingested stay where they are."""
-    from trainer.token_shard import file_sha256
+    from trainer.contract.data.token_shard import file_sha256
 
     known = {row["sha256"] for row in ledger.rows(sa.select(shards.c.sha256))}
     for path in files:

@@ -51,7 +51,7 @@ def kind() -> str:
 def compiled(root: Path) -> Path:
     """Where approved code of the workspace ``root`` keeps what torch.compile made: by class of machine, as a compiler of one may
     use instructions that another does not have."""
-    from kernels.machine import here
+    from kernels.contract.machine import here
 
     return root / "cache" / f"inductor-{here().name}"
 

@@ -14,7 +14,7 @@ from factory.errors import FactoryError
 from factory.workspace import Workspace, code_root
 
 if TYPE_CHECKING:
-    from trainer.recipe import Recipe
+    from trainer.contract.recipe import Recipe
 
 
 def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
@@ -74,8 +74,8 @@ def _torch() -> tuple[bool | None, str]:
 def _precision(workspace: Workspace | None) -> tuple[bool | None, str]:
     """What trains fastest here, measured now, and what the recipe would train in."""
     from factory.computing import measured_precision
-    from kernels.machine import here
-    from trainer.precision import WARN
+    from kernels.contract.machine import here
+    from trainer.contract.plan.precision import WARN
 
     recipe = _recipe(workspace)
     found = measured_precision(recipe)
@@ -94,7 +94,7 @@ def _each(threads: int) -> str:
 
 def _recipe(workspace: Workspace | None) -> Recipe:
     from factory.planning import load_recipe
-    from trainer.recipe import Recipe
+    from trainer.contract.recipe import Recipe
 
     return load_recipe(workspace) if workspace else Recipe.load(code_root() / "policies" / "recipes" / "demo.yaml")
 
@@ -102,8 +102,8 @@ def _recipe(workspace: Workspace | None) -> Recipe:
 def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
     """What computes each op of the recipe's step here: a line each, those first that are not as chosen."""
     from factory.computing import decide, measured_precision
-    from kernels.bench import DTYPES, Setting
-    from kernels.registry import OPS, KernelError, computing, load_choice, load_fallback
+    from kernels.contract.bench import DTYPES, Setting
+    from kernels.contract.registry import OPS, KernelError, computing, load_choice, load_fallback
 
     path = workspace.policy("kernels.yaml") if workspace else code_root() / "policies" / "kernels.yaml"
     device = devices.kind()

@@ -39,7 +39,7 @@ def ingest_arrived(workspace: Workspace, ledger: Ledger, path: Path, progress: P
     Killed between the two, it is recognised the next time and only filed. A file that took its name meanwhile goes back.
     """
     from factory.ingest.chain import ingest_shard
-    from trainer.token_shard import file_sha256
+    from trainer.contract.data.token_shard import file_sha256
 
     report = ingest_shard(workspace, ledger, path, progress)
     progress.line(describe_shard(report.name, report.state, report.rows, report.counts, report.reason))

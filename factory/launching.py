@@ -21,7 +21,7 @@ from factory import devices
 from factory.errors import ConfigError
 from factory.stopping import TRAINER_SECONDS
 from factory.workspace import Workspace
-from trainer import stopping
+from trainer.contract import stopping
 
 EXIT_STOPPED = 75  # the trainer was told to stop, and goes on where its newest checkpoint is
 EXIT_DISK_FULL = 74

@@ -23,9 +23,9 @@ from factory.tuned_kernels import KERNELS
 from factory.workspace import Workspace
 
 if TYPE_CHECKING:
-    from trainer.data_order import DataOrder
-    from trainer.data_plan import DataPlan
-    from trainer.recipe import Recipe
+    from trainer.contract.data.data_order import DataOrder
+    from trainer.contract.data.data_plan import DataPlan
+    from trainer.contract.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def plan_of(ledger: Ledger, segment: dict[str, Any]) -> dict[str, Any]:
 
 def load_recipe(workspace: Workspace) -> Recipe:
     """Raises: ConfigError naming the file and the key."""
-    from trainer.errors import TrainerError
-    from trainer.recipe import Recipe
+    from trainer.contract.errors import TrainerError
+    from trainer.contract.recipe import Recipe
 
     try:
         recipe = Recipe.load(workspace.recipe_path())
@@ -139,7 +139,7 @@ def load_recipe(workspace: Workspace) -> Recipe:
 
 def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
     """Raises: ConfigError when as many ranks as would be started now cannot share the recipe's work."""
-    from trainer.errors import TrainerError
+    from trainer.contract.errors import TrainerError
 
     count = ranks(workspace)
     try:
@@ -168,8 +168,8 @@ def _data_plan(
 
     Raises: ConfigError naming the key, when nothing has arrived of a mixture that these steps need.
     """
-    from trainer.data_plan import DataPlan
-    from trainer.errors import TrainerError
+    from trainer.contract.data.data_plan import DataPlan
+    from trainer.contract.errors import TrainerError
 
     ids = {shard[0] for shard in shards}
     rows = ledger.rows(sa.select(token_shards.c.id, token_shards.c.domains))
@@ -183,8 +183,8 @@ def _data_plan(
 
 def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: dict[str, Any] | None) -> DataOrder:
     """Where the segment ``last`` left the data, or its beginning. Raises: ConfigError when plan and recipe don't fit it."""
-    from trainer.data_order import DataOrder
-    from trainer.errors import TrainerError
+    from trainer.contract.data.data_order import DataOrder
+    from trainer.contract.errors import TrainerError
 
     state = None
     if last is not None:
@@ -205,8 +205,8 @@ def _refuse_padding(
     ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: dict[str, Any] | None, last_step: int
 ) -> None:
     """Raises: ConfigError naming ``batch.max_padding`` when the plan cannot keep it."""
-    from trainer.errors import TrainerError
-    from trainer.feasible import refuse_padding
+    from trainer.contract.errors import TrainerError
+    from trainer.contract.plan.feasible import refuse_padding
 
     if recipe.batch.max_padding is None:
         return

@@ -27,7 +27,7 @@ from factory.ledger import Ledger, profiles, record
 from factory.planning import last_segment
 from factory.progress import Progress
 from factory.workspace import Workspace, code_root
-from trainer import stopping
+from trainer.contract import stopping
 
 SAID = "profile: "  # how the profiler's lines of progress begin
 USERS = 2  # the profiler's exit code for what its user can mend
@@ -110,8 +110,8 @@ def profile(workspace: Workspace, ledger: Ledger, progress: Progress, options: O
 
 def _as_trained(workspace: Workspace, ledger: Ledger, path: Path, code: Path, folder: Path) -> list[str]:
     """The profiler's arguments for a recipe in the precision and with the kernels that a segment planned now would have."""
-    from trainer.errors import RecipeError
-    from trainer.recipe import Recipe
+    from trainer.contract.errors import RecipeError
+    from trainer.contract.recipe import Recipe
 
     try:
         recipe = Recipe.load(path)

@@ -25,7 +25,7 @@ from factory.gates.training_start import Start, find_start
 from factory.ledger import Ledger, anomalies, events, proposals, record, verdicts
 from factory.progress import Progress
 from factory.workspace import Workspace
-from kernels.machine import here
+from kernels.contract.machine import here
 
 AGENT = "revalidator"
 _told: set[str] = set()

@@ -21,7 +21,7 @@ GPU_FACTS = ("/sys",)  # where a GPU's driver looks for the machine it is in; se
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 
 
-# That change which of the processor's instructions torch uses, and so the class of the machine (kernels.machine), or what it compiles.
+# That change which of the processor's instructions torch uses, and so the class of the machine (kernels.contract.machine), or what it compiles.
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", *devices.COMPILER)
 
 

@@ -12,8 +12,8 @@ import signal
 from types import FrameType
 from typing import NoReturn
 
-from trainer import stopping
-from trainer.stopping import GRACE_SECONDS
+from trainer.contract import stopping
+from trainer.contract.stopping import GRACE_SECONDS
 
 TRAINER_SECONDS = GRACE_SECONDS + 2.0  # within which a trainer that was told to end has ended
 UNWIND_SECONDS = TRAINER_SECONDS + 1.0  # within which all has; then what is left is killed

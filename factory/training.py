@@ -72,7 +72,7 @@ def run_segment(
 
         return run_average(workspace, ledger, row, progress)
     from factory.certifying import ensure_certified
-    from trainer.recipe import Recipe
+    from trainer.contract.recipe import Recipe
 
     check_ranks(workspace, Recipe.parse(row["recipe_json"]))  # planned on another number of GPUs, say
     ensure_certified(workspace, ledger, row, progress)
@@ -243,7 +243,7 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     if not target.exists():
         _remove(aside)
         code = checkout_live(workspace, row["code_commit"])
-        done = run_tool(code, "-m", "trainer.export", checkpoint["path"], str(aside))
+        done = run_tool(code, "-m", "trainer.contract.checkpoint.export", checkpoint["path"], str(aside))
         if done.returncode:
             raise SegmentError(f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:]}")
         Tokenizer.load(workspace.tokenizer).copy_to(aside)
@@ -265,7 +265,7 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
 
 
 def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a short Python program of that code (``-m trainer.export …``); it dies with the factory."""
+    """Run a short Python program of that code (``-m trainer.contract.checkpoint.export …``); it dies with the factory."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=code,

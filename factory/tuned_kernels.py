@@ -15,7 +15,7 @@ from factory.errors import ConfigError, InputError, nearest
 from factory.workspace import Workspace
 
 if TYPE_CHECKING:
-    from kernels.machine import Machine
+    from kernels.contract.machine import Machine
 
 KERNELS = "policies/kernels.yaml"
 
@@ -86,7 +86,7 @@ def every(workspace: Workspace, machine_class: str = "") -> list[tuple[Path, dic
 
 def describe(tuning: Mapping[str, Any]) -> list[str]:
     """A tuning as lines for a person: what was chosen, and the times."""
-    from kernels.machine import Machine
+    from kernels.contract.machine import Machine
 
     setting = tuning["setting"]
     lines = [f"{Machine(**tuning['machine'])}: recipe {tuning.get('recipe', '?')} in {setting['precision']}"]

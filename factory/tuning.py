@@ -1,6 +1,6 @@
 """``factory tune``: time the registered kernels on this machine, at the recipe's shapes.
 
-Measured by the live code in a process of its own (``kernels.tune``). Every implementation that may be chosen is approved code,
+Measured by the live code in a process of its own (``kernels.contract.tune``). Every implementation that may be chosen is approved code,
 so that choosing needs no proposal; the choice is used from the next segment on (``factory.tuned_kernels``).
 """
 
@@ -26,8 +26,8 @@ from factory.progress import Progress
 from factory.repository import checkout_live, live_commit
 from factory.tuned_kernels import KERNELS, lookup, path_of
 from factory.workspace import Workspace
-from kernels.choice import automatic, section_of
-from kernels.machine import here
+from kernels.contract.choice import automatic, section_of
+from kernels.contract.machine import here
 
 SECONDS = 60.0
 
@@ -65,7 +65,16 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
     with tempfile.TemporaryDirectory() as folder, progress.task("tuning kernels") as task, devices.one():
         given = Path(folder) / "recipe.yaml"
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-        words = ["-m", "kernels.tune", "--recipe", str(given), "--precision", precision, "--device", devices.kind()]
+        words = [
+            "-m",
+            "kernels.contract.tune",
+            "--recipe",
+            str(given),
+            "--precision",
+            precision,
+            "--device",
+            devices.kind(),
+        ]
         process = subprocess.Popen(
             [sys.executable, *words, "--seconds", str(seconds)],
             cwd=code,

@@ -75,13 +75,12 @@ class Bench:
 
     def files(self, patchable: bool = False) -> list[str]:
         """The live code's files that lie in scope; ``patchable``: without those that people keep for themselves."""
-        kept = self.agents.out_of_scope if patchable else ()
-        return sorted(p for p in self.modes if p not in kept and any(rule.covers(p) for rule in self.agents.scope))
+        wanted = self.agents.patchable if patchable else self.agents.readable
+        return sorted(filter(wanted, self.modes))
 
     def read(self, path: str) -> str:
         """A file of the live code that lies in scope. Raises: OutOfScopeError for any other."""
-        in_scope = any(rule.covers(path) for rule in self.agents.scope)
-        if not in_scope or path not in self.modes:
+        if not self.agents.readable(path) or path not in self.modes:
             raise OutOfScopeError(f"{path!r} is not a file that agents may read")
         return repository.file_text(self.workspace.repository, self.base, path)
 
@@ -160,7 +159,7 @@ class Bench:
         return tuple(words) or (NOTHING_TO_TIME,)
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
-        """``kernels.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
+        """``kernels.contract.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
         code = repository.checkout_live(self.workspace, self.base)
         with devices.one(), self.progress.task(f"timing {op}: {implementation}, alone"):
             # Compiled code of approved kernels, kept for the next time.
@@ -182,13 +181,13 @@ class Bench:
     def _bench(
         self, code: Path, output: Path, op: str, implementation: str, against: str, batch: dict[str, int]
     ) -> Measurement:
-        """``kernels.bench`` of a checkout in the sandbox, writing in ``output`` alone. Raises: MeasurementError."""
+        """``kernels.contract.bench`` of a checkout in the sandbox, writing in ``output`` alone. Raises: MeasurementError."""
         if self.left < 1:
             raise MeasurementError(f"{op}: {implementation} is not measured: the seconds for it are spent")
         output.mkdir(parents=True, exist_ok=True)
         recipe = output.with_name(f"{output.name}-recipe.yaml")  # where no code of an agent can write
         recipe.write_text(yaml.safe_dump(self.start.recipe | {"batch": self.start.recipe["batch"] | batch}))
-        command = [sys.executable, "-m", "kernels.bench", "--op", op, "--implementation", implementation]
+        command = [sys.executable, "-m", "kernels.contract.bench", "--op", op, "--implementation", implementation]
         command += ["--against", against, "--recipe", str(recipe), "--device", devices.kind()]
         limits = Limits(wall_seconds=self.left)
         done = sandbox.run(command, output=output, readonly=[code, recipe], cwd=code, limits=limits)

@@ -1,10 +1,6 @@
-"""The ops of a training step: each a plain reference, its fast implementations, its cost model and its test inputs,
-one file an op.
+"""The ops of a training step, a folder each: a plain reference, its cost model, its test inputs (``__init__.py``), and
+its fast implementations (``triton.py``; ``cpp.py`` with its C++).
 
-``op`` holds the words (Op, Implementation, Shape, Cost); ``registry`` lists the ops and binds a choice of
-implementations
-(``policies/kernels.yaml``) to the callables that the model gets handed; ``oracle`` checks an implementation, forward
-and
-every gradient, against the reference in fp64; ``bench`` times one against another, interleaved.
-Needs torch only (triton for the implementations named so).
+Agents may patch every folder but ``contract/``. Needs torch only (triton for the implementations named so).
+To add an op: its folder with an ``OP`` in ``__init__.py``, and its name and signature in ``contract/registry.py``, ``Ops``.
 """

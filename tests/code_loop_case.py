@@ -25,9 +25,9 @@ from factory.demo import plain_kernels
 from factory.ingest import tokenizer
 from factory.ledger import Ledger, checkpoints, data_plans, documents, held_out, segments, shards
 from factory.workspace import Config, Workspace, code_root
-from trainer.data_plan import DataPlan
-from trainer.recipe import Recipe
-from trainer.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.recipe import Recipe
 
 STEPS = 6
 MEASURE_SECONDS = 10  # one or two of the eight implementations that a proposer may ask for, five seconds each

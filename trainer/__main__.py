@@ -19,8 +19,8 @@ import sys
 import time
 from pathlib import Path
 
-from trainer import stopping
-from trainer.errors import EXIT_STOPPED
+from trainer.contract import stopping
+from trainer.contract.errors import EXIT_STOPPED
 
 WAIT_SECONDS = 0.002
 
@@ -32,11 +32,11 @@ def main(arguments: list[str]) -> int:
     if not folders or len(folders) > 1 and not wait or any(name.startswith("-") for name in arguments[wait:]):
         print(__doc__, file=sys.stderr)
         return 2
-    from kernels.host_memory import keep_freed_memory
+    from kernels.contract.host_memory import keep_freed_memory
 
     keep_freed_memory()
-    from kernels.op import KernelError
-    from trainer.errors import exit_code_of
+    from kernels.contract.op import KernelError
+    from trainer.contract.errors import exit_code_of
     from trainer.segment import run_segment
 
     for folder in folders:

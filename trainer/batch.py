@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data_order import DataOrder, Row
+from trainer.contract.data.data_order import DataOrder, Row
 
 PADDING = -1  # document number of positions that hold nothing
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import Regions, Tensors, save_share, steps_in
+from trainer.contract.checkpoint.format import Regions, Tensors, save_share, steps_in
 
 
 class Writer:

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.bench import Setting
-from kernels.registry import bind, computing, load_choice, load_fallback
-from trainer import checkpoint as checkpoints
+from kernels.contract.bench import Setting
+from kernels.contract.registry import bind, computing, load_choice, load_fallback
 from trainer.batch import Batch
-from trainer.checkpoint import Regions, Skipped, Tensors
 from trainer.checkpoint_writer import Writer
-from trainer.data_order import DataOrder
-from trainer.errors import CheckpointError
-from trainer.metrics import device_name, memory_bytes
-from trainer.model import Decoder
-from trainer.monitor import Half, Monitor
-from trainer.optimizer import Optimizer, squares
-from trainer.parallel import Ranks, first_holder, local
-from trainer.precision import DTYPES
-from trainer.region import Region
-from trainer.schedule import lr_share
-from trainer.spec import SegmentSpec
-from trainer.stability import Detector, ThroughputDetector, clip_and_skip
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Regions, Skipped, Tensors
+from trainer.contract.checkpoint.region import Region
+from trainer.contract.data.data_order import DataOrder
+from trainer.contract.errors import CheckpointError
+from trainer.contract.plan.precision import DTYPES
+from trainer.contract.plan.spec import SegmentSpec
+from trainer.model.transformer import Decoder
+from trainer.monitor.metrics import device_name, memory_bytes
+from trainer.monitor.monitor import Half, Monitor
+from trainer.monitor.stability import Detector, ThroughputDetector, clip_and_skip
+from trainer.optim.optimizer import Optimizer, squares
+from trainer.optim.schedule import lr_share
+from trainer.parallel.ranks import Ranks, first_holder, local
 
 
 class Run:
@@ -44,7 +44,7 @@ class Run:
         with torch.device("meta" if ranks.mesh is not None else ranks.device):
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
         if ranks.mesh is not None:
-            from trainer.split import distribute
+            from trainer.parallel.split import distribute
 
             distribute(self.model, self.model.blocks, ranks, dtype)
             self.model.to_empty(device=ranks.device)
@@ -185,7 +185,7 @@ class Run:
         if load is None:
             return
         assert self.recipe.model.experts is not None
-        from trainer.experts import move_bias
+        from trainer.model.experts import move_bias
 
         self.ranks.sum_(load)
         biases = [bias for name, bias in self.model.named_buffers()]

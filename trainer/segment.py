@@ -16,23 +16,23 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from kernels.host_memory import release_freed_memory
-from kernels.precision import matrix_units
-from trainer import checkpoint as checkpoints
-from trainer import stopping
+from kernels.contract.host_memory import release_freed_memory
+from kernels.contract.precision import matrix_units
 from trainer.batch import prefetch
-from trainer.checkpoint import Skipped
 from trainer.checkpoint_writer import Writer
-from trainer.data_order import document_keys
-from trainer.errors import CheckpointError, SpecError, Stopped
-from trainer.feasible import refuse_impossible
-from trainer.json_lines import read_lines
-from trainer.metrics import Lines, matmul_rate
-from trainer.optimizer import format_table
-from trainer.parallel import Ranks
-from trainer.precision import DTYPES
+from trainer.contract import stopping
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Skipped
+from trainer.contract.data.data_order import document_keys
+from trainer.contract.errors import CheckpointError, SpecError, Stopped
+from trainer.contract.json_lines import read_lines
+from trainer.contract.plan.feasible import refuse_impossible
+from trainer.contract.plan.precision import DTYPES
+from trainer.contract.plan.spec import SegmentSpec
+from trainer.monitor.metrics import Lines, matmul_rate
+from trainer.optim.optimizer import format_table
+from trainer.parallel.ranks import Ranks
 from trainer.run import Run
-from trainer.spec import SegmentSpec
 
 LAST_STEPS = 20  # steps that the result's loss is the mean of
 

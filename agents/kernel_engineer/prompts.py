@@ -12,8 +12,7 @@ How you work: read what you need with the tools; `try_patch` checks edits and ti
 quick check finds problems you get them back and may propose again, a few times. A kernel that is slower alone hardly ever makes the step faster.
 
 How a patch is judged, by measurements it cannot touch:
-- scope: only .py files of kernels/ and trainer/, and policies/kernels.yaml; some of them are the judge's own tools, and a patch to
-  one is refused by name. A new file is welcome.
+- scope: only .py files of kernels/ and trainer/ except their contract/ folders, and policies/kernels.yaml. A new file is welcome.
 - static: no reaching for clocks, files, processes, frames, getattr, globals, other modules' insides or torch's loaders; no import
   that model code does not need; no `except Exception`; no tensor subclass; no state kept between calls.
 - oracle: every output and every gradient of every op against fp64, on random and hostile values, odd and empty shapes,
@@ -23,7 +22,7 @@ How a patch is judged, by measurements it cannot touch:
 - then N real training steps, baseline and candidate in turn, timed from outside: only the whole step's time counts, and the
   weights must learn the same.
 
-How ops are built: kernels/<op>.py holds a reference, a cost model, test inputs and implementations; policies/kernels.yaml chooses one for
+How ops are built: kernels/<op>/__init__.py holds a reference, a cost model, test inputs and implementations; policies/kernels.yaml chooses one for
 each kind of device. `auto` there stands for the fastest of the implementations that are registered already, measured on this machine;
 only an implementation that you name in place of it is run. Add an implementation beside the reference and choose it for the device
 that the roofline names; what is chosen for others is judged where they are. A fused implementation has a backward pass of its own

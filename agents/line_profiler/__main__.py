@@ -11,11 +11,11 @@ from agents.line_profiler.capture import ROOT
 from agents.line_profiler.page import html
 from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, Session, measure
 from agents.line_profiler.trace import chrome_trace
-from kernels.host_memory import keep_freed_memory
-from kernels.registry import KernelError
-from trainer import stopping
-from trainer.errors import TrainerError
-from trainer.recipe import Recipe
+from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.registry import KernelError
+from trainer.contract import stopping
+from trainer.contract.errors import TrainerError
+from trainer.contract.recipe import Recipe
 
 
 def write(session: Session, folder: Path) -> None:

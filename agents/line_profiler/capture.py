@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from agents.line_profiler.signature import Samples, Signature, describe, samples
-from kernels.registry import Ops
+from kernels.contract.registry import Ops
 
 ROOT = Path(__file__).parents[2]
 Line = tuple[str, int, str]  # file relative to the root, line, the kernel op it runs for ("" outside of any)

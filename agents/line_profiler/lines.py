@@ -11,9 +11,9 @@ from agents.line_profiler.capture import ROOT, Event, Line, moves_nothing
 from agents.line_profiler.isolation import Isolated
 from agents.line_profiler.signature import Signature
 from agents.line_profiler.table import ProfiledLine, ProfiledOp
-from kernels.registry import OPS
+from kernels.contract.registry import OPS
 
-OPTIMIZER_FILES = ("trainer/optimizer.py", "trainer/stability.py", "trainer/muon.py")
+OPTIMIZER_FILES = ("trainer/optim/optimizer.py", "trainer/monitor/stability.py", "trainer/optim/muon.py")
 OPTIMIZER_OPS = frozenset(name for name, op in OPS.items() if not op.gradients)
 LAUNCH_BOUND = (
     0.1  # a line that reaches less than this share of the roofline with short operations waits for its launches

@@ -23,12 +23,12 @@ from agents.line_profiler.stopwatch import Lap, crossing, laps, no_collector, se
 from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
 from agents.line_profiler.traced_lines import traced_lines
 from agents.line_profiler.workload import make_run, smallest
-from kernels.precision import matrix_units
-from kernels.registry import Ops, load_choice
+from kernels.contract.precision import matrix_units
+from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
-from trainer.metrics import matmul_rate
-from trainer.precision import DTYPES, device_here, resolved
-from trainer.recipe import Recipe
+from trainer.contract.plan.precision import DTYPES, device_here, resolved
+from trainer.contract.recipe import Recipe
+from trainer.monitor.metrics import matmul_rate
 from trainer.run import Run
 
 WARMUP_STEPS = 2

@@ -6,7 +6,7 @@ table 1) with 98 layers; ``1t`` is Kimi K2 (arXiv 2507.20534 table 2) with group
 
 from __future__ import annotations
 
-from trainer.recipe import ExpertsRecipe, ModelRecipe
+from trainer.contract.recipe import ExpertsRecipe, ModelRecipe
 
 SHAPES: dict[str, ModelRecipe] = {
     "7b": ModelRecipe(

@@ -13,10 +13,10 @@ import torch
 
 from agents.line_profiler.capture import Event, Recorder
 from agents.line_profiler.shapes import SHAPES, slice_of
-from kernels.op import Cost, Shape
-from kernels.registry import OPS, bind
-from trainer.model import Block, rope_tables
-from trainer.parallel import TensorRanks
+from kernels.contract.op import Cost, Shape
+from kernels.contract.registry import OPS, bind
+from trainer.model.transformer import Block, rope_tables
+from trainer.parallel.tensor_ranks import TensorRanks
 
 ATTENTION = "attention"
 DTYPE = torch.bfloat16

@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 
 from agents.line_profiler.workload import make_run
-from kernels.host_memory import keep_freed_memory
-from kernels.op import KernelError
-from kernels.precision import matrix_units
+from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.op import KernelError
+from kernels.contract.precision import matrix_units
 from trainer.batch import make_batch
-from trainer.errors import TrainerError
-from trainer.precision import DTYPES, device_here, resolved
-from trainer.recipe import Recipe
+from trainer.contract.errors import TrainerError
+from trainer.contract.plan.precision import DTYPES, device_here, resolved
+from trainer.contract.recipe import Recipe
 
 STEPS, SECONDS = 8, 6.0
 

@@ -38,9 +38,9 @@ from agents.line_profiler.sweep_items import (
     measure_item,
 )
 from agents.line_profiler.table import line_name
-from kernels.registry import KernelError, load_choice
-from trainer import stopping
-from trainer.metrics import matmul_rate
+from kernels.contract.registry import KernelError, load_choice
+from trainer.contract import stopping
+from trainer.monitor.metrics import matmul_rate
 
 FORMAT = 1
 MEMORY_SHARE = 0.5  # of the free memory, for all workers together
@@ -185,7 +185,7 @@ def _slice(of: Slice, swept: Mapping[object, SweptItem], roof: Roof) -> SweptSli
             parts[name, source(*event.line[:2])].append((swept[event.signature], event.flops, event.bytes))
     cost = of.attention_cost
     flops, moved = cost.forward_flops + cost.backward_flops, cost.forward_bytes + cost.backward_bytes
-    parts[f"kernels/attention.py#{ATTENTION}", ATTENTION].append((swept[attention_key(of)], flops, moved))
+    parts[f"kernels/attention/__init__.py#{ATTENTION}", ATTENTION].append((swept[attention_key(of)], flops, moved))
     lines = [_line(name, text, found) for (name, text), found in parts.items()]
     every = [part for found in parts.values() for part, _, _ in found]
     seconds = sum(part.seconds for part in every)

@@ -13,10 +13,10 @@ from agents.line_profiler.capture import moves_nothing
 from agents.line_profiler.isolation import Isolated, clock_of, measure, repeated
 from agents.line_profiler.lines import Roof
 from agents.line_profiler.slices import ATTENTION, DTYPE, Slice, events
-from kernels.host_memory import keep_freed_memory
-from kernels.op import Case
-from kernels.precision import matrix_units
-from kernels.registry import OPS, check
+from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.op import Case
+from kernels.contract.precision import matrix_units
+from kernels.contract.registry import OPS, check
 
 FILL_BYTES_PER_S = 4e8  # making random inputs on one core
 LEAST_CALLS = 4  # one warm-up and three timed calls

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data_plan import DataPlan
-from trainer.parallel import Ranks
-from trainer.precision import device_here, resolved
-from trainer.recipe import Recipe
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.plan.precision import device_here, resolved
+from trainer.contract.plan.spec import SegmentSpec
+from trainer.contract.recipe import Recipe
+from trainer.parallel.ranks import Ranks
 from trainer.run import Run
-from trainer.spec import SegmentSpec
-from trainer.token_shard import TokenizedDocument, write_token_shard
 
 MEDIAN_TOKENS = 250
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainer.strict import Strict
+from trainer.contract.strict import Strict
 
 
 class Budget(Strict):

@@ -22,8 +22,8 @@ from typing import Any
 from pydantic import Field
 
 from agents.llm.exchange import LlmError
-from trainer.errors import TrainerError, exit_code_of
-from trainer.strict import Strict, parse, read_yaml
+from trainer.contract.errors import TrainerError, exit_code_of
+from trainer.contract.strict import Strict, parse, read_yaml
 
 PIECE = 24  # characters of a streamed chunk
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from agents.recipe_scout.course import Course
 from agents.recipe_scout.lines import Scalar, written
-from trainer.run_plan import lr_by_rule
+from trainer.contract.plan.run_plan import lr_by_rule
 
 STEPS_OF_RATE = (2.0, 1.4)  # factors that the rate is moved by, the larger one first
 CURVATURE = 0.25  # ln(φ) lost per squared ln(rate off its best): at twice the best rate a token is worth 11 % less

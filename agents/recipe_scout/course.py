@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from trainer.recipe import Recipe
+from trainer.contract.recipe import Recipe
 
 LEAST_SLOPE = 0.01  # bits per byte an e-fold of tokens: a loss that stands still does not say that nothing can be won
 TROUBLE = (

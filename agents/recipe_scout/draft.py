@@ -13,7 +13,7 @@ from agents.recipe_scout.lines import Scalar, changed, values, written
 from agents.recipe_scout.prompts import MOST_CHANGES
 from agents.recipe_scout.scout import AGENT
 from agents.untrusted import one_line
-from trainer.errors import RecipeError
+from trainer.contract.errors import RecipeError
 
 MOST_PREDICTED = 1.0  # bits per byte: nobody who says more has looked at the record
 WORD = re.compile(r"[A-Za-z0-9_-]{1,40}")

@@ -10,7 +10,7 @@ from agents.recipe_scout.changes import Change, Tried, all_changes
 from agents.recipe_scout.course import Course
 from agents.recipe_scout.lines import changed, written
 from agents.workbench import Attempt, Workbench
-from trainer.errors import RecipeError
+from trainer.contract.errors import RecipeError
 
 AGENT = "recipe-scout"
 REFUSED = "reject"  # what was held for want of evidence may be tried again

@@ -14,8 +14,8 @@ from factory.errors import ConfigError, InputError, nearest
 from factory.workspace import code_root
 
 if TYPE_CHECKING:
-    from trainer.recipe import Recipe
-    from trainer.run_plan import RunPlan
+    from trainer.contract.plan.run_plan import RunPlan
+    from trainer.contract.recipe import Recipe
 
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 LARGE = 2e9  # parameters from which on the vocabulary is Llama 3's 128,256, not Llama 2's 32,000
@@ -39,10 +39,10 @@ def plan(
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Plan a run: memory by part, parallelism, batch, steps, days and cost, each with its formula and source."""
-    from trainer.errors import TrainerError
-    from trainer.plan_report import as_json as plan_json
-    from trainer.run_plan import MACHINES, PRICE, Ask, SizingError, active, plan_run
-    from trainer.sizing import GB, shape_of
+    from trainer.contract.errors import TrainerError
+    from trainer.contract.plan.plan_report import as_json as plan_json
+    from trainer.contract.plan.run_plan import MACHINES, PRICE, Ask, SizingError, active, plan_run
+    from trainer.contract.plan.sizing import GB, shape_of
 
     if bool(params) == bool(recipe):
         raise InputError("name one: --params 8e9 or --recipe NAME")
@@ -110,7 +110,7 @@ def _number(flag: str, text: str) -> float:
 
 def _recipe(name: str) -> Recipe:
     """A recipe's file, or its name."""
-    from trainer.recipe import Recipe
+    from trainer.contract.recipe import Recipe
 
     folder = code_root() / "policies" / "recipes"
     path = Path(name)
@@ -135,8 +135,8 @@ def _show(plan: RunPlan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from trainer.plan_report import lines, remarks
-    from trainer.sizing import GB, needed
+    from trainer.contract.plan.plan_report import lines, remarks
+    from trainer.contract.plan.sizing import GB, needed
 
     console = Console(highlight=False)
     if not console.is_terminal:

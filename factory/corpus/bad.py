@@ -20,7 +20,7 @@ from factory.errors import InputError
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import Ledger, documents, held_out, token_shards
 from factory.workspace import Workspace
-from trainer.token_shard import TokenShard
+from trainer.contract.data.token_shard import TokenShard
 
 _OF_EACH = 8
 _SEED = 7

@@ -21,7 +21,7 @@ from factory.evals.suite import order
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from factory.progress import Task
-from trainer.token_shard import TokenShard
+from trainer.contract.data.token_shard import TokenShard
 
 Array = npt.NDArray[Any]
 NOTHING = 0  # stands before a document's first byte

@@ -42,8 +42,8 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import Ledger, candidates, data_plans, eval_items, evaluations, record, segments
 from factory.progress import Progress
 from factory.workspace import Workspace
-from trainer.errors import TokenShardError
-from trainer.token_shard import TokenShard
+from trainer.contract.data.token_shard import TokenShard
+from trainer.contract.errors import TokenShardError
 
 
 def current_suite(workspace: Workspace, ledger: Ledger) -> Suite:

@@ -18,8 +18,8 @@ from factory.gates.patch_session import Weights
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import Ledger
 from factory.workspace import Workspace
-from trainer.export import hf_config, hf_tensors
-from trainer.recipe import Recipe
+from trainer.contract.checkpoint.export import hf_config, hf_tensors
+from trainer.contract.recipe import Recipe
 
 
 def held_out_texts(count: int, size: int, workspace: Workspace, ledger: Ledger) -> tuple[list[ScoredText], EvalPolicy]:

@@ -5,7 +5,7 @@ the eager results.
 ``python patch_driver.py answer REQUEST IN OUT`` (the candidate's code): outputs and gradients. It never sees the right ones.
 REQUEST is a JSON object: ``device`` ('cpu' or 'cuda'), where all is computed, and ``jobs``, a list of
 ``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields
-of kernels.op.Shape) has no ``case``; ``swap``, a seed, exchanges two elements of each tensor. Jobs of one op with the same
+of kernels.contract.op.Shape) has no ``case``; ``swap``, a seed, exchanges two elements of each tensor. Jobs of one op with the same
 ``storage`` get their data in the same tensors, one after the other, and what they returned is read once more after the
 op's last one (``later …``). An exception becomes the answer ``raised``. Nothing here judges.
 """
@@ -28,15 +28,15 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
-from kernels.op import Case, Shape  # noqa: E402
-from kernels.registry import OPS, get, load_choice  # noqa: E402
+from kernels.contract.op import Case, Shape  # noqa: E402
+from kernels.contract.registry import OPS, get, load_choice  # noqa: E402
 
 DEVICE = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def make(jobs: list[dict[str, Any]], folder: Path) -> None:
-    from kernels.oracle import HOSTILE
+    from kernels.contract.oracle import HOSTILE
 
     out, truth = folder / "inputs", folder / "truth"
     for part in (out, truth):

@@ -34,8 +34,8 @@ from factory.ledger import Ledger, record, verdicts
 from factory.progress import Progress
 from factory.repository import Applied
 from factory.workspace import Workspace
-from trainer.errors import TrainerError
-from trainer.recipe import Recipe
+from trainer.contract.errors import TrainerError
+from trainer.contract.recipe import Recipe
 
 KERNELS = "policies/kernels.yaml"
 RECIPES = "policies/recipes/"

@@ -1,7 +1,7 @@
 """Two stages of the patch gate: is every changed op right, and is it faster alone?
 
 Right: approved code makes inputs (three kinds of shape, hostile values) and the fp64 truth in one sandboxed process; the
-candidate answers in another, which sees inputs only; the comparison is made here. Rule, as in ``kernels.oracle``: the error
+candidate answers in another, which sees inputs only; the comparison is made here. Rule, as in ``kernels.contract.oracle``: the error
 of every output and gradient is at most twice that of the eager reference at the same dtype. The stage after this one
 (``patch_exploits``) has its calls made by the same two processes.
 Faster alone is asked only where both implementations are approved code, as a process cannot be trusted to time itself.
@@ -30,17 +30,17 @@ from factory.gates.patch_policy import IsolatedPolicy, OraclePolicy
 from factory.gates.patience import baseline_stopped, patiently, stopped
 from factory.gates.untrusted_tensors import UntrustedFileError, read_tensors
 from factory.sandbox import Limits
-from kernels.choice import resolve, section_of
+from kernels.contract.choice import resolve, section_of
 
 NO_OP = {"state": "not needed", "reasons": ["no op is changed"]}
 DRIVER = Path(__file__).with_name("patch_driver.py")
 HOSTILE = ("normal", "large", "tiny", "zero", "constant", "outlier")
 # Errors of this size always pass, as eager's own may be zero by luck: one unit in the last place of the dtype, and
-# sixteen of fp32, whose sums differ by their order alone. kernels.oracle's rule; written down again because no patch may reach it.
+# sixteen of fp32, whose sums differ by their order alone. kernels.contract.oracle's rule; written down again because no patch may reach it.
 FP32_ROUNDINGS = 16
 UNLIKE = 1.02  # an op that seems to be by more than this ratio quicker or slower than itself
 Tensors = dict[str, torch.Tensor]
-FACTOR = 2.0  # kernels.oracle.FACTOR; written down again because no patch may reach it
+FACTOR = 2.0  # kernels.contract.oracle.FACTOR; written down again because no patch may reach it
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def isolated(
     candidate_code_is_approved: bool,
     work: Path,
 ) -> dict[str, Any]:
-    """The stage's evidence, by ``kernels.bench`` of the baseline's code. Raises: IsolationError."""
+    """The stage's evidence, by ``kernels.contract.bench`` of the baseline's code. Raises: IsolationError."""
     switched = [op for op in ops if op.before != op.after]
     if not switched:
         return {"state": "not needed", "reasons": ["no op's choice is changed"]}
@@ -191,7 +191,7 @@ def isolated(
     recipe_path.write_text(yaml.safe_dump(recipe))
     found: dict[str, Any] = {}
     for op in switched:
-        command = [sys.executable, "-m", "kernels.bench", "--op", op.op, "--against", op.before]
+        command = [sys.executable, "-m", "kernels.contract.bench", "--op", op.op, "--against", op.before]
         command += ["--recipe", str(recipe_path), "--pairs", str(policy.pairs), "--device", devices.kind()]
         command += ["--implementation"]
         limits = Limits(wall_seconds=policy.wall_seconds)

@@ -15,7 +15,7 @@ class OraclePolicy(Strict):
     """Every op that the patch changes, against the reference in fp64."""
 
     cases: list[str] = Field(default=["small"], min_length=1)
-    """Names of kernels.op.CASES; hostile values and fp32 are tried on the first of them. The recipe's own sizes are for the
+    """Names of kernels.contract.op.CASES; hostile values and fp32 are tried on the first of them. The recipe's own sizes are for the
     next stage."""
     wall_seconds: Seconds = 3600.0
     """Time limit of approved code's process, which makes the inputs and the truth."""

@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
@@ -50,7 +51,7 @@ class AgentsPolicy(Strict):
     """``policies/agents.yaml``: each field is documented there."""
 
     scope: list[ScopeRule]
-    out_of_scope: list[str] = []
+    out_of_scope: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]+/\*\*$")]] = []
     max_files: int = Field(gt=0)
     max_file_bytes: int = Field(gt=0)
     max_patch_bytes: int = Field(gt=0)
@@ -60,6 +61,31 @@ class AgentsPolicy(Strict):
     @classmethod
     def load(cls, path: Path) -> AgentsPolicy:
         return load_policy(cls, path)
+
+    def readable(self, path: str) -> bool:
+        """Does the path lie in scope, what people keep for themselves included?"""
+        return any(rule.covers(path) for rule in self.scope)
+
+    def kept(self, path: str) -> bool:
+        """Do people keep the path for themselves? In any case, because some file systems know none.
+
+        >>> policy.kept("trainer/contract/recipe.py"), policy.kept("trainer/Contract/new.py"), policy.kept("trainer/run.py")
+        (True, True, False)
+        >>> policy.kept("trainer/__init__.py")  # importing trainer.contract runs it
+        True
+        """
+        path = path.casefold()
+        for pattern in self.out_of_scope:
+            folder = pattern.casefold().removesuffix("/**")
+            parts = folder.split("/")
+            above = {"/".join((*parts[:n], "__init__.py")) for n in range(1, len(parts))}
+            if path in above or path == f"{folder}.py" or path.startswith(f"{folder}/"):
+                return True
+        return False
+
+    def patchable(self, path: str) -> bool:
+        """May agents patch the file?"""
+        return self.readable(path) and not self.kept(path)
 
 
 @dataclass(frozen=True)
@@ -76,17 +102,18 @@ def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[
     """What is wrong with a patch, one sentence each; none when it is in scope. ``existing``: path → mode at its base."""
     changes = list(changes)
     found = [f"{_shown(change.path)}: {problem}" for change in changes for problem in _one(policy, change)]
-    folded = {path.casefold(): path for path in existing}
+    folded = {above.casefold(): above for path in existing for above in _above(path)}
     seen: set[str] = set()
     for change in changes:
-        other = folded.get(change.path.casefold(), change.path)
-        if other != change.path:
-            found.append(f"{_shown(change.path)}: differs from {other} only in case")
+        for path in _above(change.path):
+            other = folded.get(path.casefold(), path)
+            if other != path:
+                found.append(f"{_shown(change.path)}: {_shown(path)} differs from {other} only in case")
+                break
         if change.path.casefold() in seen:
             found.append(f"{_shown(change.path)}: changed twice")
         seen.add(change.path.casefold())
-        parts = change.path.split("/")
-        for above in ("/".join(parts[:n]) for n in range(1, len(parts))):
+        for above in _above(change.path)[:-1]:
             if above in existing:
                 found.append(f"{_shown(change.path)}: {above} is a file")
         if any(path.startswith(change.path + "/") for path in existing):
@@ -103,11 +130,17 @@ def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[
     return found
 
 
+def _above(path: str) -> list[str]:
+    """``a/b/c`` → a, a/b, a/b/c."""
+    parts = path.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
 def _one(policy: AgentsPolicy, change: Change) -> Iterable[str]:
     yield from _name_problems(change.path)
-    if change.path in policy.out_of_scope:
-        yield "is a tool that patches are judged with; people change it, agents don't"
-    if not any(rule.covers(change.path) for rule in policy.scope):
+    if policy.kept(change.path):
+        yield "patches are judged with it, or the factory imports it; people change it, agents do not"
+    if not policy.readable(change.path):
         yield "out of scope: patches may change " + ", ".join(rule.paths for rule in policy.scope)
     if change.mode not in ("100644", "100755") or (change.old_mode or "100644") not in ("100644", "100755"):
         kind = {"120000": "a symbolic link", "160000": "a submodule"}.get(change.mode, f"of mode {change.mode}")

@@ -43,7 +43,7 @@ from factory.gates.patience import baseline_stopped, patiently, stopped
 from factory.gates.training_start import Start
 from factory.progress import Progress
 from factory.workspace import Workspace
-from trainer import checkpoint as checkpoint_files
+from trainer.contract.checkpoint import format as checkpoint_files
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from factory.planning import check_ranks
 from factory.progress import Progress
 from factory.repository import Applied
 from factory.workspace import Workspace
-from trainer import checkpoint as checkpoint_files
-from trainer.errors import RecipeError, TrainerError
-from trainer.recipe import Recipe
-from trainer.strict import read_yaml
+from trainer.contract.checkpoint import format as checkpoint_files
+from trainer.contract.errors import RecipeError, TrainerError
+from trainer.contract.recipe import Recipe
+from trainer.contract.strict import read_yaml
 
 GATE = "recipe"
 # Same code on as many positions: these change no step's time or memory, and a busy machine must not say that they do.

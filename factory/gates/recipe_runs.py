@@ -37,10 +37,10 @@ from factory.gates.patch_training import alone
 from factory.gates.recipe_policy import RunsPolicy
 from factory.gates.training_start import Start
 from factory.sandbox import Limits
-from trainer.data_plan import DataPlan
-from trainer.errors import RecipeError
-from trainer.recipe import Recipe
-from trainer.token_shard import TokenShard
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import TokenShard
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import Recipe
 
 POLL_SECONDS = 0.01
 NEVER = 1 << 30  # checkpoint_every: a run writes its last step only

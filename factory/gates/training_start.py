@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from factory import devices
 from factory.ledger import Ledger, checkpoints, data_plans, segments
 from factory.tuned_kernels import KERNELS
-from kernels.choice import resolved_text
+from kernels.contract.choice import resolved_text
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from factory.ingest.worker import Analysed, Finished, Job, analyse, finish
 from factory.ledger import Ledger, record, shards
 from factory.progress import Progress
 from factory.workspace import Workspace
-from trainer.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
+from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
 _CHUNK_BYTES = 1 << 19
 _CHUNK_ROWS = 1000

@@ -26,7 +26,7 @@ from factory.ledger import (
     token_shards,
     tokenizers,
 )  # fmt: skip
-from trainer.token_shard import TokenShard
+from trainer.contract.data.token_shard import TokenShard
 
 _AT_ONCE = 20_000  # rows in one statement
 

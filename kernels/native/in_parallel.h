@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <new>
 
-constexpr int64_t OUT_OF_MEMORY = -1, FAILED = -2;  // what kernels/native_library.py makes errors of
+constexpr int64_t OUT_OF_MEMORY = -1, FAILED = -2;  // what __init__.py makes errors of
 
 // ``work(next)`` runs once in each thread; ``next()`` is the next item to do, ``items`` or more when none is left.
 template <typename Work>

@@ -39,7 +39,7 @@ from factory.workbench import Bench
 POLICY = LlmPolicy(
     model="replay", attempts=2, silence_seconds=1, reply_seconds=20, longest_wait_seconds=1, reply_tokens=8000
 )
-SWIGLU = Target("kernel:swiglu", "swiglu", ("kernels/swiglu.py:18",), 0.1, 0.08)
+SWIGLU = Target("kernel:swiglu", "swiglu", ("kernels/swiglu/__init__.py:18",), 0.1, 0.08)
 
 
 class FreshBench(Bench):
@@ -87,8 +87,8 @@ def test_it_reads_and_proposes_a_kernel_that_passes(start: Start) -> None:
     drafted, _, said, server = start("fused_kernel")
     assert drafted is not None and drafted.agent == "kernel-engineer" and drafted.target == "kernel:swiglu"
     assert {edit.path for edit in drafted.edits} == {
-        "kernels/swiglu_by_hand.py",
-        "kernels/swiglu.py",
+        "kernels/swiglu/by_hand.py",
+        "kernels/swiglu/__init__.py",
         "policies/kernels.yaml",
     }
     assert (
@@ -99,7 +99,7 @@ def test_it_reads_and_proposes_a_kernel_that_passes(start: Start) -> None:
     assert "10.0% of the eager step" in first[1]["content"] and "1.111 times" in first[1]["content"]
     answers = {m["tool_call_id"]: m["content"] for m in last if m["role"] == "tool"}
     assert "def reference(gate_XF" in answers["call_0"] and "20% of the roofline" in answers["call_1"]
-    assert "trainer/model.py:99" in answers["call_2"] and "could be fused" in answers["call_2"]
+    assert "trainer/model/transformer.py:99" in answers["call_2"] and "could be fused" in answers["call_2"]
     assert "10.0 GB/s" in answers["call_3"]
     everything = json.dumps(last, ensure_ascii=False)
     assert "\u202e" not in everything and "ignore all rules" in everything  # data, cleaned and marked
@@ -110,7 +110,7 @@ def test_it_mends_what_the_quick_check_finds(start: Start, bench: Bench) -> None
     drafted, _, said, server = start("mended", rounds=4)
     assert drafted is not None and any("round 4: passes the quick check" in line for line in said)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
-    assert "no JSON" in told[0] and "quick check, static" in told[1] and "swiglu_by_hand.py" in told[1]
+    assert "no JSON" in told[0] and "quick check, static" in told[1] and "swiglu/by_hand.py" in told[1]
     assert "quick check, oracle" in told[2] and "gradient 0 is off" in told[2]
     assert not list((bench.workspace.root / "cache").glob("check*"))
 
@@ -131,7 +131,7 @@ def test_a_proposal_without_edits_is_of_those_it_tried_last(start: Start) -> Non
 
 
 def test_what_is_tried_costs_the_agents_seconds(bench: Bench) -> None:
-    unchanged = [Edit("kernels/swiglu.py", bench.read("kernels/swiglu.py") + "\n")]
+    unchanged = [Edit("kernels/swiglu/__init__.py", bench.read("kernels/swiglu/__init__.py") + "\n")]
     own = replace(bench)
     assert "nothing to time alone" in own.check(unchanged, "swiglu", timed=True).times[0] and own.spent > 0.5
     own.spent = own.agents.measure_seconds
@@ -144,10 +144,12 @@ def test_what_a_candidate_says_of_its_speed_is_a_number_or_not_measured(
 ) -> None:
     """And what it leaves where it may write is not written through."""
     code, output, kept = tmp_path / "code", tmp_path / "output", tmp_path / "kept"
-    (code / "kernels").mkdir(parents=True)
-    (code / "kernels" / "__init__.py").write_text("")
+    contract = code / "kernels" / "contract"
+    contract.mkdir(parents=True)
+    for folder in (contract, contract.parent):
+        (folder / "__init__.py").write_text("")
     leaves = f"import os\nos.symlink({str(kept)!r}, {str(output / 'recipe.yaml')!r})\nprint({said})\n"
-    (code / "kernels" / "bench.py").write_text(leaves)
+    (contract / "bench.py").write_text(leaves)
     for _ in range(2):
         with pytest.raises(MeasurementError, match="swiglu: native could not be measured"):
             replace(bench)._bench(code, output, "swiglu", "native", "reference", {})
@@ -237,7 +239,11 @@ def test_a_person_steers_between_rounds_and_may_stop(start: Start) -> None:
 # -- targets -----------------------------------------------------------------------------------------------------------
 def test_the_target_is_the_largest_gain_at_the_roofline_that_may_be_patched(bench: Bench) -> None:
     found = targets(profile(), set(bench.files(patchable=True)))
-    assert [target.name for target in found] == ["kernel:swiglu", "kernel:attention", "file:trainer/model.py"]
+    assert [target.name for target in found] == [
+        "kernel:swiglu",
+        "kernel:attention",
+        "file:trainer/model/transformer.py",
+    ]
     assert found[0].aim == pytest.approx(1 / 0.92) and found[0].most == pytest.approx(1 / 0.9)
     refused = {"kernel:swiglu": [Attempt("", "reject")] * 3}
     first, second = (worthwhile(found, past)[0] for past in (lambda _: [], lambda name: refused.get(name, [])))
@@ -248,10 +254,10 @@ def test_the_target_is_the_largest_gain_at_the_roofline_that_may_be_patched(benc
 def test_a_person_names_an_op_or_a_line(bench: Bench) -> None:
     found = targets(profile(), set(bench.files(patchable=True)))
     assert named("attention", found, profile()).name == "kernel:attention"
-    assert named("kernels/swiglu.py:18", found, profile()).op == "swiglu"
+    assert named("kernels/swiglu/__init__.py:18", found, profile()).op == "swiglu"
     for asked, words in (
         ("swiglo", "did you mean 'swiglu'"),
-        ("trainer/packing.py:9", "may not patch"),
+        ("trainer/contract/data/packing.py:9", "may not patch"),
         ("x", "there are"),
     ):
         with pytest.raises(TargetError, match=words):
@@ -274,8 +280,11 @@ SAID["edits"] = [{"path": "kernels/x.py", "new_text": "x = 1\n"}]
         ({"title": " \u200b\n"}, None),
         ({"title": ""}, "may not be empty"),
         ({"edits": []}, "at least one edit"),
-        ({"edits": [{"path": "kernels/swiglu.py", "find": "nowhere", "replace": ""}]}, "occurs 0 times"),
-        ({"edits": [{"path": "kernels/swiglu.py", "find": "gate_XF", "replace": ""}]}, "must occur exactly once"),
+        ({"edits": [{"path": "kernels/swiglu/__init__.py", "find": "nowhere", "replace": ""}]}, "occurs 0 times"),
+        (
+            {"edits": [{"path": "kernels/swiglu/__init__.py", "find": "gate_XF", "replace": ""}]},
+            "must occur exactly once",
+        ),
         (
             {"edits": [{"path": "factory/gates/judge.py", "find": "a", "replace": "b"}]},
             "not a file that agents may read",
@@ -322,10 +331,10 @@ def test_whatever_a_model_says_is_a_proposal_or_a_draft_error(
         ("shell", "{}", "There is no tool 'shell'"),
         ("read_file", '{"path": "../ledger.db"}', "not a file that agents may read"),
         ("read_file", '{"path": ["x"]}', "cannot be used"),
-        ("read_file", '{"path": "kernels/swiglu.py", "first": 1e9}', "cannot be used"),
+        ("read_file", '{"path": "kernels/swiglu/__init__.py", "first": 1e9}', "cannot be used"),
         ("read_file", "[" * 5000, "cannot be used"),
         ("graph", '{"lines": "x"}', "cannot be used"),
-        ("read_file", '{"path": "kernels/swiglu.py", "first": -5, "last": 2}', "lines 1 to 2 of"),
+        ("read_file", '{"path": "kernels/swiglu/__init__.py", "first": -5, "last": 2}', "lines 1 to 2 of"),
     ],
 )
 def test_a_tool_call_that_makes_no_sense_is_answered(name: str, arguments: str, words: str, bench: Bench) -> None:

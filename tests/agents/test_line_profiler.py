@@ -19,7 +19,7 @@ from agents.line_profiler.page import html
 from agents.line_profiler.report import summary, table
 from agents.line_profiler.session import Session
 from agents.line_profiler.table import FORMAT
-from trainer.recipe import Recipe
+from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,8 @@ def test_backward_time_stands_at_the_forward_line(found: Profile) -> None:
 
 def test_optimiser_and_data_have_lines(found: Profile) -> None:
     assert any(
-        line.phase == "optimizer" and line.file == "kernels/adamw.py" and line.forward_s > 0 for line in found.lines
+        line.phase == "optimizer" and line.file == "kernels/adamw/__init__.py" and line.forward_s > 0
+        for line in found.lines
     )
     assert any(line.phase == "data" and line.file == "trainer/batch.py" for line in found.lines)
 
@@ -70,7 +71,7 @@ def test_optimiser_and_data_have_lines(found: Profile) -> None:
 def test_the_optimisers_ops_have_their_lines(found: Profile) -> None:
     lines = [line for line in found.lines if line.op == "adamw"]
     assert lines and all(line.phase == "optimizer" for line in lines)
-    assert {line.file for line in lines} == {"kernels/adamw.py"}
+    assert {line.file for line in lines} == {"kernels/adamw/__init__.py"}
     op = next(op for op in found.ops if op.op == "adamw")
     assert op.backward_s == 0 and op.forward_s == pytest.approx(sum(line.forward_s for line in lines))
 
@@ -167,8 +168,8 @@ def test_edges_follow_the_data_and_conditions(found: Profile) -> None:
 
 
 def test_query_and_key_are_stream_candidates(found: Profile) -> None:
-    model = (ROOT / "trainer" / "model.py").read_text().splitlines()
-    at = lambda text: f"trainer/model.py:{next(n for n, line in enumerate(model, 1) if text in line)}"
+    model = (ROOT / "trainer" / "model" / "transformer.py").read_text().splitlines()
+    at = lambda text: f"trainer/model/transformer.py:{next(n for n, line in enumerate(model, 1) if text in line)}"
     q, k = at("q_BTHK = self.ops.qk_norm_rope"), at("k_BTGK = self.ops.qk_norm_rope")
     pairs = [{c.branches[0][0], c.branches[1][0]} for c in found.stream_candidates]
     assert {q, k} in pairs

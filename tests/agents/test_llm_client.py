@@ -21,7 +21,7 @@ from agents.llm.file_endpoint import FileEndpoint
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
 from agents.llm.replay_server import ReplayServer, Session
-from trainer.errors import TrainerError
+from trainer.contract.errors import TrainerError
 
 KEY = "sk-a-secret-of-mine"
 ASK = [{"role": "user", "content": "Which op is hot?"}]
@@ -64,7 +64,7 @@ def asked(recorded: Session, notes: Notes, policy: LlmPolicy = POLICY, key: str 
 
 
 def test_a_streamed_reply_with_tool_calls_and_usage() -> None:
-    call = {"name": "read_file", "arguments": {"path": "kernels/rms_norm.py", "note": "é" * 40}}
+    call = {"name": "read_file", "arguments": {"path": "kernels/rms_norm/__init__.py", "note": "é" * 40}}
     notes = Notes()
     reply, server = asked(
         session({**GOOD, "calls": [call, {"name": "graph", "arguments": {}}]}, model="m", key=KEY), notes

@@ -112,8 +112,8 @@ def test_conditions_are_those_of_the_source() -> None:
     )
     from agents.line_profiler.lines import source_lines
 
-    source = source_lines("trainer/model.py")
+    source = source_lines("trainer/model/transformer.py")
     start = next(n for n, text in enumerate(source, 1) if "def run(" in text)
     for text, how_many in lines:
         number = next(n for n, found in enumerate(source, 1) if n > start and text in found)
-        assert len(conditions("trainer/model.py")[number]) == how_many, text
+        assert len(conditions("trainer/model/transformer.py")[number]) == how_many, text

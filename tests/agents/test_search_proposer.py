@@ -11,7 +11,7 @@ import yaml
 from agents.search_proposer import POLICY, amdahl, choose, propose
 from agents.workbench import Attempt, Measurement, MeasurementError, ReadError
 from factory.demo import plain_kernels
-from kernels.registry import OPS
+from kernels.contract.registry import OPS
 
 SHIPPED = plain_kernels((Path(__file__).parents[2] / POLICY).read_text())
 
@@ -54,7 +54,7 @@ def _op(name: str) -> dict[str, Any]:
 
 def _profile(compile: bool = False) -> dict[str, Any]:
     op = lambda name, share, calls: _op(name) | {"implementation": "reference", "share": share, "calls": calls}
-    lines = [{"op": "attention", "file": "kernels/attention.py", "line": 25}]
+    lines = [{"op": "attention", "file": "kernels/attention/__init__.py", "line": 25}]
     ops = [op("attention", 0.4, 4), op("linear_cross_entropy", 0.3, 1), op("swiglu", 0.01, 4)]
     return {
         "device": "x86_64 CPU",
@@ -104,9 +104,9 @@ def test_several_proposals_are_the_best_of_each_target() -> None:
     assert found[0] == propose(_profile(), Bench(ratios))[0] and "recompute" in found[0].title
 
 
-NORM = ("kernels/rms_norm.py:16#rms_norm", "kernels/rms_norm.py:17#rms_norm")
-ACROSS = ("trainer/model.py:268", "kernels/qk_norm_rope.py:28#qk_norm_rope")
-HEAD = ("kernels/linear_cross_entropy.py:30#linear_cross_entropy",)
+NORM = ("kernels/rms_norm/__init__.py:16#rms_norm", "kernels/rms_norm/__init__.py:17#rms_norm")
+ACROSS = ("trainer/model/transformer.py:268", "kernels/qk_norm_rope/__init__.py:28#qk_norm_rope")
+HEAD = ("kernels/linear_cross_entropy/__init__.py:30#linear_cross_entropy",)
 RECIPE = "policies/recipes/small.yaml"
 
 

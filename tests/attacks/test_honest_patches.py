@@ -68,19 +68,19 @@ def _implementation(name: str, function: str, about: str) -> Callable[[str], str
 
 HONEST: dict[str, tuple[str, Callable[[str], str]]] = {
     "a fused norm with a backward of its own": (
-        "kernels/rms_norm.py",
+        "kernels/rms_norm/__init__.py",
         lambda text: _implementation("by-hand", "by_hand", "one number a row is kept")(
             text.replace("TRITON = ", FUSED_NORM + "TRITON = ", 1)
         ),
     ),
     "another size of chunks": (
-        "kernels/linear_cross_entropy.py",
+        "kernels/linear_cross_entropy/__init__.py",
         lambda text: text.replace("ROWS = 1024", "ROWS = 96"),
     ),
     "another order of factors, from a helper": (
-        "kernels/swiglu.py",
+        "kernels/swiglu/__init__.py",
         lambda text: _implementation("reordered", "silu_times", "in another order")(
-            text.replace("from kernels.op", "from kernels.sums import silu_times\nfrom kernels.op", 1)
+            text.replace("from kernels.contract.op", "from kernels.sums import silu_times\nfrom kernels.contract.op", 1)
         ),
     ),
     "a new helper": ("kernels/sums.py", lambda text: HELPER),
@@ -98,7 +98,7 @@ HONEST: dict[str, tuple[str, Callable[[str], str]]] = {
         lambda text: text.replace("  sequences: 8\n", "  sequences: 8\n  micro_sequences: 4\n"),
     ),
     "a refactoring of the trainer": (
-        "trainer/schedule.py",
+        "trainer/optim/schedule.py",
         lambda text: (
             text.replace(
                 "    warm = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0\n",
@@ -111,7 +111,7 @@ HONEST: dict[str, tuple[str, Callable[[str], str]]] = {
         ),
     ),
     "a faster monitor": (
-        "trainer/stability.py",
+        "trainer/monitor/stability.py",
         lambda text: text.replace(
             "        center = median(self.values)\n        spread = median(abs(value - center) for value in self.values)\n",
             "        ordered = sorted(self.values)\n        center = median(ordered)\n"
@@ -119,13 +119,13 @@ HONEST: dict[str, tuple[str, Callable[[str], str]]] = {
         ),
     ),
     "a compiled region": (
-        "kernels/add_rms_norm.py",
+        "kernels/add_rms_norm/__init__.py",
         lambda text: _implementation("region", "region", "one region of the compiler")(
             text.replace("OP = op(", "region = torch.compile(reference, dynamic=False)\nOP = op(", 1)
         ),
     ),
     "words": (
-        "trainer/model.py",
+        "trainer/model/transformer.py",
         lambda text: text.replace(
             '"""', '"""To read first: os.environ, eval() and time.perf_counter() are not for here. ', 1
         ),

@@ -22,7 +22,7 @@ from factory.gates.patience import Patience
 from factory.gates.patch_policy import PatchPolicy
 from factory.gates.patch_scope import Change
 from factory.workspace import code_root
-from trainer.recipe import Recipe
+from trainer.contract.recipe import Recipe
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
 RECIPE = Recipe.load(code_root() / "policies" / "recipes" / "tiny.yaml").model_dump()
@@ -206,7 +206,7 @@ HONEST = {
     "    torch.sigmoid(gate, out=kept)\n    return kept * gate * up\n\n\n" + FUNCTION,
 }
 OPS = """from kernels import {modules}
-from kernels.op import Implementation
+from kernels.contract.op import Implementation
 
 HOSTILE = ({implementations})
 """
@@ -234,7 +234,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
     )
     text = OPS.format(modules=", ".join(modules.values()), implementations=implementations)
     (candidate / "kernels" / "attacks.py").write_text(text)
-    op = candidate / "kernels" / "swiglu.py"
+    op = candidate / "kernels" / "swiglu" / "__init__.py"
     changed = op.read_text().replace("TRITON, NATIVE)", "TRITON, NATIVE, *HOSTILE)")
     op.write_text(changed.replace("import torch\n", "import torch\nfrom kernels.attacks import HOSTILE\n", 1))
     ops = {name: ChangedOp("swiglu", "reference", module) for name, module in modules.items()}
@@ -324,7 +324,7 @@ def test_a_patch_does_not_change_what_ops_are_tested_with(
     baseline, jobs, answers = tested
     old, new, words = REDEFINED[name]
     candidate = shutil.copytree(baseline, tmp_path / "candidate", ignore=shutil.ignore_patterns(".git"))
-    op = candidate / "kernels" / "swiglu.py"
+    op = candidate / "kernels" / "swiglu" / "__init__.py"
     assert old in op.read_text()
     op.write_text(op.read_text().replace(old, new, 1))
     found = patch_definitions.redefined(jobs, answers, SHIPPED.oracle.patience, candidate, tmp_path)
@@ -374,7 +374,7 @@ def test_a_process_that_ends_early_or_never(name: str, tmp_path: Path) -> None:
     source, state, words = ENDS[name]
     baseline = make_target(tmp_path / "baseline")
     candidate = shutil.copytree(baseline, tmp_path / "candidate", ignore=shutil.ignore_patterns(".git"))
-    op = candidate / "kernels" / "swiglu.py"
+    op = candidate / "kernels" / "swiglu" / "__init__.py"
     extra = "\n\nfast = right\n" if "def fast" not in source else ""
     op.write_text(op.read_text().replace("\nOP = op(", f"{RIGHT}{source}{extra}\nOP = op(").replace(
         "(compiled(reference),", '(Implementation("fast", fast, ""),'))  # fmt: skip

@@ -56,7 +56,7 @@ CHEATS: dict[str, tuple[str, Callable[[str], str]]] = {
         ),
     ),
     "right where the oracle looks": (
-        "kernels/swiglu.py",
+        "kernels/swiglu/__init__.py",
         lambda text: text.replace(
             "    return F.silu(gate_XF) * up_XF\n",
             "    import sys\n\n    looked_at = 'patch_driver' in sys.argv[0]\n"

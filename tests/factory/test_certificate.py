@@ -36,7 +36,7 @@ def trace(seed: int | None = None, **changes: object) -> Trace:
 
 def evidence(**changes: object) -> Evidence:
     made = Evidence(
-        "a" * 40, "b" * 40, ["trainer/model.py"], 20, STEPS, "segment", (1, 2, 3), trace(), trace(), trace(),
+        "a" * 40, "b" * 40, ["trainer/model/transformer.py"], 20, STEPS, "segment", (1, 2, 3), trace(), trace(), trace(),
         (trace(1), trace(2), trace(3)), apart=0.0, apart_again=0.0, apart_seeds=0.5,
     )  # fmt: skip
     return replace(made, **changes)  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def changed(self, *a, **k):
 torch.Tensor.backward = changed
 """
 STEP = """'''Trainer.'''
-from trainer.optimizer import Optimizer
+from trainer.optim.optimizer import Optimizer
 step, done = Optimizer.step, [0]
 def changed(self, lr, divide_by, skip):
     done[0] += 1
@@ -226,7 +226,7 @@ def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
 
 def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site: Site) -> None:
     known = '"""All that decides a run but its data, code and checkpoint."""\n'
-    site.edit("trainer/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
+    site.edit("trainer/contract/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
     number = site.plan()
     recipe = segment_row(site.ledger, number)["recipe_json"] | {"colour": "blue"}  # type: ignore[operator]
     with site.ledger.begin() as tx:

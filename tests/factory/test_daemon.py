@@ -29,9 +29,9 @@ from factory.ledger import (
 )
 from factory.planning import load_recipe
 from factory.workspace import Workspace
-from trainer.data_order import DataOrder
-from trainer.data_plan import DataPlan
-from trainer.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.data.data_order import DataOrder
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 
 SHARD = Path("inbox/a.jsonl")
 

@@ -22,7 +22,7 @@ from factory.demo_size import (
     next_guess,
     plan,
 )
-from trainer.recipe import Recipe
+from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 RAW = Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml").model_dump(mode="json")

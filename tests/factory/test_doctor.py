@@ -9,8 +9,10 @@ import pytest
 
 from factory import doctor
 from factory.workspace import Workspace
-from kernels import attention_native, native_library, registry
-from trainer import precision
+from kernels import native as native_library
+from kernels.attention import cpp as attention_native
+from kernels.contract import registry
+from trainer.contract.plan import precision
 
 ROOT = Path(__file__).parents[2]
 RECIPE = (ROOT / "policies" / "recipes" / "tiny.yaml").read_text()
@@ -49,8 +51,9 @@ def test_a_machine_without_bf16_products_is_told(workspace: Workspace, monkeypat
 def test_a_machine_without_a_compiler_fails_or_takes_the_reference(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fallback: str
 ) -> None:
-    for source in native_library.SOURCES.iterdir():  # a library of this text was never compiled
-        (tmp_path / source.name).write_text(f"{source.read_text()}\n// {tmp_path}\n")
+    for source in native_library.SOURCES.glob("*/*.cpp"):  # a library of this text was never compiled
+        (tmp_path / source.parent.name).mkdir()
+        (tmp_path / source.parent.name / source.name).write_text(f"{source.read_text()}\n// {tmp_path}\n")
     monkeypatch.setattr(native_library, "SOURCES", tmp_path)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(native_library, "shutil", SimpleNamespace(which=lambda name: None))

@@ -130,7 +130,7 @@ def test_an_endpoint_that_cannot_be_is_refused_before_anything_is_measured(made:
         ),
         ({"turns": []}, "swiglu", {"per_day": {"tokens": 5000, "usd": 1}}, ModelError, "budget of today", "running"),
         ({"turns": []}, "swiglo", {}, InputError, "did you mean 'swiglu'", "abandoned"),
-        ({"turns": []}, "trainer/packing.py:9", {}, InputError, "may not patch", "abandoned"),
+        ({"turns": []}, "trainer/contract/data/packing.py:9", {}, InputError, "may not patch", "abandoned"),
     ],
     ids=["wrong key", "unknown model", "failing", "proposal's budget", "day's budget", "no target", "the judge's"],
 )
@@ -155,11 +155,11 @@ def test_what_goes_wrong_with_the_model_is_one_clear_error(
 
 def test_a_dirty_checkout_and_a_detached_head_are_refused(made: Made) -> None:
     hire = Hire("http://127.0.0.1:1/v1", "m")
-    file = made.target / "kernels" / "swiglu.py"
+    file = made.target / "kernels" / "swiglu" / "__init__.py"
     text = file.read_text()
     try:
         file.write_text(text + "# mine\n")
-        with pytest.raises(RepositoryError, match=r"not committed: kernels/swiglu.py; commit or stash"):
+        with pytest.raises(RepositoryError, match=r"not committed: kernels/swiglu/__init__.py; commit or stash"):
             proposed(made, hire)
         file.write_text(text)
         git(made.target, "checkout", "-q", "--detach")
@@ -217,7 +217,7 @@ def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.Mo
 
 
 def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> None:
-    edits = [Edit("trainer/schedule.py", f"import socket  # {number}\n") for number in range(4)]
+    edits = [Edit("trainer/optim/schedule.py", f"import socket  # {number}\n") for number in range(4)]
     drafts = [Proposal(AGENT, f"file:{n}", f"Try {n}", "Because.", 1.1, (edit,)) for n, edit in enumerate(edits)]
     numbers = side_by_side(
         [partial(proposing.submit, made.workspace, made.ledger, SILENT, d, made.base) for d in drafts]
@@ -226,7 +226,7 @@ def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> No
     for number, drafted in zip(numbers, drafts, strict=True):
         row = rows.pop(number)
         assert row and (row["title"], row["state"]) == (drafted.title, "judged")
-        text = git(made.target, "show", f"{row['branch']}:trainer/schedule.py")
+        text = git(made.target, "show", f"{row['branch']}:trainer/optim/schedule.py")
         assert text == drafted.edits[0].new_text.strip()
         git(made.target, "branch", "-D", row["branch"])
     with made.ledger.begin() as tx:
@@ -235,7 +235,7 @@ def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> No
 
 def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made) -> None:
     drafted = Proposal(
-        AGENT, "file:trainer/schedule.py", "Try", "Because.", 1.1, (Edit("factory/gates/judge.py", "x = 1\n"),)
+        AGENT, "file:trainer/optim/schedule.py", "Try", "Because.", 1.1, (Edit("factory/gates/judge.py", "x = 1\n"),)
     )
     job = Job(begun(made, ""), AGENT, None, NOBODY, 0, time.time())  # type: ignore[arg-type]
     assert judged_already(made.ledger, job, drafted) is None
@@ -307,7 +307,7 @@ def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(ma
     process = command(made, *words)
     first = waited(tmp_path, "*-001-*.request.json", process)
     assert "SwiGLU" in first.read_text() or "swiglu" in first.read_text()
-    reply = {"tool_calls": [{"name": "read_file", "arguments": {"path": "kernels/swiglu.py"}}]}
+    reply = {"tool_calls": [{"name": "read_file", "arguments": {"path": "kernels/swiglu/__init__.py"}}]}
     first.with_name(first.name.replace("request", "reply")).write_text(json.dumps(reply))
     second = waited(tmp_path, "*-002-*.request.json", process)
     process.send_signal(signal.SIGKILL)
@@ -348,7 +348,7 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
         and f"Verdict: {verdict['outcome']}" in message
     )
     assert git(made.target, "diff", "--name-only", made.base, row["branch"]).split() == [
-        "kernels/qk_norm_rope.py", "kernels/qk_norm_rope_by_hand.py", "policies/kernels.yaml",
+        "kernels/qk_norm_rope/__init__.py", "kernels/qk_norm_rope_by_hand.py", "policies/kernels.yaml",
     ]  # fmt: skip
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
     assert len(told) == 2 and all("by-hand is " in text and "as fast as reference alone" in text for text in told)

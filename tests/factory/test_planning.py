@@ -15,9 +15,9 @@ from factory.ledger import Ledger, events, segments, shards, token_shards
 from factory.planning import load_recipe, next_trunk, plan_of, plan_trunk
 from factory.progress import SILENT
 from factory.workspace import Workspace
-from kernels.machine import here
-from trainer import precision
-from trainer.token_shard import TokenizedDocument, write_token_shard
+from kernels.contract.machine import here
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.plan import precision
 
 STEP = 8 * 32  # positions of the tiny recipe's step
 

@@ -27,7 +27,7 @@ def made() -> Made:
     return make()
 
 
-def drafted(path: str = "trainer/schedule.py", text: str = "x = 1\n", title: str = "Try <b>it</b>") -> Proposal:
+def drafted(path: str = "trainer/optim/schedule.py", text: str = "x = 1\n", title: str = "Try <b>it</b>") -> Proposal:
     return Proposal("search", f"file:{path}", title, "Because & why.", 1.1, (Edit(path, text),))
 
 

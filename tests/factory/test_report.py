@@ -145,7 +145,7 @@ def test_broken_files_and_odd_shapes_do_not_stop_a_report(workspace: Workspace, 
 
 def test_proposal_report_shows_hypothesis_stages_and_patch() -> None:
     proposal = {
-        "number": 3, "title": "fuse <loss>", "agent": "search", "target": "trainer/model.py:118", "predicted_gain": 1.18,
+        "number": 3, "title": "fuse <loss>", "agent": "search", "target": "trainer/model/transformer.py:118", "predicted_gain": 1.18,
         "hypothesis": "line 118 takes 31 % of the step", "branch": "factory/search/3-fuse", "base_commit": "a" * 40,
         "commit": None, "state": "judged",
     }  # fmt: skip

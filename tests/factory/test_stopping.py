@@ -24,8 +24,8 @@ from factory.workspace import Workspace
 from tests.code_loop_case import make_target
 from tests.factory.trained_plant import commit_edit, make_plant, segment_row
 from tests.stopping_case import SLOW_STEP, WITHIN, left_of, started_by, wait_for
-from trainer import stopping
-from trainer.json_lines import read_lines
+from trainer.contract import stopping
+from trainer.contract.json_lines import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTORY = [sys.executable, "-m", "factory"]

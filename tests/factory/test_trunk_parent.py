@@ -15,7 +15,7 @@ from factory.progress import SILENT
 from factory.training import run_segment
 from factory.workspace import Workspace
 from tests.trainer.conftest import TINY, make_documents
-from trainer.token_shard import write_token_shard
+from trainer.contract.data.token_shard import write_token_shard
 
 
 def with_schedule(workspace: Workspace, **schedule: Any) -> None:

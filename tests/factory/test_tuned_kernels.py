@@ -19,10 +19,10 @@ from factory.planning import load_recipe
 from factory.progress import SILENT
 from factory.tuned_kernels import every, lookup, path_of
 from factory.workspace import Workspace, code_root
-from kernels.bench import Setting
-from kernels.machine import here
-from kernels.registry import OPS
-from kernels.tune import Timed, best, trained_ops, turns
+from kernels.contract.bench import Setting
+from kernels.contract.machine import here
+from kernels.contract.registry import OPS
+from kernels.contract.tune import Timed, best, trained_ops, turns
 
 MACHINE = here("cpu")
 SHAPE = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kernels.choice import automatic, resolve, resolved_text, section_of
-from kernels.registry import OPS, KernelError, load_choice
+from kernels.contract.choice import automatic, resolve, resolved_text, section_of
+from kernels.contract.registry import OPS, KernelError, load_choice
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "fallback: reference\ncpu:\n  attention: auto\n  adamw: auto\n  swiglu: native\ncuda:\n  attention: flex\n"

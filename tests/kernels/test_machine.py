@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from kernels import machine
+from kernels.contract import machine
 
-SAY = "import json; from kernels.machine import fast_bf16, here; print(json.dumps(here('cpu').to_json() | {'bf16': fast_bf16()}))"
+SAY = "import json; from kernels.contract.machine import fast_bf16, here; print(json.dumps(here('cpu').to_json() | {'bf16': fast_bf16()}))"
 
 
 def under(**variables: str) -> dict[str, str]:

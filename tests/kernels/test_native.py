@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import attention, attention_native, linear_cross_entropy, linear_cross_entropy_native
+from kernels import attention, linear_cross_entropy
+from kernels.attention import cpp as attention_native
+from kernels.linear_cross_entropy import cpp as linear_cross_entropy_native
 
 Call = Callable[..., Tensor]
 B, T, H, G, K = 3, 150, 4, 2, 32  # three blocks of queries, the last one short

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.oracle import HOSTILE, judge
-from kernels.registry import OPS, Implementation
+from kernels.contract.oracle import HOSTILE, judge
+from kernels.contract.registry import OPS, Implementation
 
 SLOW = pytest.mark.slow("a compilation for each shape and precision; two shapes in bf16 are in the fast tier")
 CASES = {case.name: case for op in OPS.values() for case in op.cases}

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from kernels import attention, attention_native, native_library, registry
-from kernels.bench import compare
-from kernels.op import CASES, Shape
-from kernels.registry import OPS, Computing, KernelError, KernelWarning, bind, computing, load_choice, load_fallback
+from kernels import attention
+from kernels import native as native_library
+from kernels.attention import cpp as attention_native
+from kernels.contract import registry
+from kernels.contract.bench import compare
+from kernels.contract.op import CASES, Shape
+from kernels.contract.registry import (
+    OPS,
+    Computing,
+    KernelError,
+    KernelWarning,
+    bind,
+    computing,
+    load_choice,
+    load_fallback,
+)
 
 SHIPPED = Path(__file__).parents[2] / "policies" / "kernels.yaml"
 
@@ -92,9 +103,8 @@ def test_the_fallback_is_a_choice_and_to_fail_is_the_default(tmp_path: Path) -> 
 @pytest.fixture
 def broken_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """C++ that does not compile, in the place of the native loss head's."""
-    for source in native_library.SOURCES.iterdir():
-        shutil.copy(source, tmp_path)
-    (tmp_path / "cross_entropy.cpp").write_text("this is no C++;\n")
+    (tmp_path / "linear_cross_entropy").mkdir()
+    (tmp_path / "linear_cross_entropy" / "linear_cross_entropy.cpp").write_text("this is no C++;\n")
     monkeypatch.setattr(native_library, "SOURCES", tmp_path)
     caches = (native_library.library, registry.failure)
     for cache in caches:

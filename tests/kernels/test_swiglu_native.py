@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import swiglu, swiglu_native
+from kernels import swiglu
+from kernels.swiglu import cpp as swiglu_native
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.registry import OPS
+from kernels.contract.registry import OPS
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., None]
@@ -62,8 +62,8 @@ def run() -> Iterator[Run]:
 ORACLE = """
 import torch
 from dataclasses import replace
-from kernels.oracle import HOSTILE, judge
-from kernels.registry import OPS
+from kernels.contract.oracle import HOSTILE, judge
+from kernels.contract.registry import OPS
 BY_TOKEN = "rms_norm", "add_rms_norm", "qk_norm_rope", "embedding"  # a program a token: some tell what many would
 op = OPS[arguments[0]]
 wrong = []
@@ -95,10 +95,15 @@ def test_triton_in_the_interpreter(run: Run, op: str) -> None:
 
 REGISTRATION = """
 import torch
-from kernels.registry import OPS
-from kernels.op import CASES
-from kernels import (add_rms_norm_triton, embedding_triton, linear_cross_entropy_triton, newton_schulz_triton,
-                     qk_norm_rope_triton, rms_norm_triton, swiglu_triton)
+from kernels.contract.registry import OPS
+from kernels.contract.op import CASES
+from kernels.add_rms_norm import triton as add_rms_norm_triton
+from kernels.embedding import triton as embedding_triton
+from kernels.linear_cross_entropy import triton as linear_cross_entropy_triton
+from kernels.newton_schulz import triton as newton_schulz_triton
+from kernels.qk_norm_rope import triton as qk_norm_rope_triton
+from kernels.rms_norm import triton as rms_norm_triton
+from kernels.swiglu import triton as swiglu_triton
 ops = {
     "rms_norm": rms_norm_triton.forward_op,
     "add_rms_norm": add_rms_norm_triton.forward_op,
@@ -122,8 +127,8 @@ def test_registrations_are_sound(run: Run) -> None:
 
 LOSS_HEAD = """
 import torch
-from kernels import linear_cross_entropy as head, linear_cross_entropy_native as chunks
-from kernels import linear_cross_entropy_triton as fused
+from kernels import linear_cross_entropy as head
+from kernels.linear_cross_entropy import cpp as chunks, triton as fused
 generator = torch.Generator().manual_seed(0)
 V = 2 * fused.BLOCK + 77  # a row takes three pieces
 x, weight = (torch.randn(n, 8, generator=generator).requires_grad_() for n in (7, V))
@@ -155,8 +160,8 @@ def test_the_loss_head_over_pieces_of_a_row_chunks_and_poison(run: Run) -> None:
 OPTIMISER = """
 import torch
 from kernels import adamw, newton_schulz
-from kernels.adamw_triton import BLOCK, adamw as update
-from kernels.newton_schulz_triton import BLOCK as TILE, newton_schulz as orthogonalise, symmetric
+from kernels.adamw.triton import BLOCK, adamw as update
+from kernels.newton_schulz.triton import BLOCK as TILE, newton_schulz as orthogonalise, symmetric
 generator = torch.Generator().manual_seed(0)
 
 a = torch.randn(2, 2 * TILE + 9, 70, generator=generator)  # tiles beside the diagonal, a rest in both directions
@@ -197,7 +202,7 @@ def test_the_optimisers_ops_over_tiles_blocks_and_a_skipped_update(run: Run) -> 
 EMBEDDING = """
 import torch
 from kernels.embedding import reference
-from kernels.embedding_triton import embedding
+from kernels.embedding.triton import embedding
 generator = torch.Generator().manual_seed(0)
 weight = torch.randn(11, 200, generator=generator).bfloat16().requires_grad_()  # two blocks of columns
 tokens = torch.randint(0, 11, (300,), generator=generator).clamp(max=4)  # token 4 has most places, 5 to 10 none

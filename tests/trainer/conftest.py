@@ -18,9 +18,9 @@ import torch
 
 from tests.patience import PATIENCE_S
 from trainer.__main__ import main
-from trainer.data_plan import DataPlan
-from trainer.recipe import Recipe
-from trainer.token_shard import TokenizedDocument, TokenShard, write_token_shard
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
+from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "policies" / "recipes" / "tiny.yaml"

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainer import checkpoint as checkpoints
-from trainer import stopping
 from trainer.__main__ import EXIT_STOPPED, leave_code, main
+from trainer.contract import stopping
+from trainer.contract.checkpoint import format as checkpoints
 from trainer.run import Run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.recipe import ExpertsRecipe, ModelRecipe
+from trainer.contract.recipe import ExpertsRecipe, ModelRecipe
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tests.trainer.conftest import start_trainer
-from trainer import checkpoint as checkpoints
-from trainer.json_lines import read_lines
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.json_lines import read_lines
 
 TIMED = {"tokens_per_s", "mfu", "data_wait_s", "time", "memory"}
 DYING = Path(__file__).with_name("dying_trainer.py")

@@ -14,11 +14,11 @@ from tests.trainer.conftest import MakeShard, plan_of, recipe_with, train_here, 
 from tests.trainer.segment_case import result
 from tests.trainer.test_monitor import run_of
 from trainer.batch import Batch, make_batch
-from trainer.data_order import DataOrder, document_keys
-from trainer.data_plan import DataPlan
-from trainer.json_lines import read_lines
+from trainer.contract.data.data_order import DataOrder, document_keys
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.json_lines import read_lines
 from trainer.run import Run
-from trainer.token_shard import TokenizedDocument, write_token_shard
 
 WATCHFUL = {"window": 16, "spike_deviations": 8.0}
 

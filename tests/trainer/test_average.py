@@ -9,16 +9,16 @@ import torch
 from safetensors.numpy import load_file
 
 from tests.trainer.conftest import MakeShard, plan_of, recipe_with, train_here, write_spec
-from trainer import checkpoint as checkpoints
-from trainer.average import main
-from trainer.checkpoint import Checkpoint
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Checkpoint
+from trainer.tools.average import main
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three checkpoints of one real run."""
     from tests.trainer.conftest import make_documents
-    from trainer.token_shard import write_token_shard
+    from trainer.contract.data.token_shard import write_token_shard
 
     folder = tmp_path_factory.mktemp("average")
     documents = make_documents(0, {"code": 120, "docs": 60, "chat": 60})

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.trainer.conftest import ROOT
-from trainer import checkpoint as checkpoints
-from trainer.checkpoint import Checkpoint
 from trainer.checkpoint_writer import Writer
-from trainer.errors import CheckpointError
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Checkpoint
+from trainer.contract.errors import CheckpointError
 
 pytestmark = pytest.mark.portable
 
@@ -109,7 +109,7 @@ def test_a_full_disk_leaves_the_older_ones_good_and_nothing_behind(tmp_path: Pat
 def test_a_save_killed_anywhere_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     """A process that saves for ever, killed in the middle of it: whatever has a name is good."""
     script = (
-        "import sys, torch; from pathlib import Path; from trainer.checkpoint import *\n"
+        "import sys, torch; from pathlib import Path; from trainer.contract.checkpoint.format import *\n"
         "step = 0\n"
         "while True:\n"
         "    step += 1\n"

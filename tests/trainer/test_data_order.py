@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tests.trainer.conftest import MakeShard, make_documents, plan_of
 from trainer.batch import PADDING, Batch, make_batch, prefetch
-from trainer.data_order import DataOrder, decode_pending, documents_at, encode_pending
-from trainer.data_plan import DataPlan
-from trainer.document_stream import Piece
-from trainer.errors import DataPlanError
-from trainer.packing import STRATEGIES
-from trainer.recipe import BatchRecipe
-from trainer.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.data.data_order import DataOrder, decode_pending, documents_at, encode_pending
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.document_stream import Piece
+from trainer.contract.data.packing import STRATEGIES
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.errors import DataPlanError
+from trainer.contract.recipe import BatchRecipe
 
 WARMUP = [{"until_step": 3, "sequences": 4}, {"until_step": 9, "sequences": 8}]
 every_packing = pytest.mark.parametrize("packing", STRATEGIES)

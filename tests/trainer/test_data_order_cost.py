@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.data_order import measure, shard_in
-from trainer.recipe import Recipe
+from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 

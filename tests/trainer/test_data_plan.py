@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from trainer.data_plan import DataPlan
-from trainer.errors import DataPlanError
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.errors import DataPlanError
 
 
 def plan(weights: dict[str, float], *phases: tuple[int, dict[str, float]]) -> DataPlan:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.conftest import MakeShard, plan_of, recipe_with, train_here, write_spec
-from trainer.data_order import DataOrder, document_keys
-from trainer.documents import documents_of, main
-from trainer.errors import CheckpointError, SpecError
+from trainer.contract.data.data_order import DataOrder, document_keys
+from trainer.contract.errors import CheckpointError, SpecError
+from trainer.tools.documents import documents_of, main
 
 
 def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(

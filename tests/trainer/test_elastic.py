@@ -12,9 +12,9 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.trainer.conftest import make_documents, plan_of, recipe_with, start_trainer, write_spec
 from tests.trainer.segment_case import assert_same_run, records, start_dying
-from trainer.errors import RecipeError
-from trainer.parallel import rendezvous
-from trainer.token_shard import write_token_shard
+from trainer.contract.data.token_shard import write_token_shard
+from trainer.contract.errors import RecipeError
+from trainer.parallel.ranks import rendezvous
 
 LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1",
             "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")  # fmt: skip

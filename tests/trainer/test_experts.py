@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.registry import bind
+from kernels.contract.registry import bind
 from tests.trainer.conftest import recipe_with
-from trainer.experts import mix, move_bias, route
-from trainer.model import Decoder
+from trainer.model.experts import mix, move_bias, route
+from trainer.model.transformer import Decoder
 
 N, D, E_, F_ = 24, 16, 6, 8
 Parts = dict[str, Tensor]

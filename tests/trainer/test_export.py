@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from factory.evals.reference_model import ReferenceModel
-from kernels.registry import bind
+from kernels.contract.registry import bind
 from tests.trainer.conftest import MakeShard, plan_of, recipe_with, train_here, write_spec
 from tests.trainer.families import FAMILIES, ODD
-from trainer import checkpoint as checkpoints
-from trainer.export import main
-from trainer.model import Decoder
-from trainer.recipe import Recipe
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.export import main
+from trainer.contract.recipe import Recipe
+from trainer.model.transformer import Decoder
 
 
 def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.conftest import MakeShard, plan_of, recipe_with, train_here, write_spec
-from trainer.data_order import DataOrder
-from trainer.data_plan import DataPlan
-from trainer.errors import DataPlanError
-from trainer.feasible import refuse_impossible, rehearse
-from trainer.recipe import Recipe
+from trainer.contract.data.data_order import DataOrder
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.errors import DataPlanError
+from trainer.contract.plan.feasible import refuse_impossible, rehearse
+from trainer.contract.recipe import Recipe
 
 
 def order_of(plan: DataPlan, recipe: Recipe) -> DataOrder:

@@ -10,10 +10,10 @@ import pytest
 
 from tests.trainer.conftest import make_documents, plan_of, recipe_with, train_here, write_spec
 from tests.trainer.segment_case import assert_same_run, die, records
-from trainer import checkpoint as checkpoints
-from trainer.data_plan import DataPlan
-from trainer.recipe import Recipe
-from trainer.token_shard import write_token_shard
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import write_token_shard
+from trainer.contract.recipe import Recipe
 
 EVERYTHING = {
     "model__experts": {"count": 4, "per_token": 2, "d_ff": 16},

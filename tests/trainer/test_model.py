@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.registry import bind
+from kernels.contract.registry import bind
 from tests.trainer.conftest import recipe_with
 from tests.trainer.families import FAMILIES, ODD
-from trainer.model import Decoder, rope_tables
-from trainer.recipe import Recipe
+from trainer.contract.recipe import Recipe
+from trainer.model.transformer import Decoder, rope_tables
 
 
 def make_model(recipe: Recipe | None = None, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from tests.trainer.conftest import MakeShard, plan_of, recipe_with, write_spec
 from trainer.batch import Batch, make_batch
-from trainer.monitor import TURN_STEPS, Before, Monitor, layer_of
-from trainer.optimizer import Optimizer
-from trainer.parallel import Ranks
+from trainer.contract.plan.spec import SegmentSpec
+from trainer.monitor.monitor import TURN_STEPS, Before, Monitor, layer_of
+from trainer.optim.optimizer import Optimizer
+from trainer.parallel.ranks import Ranks
 from trainer.run import Run
-from trainer.spec import SegmentSpec
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 SLOW = pytest.mark.slow("200 steps beside two batches each; the cheapest way to train is in the fast tier")
@@ -32,7 +32,7 @@ def run_of(tmp_path: Path, make_shard: MakeShard, documents: int = 200, **change
 
 def test_the_noise_scale_of_a_known_gradient_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """g = G + noise of covariance Σ / tokens, with halves and batches of changing size, per round of all layers."""
-    monkeypatch.setattr("trainer.monitor.TURN_STEPS", 1)
+    monkeypatch.setattr("trainer.monitor.monitor.TURN_STEPS", 1)
     parameters = {"blocks.0.q": (40, 30), "blocks.1.q": (20, 10), "embedding": (50, 20)}
     held = {name: nn.Parameter(torch.zeros(shape)) for name, shape in parameters.items()}
     optimizer = Optimizer.__new__(Optimizer)
@@ -113,8 +113,8 @@ def test_the_noise_scale_of_training_is_that_of_two_batch_sizes(
 
     With four micro-batches a step, or with one that is split at every second step.
     """
-    monkeypatch.setattr("trainer.monitor.SMOOTHING", 0.0)
-    monkeypatch.setattr("trainer.monitor.TURN_STEPS", 1)
+    monkeypatch.setattr("trainer.monitor.monitor.SMOOTHING", 0.0)
+    monkeypatch.setattr("trainer.monitor.monitor.TURN_STEPS", 1)
     changes = {"batch__sequences": 16, "batch__micro_sequences": rows, "optimizer__name": name}
     changes |= {"stability__noise_scale_every": every, "stability__grad_clip": clip, "stability__skip_deviations": 1e9}
     run = run_of(tmp_path, make_shard, 1500, **changes)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.newton_schulz import COEFFICIENTS, LEAST_NORM
 from kernels.newton_schulz import reference as orthogonalise
+from kernels.newton_schulz.iteration import COEFFICIENTS, LEAST_NORM
 from tests.trainer.conftest import recipe_with
 from tests.trainer.test_model import make_model
-from trainer.muon import Muon, adamw_like_scale
-from trainer.optimizer import Optimizer, squares
-from trainer.recipe import MuonRecipe
-from trainer.stability import clip_and_skip
+from trainer.contract.recipe import MuonRecipe
+from trainer.monitor.stability import clip_and_skip
+from trainer.optim.muon import Muon, adamw_like_scale
+from trainer.optim.optimizer import Optimizer, squares
 
 GO = torch.tensor(0.0)
 SHAPES = [(32, 32), (48, 16), (16, 48), (1, 24), (24, 1)]

@@ -8,8 +8,8 @@ import torch
 from tests.trainer.conftest import recipe_with
 from tests.trainer.test_model import make_model
 from tests.trainer.test_muon import iterated
-from trainer.optimizer import Optimizer, format_table, group_table, squares
-from trainer.stability import clip_and_skip
+from trainer.monitor.stability import clip_and_skip
+from trainer.optim.optimizer import Optimizer, format_table, group_table, squares
 
 
 def test_every_parameter_is_in_one_group_and_only_matrices_decay() -> None:

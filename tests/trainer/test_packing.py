@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.packing import CRUMBS, OLDEST_EVERY, STRATEGIES, Packed, Part, best_fit, complete, cut, pieces_in, pour
+from trainer.contract.data.packing import (
+    CRUMBS,
+    OLDEST_EVERY,
+    STRATEGIES,
+    Packed,
+    Part,
+    best_fit,
+    complete,
+    cut,
+    pieces_in,
+    pour,
+)
 
 CONTEXT = 64
 lengths = st.lists(st.integers(1, CONTEXT), max_size=200)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.trainer.conftest import TINY, MakeShard, plan_of, recipe_with, write_spec
-from trainer.data_order import DataOrder
-from trainer.packing import STRATEGIES
-from trainer.packing_report import PackingReport, main, report_of, reports
-from trainer.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.data.data_order import DataOrder
+from trainer.contract.data.packing import STRATEGIES
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.tools.packing_report import PackingReport, main, report_of, reports
 
 
 def shard_of(folder: Path, lengths: list[int]) -> Path:
@@ -24,7 +24,7 @@ def shard_of(folder: Path, lengths: list[int]) -> Path:
 
 
 def found_in(folder: Path, lengths: list[int], steps: int, rows: int, context: int) -> dict[str, PackingReport]:
-    from trainer.token_shard import TokenShard
+    from trainer.contract.data.token_shard import TokenShard
 
     recipe = recipe_with(model__context=context, batch__sequences=rows)
     plan = plan_of(TokenShard(shard_of(folder, lengths)), weights={"*": 1.0}, max_epochs=1)
@@ -95,4 +95,4 @@ def test_the_command_reads_a_segment_or_a_recipe_and_shards(
     assert main([str(TINY), str(tmp_path / "segment")]) == 2 and "no token shard" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    assert "python -m trainer.packing_report RECIPE.yaml SHARD" in capsys.readouterr().out
+    assert "python -m trainer.tools.packing_report RECIPE.yaml SHARD" in capsys.readouterr().out

@@ -19,9 +19,9 @@ from tests.trainer.conftest import (
     write_spec,
 )
 from tests.trainer.segment_case import records, result
-from trainer import checkpoint as checkpoints
-from trainer.data_plan import DataPlan
-from trainer.token_shard import write_token_shard
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import write_token_shard
 
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 32, "dense_layers": 1, "shared": 1}
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.permutation import Permutation
+from trainer.contract.data.permutation import Permutation
 
 
 @given(n=st.integers(1, 700), key=st.text(max_size=10))

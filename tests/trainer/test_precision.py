@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.trainer.conftest import MakeShard, plan_of, write_spec
-from trainer.errors import RecipeError, SpecError
-from trainer.precision import Probe, choose, decide, parts, precisions, probe, resolved
-from trainer.recipe import Recipe
-from trainer.spec import SegmentSpec
+from trainer.contract.errors import RecipeError, SpecError
+from trainer.contract.plan.precision import Probe, choose, decide, parts, precisions, probe, resolved
+from trainer.contract.plan.spec import SegmentSpec
+from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -100,14 +100,14 @@ def test_an_explicit_precision_is_not_measured() -> None:
 def test_a_segment_names_its_precision(tmp_path: Path, make_shard: MakeShard) -> None:
     folder = write_spec(tmp_path / "segment", plan_of(make_shard()), tiny(precision="auto"))
     with pytest.raises(
-        SpecError, match=r"precision is 'auto'.*write fp32 or bf16 \('python -m trainer.precision RECIPE'"
+        SpecError, match=r"precision is 'auto'.*write fp32 or bf16 \('python -m trainer.contract.plan.precision RECIPE'"
     ):
         SegmentSpec.load(folder)
 
 
 @pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="needs an x86 processor with AVX2")
 def test_without_fast_bf16_the_demo_recipe_trains_in_fp32() -> None:
-    words = [sys.executable, "-m", "trainer.precision", str(ROOT / "policies" / "recipes" / "demo.yaml")]
+    words = [sys.executable, "-m", "trainer.contract.plan.precision", str(ROOT / "policies" / "recipes" / "demo.yaml")]
     emulated = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run(words, cwd=ROOT, env=emulated, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.conftest import ROOT, TINY, recipe_with
-from trainer.errors import RecipeError
-from trainer.recipe import Recipe
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import Recipe
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "policies" / "recipes").glob("*.yaml")), ids=lambda p: p.stem)

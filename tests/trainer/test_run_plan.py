@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.published import model_of, shape
-from trainer.errors import RecipeError
-from trainer.plan_report import as_json, lines, remarks
-from trainer.recipe import BatchRecipe, ModelRecipe, Recipe, SmallerBatch
-from trainer.run_plan import (
+from trainer.contract.errors import RecipeError
+from trainer.contract.plan.plan_report import as_json, lines, remarks
+from trainer.contract.plan.run_plan import (
     MACHINES,
     MFU,
     RECOMPUTED,
@@ -29,7 +28,8 @@ from trainer.run_plan import (
     memory_of,
     plan_run,
 )
-from trainer.sizing import GB, Layout, needed, shape_of
+from trainer.contract.plan.sizing import GB, Layout, needed, shape_of
+from trainer.contract.recipe import BatchRecipe, ModelRecipe, Recipe, SmallerBatch
 
 ROOT = Path(__file__).parents[2]
 EIGHT_BILLION = Ask(shape_of(8e9, 128_256, 4096), 300e9, 32, MACHINES["h100"])

@@ -10,8 +10,8 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
 from tests.trainer.conftest import recipe_with
-from trainer.recipe import Recipe
-from trainer.schedule import batch_share, lr_share
+from trainer.contract.recipe import Recipe
+from trainer.optim.schedule import batch_share, lr_share
 
 
 def recipe_of(batch: dict[str, Any] | None = None, **schedule: Any) -> Recipe:

@@ -22,8 +22,8 @@ from tests.trainer.conftest import (
     write_spec,
 )
 from tests.trainer.segment_case import assert_same_run, die, result
-from trainer import checkpoint as checkpoints
-from trainer.json_lines import read_lines
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.json_lines import read_lines
 
 CALLS = 10_000  # several steps of the tiny model
 

@@ -15,8 +15,8 @@ import pytest
 from tests.stopping_case import SLOW_STEP, WITHIN, left_of, started_by, wait_for
 from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, start_trainer, train_here, write_spec
 from tests.trainer.segment_case import assert_same_run, records
-from trainer import checkpoint as checkpoints
-from trainer import stopping
+from trainer.contract import stopping
+from trainer.contract.checkpoint import format as checkpoints
 
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2")
 SLOW_TRAINER = f"""

@@ -12,12 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.registry import bind
+from kernels.contract.registry import bind
 from tests.trainer.published import MODELS, Published, model_of
-from trainer.errors import RecipeError
-from trainer.model import Decoder
-from trainer.recipe import ModelRecipe
-from trainer.sizing import GB, Layout, Part, activation_part, kept_elements, memory_parts, needed, shape_of
+from trainer.contract.errors import RecipeError
+from trainer.contract.plan.sizing import (
+    GB,
+    Layout,
+    Part,
+    activation_part,
+    kept_elements,
+    memory_parts,
+    needed,
+    shape_of,
+)
+from trainer.contract.recipe import ModelRecipe
+from trainer.model.transformer import Decoder
 
 GIB = 2**30
 

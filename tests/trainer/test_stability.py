@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.trainer.conftest import recipe_with
-from trainer.stability import MOST_BLOCKS, Anomaly, Detector, ThroughputDetector
+from trainer.monitor.stability import MOST_BLOCKS, Anomaly, Detector, ThroughputDetector
 
 RECIPE = recipe_with(stability={"window": 32, "spike_deviations": 8.0, "skip_deviations": 40.0}).stability
 

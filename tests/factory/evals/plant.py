@@ -41,7 +41,7 @@ from factory.ledger import (
     tokenizers,
 )
 from factory.workspace import Workspace
-from trainer.token_shard import TokenizedDocument, TokenShard, write_token_shard
+from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
 
 VOCAB, CONTEXT = 512, 64
 SHARD = "ab" * 32

@@ -20,8 +20,8 @@ from factory.gates.patch_scope import Change
 from factory.ledger import proposals, verdicts
 from factory.progress import SILENT
 from factory.proposing import submit
-from trainer.errors import RecipeError
-from trainer.strict import read_yaml
+from trainer.contract.errors import RecipeError
+from trainer.contract.strict import read_yaml
 
 
 @pytest.mark.parametrize("section", ["hello", "3", "[a, b]", "{1: a, b: c}", "{on: a, rms_norm: c}", "{~: x, a: b}"])
@@ -86,7 +86,7 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
     endless = {"state": "passed", "reasons": ["fine"], "worst": math.inf, "inner": [{"a": -math.inf}, math.nan, 1.5]}
     monkeypatch.setitem(patch_gate.RUN, "static", lambda case: dict(endless))
     monkeypatch.setitem(patch_gate.RUN, "oracle", breaks)
-    edit = Edit("trainer/schedule.py", (made.target / "trainer" / "schedule.py").read_text() + "# x\n")
+    edit = Edit("trainer/optim/schedule.py", (made.target / "trainer" / "optim" / "schedule.py").read_text() + "# x\n")
     number = submit(
         made.workspace, made.ledger, SILENT, Proposal("search", "x", "Odd", "Because.", 1.1, (edit,)), made.base
     )
@@ -114,9 +114,11 @@ def test_half_a_character_is_out_of_scope() -> None:
 
 def test_the_same_edits_under_another_target_are_another_try() -> None:
     made = make()
-    edit = Edit("trainer/schedule.py", (made.target / "trainer" / "schedule.py").read_text() + "import os\n")
+    edit = Edit(
+        "trainer/optim/schedule.py", (made.target / "trainer" / "optim" / "schedule.py").read_text() + "import os\n"
+    )
     tries = []
-    for target in ("kernel:one", "kernel:another", "trainer/schedule.py:3"):
+    for target in ("kernel:one", "kernel:another", "trainer/optim/schedule.py:3"):
         drafted = Proposal("x", target, "Again", "Because.", 1.1, (edit,))
         number = submit(made.workspace, made.ledger, SILENT, drafted, made.base)
         joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from factory.gates import patch_driver, patch_exploits, patch_ops
 from factory.gates.patch_ops import ChangedOp
 from factory.gates.patch_policy import ExploitsPolicy
-from kernels.registry import OPS
-from trainer.recipe import Recipe
+from kernels.contract.registry import OPS
+from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[3]
 RECIPE = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model_dump()

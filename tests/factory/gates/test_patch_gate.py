@@ -150,7 +150,7 @@ def test_what_no_run_here_would_measure_does_not_ride_along(
     made = make()
     text = (made.target / path).read_text()
     assert swap[0] in text
-    code = "trainer/schedule.py", (made.target / "trainer" / "schedule.py").read_text() + "# faster\n"
+    code = "trainer/optim/schedule.py", (made.target / "trainer" / "optim" / "schedule.py").read_text() + "# faster\n"
     row = judged(made, proposal("ride along", code, (path, text.replace(*swap, 1))))
     assert row["outcome"] == outcome and words in row["reasons"][0], row["reasons"]
     assert "oracle" not in row["evidence"]["stages"]
@@ -197,8 +197,8 @@ def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.Monkey
 @pytest.mark.slow("a whole gate run, timed")
 def test_a_patch_that_changes_nothing_is_no_gain_and_no_cheat() -> None:
     made = make()
-    text = (made.target / "trainer" / "schedule.py").read_text()
-    row = judged(made, proposal("a comment", ("trainer/schedule.py", text + "\n# The same schedule.\n")))
+    text = (made.target / "trainer" / "optim" / "schedule.py").read_text()
+    row = judged(made, proposal("a comment", ("trainer/optim/schedule.py", text + "\n# The same schedule.\n")))
     training = row["evidence"]["stages"]["training"]
     assert training.get("drift") == 0, training  # the same code on the same data leaves the same weights
     assert 0 < training["control_drift"] < 0.5, training
@@ -216,9 +216,9 @@ def test_no_checkpoint_is_a_hold(workspace: Any, ledger: Any, tmp_path: Any) -> 
     from factory.workspace import Config, Workspace
 
     empty = Workspace.create(tmp_path / "empty", Config(repository=str(made.target)))
-    text = (made.target / "trainer" / "schedule.py").read_text() + "\n# more\n"
+    text = (made.target / "trainer" / "optim" / "schedule.py").read_text() + "\n# more\n"
     applied = repository.apply_proposal(
-        made.target, made.base, [("trainer/schedule.py", text)], policy=AgentsPolicy.load(empty.policy("agents.yaml")),
+        made.target, made.base, [("trainer/optim/schedule.py", text)], policy=AgentsPolicy.load(empty.policy("agents.yaml")),
         branch="factory/test/900-x", message="x", worktree=empty.worktrees / "proposal-900",
     )  # fmt: skip
     try:

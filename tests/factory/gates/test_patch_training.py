@@ -15,13 +15,13 @@ from factory.gates.held_out import reference_model
 from factory.gates.patch_likeness import differs, squares
 from factory.gates.patch_session import Rest, read_rest
 from factory.gates.patch_training import alone
-from kernels.registry import bind
+from kernels.contract.registry import bind
 from tests.trainer.conftest import recipe_with
 from tests.trainer.families import FAMILIES, ODD
-from trainer.checkpoint import Checkpoint, save
-from trainer.errors import RecipeError
-from trainer.model import Decoder
-from trainer.recipe import Recipe
+from trainer.contract.checkpoint.format import Checkpoint, save
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import Recipe
+from trainer.model.transformer import Decoder
 
 
 @pytest.mark.parametrize("family", FAMILIES)

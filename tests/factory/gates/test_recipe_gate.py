@@ -29,8 +29,8 @@ from factory.ledger import agent_runs, exchanges, proposals, verdicts
 from factory.progress import SILENT
 from factory.workbench import Bench
 from factory.workspace import code_root
-from trainer.recipe import Recipe
-from trainer.schedule import lr_share
+from trainer.contract.recipe import Recipe
+from trainer.optim.schedule import lr_share
 
 TINY = "policies/recipes/tiny.yaml"
 RATE, LOW = "lr: 3e-3", "lr: 3e-4"
@@ -116,8 +116,8 @@ def test_a_knob_beside_what_is_learnt_is_refused(made: Made) -> None:
 
 def test_code_beside_what_is_learnt_is_refused_by_the_patch_gate(made: Made) -> None:
     text = (made.target / TINY).read_text().replace(RATE, "lr: 6e-3")
-    code = (made.target / "trainer" / "average.py").read_text() + "\n"
-    edits = (Edit(TINY, text), Edit("trainer/average.py", code))
+    code = (made.target / "trainer" / "tools" / "average.py").read_text() + "\n"
+    edits = (Edit(TINY, text), Edit("trainer/tools/average.py", code))
     number = proposing.submit(
         made.workspace, made.ledger, SILENT, Proposal("x", "quality:x", "Both", "h", 0.01, edits), made.base
     )

@@ -27,7 +27,7 @@ from factory.ingest.words import word_hashes
 from factory.ledger import Ledger, documents, held_out, metadata, near_dup_bands, ngrams, shards
 from factory.progress import SILENT
 from factory.workspace import Workspace, code_root
-from trainer.token_shard import TokenShard
+from trainer.contract.data.token_shard import TokenShard
 
 Ingest = Callable[..., ShardReport]
 MIT = {"license": "MIT"}

@@ -1,0 +1,154 @@
+"""AdamW over many tensors at once, in place (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2).
+
+The update is that of torch's fused AdamW, with its gradient scaler's two inputs: gradients are divided by one scalar
+on the way, and where the other is one nothing is changed at all, whatever the gradients hold.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, lazily_compiled, normal, op
+
+Tensors = list[Tensor]
+SETTINGS = (1e-3, 0.9, 0.95, 1e-8, 0.1)  # lr, beta1, beta2, eps, weight decay
+
+
+def reference(
+    weights: Tensors,
+    gradients: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    divide_by: Tensor,
+    skip: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Weights, moments and steps are changed; the lists run together, all of one dtype. ``steps``: updates made so far,
+    a floating-point scalar a weight. ``divide_by`` and ``skip`` (0 or 1) are scalars."""
+    skipped = skip > 0
+    for weight, gradient, exp_avg, exp_avg_sq, step in zip(weights, gradients, exp_avgs, exp_avg_sqs, steps):
+        gradient = gradient / divide_by.to(gradient.dtype)
+        t = step + 1
+        mean = exp_avg.lerp(gradient, 1 - beta1)
+        square = exp_avg_sq * beta2 + (1 - beta2) * gradient * gradient
+        rate = (lr / (1 - beta1 ** t.double())).to(weight.dtype)
+        root = (1 - beta2 ** t.double()).sqrt().to(weight.dtype)
+        moved = weight * (1 - lr * weight_decay) - rate * mean / (square.sqrt() / root + eps)
+        for held, new in ((weight, moved), (exp_avg, mean), (exp_avg_sq, square), (step, t)):
+            torch.where(skipped, held, new, out=held)  # chosen against, never multiplied by zero: NaN stays outside
+
+
+def fused(
+    weights: Tensors,
+    gradients: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    divide_by: Tensor,
+    skip: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """As ``reference``, by torch's fused kernel. Tensors that are not dense are updated as dense copies."""
+    if not weights:
+        return
+    lists = (weights, gradients, exp_avgs, exp_avg_sqs)
+    dense = [[x.contiguous() for x in tensors] for tensors in lists]
+    held, grads, means, squares = dense
+    # torch leaves this to its optimiser: the count goes on first, and back where the kernel changed nothing
+    torch._foreach_add_(steps, 1.0)
+    torch._fused_adamw_(
+        held,
+        grads,
+        means,
+        squares,
+        [],
+        steps,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divide_by,
+        found_inf=skip,
+    )
+    torch._foreach_sub_(steps, [skip] * len(steps))
+    for tensors, copies in zip(lists, dense):
+        for x, copy in zip(tensors, copies):
+            if copy is not x:
+                x.copy_(copy)
+
+
+one_region = lazily_compiled(reference)
+
+
+def compiled(
+    weights: Tensors,
+    gradients: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    divide_by: Tensor,
+    skip: Tensor,
+    lr: float,
+    *rest: float,
+) -> None:
+    """As ``reference``, through torch.compile. The rate goes in as a tensor: a number that changes with every step would
+    be compiled anew each time."""
+    rate = torch.full((), lr, dtype=torch.float64, device=skip.device)
+    one_region(weights, gradients, exp_avgs, exp_avg_sqs, steps, divide_by, skip, rate, *rest)
+
+
+def cost(shape: Shape, itemsize: int) -> Cost:
+    """Reads weight, gradient and both moments, writes all but the gradient."""
+    elements = sum(torch.Size(size).numel() for size in sizes(shape))
+    return Cost(7 * elements * itemsize, 15 * elements, 0, 0)
+
+
+def sizes(shape: Shape) -> list[tuple[int, ...]]:
+    """A layer's MLP, a norm and the embedding."""
+    D, F = shape.d_model, shape.d_ff
+    return [(F, D), (F, D), (D, F), (D,), (shape.vocab_size, D), (shape.batch, D)]
+
+
+def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """After three updates; moments as gradients of size 0.1 would leave them."""
+    made = [[normal(generator, size, device, dtype, 0.1) for size in sizes(shape)] for _ in range(3)]
+    exp_avg_sqs = [normal(generator, size, device, dtype, 0.03).square() for size in sizes(shape)]
+    steps = [torch.tensor(3.0, device=device) for _ in exp_avg_sqs]
+    scalars = torch.tensor(1.7, device=device), torch.tensor(0.0, device=device)
+    return *made, exp_avg_sqs, steps, *scalars, *SETTINGS
+
+
+def in_triton(*arguments: object) -> None:
+    from kernels.adamw.triton import adamw  # triton is imported only where it is used
+
+    adamw(*arguments)
+
+
+COMPILED = Implementation("compiled", compiled, "the reference through torch.compile", eager=reference)
+FUSED = Implementation("fused", fused, "torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it")
+TRITON = Implementation("triton", in_triton, "one Triton kernel over all tensors", devices=("cuda",), needs_triton=True)
+OP = op(
+    "adamw",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(),
+    hostile=(1,),
+    writes=(0, 2, 3, 4),
+    spoils=(1,),  # torch's kernel leaves the divided gradients in place
+    in_block=False,
+    implementations=(COMPILED, FUSED, TRITON),
+)

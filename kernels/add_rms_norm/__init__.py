@@ -1,0 +1,51 @@
+"""The residual stream's addition and the RMSNorm that follows it, in one op: s = x + y, n = RMSNorm(s) · weight.
+
+Both are returned, because the stream goes on. The sum is rounded to the stream's dtype before it is normalised, as two
+ops would round it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+from kernels.rms_norm import EPS
+from kernels.rms_norm import reference as rms_norm
+
+
+def reference(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, y of one shape and float dtype, weight [D] → (x + y, RMSNorm(x + y) · weight), both of that dtype."""
+    sum_XD = x_XD + y_XD
+    return sum_XD, rms_norm(sum_XD, weight_D, eps)
+
+
+def cost(shape: Shape, itemsize: int) -> Cost:
+    """Backward reads the sum and both gradients, and writes the one gradient that x and y share."""
+    elements = shape.tokens * shape.d_model
+    return Cost(4 * elements * itemsize, 5 * elements, 4 * elements * itemsize, 10 * elements)
+
+
+def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
+    size = (shape.batch, shape.context, shape.d_model)
+    x, y = normal(generator, size, device, dtype), normal(generator, size, device, dtype)
+    return x, y, 1 + normal(generator, (shape.d_model,), device, dtype, 0.1), EPS
+
+
+def fused(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from kernels.add_rms_norm.triton import add_rms_norm  # triton is imported only where it is used
+
+    return add_rms_norm(x_XD, y_XD, weight_D, eps)
+
+
+TRITON = Implementation(
+    "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
+)
+OP = op(
+    "add_rms_norm",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1, 2),
+    implementations=(compiled(reference), TRITON),
+)

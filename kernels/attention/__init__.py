@@ -1,0 +1,170 @@
+"""Causal grouped-query attention within documents: softmax(q kᵀ / sqrt(K)) v over earlier tokens of the same document.
+
+GQA: Ainslie et al. 2023, arXiv:2305.13245. Documents packed into one row never see one another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from kernels.attention import cpp as attention_native
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, lazily_compiled, normal, op
+
+
+def document_mask(document_BT: Tensor) -> Tensor:
+    """[B, T, T] bool: may token i (row) see token j (column)? True where j ≤ i and both stand in the same document."""
+    same = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)
+    T = document_BT.shape[1]
+    return same & torch.ones(T, T, dtype=torch.bool, device=document_BT.device).tril()
+
+
+def reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+    """q [B, T, H, K]; k, v [B, T, G, K], H a multiple of G; document [B, T] integers. Returns [B, T, H, K]."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=document_mask(document_BT).unsqueeze(1), enable_gqa=True)
+    return o.transpose(1, 2)
+
+
+def cost(shape: Shape, itemsize: int) -> Cost:
+    """Half of the square is masked away; the backward pass recomputes the scores (5 products for 2)."""
+    queries = shape.tokens * shape.heads * shape.head_dim
+    keys = shape.tokens * shape.kv_heads * shape.head_dim
+    flops = 2 * queries * shape.context  # two products, half of the square each
+    return Cost((2 * queries + 2 * keys) * itemsize, flops, (4 * queries + 4 * keys) * itemsize, 2.5 * flops)
+
+
+def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
+    B, T, H, G, K = shape.batch, shape.context, shape.heads, shape.kv_heads, shape.head_dim
+    q, k, v = (normal(generator, (B, T, heads, K), device, dtype) for heads in (H, G, G))
+    starts = torch.rand((B, T), generator=generator) < 8 / (T + 8)
+    return q, k, v, starts.cumsum(1).to(device)
+
+
+BLOCK = 64  # queries at least, an eighth of the row: later keys are left out of a block's scores
+
+
+class Recompute(torch.autograd.Function):
+    """SDPA's own forward for the CPU; backward by matrix products on softmax computed again (arXiv 2205.14135 §3.1).
+
+    torch's CPU backward leaves the matrix units idle. Here scores and their gradients are fp32 products, so that large
+    ones keep what softmax tells apart, and the three products that follow are in the inputs' dtype. The logsumexp of the
+    forward pass is not used: where scores are in the millions, scores summed in another order no longer fit it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+        R = q_BTHK.shape[2] // k_BTGK.shape[2]
+        hidden = torch.zeros((), dtype=q_BTHK.dtype).masked_fill(~document_mask(document_BT), float("-inf"))
+        q, k, v = q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2)
+        k, v = (x.repeat_interleave(R, dim=1) for x in (k, v))
+        ctx.save_for_backward(q_BTHK, k_BTGK, v_BTGK, document_BT)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=hidden.unsqueeze(1)).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, do_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        q_BTHK, k_BTGK, v_BTGK, document_BT = ctx.saved_tensors
+        B, T, H, K = q_BTHK.shape
+        G = k_BTGK.shape[2]
+        R, dtype = H // G, q_BTHK.dtype
+
+        def by_key_head(x: Tensor) -> Tensor:  # [B, T, H, …] → [b, T R, …], b: batch and key head
+            return x.unflatten(2, (G, R)).transpose(1, 2).reshape(B * G, T * R, *x.shape[3:])
+
+        q, do = by_key_head(q_BTHK), by_key_head(do_BTHK)
+        k, v = (x.transpose(1, 2).reshape(B * G, T, K) for x in (k_BTGK, v_BTGK))
+        q_wide, do_wide, k_wide, v_wide = (x.float() for x in (q, do, k, v))
+        seen_BTT = document_mask(document_BT)
+        dq, dk, dv = [], [], []
+        step = max(BLOCK, -(-T // 8))
+        for first in range(0, T, step):
+            last = min(first + step, T)
+            rows, rest = slice(first * R, last * R), (0, 0, 0, T - last)
+            seen = (
+                seen_BTT[:, None, first:last, None, :last]
+                .expand(B, G, -1, R, -1)
+                .reshape(B * G, (last - first) * R, last)
+            )
+            score = torch.bmm(q_wide[:, rows], k_wide[:, :last].transpose(1, 2)) * K**-0.5
+            dweight = torch.bmm(do_wide[:, rows], v_wide[:, :last].transpose(1, 2))
+            weight = score.masked_fill(~seen, float("-inf")).softmax(-1)  # after both products: one pass to the end
+            dscore = (weight * (dweight - (weight * dweight).sum(-1, keepdim=True)) * K**-0.5).to(dtype)
+            dq.append(torch.bmm(dscore, k[:, :last]))
+            dk.append(F.pad(torch.bmm(dscore.transpose(1, 2), q[:, rows]).float(), rest))
+            dv.append(F.pad(torch.bmm(weight.to(dtype).transpose(1, 2), do[:, rows]).float(), rest))
+        dq_BTHK = torch.cat(dq, dim=1).view(B, G, T, R, K).transpose(1, 2).reshape(B, T, H, K)
+        dk_BTGK, dv_BTGK = (torch.stack(parts).sum(0).to(dtype).view(B, G, T, K).transpose(1, 2) for parts in (dk, dv))
+        return dq_BTHK, dk_BTGK, dv_BTGK, None
+
+
+def recompute(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+    """As ``reference``, with a backward pass made of matrix products."""
+    return Recompute.apply(q_BTHK, k_BTGK, v_BTGK, document_BT)  # type: ignore[no-any-return,no-untyped-call]
+
+
+RECOMPUTE = Implementation(
+    "recompute",
+    lazily_compiled(recompute),
+    "SDPA forward; backward by matrix products on recomputed fp32 scores, compiled",
+    devices=("cpu",),
+    eager=recompute,
+)
+
+
+def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+    """As ``reference``, in C++ for bf16; as ``recompute`` on a CPU that does not multiply bf16, or in another dtype."""
+    if q_BTHK.dtype == torch.bfloat16 and attention_native.usable(q_BTHK.shape[-1]):
+        return attention_native.forward_op(q_BTHK, k_BTGK, v_BTGK, document_BT)
+    return recompute(q_BTHK, k_BTGK, v_BTGK, document_BT)
+
+
+def native_instead(shape: Shape, dtype: torch.dtype) -> str:
+    """What ``native`` takes in its own place. Raises: KernelError where its C++ cannot be compiled."""
+    if dtype != torch.bfloat16:
+        return f"recompute, uncompiled: the C++ is for bf16, not {str(dtype).removeprefix('torch.')}"
+    if not attention_native.usable(shape.head_dim):
+        return f"recompute, uncompiled: no bf16 products here that take heads of {shape.head_dim}"
+    return ""
+
+
+NATIVE = Implementation(
+    "native",
+    native,
+    "C++: a key head's rows stay in cache, blocks of other documents are left out",
+    devices=("cpu",),
+    instead=native_instead,
+)
+
+
+def flex(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+    """As ``reference``, by FlexAttention (Dong et al. 2024, arXiv 2412.05496): blocks that the mask empties are left out."""
+    B, T = document_BT.shape
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (document_BT[b, i] == document_BT[b, j])
+
+    blocks = create_block_mask(seen, B, None, T, T, device=document_BT.device)
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+    o = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
+    return o.transpose(1, 2)  # type: ignore[union-attr]
+
+
+FLEX = Implementation(
+    "flex",
+    lazily_compiled(flex),
+    "FlexAttention over blocks of one document, compiled",
+    devices=("cuda",),
+    eager=flex,
+)
+OP = op(
+    "attention",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1, 2),
+    implementations=(compiled(reference), RECOMPUTE, NATIVE, FLEX),
+)

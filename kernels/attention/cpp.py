@@ -1,0 +1,104 @@
+"""Attention in C++ for CPUs that multiply bf16 (AVX-512 bf16, AMX; ``attention.cpp``), as torch.library ops.
+
+For bf16 on such a machine; anything else takes ``attention.recompute``, which has the same maths in torch's own ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kernels.native import call, cpu_op, library
+
+
+def usable(head_dim: int) -> bool:
+    """Does this CPU multiply bf16 (AVX-512 bf16 or AMX), and can heads of that size be packed for it?"""
+    return head_dim % 2 == 0 and _multiplies_bf16()
+
+
+@functools.cache
+def _multiplies_bf16() -> bool:
+    return bool(library("attention").attention_usable())
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler, which takes a second.
+usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def run(function: str, inputs: list[Tensor], document_BT: Tensor, outputs: list[Tensor]) -> None:
+    """Inputs q, k, v and what is shaped as q, with a dense last dimension; outputs contiguous.
+
+    Raises: ValueError for shapes or dtypes that do not fit: the C++ would read past their ends.
+    """
+    (B, T, H, K), G = inputs[0].shape, inputs[1].shape[2]
+    shapes = [(B, T, H, K), (B, T, G, K), (B, T, G, K), *[(B, T, H, K)] * len(inputs[3:])]
+    fit = [tuple(x.shape) == shape and x.dtype == torch.bfloat16 for x, shape in zip(inputs, shapes)]
+    if not all(fit) or H % G or document_BT.shape != (B, T):
+        given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in (*inputs, document_BT))
+        raise ValueError(f"q [B, T, H, K], k and v [B, T, G, K] in bf16, document [B, T] do not fit: {given}")
+    # Two documents of a row differ in the lower half of their numbers too: the row would have to hold 2³² of them.
+    document_BT = document_BT.to(torch.int32).contiguous()
+    strides = torch.tensor([x.stride()[:3] for x in inputs])
+    call("attention", function, *inputs[:3], document_BT, *inputs[3:], *outputs, strides, B, T, H, G, K, K**-0.5)
+
+
+def dense(x: Tensor) -> Tensor:
+    """Pairs of neighbours are moved as one: the last dimension must be dense, and every row begin with a pair."""
+    return x if x.stride(-1) == 1 and not any(step % 2 for step in x.stride()[:-1]) else x.contiguous()
+
+
+@cpu_op("factory::attention")
+def forward_op(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
+    o_BTHK = torch.empty_like(q_BTHK, memory_format=torch.contiguous_format)
+    run("attention_forward", [dense(x) for x in (q_BTHK, k_BTGK, v_BTGK)], document_BT, [o_BTHK])
+    return o_BTHK
+
+
+@cpu_op("factory::attention_backward")
+def backward_op(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor, do_BTHK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = [dense(x) for x in (q_BTHK, k_BTGK, v_BTGK, do_BTHK)]
+    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
+    run("attention_backward", inputs, document_BT, gradients)
+    return gradients[0], gradients[1], gradients[2]
+
+
+@forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@backward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, document: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def gradients(ctx: Any, do_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    return *backward_op(*ctx.saved_tensors, do_BTHK), None  # type: ignore[return-value]
+
+
+forward_op.register_autograd(gradients, setup_context=keep)
+
+
+@register_flop_formula(torch.ops.factory.attention)
+def forward_flops(q: Any, k: Any, v: Any, document: Any, **_: Any) -> int:
+    """Two products, as SDPA's formula counts them: the whole square, because shapes do not say what is masked."""
+    B, T, H, K = q
+    return int(4 * B * H * T * T * K)
+
+
+@register_flop_formula(torch.ops.factory.attention_backward)
+def backward_flops(q: Any, k: Any, v: Any, document: Any, do: Any, **_: Any) -> int:
+    """Five products: the scores are computed again."""
+    B, T, H, K = q
+    return int(10 * B * H * T * T * K)

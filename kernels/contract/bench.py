@@ -1,0 +1,218 @@
+"""One implementation of an op against another, alone, interleaved in one process: ``python -m kernels.contract.bench --op
+attention --implementation recompute``.
+
+Prints one JSON object: seconds of a forward and backward on the recipe's shapes. The median of paired ratios is the
+answer; machines are noisy.
+Where the recipe compiles its blocks, both sides are compiled, as they would be there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.machine import fast_precision
+from kernels.contract.op import Case, KernelError, Op, Shape
+from kernels.contract.precision import matrix_units
+from kernels.contract.registry import DEVICE_CLASSES, OPS, check, get
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where an op runs: the shapes, dtype and compilation of a recipe."""
+
+    shape: Shape = Shape()
+    precision: str = "bf16"
+    compile: bool = False
+    layers: int = 1  # so often a step calls an op that stands in a block
+
+    @classmethod
+    def of_recipe(cls, path: Path | str) -> Setting:
+        """Raises: KernelError when the file is no recipe."""
+        try:
+            recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            return cls.of_mapping(recipe)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise KernelError(f"{path}: cannot be read: {error}") from error
+        except (KeyError, TypeError) as error:
+            raise KernelError(f"{path}: no recipe: {error} is missing or of the wrong kind") from error
+
+    @classmethod
+    def of_mapping(cls, recipe: dict[str, Any]) -> Setting:
+        sizes = {
+            k: recipe["model"][k] for k in ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
+        }
+        batch = recipe["batch"]
+        shape = Shape(batch=batch.get("micro_sequences") or batch["sequences"], **sizes)
+        return cls(
+            shape, recipe.get("precision", "auto"), recipe.get("compile", True), recipe["model"].get("layers", 1)
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``ratio``: time of ``against`` over time of ``implementation``; above one is faster. Seconds are of one
+    forward and backward."""
+
+    op: str
+    implementation: str
+    against: str
+    device: str
+    precision: str
+    compiled: bool
+    seconds: float
+    against_seconds: float
+    ratio: float
+    ratio_low: float  # quartiles of the paired ratios
+    ratio_high: float
+    pairs: int
+
+
+def compare(
+    name: str | Op,
+    implementation: str,
+    against: str = "reference",
+    setting: Setting = Setting(),
+    *,
+    device: str = "cpu",
+    pairs: int = 9,
+    warmup: int = 3,
+    seconds: float = math.inf,
+) -> Comparison:
+    """``pairs`` of runs, or as many as ``seconds`` allow, compilation included; one at least.
+
+    Raises: KernelError for an op or implementation that is not there or does not run on the device, or a device that is not here."""
+    op = get(name) if isinstance(name, str) else name
+    deadline = time.monotonic() + seconds
+    if device.split(":")[0] not in DEVICE_CLASSES:
+        raise KernelError(f"unknown device {device!r}; there are: {', '.join(DEVICE_CLASSES)}")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise KernelError(f"device {device!r}: torch sees no GPU here; there is: cpu")
+    case = Case("recipe", setting.shape)
+    functions = [check(op, n, torch.device(device).type).function for n in (against, implementation)]
+    if setting.compile and op.in_block:
+        functions = [torch.compile(f, dynamic=False) for f in functions]
+    steps = [
+        _step(f, op.inputs(case, device=device, dtype=DTYPES[setting.precision]), op.gradients, device)
+        for f in functions
+    ]
+    for step in steps:
+        step()
+        for _ in range(warmup - 1):
+            if time.monotonic() < deadline:
+                step()
+    times: list[list[float]] = [[], []]
+    for pair in range(pairs):
+        if pair and time.monotonic() > deadline:
+            break
+        for side in (0, 1) if pair % 2 else (1, 0):
+            began = time.perf_counter()
+            steps[side]()
+            times[side].append(time.perf_counter() - began)
+    ratios = sorted(a / b for a, b in zip(*times))
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    base, mine = (statistics.median(t) for t in times)
+    return Comparison(
+        op.name,
+        implementation,
+        against,
+        device,
+        setting.precision,
+        setting.compile and op.in_block,
+        mine,
+        base,
+        quartiles[1],
+        quartiles[0],
+        quartiles[2],
+        len(ratios),
+    )
+
+
+def _step(
+    function: Callable[..., Any], inputs: tuple[Any, ...], gradients: tuple[int, ...], device: str
+) -> Callable[[], None]:
+    """One forward and backward that ends when the device has finished. Upstream gradients are dense and made
+    beforehand."""
+    leaves = [inputs[p] for p in gradients]
+    upstream = [torch.ones_like(o) if o.ndim == 0 else torch.randn_like(o) for o in _wanted(function(*inputs))]
+
+    def step() -> None:
+        outputs = function(*inputs)
+        if leaves:
+            torch.autograd.grad(_wanted(outputs), leaves, upstream)
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def _wanted(outputs: Any) -> list[Tensor]:
+    """Those that a gradient comes in by."""
+    return [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o is not None and o.requires_grad]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.contract.bench", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--list", action="store_true", help="print every op and implementation")
+    parser.add_argument("--op")
+    parser.add_argument("--implementation")
+    parser.add_argument("--against", default="reference")
+    parser.add_argument("--recipe", type=Path, help="take shapes, precision and compilation from this recipe")
+    parser.add_argument(
+        "--precision",
+        choices=tuple(DTYPES),
+        help="default: the recipe's; of 'auto', what this machine multiplies fastest",
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--pairs", type=int, default=9)
+    chosen = parser.parse_args(arguments)
+    keep_freed_memory()  # as the trainer does: page faults would drown what is measured
+    try:
+        if chosen.list or not (chosen.op and chosen.implementation):
+            table = {
+                o.name: {
+                    i.name: {"about": i.about, "runs_here": i.runs_on(chosen.device)}
+                    for i in o.implementations.values()
+                }
+                for o in OPS.values()
+            }
+            print(json.dumps(table, indent=1))
+            return 0
+        setting = Setting.of_recipe(chosen.recipe) if chosen.recipe else Setting()
+        given = chosen.precision or setting.precision
+        setting = replace(setting, precision=fast_precision(chosen.device) if given == "auto" else given)
+        with matrix_units(DTYPES[setting.precision]):  # as the trainer does
+            found = compare(
+                chosen.op,
+                chosen.implementation,
+                chosen.against,
+                setting,
+                device=chosen.device,
+                pairs=chosen.pairs,
+            )
+        print(json.dumps(asdict(found)))
+    except KernelError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

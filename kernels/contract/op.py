@@ -1,0 +1,197 @@
+"""What an op is: a reference, implementations, a cost model, and inputs made from the sizes of a training step."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+class KernelError(Exception):
+    """An unknown op or implementation, or one that cannot run here. Says what there is."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a training step from which every op's inputs follow. The defaults are a small model's."""
+
+    batch: int = 4
+    context: int = 256
+    d_model: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    d_ff: int = 768
+    vocab_size: int = 4096
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.context
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of test inputs: sizes, and whether tensors come as views that are not contiguous."""
+
+    name: str
+    shape: Shape
+    contiguous: bool = True
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an op must at least move and compute, one call: bytes of inputs read once and outputs written once, and
+    FLOPs."""
+
+    forward_bytes: float
+    forward_flops: float
+    backward_bytes: float
+    backward_flops: float
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op, and the device classes it runs on (``kernels.needs.triton``: CUDA, or anywhere in triton's
+    interpreter)."""
+
+    name: str
+    function: Callable[..., Any]
+    about: str
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    needs_triton: bool = False
+    eager: Callable[..., Any] | None = None  # the same maths without torch.compile, where ``function`` compiles
+    # Says what computes in its place, and why, for sizes and a dtype that it leaves to another on this machine; else "".
+    instead: Callable[[Shape, torch.dtype], str] = lambda shape, dtype: ""
+
+    def runs_on(self, device_class: str) -> bool:
+        if self.needs_triton and importlib.util.find_spec("triton") is None:
+            return False
+        interpreted = self.needs_triton and os.environ.get("TRITON_INTERPRET") == "1"
+        return interpreted or device_class in self.devices
+
+
+Inputs = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments: tensors, lists of tensors, and
+    plain numbers.
+
+    ``gradients`` are the positions that get one: none for an op of the optimiser, which autograd never sees. ``writes``
+    are the positions that an op changes in place; they are its outputs then, and it returns None. ``spoils``: those that it may use
+    up, because nobody reads them afterwards.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    cost: Callable[[Shape, int], Cost]  # (shape, bytes an element) → cost
+    make_inputs: Callable[[Shape, torch.Generator, torch.device, torch.dtype], Inputs]
+    gradients: tuple[int, ...]
+    implementations: Mapping[str, Implementation] = field(default_factory=dict)
+    in_block: bool = True  # part of a layer: compiled with it where the recipe compiles its blocks
+    hostile: tuple[int, ...] = ()  # positions that hostile values replace; empty: those that get a gradient
+    writes: tuple[int, ...] = ()
+    spoils: tuple[int, ...] = ()
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        return CASES
+
+    def implementation(self, name: str) -> Implementation:
+        """Raises: KernelError that lists what there is."""
+        if name not in self.implementations:
+            raise KernelError(
+                f"op {self.name!r} has no implementation {name!r}; there are: {', '.join(sorted(self.implementations))}"
+            )
+        return self.implementations[name]
+
+    def inputs(
+        self, case: Case, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> Inputs:
+        """Fresh arguments for a case; those that get a gradient are leaves that require one."""
+        device = torch.device(device)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        made = list(self.make_inputs(case.shape, generator, device, dtype))
+        if not case.contiguous:
+            made = tree_map_only(Tensor, strided, made)
+        for position in self.gradients:
+            made[position] = made[position].detach().requires_grad_()
+        return tuple(made)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values as a view with a step of two in the last dimension: not contiguous."""
+    wide = x.new_zeros((*x.shape, 2))
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+def normal(
+    generator: torch.Generator, size: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0
+) -> Tensor:
+    """Normal values drawn on the CPU, so that every device gets the same ones."""
+    return (torch.randn(size, generator=generator) * scale).to(device=device, dtype=dtype)
+
+
+def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
+    """``torch.compile`` at the first call: loading the compiler takes a second, which a run without it need not wait for.
+
+    Inside a region that is being compiled, the function becomes part of it. Not ``dynamic``: fixed sizes give the
+    fastest code, and a training run has few of them.
+    """
+    made: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*arguments)
+        if not made:
+            made.append(torch.compile(function, dynamic=dynamic))
+        return made[0](*arguments)
+
+    return call
+
+
+def compiled(reference: Callable[..., Any]) -> Implementation:
+    """The reference as one region of torch.compile; one inside a compiled block becomes part of it."""
+    return Implementation(
+        "compiled", lazily_compiled(reference), "the reference through torch.compile", eager=reference
+    )
+
+
+def op(
+    name: str,
+    reference: Callable[..., Any],
+    *,
+    cost: Callable[[Shape, int], Cost],
+    make_inputs: Callable[[Shape, torch.Generator, torch.device, torch.dtype], Inputs],
+    gradients: tuple[int, ...],
+    implementations: tuple[Implementation, ...] = (),
+    in_block: bool = True,
+    hostile: tuple[int, ...] = (),
+    writes: tuple[int, ...] = (),
+    spoils: tuple[int, ...] = (),
+) -> Op:
+    """Every op has its reference as the implementation ``reference``."""
+    everything = (Implementation("reference", reference, "the plain eager expression"), *implementations)
+    by_name = {i.name: i for i in everything}
+    return Op(name, reference, cost, make_inputs, gradients, by_name, in_block, hostile or gradients, writes, spoils)
+
+
+_SMALL = Shape(batch=2, context=32, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab_size=128)
+CASES = (
+    Case("small", _SMALL),
+    Case("one", Shape(batch=1, context=1, d_model=2, heads=1, kv_heads=1, head_dim=2, d_ff=1, vocab_size=2)),
+    Case("prime", Shape(batch=3, context=37, d_model=53, heads=6, kv_heads=2, head_dim=22, d_ff=97, vocab_size=131)),
+    Case("strided", replace(_SMALL, batch=3, context=17), contiguous=False),
+    Case("empty", replace(_SMALL, batch=0)),
+    Case("recipe", Shape(batch=2, context=128)),
+)

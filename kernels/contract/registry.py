@@ -1,0 +1,242 @@
+"""Which ops there are, and which implementation of each the model runs: the choice in ``policies/kernels.yaml``, per
+device class."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from kernels.contract.choice import AUTO, Choice, resolve
+from kernels.contract.op import CASES, Case, Cost, Implementation, KernelError, Op, Shape
+from kernels.contract.oracle import outcome
+
+__all__ = [
+    "DEVICE_CLASSES",
+    "FALLBACKS",
+    "OPS",
+    "Case",
+    "Choice",
+    "Computing",
+    "Cost",
+    "Implementation",
+    "KernelError",
+    "KernelWarning",
+    "Op",
+    "Ops",
+    "Shape",
+    "bind",
+    "computing",
+    "get",
+    "load_choice",
+    "load_fallback",
+]
+
+DEVICE_CLASSES = ("cpu", "cuda")
+FALLBACKS = ("fail", "reference")  # what a chosen kernel that cannot be compiled or run does; the first is the default
+
+
+@dataclass(frozen=True)
+class Ops:
+    """What the model calls; signatures and shapes stand at each op's ``reference``. An op of this name is ``OP`` in
+    ``kernels/<name>/__init__.py``."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    qk_norm_rope: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+    attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    linear_cross_entropy: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    embedding: Callable[[Tensor, Tensor], Tensor]
+    newton_schulz: Callable[[Tensor, int], Tensor]
+    adamw: Callable[..., None]
+
+
+class _Registered(Mapping[str, Op]):
+    """The ops that ``Ops`` names, each found in its folder when it is first asked for: importing this module runs none of
+    their code."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Op] = {}
+
+    def __getitem__(self, name: str) -> Op:
+        if name not in _NAMES:
+            raise KeyError(name)
+        if name not in self._loaded:
+            self._loaded[name] = importlib.import_module(f"kernels.{name}").OP
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+
+_NAMES = tuple(field.name for field in fields(Ops))
+OPS: Mapping[str, Op] = _Registered()
+
+
+class KernelWarning(UserWarning):
+    """A chosen implementation does not work here, and the policy says to go on with the reference."""
+
+
+def get(name: str) -> Op:
+    """The op of that name. Raises: KernelError that lists the ops."""
+    if name not in OPS:
+        raise KernelError(f"there is no op {name!r}; there are: {', '.join(OPS)}")
+    return OPS[name]
+
+
+def load_choice(path: Path | str, device: str = "cpu", tuned: Mapping[str, str] | None = None) -> Choice:
+    """Read ``kernels.yaml``: for each device class a map op → implementation. Returns the one for ``device``, every
+    op named; one that the file does not name runs its reference, and ``auto`` what ``tuned`` says, else what runs untuned.
+
+    Raises: KernelError that names the file and the key, and lists what there is.
+    """
+    return dict.fromkeys(OPS, "reference") | resolve(_read(path).get(torch.device(device).type, {}), tuned)
+
+
+def load_fallback(path: Path | str) -> str:
+    """The key ``fallback`` of ``kernels.yaml``, one of FALLBACKS. Raises: KernelError, as ``load_choice``."""
+    return str(_read(path).get("fallback", FALLBACKS[0]))
+
+
+def _read(path: Path | str) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise KernelError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise KernelError(f"{path}: expected a map of device class → (op → implementation)")
+    for key, value in document.items():
+        if key == "fallback":
+            if value not in FALLBACKS:
+                raise KernelError(f"{path}: fallback: {value!r} is none of {', '.join(FALLBACKS)}")
+            continue
+        if key not in DEVICE_CLASSES:
+            raise KernelError(f"{path}: unknown device class {key!r}; there are: {', '.join(DEVICE_CLASSES)}")
+        if not isinstance(value, dict):
+            raise KernelError(f"{path}: {key}: expected a map op → implementation")
+        for name, implementation in value.items():
+            try:
+                get(str(name)) if implementation == AUTO else check(str(name), str(implementation), key)
+            except KernelError as error:
+                raise KernelError(f"{path}: {key}: {error}") from error
+    return document
+
+
+def check(name: str | Op, implementation: str, device_class: str) -> Implementation:
+    """Raises: KernelError unless the op has the implementation and it runs on that device class."""
+    op = get(name) if isinstance(name, str) else name
+    found = op.implementation(implementation)
+    if not found.runs_on(device_class):
+        runs = sorted(i.name for i in op.implementations.values() if i.runs_on(device_class))
+        raise KernelError(
+            f"{op.name}: {implementation} does not run on {device_class}; those that do: {', '.join(runs)}"
+        )
+    return found
+
+
+@functools.cache
+def failure(name: str, implementation: str, device_class: str, dtype: torch.dtype, compile: bool = True) -> str | None:
+    """What goes wrong when an implementation runs once, forward and backward, on small sizes; None: nothing does.
+
+    A kernel is compiled when it is first called: without a trial it would fail in the midst of a training step.
+    """
+    op = get(name)
+    inputs = op.inputs(CASES[0], device=device_class, dtype=dtype)
+    try:
+        outcome(op, _function(op.implementation(implementation), compile), inputs, seed=0)
+    except Exception as error:  # compilers raise what they like
+        return f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+    return None
+
+
+def _function(implementation: Implementation, compile: bool) -> Callable[..., Any]:
+    return implementation.function if compile or implementation.eager is None else implementation.eager
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What computes an op here. ``by`` is ``chosen`` where nothing stands in for it, and empty where nothing can."""
+
+    op: str
+    chosen: str
+    by: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        if not self.by:
+            return f"{self.op}: {self.chosen} cannot run here, and kernels.yaml allows nothing in its place: {self.why}"
+        return f"{self.op}: {self.chosen}" + (f" → {self.by} computes instead: {self.why}" if self.why else "")
+
+
+def computing(
+    choice: Mapping[str, str],
+    device: str | torch.device,
+    dtype: torch.dtype,
+    compile: bool,
+    fallback: str,
+    shape: Shape,
+) -> list[Computing]:
+    """What ``bind`` would have compute each op, for tensors of these sizes. Each choice is tried once, as there.
+
+    Raises: KernelError for what does not exist, or is not for that device class.
+    """
+    device_class = torch.device(device).type
+    found = []
+    for name, chosen in (dict.fromkeys(OPS, "reference") | dict(choice)).items():
+        implementation = check(name, chosen, device_class)
+        problem = None if chosen == "reference" else failure(name, chosen, device_class, dtype, compile)
+        if problem is not None:
+            found.append(Computing(name, chosen, "reference" if fallback == "reference" else "", problem))
+            continue
+        by, _, why = implementation.instead(shape, dtype).partition(": ")
+        if not by and implementation.eager is not None and not compile:
+            by, why = f"{chosen}, uncompiled", "the recipe says compile: false"
+        found.append(Computing(name, chosen, by or chosen, why))
+    return found
+
+
+def bind(
+    choice: Mapping[str, str],
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compile: bool = True,
+    fallback: str = FALLBACKS[0],
+) -> Ops:
+    """The callables of a choice on a device, each tried once; without ``compile`` none of them starts torch.compile.
+
+    Where one fails, ``fallback`` decides: "reference" warns (KernelWarning) and takes the op's reference.
+    Raises: KernelError for what does not exist, does not run there, or fails.
+    """
+    if not dtype.is_floating_point:
+        raise KernelError(f"{dtype} is no dtype to train in; there are: torch.float32, torch.bfloat16")
+    device_class = torch.device(device).type
+    if device_class not in DEVICE_CLASSES:
+        raise KernelError(f"unknown device class {device_class!r}; there are: {', '.join(DEVICE_CLASSES)}")
+    if fallback not in FALLBACKS:
+        raise KernelError(f"unknown fallback {fallback!r}; there are: {', '.join(FALLBACKS)}")
+    bound = {}
+    for name, chosen in (dict.fromkeys(OPS, "reference") | dict(choice)).items():
+        found = check(name, chosen, device_class)
+        problem = None if chosen == "reference" else failure(name, chosen, device_class, dtype, compile)
+        if problem is not None and fallback == "fail":
+            raise KernelError(
+                f"{name}: {chosen} fails on {device_class} in {dtype}: {problem}\n"
+                f"Choose another ({', '.join(OPS[name].implementations)}), or set 'fallback: reference' in kernels.yaml"
+            )
+        if problem is not None:
+            message = f"{name}: {chosen} fails on {device_class} in {dtype}, the reference runs instead: {problem}"
+            warnings.warn(message, KernelWarning, stacklevel=2)
+        bound[name] = _function(found, compile) if problem is None else OPS[name].reference
+    return Ops(**bound)

@@ -1,0 +1,193 @@
+"""Which registered implementation of each op is the fastest here: ``python -m kernels.contract.tune --recipe FILE --precision fp32``.
+
+Every implementation that runs on the device and passes the oracle is timed against the op's reference, forward and backward,
+on the recipe's shapes, in pairs (``kernels.contract.bench``). The ops that a step spends most of its work in come first, so that what
+``--seconds`` cut off is what matters least. Prints progress to standard error, a line each, and one JSON object to standard
+output. What it chooses is approved code: choosing needs no proposal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import yaml
+
+from kernels.contract import machine
+from kernels.contract.bench import DTYPES, Comparison, Setting, compare
+from kernels.contract.choice import UNTUNED, Choice
+from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.op import CASES, Implementation, KernelError, Op
+from kernels.contract.oracle import judge
+from kernels.contract.precision import matrix_units
+from kernels.contract.registry import OPS
+
+SECONDS = 60.0
+PAIRS = 7
+WORTH = 1.02  # times as fast as the reference that another implementation must be: less is noise of one process
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One implementation of an op beside its reference."""
+
+    op: str
+    implementation: str
+    ratio: float | None  # the reference's time over this one's, the median of pairs; None where it was not timed
+    low: float | None  # quartiles of the pairs
+    high: float | None
+    seconds: float | None
+    why: str = ""  # why it was not timed
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured, and what follows from it."""
+
+    setting: Setting
+    choice: Choice  # every op, by name
+    timed: list[Timed]
+
+
+def contenders(op: Op, setting: Setting, device: str) -> Iterator[Implementation]:
+    """What may compute an op besides its reference, as the recipe would run it.
+
+    ``compiled`` is the reference itself inside a block that is compiled anyway, and where nothing is compiled at all.
+    """
+    for implementation in op.implementations.values():
+        same = implementation.name == "reference"
+        same |= implementation.name == "compiled" and (op.in_block or not setting.compile)
+        interpreted = implementation.needs_triton and device == "cpu"
+        if not same and not interpreted and implementation.runs_on(device):
+            function = implementation.function if setting.compile else implementation.eager
+            yield replace(implementation, function=function or implementation.function)
+
+
+def tune(
+    setting: Setting, device: str, seconds: float = SECONDS, ops: tuple[str, ...] = (), say: Say = print
+) -> Tuning:
+    """Time what there is within ``seconds``; an op that could not be timed keeps what runs untuned.
+
+    Raises: KernelError for a device that is not here.
+    """
+    deadline = time.monotonic() + seconds
+    choice: Choice = {name: UNTUNED.get(name, "reference") for name in OPS}
+    wanted = [OPS[name] for name in OPS if not ops or name in ops]
+    every = turns(wanted, setting, device)
+    timed: list[Timed] = []
+    last = {True: 0.0, False: 0.0}  # seconds of the last, by whether a compiler starts: that cannot be cut short
+    for number, (op, implementation) in enumerate(every):
+        began = time.monotonic()
+        left, compiles = deadline - began, implementation.eager is not None
+        fair = 2 * left / (len(every) - number)  # most take less than their share
+        op = replace(op, implementations={**op.implementations, implementation.name: implementation})
+        one = _time(op, implementation, setting, device, min(left, fair) if left > last[compiles] else 0.0)
+        last[compiles] = time.monotonic() - began
+        timed.append(one)
+        say(f"{op.name}: {implementation.name} {_words(one)}")
+    choice |= {op.name: best([one for one in timed if one.op == op.name], choice[op.name]) for op in wanted}
+    return Tuning(setting, choice, timed)
+
+
+def turns(wanted: Sequence[Op], setting: Setting, device: str) -> list[tuple[Op, Implementation]]:
+    """What to time, in order: first what starts no compiler of its own; then ops take turns, the more often the more work they are
+    (Sainte-Laguë's divisors)."""
+    turn: Counter[tuple[str, bool]] = Counter()
+    every = []
+    for op in wanted:
+        for implementation in contenders(op, setting, device):
+            compiles = implementation.eager is not None
+            turn[op.name, compiles] += 1
+            every.append((compiles, -work(op, setting) / (2 * turn[op.name, compiles] - 1), op, implementation))
+    return [(op, implementation) for _, _, op, implementation in sorted(every, key=lambda one: one[:2])]
+
+
+def best(timed: Sequence[Timed], untuned: str) -> str:
+    """The implementation to run: the fastest of those that three pairs in four show faster than the reference.
+
+    >>> best([Timed("swiglu", "native", 1.3, 1.2, 1.4, 0.01), Timed("swiglu", "compiled", 1.5, 0.9, 2.1, 0.01)], "reference")
+    'native'
+    """
+    shown = [one for one in timed if one.low is not None and one.low > WORTH]
+    if shown:
+        return max(shown, key=lambda one: one.ratio or 0.0).implementation
+    slower = any(one.implementation == untuned and one.high is not None and one.high < 1 for one in timed)
+    return "reference" if slower else untuned
+
+
+def work(op: Op, setting: Setting) -> float:
+    """What a step's calls of the op take at least, in FLOPs: a machine computes about eight while it moves a byte."""
+    calls = setting.layers if op.in_block else 1
+    cost = op.cost(setting.shape, DTYPES[setting.precision].itemsize)
+    return calls * (cost.forward_flops + cost.backward_flops + 8 * (cost.forward_bytes + cost.backward_bytes))
+
+
+def _time(op: Op, implementation: Implementation, setting: Setting, device: str, seconds: float) -> Timed:
+    """Raises nothing: what cannot be compiled, run or trusted here is told and not chosen."""
+    name, dtype = implementation.name, DTYPES[setting.precision]
+    if seconds <= 0:
+        return Timed(
+            op.name, name, None, None, None, None, "not timed: the seconds for tuning are spent, or too few for it"
+        )
+    if instead := implementation.instead(setting.shape, dtype):
+        by = instead.partition(": ")[2] or instead
+        return Timed(op.name, name, None, None, None, None, f"not timed: {by}")
+    try:
+        checked = judge(op, name, CASES[0], dtype=dtype, device=device)
+        if not checked.ok:
+            return Timed(op.name, name, None, None, None, None, f"not timed: it is wrong here: {checked.failures()}")
+        with matrix_units(dtype):
+            found: Comparison = compare(
+                op, name, setting=setting, device=device, pairs=PAIRS, warmup=2, seconds=seconds
+            )
+    except Exception as error:  # compilers raise what they like
+        said = str(error).strip().splitlines() or ["no message"]
+        return Timed(op.name, name, None, None, None, None, f"not timed: {type(error).__name__}: {said[0][:200]}")
+    return Timed(op.name, name, found.ratio, found.ratio_low, found.ratio_high, found.seconds)
+
+
+def _words(one: Timed) -> str:
+    if one.ratio is None or one.seconds is None:
+        return one.why
+    return f"takes {one.seconds * 1e3:.1f} ms, {one.ratio:.2f}x as fast as the reference"
+
+
+def trained_ops(recipe: Path) -> tuple[str, ...]:
+    """The ops that training with a recipe calls: Newton–Schulz is Muon's alone, and the dearest of all to time."""
+    optimizer = (yaml.safe_load(recipe.read_text("utf-8")).get("optimizer") or {}).get("name", "adamw")
+    return tuple(name for name in OPS if name != "newton_schulz" or optimizer == "muon")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.contract.tune", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--recipe", type=Path, required=True, help="take shapes and compilation from this recipe")
+    parser.add_argument("--precision", choices=tuple(DTYPES), required=True)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--ops", nargs="*", default=[], help="only these")
+    chosen = parser.parse_args(arguments)
+    keep_freed_memory()  # as the trainer does
+    try:
+        setting = Setting.of_recipe(chosen.recipe)
+        setting = replace(setting, precision=chosen.precision)
+        say = lambda line: print(line, file=sys.stderr, flush=True)
+        found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops) or trained_ops(chosen.recipe), say)
+    except KernelError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps({"machine": machine.here(chosen.device).to_json(), **asdict(found)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

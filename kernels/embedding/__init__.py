@@ -1,0 +1,55 @@
+"""The embedding table: row t of the weight for token t; backward sums the gradients of each token's places.
+
+Eager sums in the weight's dtype, on a GPU by atomic additions in any order; ``triton`` sorts the places by token and
+sums each token's in fp32, in their order: the same bits every time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+
+
+def reference(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:
+    """tokens of any shape, integers in [0, V); weight [V, D]. Returns [..., D] of the weight's dtype."""
+    return F.embedding(tokens_X, weight_VD)
+
+
+def cost(shape: Shape, itemsize: int) -> Cost:
+    """Forward moves a row a token; backward reads as much and writes the whole table's gradient."""
+    elements, table = shape.tokens * shape.d_model, shape.vocab_size * shape.d_model
+    return Cost(2 * elements * itemsize, 0, (elements + table) * itemsize, elements)
+
+
+def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Tokens as in text: a few are most of them (Zipf's law), many are never seen."""
+    V = shape.vocab_size
+    ranks = torch.rand((shape.batch, shape.context), generator=generator).mul(torch.tensor(V + 1.0).log()).exp() - 1
+    return ranks.long().clamp(max=V - 1).to(device), normal(generator, (V, shape.d_model), device, dtype)
+
+
+def fused(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:
+    from kernels.embedding.triton import embedding  # triton is imported only where it is used
+
+    return embedding(tokens_X, weight_VD)
+
+
+TRITON = Implementation(
+    "triton",
+    fused,
+    "backward by sorted places, summed in fp32 in one Triton kernel",
+    devices=("cuda",),
+    needs_triton=True,
+)
+OP = op(
+    "embedding",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(1,),
+    in_block=False,
+    implementations=(compiled(reference), TRITON),
+)

@@ -1,0 +1,278 @@
+"""The output head and its loss in one op: logits = x weightᵀ, loss = Σ weights · (nll + z_loss · logsumexp²).
+
+Eager keeps the logits [N, V] in fp32, and reads and writes them some ten times. ``chunked`` makes the gradients in
+the forward pass,
+a thousand tokens at a time, so that logits are never whole in memory, and never computed for tokens that carry no loss.
+The z-loss term keeps the logits' normaliser near one (PaLM, Chowdhery et al. 2022, arXiv:2204.02311 §5).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kernels import native as native_library
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, lazily_compiled, normal, op
+from kernels.linear_cross_entropy import cpp as linear_cross_entropy_native
+
+Z_LOSS = 1e-4
+ROWS = 1024  # tokens a chunk: fewer re-read the weight and its gradient more often than they save in cache
+PADDED_TO = 128  # a divisor of ROWS: the last chunk is filled up to a multiple of it
+
+
+def reference(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """x [N, D], weight [V, D], targets [N] integers, weights [N] fp32 that already hold mask and normaliser.
+
+    Returns (loss: scalar, nll [N] detached, zero where the weight is zero), both fp32 (fp64 for fp64 inputs).
+    """
+    logits_NV = F.linear(x_ND, weight_VD)
+    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    logsumexp_N = torch.logsumexp(logits_NV, dim=-1)
+    nll_N = logsumexp_N - logits_NV.gather(1, targets_N.long().unsqueeze(1)).squeeze(1)
+    loss = (weights_N * (nll_N + z_loss * logsumexp_N.square())).sum()
+    return loss, torch.where(weights_N != 0, nll_N.detach(), 0.0)
+
+
+def cost(shape: Shape, itemsize: int) -> Cost:
+    """Logits need never be in memory: the least traffic is x, the weight and their gradients."""
+    operands = (shape.tokens + shape.vocab_size) * shape.d_model * itemsize
+    flops = 2 * shape.tokens * shape.d_model * shape.vocab_size
+    return Cost(operands, flops, 2 * operands, 2 * flops)
+
+
+def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """A quarter of the tokens carry no loss, as in chat data."""
+    N = shape.tokens
+    x = normal(generator, (N, shape.d_model), device, dtype)
+    weight = normal(generator, (shape.vocab_size, shape.d_model), device, dtype, shape.d_model**-0.5)
+    targets = torch.randint(shape.vocab_size, (N,), generator=generator).to(device)
+    mask = (torch.rand(N, generator=generator) >= 0.25).float()
+    return x, weight, targets, (mask / mask.sum().clamp(min=1)).to(device), Z_LOSS
+
+
+def rows_eager(
+    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per token weights · (nll + z_loss · logsumexp²), nll, and (if asked) that term's gradient by its logits, in
+    their dtype."""
+    logits = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    lse = torch.logsumexp(logits, dim=-1)
+    nll = lse - logits.gather(1, targets_C.unsqueeze(1)).squeeze(1)
+    term = weights_C * (nll + z_loss * lse.square())
+    if not gradients:
+        return term, nll, logits_CV.new_empty(0)
+    softmax = torch.exp(logits - lse.unsqueeze(1))
+    dlogits = softmax * (weights_C * (1 + 2 * z_loss * lse)).unsqueeze(1)
+    vocabulary = torch.arange(logits.shape[1], device=logits.device)
+    dlogits = dlogits - torch.where(vocabulary == targets_C.unsqueeze(1), weights_C.unsqueeze(1), 0.0)
+    return term, nll, dlogits.to(logits_CV.dtype)
+
+
+rows_compiled = lazily_compiled(rows_eager, dynamic=None)
+
+
+@torch.library.custom_op("factory::linear_cross_entropy_chunked", mutates_args=())
+def chunked_op(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool, fuse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two are empty unless asked
+    for."""
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    loss = torch.zeros((), dtype=wide, device=x_ND.device)
+    nll_N = torch.zeros(x_ND.shape[0], dtype=wide, device=x_ND.device)
+    dx_ND = torch.zeros_like(x_ND) if gradients else x_ND.new_empty(0)
+    # The weight's gradient is a sum over chunks: kept in fp32, or each addition would round it.
+    dweight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=x_ND.device) if gradients else x_ND.new_empty(0)
+    kept = weights_N.nonzero().squeeze(1)
+    for index in kept.split(ROWS):
+        real = len(index)
+        # How many tokens carry loss differs from step to step, and oneDNN makes and keeps code for every shape that it
+        # meets, 0.6 MiB each and up to a thousand. Filled up with copies of its last token, the last chunk has one of
+        # ROWS / PADDED_TO shapes.
+        padding = -real % max(1, min(PADDED_TO, x_ND.shape[0]))
+        index = torch.cat((index, index[-1:].expand(padding))) if padding else index
+        x, targets, weights = x_ND[index], targets_N[index].long(), weights_N[index].to(wide)
+        weights[real:] = 0
+        logits = x @ weight_VD.t()
+        if fuse:
+            for tensor in (logits, targets, weights):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        term, nll, dlogits = (rows_compiled if fuse else rows_eager)(logits, targets, weights, z_loss, gradients)
+        loss += term.sum()
+        nll_N[index[:real]] = nll[:real]
+        if gradients:
+            dx_ND[index[:real]] = (dlogits @ weight_VD)[:real]
+            dweight_VD += dlogits.t() @ x
+    return loss, nll_N, dx_ND, dweight_VD
+
+
+@chunked_op.register_fake
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dx, dweight = (
+        (torch.empty_like(x), torch.empty_like(weight, dtype=wide))
+        if gradients
+        else (x.new_empty(0), weight.new_empty(0))
+    )
+    return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide), dx, dweight
+
+
+def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[2], output[3])
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    dx_ND, dweight_VD = ctx.saved_tensors
+    scale = upstream[0].to(dweight_VD.dtype)  # fp32: rounding it would shift every gradient
+    x_dtype, weight_dtype = ctx.dtypes
+    return (
+        (dx_ND.to(scale.dtype) * scale).to(x_dtype),
+        (dweight_VD * scale).to(weight_dtype),
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+chunked_op.register_autograd(scale_gradients, setup_context=keep_gradients)
+
+
+@register_flop_formula(torch.ops.factory.linear_cross_entropy_chunked)
+def chunked_flops(
+    x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, fuse: bool, **_: Any
+) -> int:
+    """Three products, as if every token carried loss (the shapes do not say how many do)."""
+    return 2 * x[0] * x[1] * weight[0] * (3 if gradients else 1)
+
+
+def _chunked(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, fuse: bool
+) -> tuple[Tensor, Tensor]:
+    device = x_ND.device.type
+    if torch.is_autocast_enabled(device):  # an op of our own has no autocast rule: round the operands as linear would
+        x_ND, weight_VD = x_ND.to(torch.get_autocast_dtype(device)), weight_VD.to(torch.get_autocast_dtype(device))
+    gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    loss, nll_N, _, _ = chunked_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, fuse)
+    return loss, nll_N.detach()
+
+
+def chunked(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """As ``reference``, a chunk of tokens at a time, gradients made in the forward pass."""
+    return _chunked(x_ND, weight_VD, targets_N, weights_N, z_loss, fuse=False)
+
+
+def chunked_compiled(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """As ``chunked``, with all that happens to a chunk's logits compiled into one region."""
+    return _chunked(x_ND, weight_VD, targets_N, weights_N, z_loss, fuse=True)
+
+
+class SavedLogits(torch.autograd.Function):
+    """Keeps the logits in the inputs' dtype; the backward pass makes their gradient from them in one go.
+
+    Autograd's own gradient of the reference reads and writes [N, V] in fp32 five times.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+    ) -> tuple[Tensor, Tensor]:
+        logits_NV = F.linear(x_ND, weight_VD)
+        wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        logsumexp_N = torch.logsumexp(wide, dim=-1)
+        nll_N = logsumexp_N - wide.gather(1, targets_N.long().unsqueeze(1)).squeeze(1)
+        loss = (weights_N * (nll_N + z_loss * logsumexp_N.square())).sum()
+        ctx.save_for_backward(x_ND, weight_VD, targets_N, weights_N, logits_NV, logsumexp_N)
+        ctx.z_loss = z_loss
+        nll_N = torch.where(weights_N != 0, nll_N, 0.0)
+        ctx.mark_non_differentiable(nll_N)
+        return loss, nll_N
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, upstream: Tensor, _: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        x_ND, weight_VD, targets_N, weights_N, logits_NV, logsumexp_N = ctx.saved_tensors
+        weights_N = weights_N * upstream
+        softmax_NV = torch.exp(logits_NV.to(logsumexp_N.dtype) - logsumexp_N.unsqueeze(1))
+        dlogits_NV = softmax_NV * (weights_N * (1 + 2 * ctx.z_loss * logsumexp_N)).unsqueeze(1)
+        columns = torch.arange(logits_NV.shape[1], dtype=torch.int32, device=logits_NV.device)
+        hit_NV = columns == targets_N.int().unsqueeze(1)  # int32: as wide as the values, so that one vector holds both
+        dlogits_NV = torch.where(hit_NV, dlogits_NV - weights_N.unsqueeze(1), dlogits_NV).to(logits_NV.dtype)
+        return dlogits_NV @ weight_VD, dlogits_NV.t() @ x_ND, None, None, None
+
+
+def saved_logits(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """As ``reference``, with the gradient of the logits written out."""
+    return SavedLogits.apply(x_ND, weight_VD, targets_N, weights_N, z_loss)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def native(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """As ``reference``, with the pointwise work in C++; as ``saved_logits`` in another dtype than fp32 and bf16."""
+    if x_ND.dtype not in native_library.NAMES or x_ND.dtype != weight_VD.dtype:
+        return saved_logits(x_ND, weight_VD, targets_N, weights_N, z_loss)
+    gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    loss, nll_N, _, _ = linear_cross_entropy_native.native_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients)
+    return loss, nll_N.detach()
+
+
+def fused(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    from kernels.linear_cross_entropy.triton import linear_cross_entropy  # triton is imported only where it is used
+
+    return linear_cross_entropy(x_ND, weight_VD, targets_N, weights_N, z_loss)
+
+
+TRITON = Implementation(
+    "triton",
+    fused,
+    "chunks of tokens, gradients made forward in the logits' place, in Triton",
+    devices=("cuda",),
+    needs_triton=True,
+)
+NATIVE = Implementation(
+    "native",
+    native,
+    "chunks of tokens, gradients made forward in the logits' place, in C++",
+    devices=("cpu",),
+    instead=native_library.instead("saved_logits"),
+)
+CHUNKED = Implementation("chunked", chunked, "chunks of tokens, gradients made forward, tokens without loss left out")
+CHUNKED_COMPILED = Implementation(
+    "chunked_compiled", chunked_compiled, "chunked, with the pointwise work compiled into one region", eager=chunked
+)
+SAVED_LOGITS = Implementation(
+    "saved_logits",
+    lazily_compiled(saved_logits),
+    "logits kept in the inputs' dtype, their gradient in one pass, compiled",
+    eager=saved_logits,
+)
+OP = op(
+    "linear_cross_entropy",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1),
+    in_block=False,
+    implementations=(compiled(reference), CHUNKED, CHUNKED_COMPILED, SAVED_LOGITS, NATIVE, TRITON),
+)

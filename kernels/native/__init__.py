@@ -1,0 +1,158 @@
+"""Compiles an op's C++ on first use, for this machine's processor, and keeps the libraries.
+
+Not by torch.compile's loader: that imports the compiler and tries the processor's vectors anew in each process, which
+takes three to five seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.contract.op import KernelError, Shape
+
+HEADERS = Path(__file__).parent
+SOURCES = HEADERS.parent  # <op>/<op>.cpp
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of the dtypes, as functions end in them
+OUT_OF_MEMORY, FAILED = -1, -2  # in_parallel.h
+FLAGS = ("-O3", "-DNDEBUG", "-std=c++20", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-w")
+LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10", "-lgomp")
+
+
+def cpu_op(name: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+    """``torch.library.custom_op`` for a function of CPU tensors that changes none of them.
+
+    The dispatcher calls the function itself, not torch's wrapper, which imports the compiler at the first call: a second
+    of the start of every trainer that compiles nothing.
+    """
+
+    def define(function: Callable[..., Any]) -> torch.library.CustomOpDef:
+        made = torch.library.custom_op(name, function, mutates_args=())
+        torch.library.impl(name, "cpu", function)
+        return made
+
+    return define
+
+
+@functools.cache
+def library(name: str) -> ctypes.CDLL:
+    """The shared library of ``<name>/<name>.cpp``. Its calls release the interpreter's lock.
+
+    Raises: KernelError without a C++ compiler, or with one that fails.
+    """
+    text = (SOURCES / name / f"{name}.cpp").read_text(encoding="utf-8")
+    for header in HEADERS.glob("*.h"):  # in place, so that the key holds it too
+        text = text.replace(f'#include "{header.name}"', header.read_text(encoding="utf-8").replace("#pragma once", ""))
+    words = compiler_words()
+    key = hashlib.sha256("\0".join((text, *words, torch.__version__, processor())).encode()).hexdigest()
+    target = cache_folder() / f"{name}-{key[:32]}.so"
+    if not target.exists():
+        compile_to(target, text, words)
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise KernelError(f"{target} cannot be loaded: {error}") from error
+
+
+def compiler_words() -> list[str]:
+    """The command without its input and output, for the vectors that torch itself would use here."""
+    torch_folder = Path(torch.__file__).parent
+    vectors = torch.backends.cpu.get_cpu_capability()
+    vectors = vectors if vectors in ("AVX2", "AVX512") else "DEFAULT"
+    defined = (f"-DCPU_CAPABILITY={vectors}", f"-DCPU_CAPABILITY_{vectors}", "-DC10_USING_CUSTOM_GENERATED_MACROS")
+    included = (f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}")
+    return [*FLAGS, *defined, *included, f"-L{torch_folder / 'lib'}", *LIBRARIES]
+
+
+def processor() -> str:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+
+
+def cache_folder() -> Path:
+    """Beside torch.compile's own cache where that is named, else the user's; a folder of this process where neither can be
+    written."""
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        folder = Path(given).expanduser() / "factory-kernels"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):
+        pass
+    return _own_folder()
+
+
+@functools.cache
+def _own_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="factory-kernels-"))
+
+
+def compile_to(target: Path, text: str, words: list[str]) -> None:
+    """Whole or not at all: two processes may do it at once. Raises: KernelError."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise KernelError(
+            "no C++ compiler: install g++ with your system's package manager, or choose other implementations"
+        )
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".compiling-") as folder:
+        source, made = Path(folder) / "source.cpp", Path(folder) / "made.so"
+        source.write_text(text, encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [compiler, str(source), "-o", str(made), *words], capture_output=True, text=True, errors="replace"
+            )
+        except OSError as error:
+            raise KernelError(f"{compiler}: {error.strerror}") from error
+        if done.returncode:
+            raise KernelError(f"{compiler} could not compile {target.name}: {done.stderr.strip()[-2000:]}")
+        os.replace(made, target)
+
+
+def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
+    """A function of ``<name>/<name>.cpp``: tensors by address, numbers as int64 and float; the threads come last.
+
+    Returns what it returned. Raises: MemoryError, RuntimeError for what it could not do.
+    """
+    passed = [
+        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_float(x) if isinstance(x, float) else x
+        for x in (*arguments, torch.get_num_threads())
+    ]
+    found = getattr(library(name), function)
+    found.restype = ctypes.c_int64
+    code = int(found(*(ctypes.c_int64(x) if isinstance(x, int) else x for x in passed)))
+    if code == OUT_OF_MEMORY:
+        raise MemoryError(f"{function}: no memory for its scratch space")
+    if code == FAILED:
+        raise RuntimeError(f"{function}: the CPU refused the product")
+    return code
+
+
+def instead(other: str) -> Callable[[Shape, torch.dtype], str]:
+    """For ``Implementation.instead`` of C++ that leaves every dtype but those of NAMES to another implementation."""
+
+    def say(shape: Shape, dtype: torch.dtype) -> str:
+        return "" if dtype in NAMES else f"{other}: the C++ is for fp32 and bf16, not {dtype}"
+
+    return say
+
+
+def rows_of(x_XD: Tensor) -> Tensor:
+    """[N, D] with a dense last dimension: a view of x wherever one step leads from row to row."""
+    x_ND = x_XD.reshape(x_XD.shape[:-1].numel(), x_XD.shape[-1])
+    return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()

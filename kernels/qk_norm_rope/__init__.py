@@ -1,0 +1,63 @@
+"""QK-norm then rotary position embedding, for queries or keys: RMSNorm over each head, then rotate the halves.
+
+QK-norm: Henry et al. 2020, arXiv:2010.04245; RoPE: Su et al. 2021, arXiv:2104.09864, in the rotate-half layout of
+Hugging Face
+models: pairs are (k, k + K/2), and cos, sin [B, T, K] repeat their first half.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+from kernels.rms_norm import EPS
+from kernels.rms_norm import reference as rms_norm
+
+THETA = 10_000.0
+
+
+def reference(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> Tensor:
+    """x [B, T, heads, K], weight [K]; cos and sin already gathered by position. Keeps the dtype of x."""
+    return rotate(rms_norm(x_BTHK, weight_K, eps), cos_BTK, sin_BTK)
+
+
+def rotate(x_BTHK: Tensor, cos_BTK: Tensor, sin_BTK: Tensor) -> Tensor:
+    """RoPE alone. Keeps the dtype of x."""
+    first, second = x_BTHK.chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (x_BTHK * cos_BTK.unsqueeze(2) + rotated * sin_BTK.unsqueeze(2)).to(x_BTHK.dtype)
+
+
+def cost(shape: Shape, itemsize: int) -> Cost:
+    """One call on the queries."""
+    elements = shape.tokens * shape.heads * shape.head_dim
+    return Cost(2 * elements * itemsize, 7 * elements, 3 * elements * itemsize, 13 * elements)
+
+
+def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
+    x = normal(generator, (shape.batch, shape.context, shape.heads, shape.head_dim), device, dtype)
+    weight = 1 + normal(generator, (shape.head_dim,), device, dtype, 0.1)
+    frequency = THETA ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+    angle = torch.arange(shape.context)[:, None] * frequency
+    angle = torch.cat((angle, angle), dim=-1).expand(shape.batch, -1, -1)
+    return x, weight, angle.cos().to(device, dtype).contiguous(), angle.sin().to(device, dtype).contiguous(), EPS
+
+
+def fused(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> Tensor:
+    from kernels.qk_norm_rope.triton import qk_norm_rope  # triton is imported only where it is used
+
+    return qk_norm_rope(x_BTHK, weight_K, cos_BTK, sin_BTK, eps)
+
+
+TRITON = Implementation(
+    "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
+)
+OP = op(
+    "qk_norm_rope",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1),
+    implementations=(compiled(reference), TRITON),
+)

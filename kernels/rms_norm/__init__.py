@@ -1,0 +1,48 @@
+"""RMSNorm: y = x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467). Statistics in fp32
+whatever the dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+
+EPS = 1e-6
+
+
+def reference(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x of any leading shape, any float dtype (kept); weight [D]."""
+    x = x_XD if x_XD.dtype == torch.float64 else x_XD.float()
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight_D).to(x_XD.dtype)
+
+
+def cost(shape: Shape, itemsize: int) -> Cost:
+    elements = shape.tokens * shape.d_model
+    return Cost(2 * elements * itemsize, 4 * elements, 3 * elements * itemsize, 9 * elements)
+
+
+def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
+    x = normal(generator, (shape.batch, shape.context, shape.d_model), device, dtype)
+    weight = 1 + normal(generator, (shape.d_model,), device, dtype, 0.1)
+    return x, weight, EPS
+
+
+def fused(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    from kernels.rms_norm.triton import rms_norm  # triton is imported only where it is used
+
+    return rms_norm(x_XD, weight_D, eps)
+
+
+TRITON = Implementation(
+    "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
+)
+OP = op(
+    "rms_norm",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1),
+    implementations=(compiled(reference), TRITON),
+)

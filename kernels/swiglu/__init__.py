@@ -1,0 +1,57 @@
+"""SwiGLU's pointwise half: silu(gate) · up (Shazeer 2020, arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+from kernels.native import NAMES, instead
+from kernels.swiglu import cpp as swiglu_native
+
+
+def reference(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
+    """gate and up of one shape and dtype, which the result has too."""
+    return F.silu(gate_XF) * up_XF
+
+
+def cost(shape: Shape, itemsize: int) -> Cost:
+    elements = shape.tokens * shape.d_ff
+    return Cost(3 * elements * itemsize, 5 * elements, 5 * elements * itemsize, 12 * elements)
+
+
+def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
+    size = (shape.batch, shape.context, shape.d_ff)
+    return normal(generator, size, device, dtype), normal(generator, size, device, dtype)
+
+
+def fused(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
+    from kernels.swiglu.triton import swiglu  # triton is imported only where it is used
+
+    return swiglu(gate_XF, up_XF)
+
+
+TRITON = Implementation(
+    "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
+)
+
+
+def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
+    """As ``reference``, in C++; as ``reference`` itself in another dtype than fp32 and bf16."""
+    if gate_XF.dtype in NAMES and up_XF.dtype == gate_XF.dtype:
+        return swiglu_native.forward_op(gate_XF, up_XF)
+    return reference(gate_XF, up_XF)
+
+
+NATIVE = Implementation(
+    "native", native, "C++: one pass forward, one backward", devices=("cpu",), instead=instead("reference")
+)
+OP = op(
+    "swiglu",
+    reference,
+    cost=cost,
+    make_inputs=make_inputs,
+    gradients=(0, 1),
+    implementations=(compiled(reference), TRITON, NATIVE),
+)

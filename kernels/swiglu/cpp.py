@@ -1,0 +1,49 @@
+"""silu(gate) · up in C++ (``swiglu.cpp``), for CPUs, as torch.library ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.native import NAMES, call, cpu_op, rows_of
+
+
+@cpu_op("factory::swiglu_native")
+def forward_op(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
+    out_XF = torch.empty(gate_XF.shape, dtype=gate_XF.dtype)
+    gate, up = rows_of(gate_XF), rows_of(up_XF)
+    call("swiglu", f"swiglu_{NAMES[gate.dtype]}", gate, up, out_XF, *gate.shape, gate.stride(0), up.stride(0))
+    return out_XF
+
+
+@cpu_op("factory::swiglu_native_backward")
+def backward_op(dout_XF: Tensor, gate_XF: Tensor, up_XF: Tensor) -> tuple[Tensor, Tensor]:
+    dgate_XF, dup_XF = (torch.empty(gate_XF.shape, dtype=gate_XF.dtype) for _ in range(2))
+    inputs = [rows_of(x) for x in (dout_XF, gate_XF, up_XF)]
+    steps = [x.stride(0) for x in inputs]
+    function = f"swiglu_backward_{NAMES[gate_XF.dtype]}"
+    call("swiglu", function, *inputs, dgate_XF, dup_XF, *inputs[0].shape, *steps)
+    return dgate_XF, dup_XF
+
+
+@forward_op.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@backward_op.register_fake
+def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def gradients(ctx: Any, dout_XF: Tensor) -> tuple[Tensor, Tensor]:
+    return backward_op(dout_XF, *ctx.saved_tensors)
+
+
+forward_op.register_autograd(gradients, setup_context=keep)

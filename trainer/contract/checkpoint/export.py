@@ -1,0 +1,186 @@
+"""``python -m trainer.contract.checkpoint.export CHECKPOINT OUT``: a checkpoint as a Hugging Face folder.
+
+Dense models are ``Qwen3ForCausalLM``; without QK-norm ``LlamaForCausalLM``; with NoPE layers ``SmolLM3ForCausalLM``;
+with experts ``Glm4MoeForCausalLM``, whose head is stored apart: vLLM's class of that name ties none.
+
+Writes config.json, generation_config.json and model.safetensors; the tokenizer's files are the caller's to add.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.errors import exit_code_of
+from trainer.contract.recipe import ModelRecipe, Recipe
+
+END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
+END_OF_TURN = 2  # <|im_end|>
+KEPT_IN_FP32 = "e_score_correction_bias"  # rounded, it would choose other experts; transformers keeps it so too
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+}
+
+
+def export(source: Path, out: Path) -> None:
+    """Raises: CheckpointError when the checkpoint does not verify; OSError."""
+    loaded = checkpoints.load(source)
+    recipe = Recipe.parse(loaded.state["recipe"], str(source / "state.json"))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.export_dtype]
+    tensors = {
+        name: tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype)
+        for name, tensor in hf_tensors(loaded.model, recipe.model).items()
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    _write_json(out / "config.json", hf_config(recipe.model, str(dtype).removeprefix("torch.")))
+    _write_json(out / "generation_config.json", generation_config())
+    with open(out / "model.safetensors", "wb") as file:
+        for chunk in checkpoints.safetensors_bytes(tensors, {"format": "pt"}):
+            file.write(chunk)
+
+
+def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
+    """config.json of the class whose maths is the trainer's (see ``family_of``)."""
+    family = family_of(shape)
+    return {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.d_model,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.d_ff,
+        "max_position_embeddings": shape.context,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rms_norm_eps": shape.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": family != "glm4_moe",
+        "use_sliding_window": False,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": END_TOKEN,
+        "pad_token_id": END_TOKEN,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **_family_config(shape, family),
+    }
+
+
+def family_of(shape: ModelRecipe) -> str:
+    """The ``model_type`` of a shape."""
+    if shape.experts is not None:
+        return "glm4_moe"
+    if shape.nope_every is not None:
+        return "smollm3"
+    return "qwen3" if shape.qk_norm else "llama"
+
+
+def _family_config(shape: ModelRecipe, family: str) -> dict[str, Any]:
+    if family == "smollm3":
+        assert shape.nope_every is not None
+        has_rope = [int((layer + 1) % shape.nope_every != 0) for layer in range(shape.layers)]
+        return {"no_rope_layers": has_rope, "no_rope_layer_interval": shape.nope_every}
+    if family == "glm4_moe":
+        assert shape.experts is not None
+        experts = shape.experts
+        rope = {"rope_type": "default", "rope_theta": shape.rope_theta, "partial_rotary_factor": 1.0}
+        return {
+            "n_routed_experts": experts.count,
+            "num_experts_per_tok": experts.per_token,
+            "moe_intermediate_size": experts.d_ff,
+            "n_shared_experts": experts.shared,
+            "first_k_dense_replace": experts.dense_layers,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": shape.qk_norm,
+            "num_nextn_predict_layers": 0,
+            "partial_rotary_factor": 1.0,
+            "rope_parameters": rope,
+        }
+    return {}
+
+
+def generation_config() -> dict[str, Any]:
+    """Greedy; stops at the end of a document or of a turn."""
+    return {"do_sample": False, "eos_token_id": [END_TOKEN, END_OF_TURN], "pad_token_id": END_TOKEN}
+
+
+NAMES = {
+    "attention_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "attention_out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "router": "mlp.gate",
+    "shared_gate": "mlp.shared_experts.gate_proj",
+    "shared_up": "mlp.shared_experts.up_proj",
+    "shared_down": "mlp.shared_experts.down_proj",
+}
+
+
+def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor]:
+    """The trainer's names to Hugging Face's. A tied head is not stored twice.
+
+    The factor by which muP scales the head's input is in the final norm.
+    """
+    final_norm = model["final_norm"] * shape.width_share if shape.width_share != 1 else model["final_norm"]
+    found = {"model.embed_tokens.weight": model["embedding"], "model.norm.weight": final_norm}
+    for name, tensor in model.items():
+        if not name.startswith("blocks."):
+            continue
+        _, layer, key = name.split(".")
+        theirs = f"model.layers.{layer}."
+        if key in NAMES:
+            found[f"{theirs}{NAMES[key]}.weight"] = tensor
+        elif key == "router_bias":
+            found[f"{theirs}mlp.gate.e_score_correction_bias"] = tensor
+        else:
+            projection = key.removeprefix("experts_")
+            for number, expert in enumerate(tensor.unbind()):
+                found[f"{theirs}mlp.experts.{number}.{projection}_proj.weight"] = expert
+    if shape.experts is not None:
+        found["lm_head.weight"] = model["embedding"]
+    if shape.experts is not None and not shape.experts.shared:  # Glm4Moe has a shared expert whatever its width
+        sizes = {"shared_gate": (0, shape.d_model), "shared_up": (0, shape.d_model), "shared_down": (shape.d_model, 0)}
+        for number in range(shape.experts.dense_layers, shape.layers):
+            for key, size in sizes.items():
+                found[f"model.layers.{number}.{NAMES[key]}.weight"] = final_norm.new_empty(size)
+    return found
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    return exit_code_of("trainer.contract.checkpoint.export", lambda: export(Path(arguments[0]), Path(arguments[1])))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

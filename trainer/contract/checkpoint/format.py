@@ -1,0 +1,320 @@
+"""Checkpoints: written aside, fsynced, hashed in a manifest, renamed; verified when loaded. Never pickle.
+
+    step-00000120/model.safetensors      fp32 weights, the model's own names
+                  optimizer.safetensors  exp_avg.*, exp_avg_sq.*, step.*, momentum.*, and the random number generator
+                  state.json             step, kind, recipe, sampler, detector, counters
+                  manifest.json          size and SHA-256 of the others
+
+Of several ranks each writes what it holds, as ``model-00001-of-00004.safetensors`` and so on, and says in the file's
+metadata which region of each tensor that is; any number of ranks reads the regions that it needs.
+
+A folder that has its name is whole: the rename is the last thing done. A writer killed before it leaves a folder that
+starts with a dot, which the next run clears away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from trainer.contract.checkpoint.region import Region
+from trainer.contract.errors import CheckpointError
+
+FORMAT = 2
+KINDS = ("model", "optimizer")
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
+REGIONS = "regions"  # metadata of a file that holds parts of tensors: {name: [whole shape, offset]}
+POLL_SECONDS = 0.01
+
+Tensors = dict[str, Tensor]
+Regions = dict[str, Region]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that a run needs to go on."""
+
+    model: Tensors
+    optimizer: Tensors
+    state: dict[str, Any]  # JSON values
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that was not fit to load."""
+
+    path: str
+    reason: str
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def save(parent: Path, checkpoint: Checkpoint) -> Path:
+    """Write ``parent/step-…`` so that it is there whole or not at all. Raises: OSError, with nothing left behind."""
+    contents = {"model": checkpoint.model, "optimizer": checkpoint.optimizer}
+    return save_share(parent, checkpoint.step, contents, {}, checkpoint.state)
+
+
+def save_share(
+    parent: Path,
+    step: int,
+    contents: dict[str, Tensors],
+    regions: Regions,
+    state: dict[str, Any] | None,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Path:
+    """Write what one rank holds of a checkpoint; rank 0, which has the ``state``, waits for the others and names it.
+
+    ``regions`` says where a tensor lies in its whole; one that is not listed is whole. Ranks share a file system.
+    Raises: OSError, with nothing left behind.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    target = parent / name_of(step)
+    aside = parent / f".writing-{target.name}"
+    aside.mkdir(exist_ok=True)
+    try:
+        files = {}
+        for kind, tensors in contents.items():
+            name = f"{kind}.safetensors" if ranks == 1 else f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+            parts = {n: [r.whole, r.offset] for n, r in regions.items() if n in tensors and r.shape != r.whole}
+            metadata = {REGIONS: json.dumps(parts)} if parts else None
+            files[name] = _write(aside / name, safetensors_bytes(tensors, metadata))
+        if rank:
+            _write(aside / f".share-{rank:05d}", iter([json.dumps(files).encode()]))
+            os.rename(aside / f".share-{rank:05d}", aside / f"share-{rank:05d}.json")
+            return target
+        files["state.json"] = _write(aside / "state.json", iter([json.dumps(state, sort_keys=True).encode()]))
+        for other in range(1, ranks):
+            files |= _await_share(aside / f"share-{other:05d}.json")
+        manifest = {"format": FORMAT, "step": step, "files": files}
+        _write(aside / "manifest.json", iter([json.dumps(manifest, sort_keys=True, indent=1).encode()]))
+        _fsync_folder(aside)
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(aside, target)
+        _fsync_folder(parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return target
+
+
+def clear_unfinished(parent: Path) -> None:
+    """Remove what a killed writer left. No writer may be at work."""
+    for aside in parent.glob(".writing-*"):
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def load(path: Path) -> Checkpoint:
+    """All of a checkpoint, verified. Raises: CheckpointError naming the file and the fault."""
+    if fault := find_fault(path):
+        raise CheckpointError(fault)
+    return Checkpoint(read_tensors(path, "model"), read_tensors(path, "optimizer"), read_state(path))
+
+
+def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
+    """What is wrong with a checkpoint, or nothing: every ``of``-th of its files is hashed, from ``share`` on."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return str(error)
+    files = manifest["files"]
+    for kind in ("state.json", *KINDS):
+        if not any(name.startswith(kind) for name in files):
+            return f"{path}: manifest.json names no {kind}"
+    for name, expected in sorted(files.items())[share::of]:
+        file = path / name
+        try:
+            size = file.stat().st_size
+            if size != expected["bytes"]:
+                return f"{file}: {size} bytes, its manifest says {expected['bytes']}"
+            with open(file, "rb") as opened:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
+                    return f"{file}: its bytes are not those its manifest names"
+        except OSError as error:
+            return f"{file}: {error.strerror}"
+    return ""
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Raises: CheckpointError."""
+    try:
+        return dict(json.loads((path / "state.json").read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path / 'state.json'}: {error}") from None
+
+
+def read_tensors(path: Path, kind: str, wanted: Regions | None = None) -> Tensors:
+    """Tensors of one of ``KINDS``, on the CPU: of each the region in ``wanted``, or all of one that it does not name.
+
+    Raises: CheckpointError naming what is damaged, incomplete or of another shape.
+    """
+    wanted = wanted or {}
+    found: Tensors = {}
+    missing: dict[str, int] = {}
+    for name in sorted(read_manifest(path)["files"]):
+        if not (name.startswith(kind) and name.endswith(".safetensors")):
+            continue
+        try:
+            with safetensors.safe_open(str(path / name), framework="pt") as file:
+                parts = json.loads((file.metadata() or {}).get(REGIONS, "{}"))
+                for key in file.keys():  # noqa: SIM118 - no mapping
+                    part = file.get_slice(key)
+                    shape = tuple(part.get_shape())
+                    whole, offset = map(tuple, parts.get(key, (shape, (0,) * len(shape))))
+                    region = wanted.get(key, Region(whole, (0,) * len(whole), whole))
+                    if region.whole != whole:
+                        raise CheckpointError(
+                            f"recipe.model does not fit the checkpoint: {key} is {list(region.whole)} in the recipe, "
+                            f"{list(whole)} in {path / name}"
+                        )
+                    if key not in found and region.shape == shape and region.offset == offset:
+                        found[key] = file.get_tensor(key)
+                        missing[key] = 0
+                        continue
+                    _copy_overlap(found, missing, key, region, Region(whole, offset, shape), part)
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path / name}: {error}") from None
+    for key, count in missing.items():
+        if count:
+            raise CheckpointError(f"{path}: {count} elements of {kind} {key} are missing")
+    return found
+
+
+def _copy_overlap(found: Tensors, missing: dict[str, int], key: str, wanted: Region, held: Region, part: Any) -> None:
+    """Copy what a file's part of a tensor has of the wanted region."""
+    starts = [max(a, b) for a, b in zip(wanted.offset, held.offset)]
+    stops = [min(a + m, b + n) for a, m, b, n in zip(wanted.offset, wanted.shape, held.offset, held.shape)]
+    here = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, held.offset))
+    there = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, wanted.offset))
+    if key not in found:
+        dtype = next(dtype for dtype, name in DTYPES.items() if name == part.get_dtype())
+        found[key] = torch.empty(wanted.shape, dtype=dtype)
+        missing[key] = found[key].numel()
+    if all(a < b for a, b in zip(starts, stops)):
+        found[key][there] = part[here]
+        missing[key] -= found[key][there].numel()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Raises: CheckpointError."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        found = manifest["format"], {n: (f["sha256"], f["bytes"]) for n, f in manifest["files"].items()}
+    except OSError as error:
+        raise CheckpointError(f"{path} is no checkpoint: manifest.json: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: manifest.json is damaged: {error}") from None
+    if found[0] != FORMAT:
+        raise CheckpointError(f"{path}: format {found[0]}, this code reads {FORMAT}")
+    return dict(manifest)
+
+
+def manifest_sha256(path: Path) -> str:
+    return hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
+
+
+def steps_in(parent: Path) -> list[tuple[int, Path]]:
+    """The checkpoints of a folder, oldest first."""
+    found = [(int(path.name.removeprefix("step-")), path) for path in parent.glob("step-[0-9]*") if path.is_dir()]
+    return sorted(found)
+
+
+def put_away(path: Path, reason: str) -> Skipped:
+    """Rename a checkpoint that is not fit to load ``bad-…``, out of the way."""
+    away = path.with_name(f"bad-{path.name}")
+    shutil.rmtree(away, ignore_errors=True)
+    path.rename(away)
+    return Skipped(str(away), reason)
+
+
+def newest_good(parent: Path) -> tuple[Path | None, list[Skipped]]:
+    """The newest checkpoint that verifies; those that don't are put away."""
+    skipped: list[Skipped] = []
+    for _, path in reversed(steps_in(parent)):
+        fault = find_fault(path)
+        if not fault:
+            return path, skipped
+        skipped.append(put_away(path, fault))
+    return None, skipped
+
+
+def safetensors_bytes(
+    tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """A safetensors file, piece by piece, so that it is hashed while it is written and a full disk is an OSError.
+
+    Format: 8 bytes little-endian header length, JSON header padded with spaces to a multiple of 8, then the tensors.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    position = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    yield len(encoded).to_bytes(8, "little") + encoded
+    for tensor in tensors.values():
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _await_share(path: Path) -> dict[str, Any]:
+    """Another rank's files. Waits without an end: a rank that fails ends its process, and torchrun then ends all."""
+    while not path.exists():
+        time.sleep(POLL_SECONDS)
+    files = dict(json.loads(path.read_bytes()))
+    path.unlink()
+    return files
+
+
+def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    size = 0
+    with open(path, "wb") as out:
+        for chunk in chunks:
+            out.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        out.flush()
+        os.fsync(out.fileno())
+    return {"sha256": digest.hexdigest(), "bytes": size}
+
+
+def _fsync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,322 @@
+"""Data order: the global batch of any step is a pure function of (data plan, sampler state).
+
+Each step draws pieces of documents until its rows can be filled, always from the stream (see document_stream) that lags
+furthest behind its share of the supervised tokens; the recipe's packing makes rows of them, and what is left over waits
+for the next step. Every rank plans the whole global batch and reads its rows.
+
+The state is a place and a credit for each stream, and the pieces that wait, a few bytes each. It holds nothing of the
+steps before or after, so its size does not grow with them.
+
+No piece is drawn twice in a stream's epoch, and a stream that has finished an epoch waits for the other generations of
+its domain to finish theirs: no document repeats before its domain's epoch ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.document_stream import Piece, Stream, domain_of, generation_of, open_streams
+from trainer.contract.data.packing import STRATEGIES
+from trainer.contract.errors import DataPlanError
+from trainer.contract.recipe import BatchRecipe
+
+FORMAT = 2  # of the state
+
+Row = tuple[Piece, ...]
+
+
+@dataclass
+class Cursor:
+    """Where a stream stands."""
+
+    fingerprint: str  # of the seed and the shards that the cursor counts in
+    joined: int  # epoch of the domain when the stream joined
+    place: int  # of the next piece
+    credit: float  # supervised tokens the stream lags behind its share
+
+
+class DataOrder:
+    """Walks the plan. ``next_rows`` moves one step on; ``state_dict`` is all it takes to go on from here."""
+
+    def __init__(
+        self,
+        plan: DataPlan,
+        *,
+        context: int,
+        batch: BatchRecipe,
+        vocab_size: int,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises: DataPlanError when the plan doesn't fit the recipe or the state; TokenShardError for a bad shard."""
+        self.plan = plan
+        self.context = context
+        self.batch = batch
+        self.streams = open_streams(plan, context, vocab_size)
+        self.domains = sorted({stream.domain for stream in self.streams.values()})
+        self.step = 0
+        self.documents_begun = 0  # documents whose first position was put in a batch
+        self.cursors: dict[str, Cursor] = {}
+        self.pending: list[Piece] = []  # drawn and not trained on, oldest first
+        self._shares: tuple[int, dict[str, float]] = -1, {}
+        self._available: tuple[int, dict[str, float]] | None = None  # until a step or an epoch ends
+        if state is not None:
+            self._restore(state)
+        for name, stream in self.streams.items():
+            if name not in self.cursors:
+                others = [self._epoch(n) for n in self.cursors if domain_of(n) == stream.domain]
+                epoch = min(others, default=0)
+                self.cursors[name] = Cursor(stream.fingerprint, epoch, epoch * stream.pieces, 0.0)
+        for mixture in plan.mixtures():
+            if mixture.stop > self.step and not stream_shares(plan, self.streams, mixture.weights):
+                raise DataPlanError(
+                    f"{mixture.key}: none of {', '.join(sorted(mixture.weights))} is a domain with supervised "
+                    f"tokens; the shards hold: {', '.join(self.domains) or 'nothing'}"
+                )
+
+    def next_rows(self) -> list[Row]:
+        """The rows of the next step's global batch. Raises: DataPlanError when every epoch is used up."""
+        wanted = self.batch.sequences_at(self.step)
+        strategy = STRATEGIES[self.batch.packing]
+        lengths = [piece.positions for piece in self.pending]
+        waiting = sum(lengths)
+        while not strategy.enough(len(lengths), waiting, self.context, wanted) and (piece := self._draw()) is not None:
+            self.pending.append(piece)
+            lengths.append(piece.positions)
+            waiting += piece.positions
+        long = [self.streams[piece.stream].length[piece.document] - 1 > self.context for piece in self.pending]
+        packed, left = strategy.pack(lengths, long, self.context, wanted, self.step)
+        if len(packed) < wanted:
+            raise DataPlanError(
+                f"max_epochs: the data ends at step {self.step}: every document was seen {self.plan.max_epochs} times; "
+                "add shards, raise max_epochs or plan fewer steps"
+            )
+        part_of = lambda part: self.streams[self.pending[part.piece].stream].part_of(
+            self.pending[part.piece], part.start, part.positions
+        )
+        rows = [tuple(map(part_of, row)) for row in packed]
+        self.pending = [part_of(part) for part in left]
+        self.documents_begun += sum(piece.start == 0 for row in rows for piece in row)
+        self.step += 1
+        return rows
+
+    def shares(self) -> dict[str, float]:
+        """Share of the supervised tokens that each stream should have at this step; those with none are left out."""
+        if self._shares[0] != self.step:
+            self._shares = self.step, stream_shares(self.plan, self.streams, self.plan.weights_at(self.step))
+        return self._shares[1]
+
+    def positions_left(self) -> int:
+        """Positions that can still be drawn under the epoch cap: an upper bound on what is left to train on."""
+        return sum(piece.positions for piece in self.pending) + sum(self._left(name) for name in self.shares())
+
+    def _left(self, name: str) -> int:
+        stream, cursor = self.streams[name], self.cursors[name]
+        epochs = self.plan.max_epochs + cursor.joined - cursor.place / stream.pieces
+        return max(0, round(stream.positions * epochs))
+
+    def positions_until(self, last_step: int, positions: Callable[[int, int], int]) -> int:
+        """How many of the positions of the steps to ``last_step`` the data can fill, mixture by mixture.
+
+        ``positions(first, last)`` says how many the steps [first, last) have. Where a domain runs out, the others of its
+        mixture take its share; where all have, the run ends.
+        """
+        left = {name: float(self._left(name)) for name in self.streams}
+        spare, filled = float(sum(piece.positions for piece in self.pending)), 0.0
+        for mixture in self.plan.mixtures():
+            first, last = max(self.step, mixture.start), min(last_step, mixture.stop)
+            if first >= last:
+                continue
+            wanted = float(positions(first, int(last)))
+            taken = min(wanted, spare)
+            spare -= taken
+            shares = stream_shares(self.plan, self.streams, mixture.weights)
+            while wanted - taken > 0.5 and (here := {n: s for n, s in shares.items() if left[n] > 0}):
+                need = wanted - taken
+                for name, share in here.items():
+                    part = min(left[name], need * share / sum(here.values()))
+                    left[name] -= part
+                    taken += part
+            filled += taken
+            if wanted - taken > 0.5:
+                break
+        return round(filled)
+
+    def fork(self, step: int | None = None) -> DataOrder:
+        """One that stands here, or at ``step`` with the same documents next, and walks apart from this one."""
+        twin = copy.copy(self)
+        twin.cursors = {name: replace(cursor) for name, cursor in self.cursors.items()}
+        twin.pending = list(self.pending)
+        twin.step = self.step if step is None else step
+        twin._available = None
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values only."""
+        cursors = self.cursors.items()
+        return {
+            "format": FORMAT,
+            "step": self.step,
+            "context": self.context,
+            "documents_begun": self.documents_begun,
+            "streams": {name: [c.fingerprint, c.joined, c.place, c.credit] for name, c in cursors},
+            "pending": encode_pending(self.pending, {name: c.place for name, c in cursors}),
+            # pieces cut where a row ended: which of those that wait, and how much of them was trained on
+            "begun": [[i, p.start % self.context] for i, p in enumerate(self.pending) if p.start % self.context],
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        if state.get("format") != FORMAT:
+            raise DataPlanError(
+                f"the checkpoint's data order has format {state.get('format', 1)}, this code reads {FORMAT}: "
+                "go on with the code that wrote it, or begin a new run"
+            )
+        if state["context"] != self.context:
+            raise DataPlanError(f"model.context is {self.context}, the checkpoint's order cut at {state['context']}")
+        self.step = state["step"]
+        self.documents_begun = state["documents_begun"]
+        for name, values in state["streams"].items():
+            cursor = Cursor(*values)
+            if name not in self.streams or self.streams[name].fingerprint != cursor.fingerprint:
+                raise DataPlanError(
+                    f"token_shards: {domain_of(name)!r} of generation {generation_of(name)} is not what "
+                    "the checkpoint was trained on; shards may only be added, as a new generation, and the seed stays"
+                )
+            self.cursors[name] = cursor
+        places = {name: cursor.place for name, cursor in self.cursors.items()}
+        self.pending = [self.streams[name].piece_at(place) for name, place in decode_pending(state["pending"], places)]
+        for i, start in state["begun"]:
+            piece = self.pending[i]
+            self.pending[i] = self.streams[piece.stream].part_of(piece, start, piece.positions - start)
+
+    def _epoch(self, name: str) -> int:
+        return self.cursors[name].place // self.streams[name].pieces
+
+    def _draw(self) -> Piece | None:
+        """The next piece that carries loss, from the stream furthest behind. None when all are used up."""
+        while available := self._may_draw():
+            name = max(available, key=lambda n: (self.cursors[n].credit, n))
+            stream, cursor = self.streams[name], self.cursors[name]
+            piece = stream.piece_at(cursor.place)
+            cursor.place += 1
+            if cursor.place % stream.pieces == 0:
+                self._available = None
+            if piece.supervised:
+                for other, share in available.items():
+                    self.cursors[other].credit += piece.supervised * share
+                cursor.credit -= piece.supervised
+                return piece
+        return None
+
+    def _may_draw(self) -> dict[str, float]:
+        """Streams that may be drawn from, with the share each has now; the shares sum to one.
+
+        A waiting stream's share goes to its domain.
+        """
+        if self._available is not None and self._available[0] == self.step:
+            return self._available[1]
+        found: dict[str, float] = {}
+        shares = self.shares()
+        by_domain: dict[str, list[str]] = {}
+        for name in shares:
+            if self._epoch(name) - self.cursors[name].joined < self.plan.max_epochs:
+                by_domain.setdefault(domain_of(name), []).append(name)
+        for domain, names in by_domain.items():
+            epoch = min(map(self._epoch, names))
+            ready = {n: shares[n] for n in names if self._epoch(n) == epoch}
+            whole = sum(share for n, share in shares.items() if domain_of(n) == domain)
+            part = sum(ready.values())
+            found |= {n: (share / part if part > 0 else 1 / len(ready)) * whole for n, share in ready.items()}
+        total = sum(found.values())
+        found = {name: share / total for name, share in found.items()}
+        self._available = self.step, found
+        return found
+
+
+def documents_at(order: DataOrder, step: int) -> list[str]:
+    """Keys of the documents in a step's global batch. ``order`` stands at or before it, and is moved past it."""
+    assert order.step <= step
+    while order.step < step:
+        order.next_rows()
+    return document_keys(order, order.next_rows())
+
+
+def document_keys(order: DataOrder, rows: list[Row]) -> list[str]:
+    """Sorted keys of the documents that rows are made of."""
+    return sorted({order.streams[p.stream].key(p.document) for row in rows for p in row})
+
+
+def stream_shares(plan: DataPlan, streams: Mapping[str, Stream], weights: Mapping[str, float]) -> dict[str, float]:
+    """Domain weight × share of the generation within the domain, over the streams that hold data; sums to one."""
+    size = dict.fromkeys((stream.domain for stream in streams.values()), 0)
+    for stream in streams.values():
+        size[stream.domain] += stream.supervised_tokens
+    others = sum(n for domain, n in size.items() if domain not in weights)
+    shares: dict[str, float] = {}
+    for domain, tokens in size.items():
+        weight = weights[domain] if domain in weights else weights.get("*", 0.0) * tokens / max(1, others)
+        held = {n: s.supervised_tokens for n, s in streams.items() if s.domain == domain and s.supervised_tokens}
+        if weight <= 0 or not held:
+            continue
+        newest = max(held, key=generation_of)
+        older = sum(held.values()) - held[newest]
+        has_new = generation_of(newest) == max(shard.generation for shard in plan.token_shards)
+        for name, count in held.items():
+            if not older:
+                share = 1.0
+            elif not has_new:  # nothing new in this domain: all of it by size
+                share = count / sum(held.values())
+            else:
+                share = 1 - plan.replay if name == newest else plan.replay * count / older
+            shares[name] = weight * share
+    total = sum(shares.values())
+    return {name: share / total for name, share in shares.items()} if total > 0 else {}
+
+
+def encode_pending(pending: list[Piece], places: Mapping[str, int]) -> str:
+    """Base64 of two varints a piece, newest first: the number of its stream, and how far it lies before the piece of
+    the stream that comes after it, or before the stream's place."""
+    names = {name: number for number, name in enumerate(sorted(places))}
+    at = dict(places)
+    found = bytearray()
+    for piece in reversed(pending):
+        found += _varint(names[piece.stream]) + _varint(at[piece.stream] - piece.place - 1)
+        at[piece.stream] = piece.place
+    return base64.b64encode(found).decode()
+
+
+def decode_pending(text: str, places: Mapping[str, int]) -> list[tuple[str, int]]:
+    """(stream, place) of the pieces, oldest first."""
+    names, at = sorted(places), dict(places)
+    numbers = _varints(base64.b64decode(text))
+    found = []
+    for number in numbers:
+        name = names[number]
+        at[name] -= next(numbers) + 1
+        found.append((name, at[name]))
+    return found[::-1]
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, lowest first; the top bit says that more follow (LEB128)."""
+    assert number >= 0
+    found = bytearray()
+    while number >= 0x80:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
+
+
+def _varints(encoded: bytes) -> Iterator[int]:
+    number = shift = 0
+    for byte in encoded:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            yield number
+            number = shift = 0

@@ -1,0 +1,145 @@
+"""The data plan: the frozen list of token shards a segment may read, and how they are mixed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from trainer.contract.errors import DataPlanError, nearest
+from trainer.contract.recipe import MixtureRecipe, Phase, Positive, Share
+from trainer.contract.strict import Strict, parse
+
+
+class PlannedShard(Strict):
+    """A token shard and the generation it joined with."""
+
+    id: str
+    path: str
+    generation: Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Weights, and the steps that they rule: [start, stop)."""
+
+    key: str
+    weights: Mapping[str, float]
+    start: int
+    stop: float
+
+    def absent(self, held: Collection[str]) -> list[str]:
+        """Domains that have a weight and no document, where ``held`` are those that have documents."""
+        return sorted(domain for domain, weight in self.weights.items() if weight > 0 and domain not in {*held, "*"})
+
+    def feeds(self, held: Collection[str]) -> bool:
+        """Is there a document that it gives weight to?"""
+        return any(self.weights.get(domain, self.weights.get("*", 0.0)) > 0 for domain in held)
+
+    def of_arrived(self, held: Collection[str]) -> dict[str, float]:
+        absent = self.absent(held)
+        return {domain: weight for domain, weight in self.weights.items() if domain not in absent}
+
+
+class DataPlan(Strict):
+    """Which token shards, in which mixture. Its id is the SHA-256 of its canonical JSON."""
+
+    token_shards: Annotated[list[PlannedShard], Field(min_length=1)]
+    weights: dict[str, Annotated[float, Field(ge=0)]]  # share of supervised tokens by domain; "*": all others
+    phases: list[Phase] = []  # weights that take over from a step on
+    replay: Share = 0.0  # share of a domain's tokens from generations before the newest
+    max_epochs: Positive = 1
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _possible(self) -> DataPlan:
+        ids = [shard.id for shard in self.token_shards]
+        if len(ids) != len(set(ids)):
+            raise ValueError("token_shards: a shard is listed twice")
+        return self
+
+    @classmethod
+    def make(
+        cls, mixture: MixtureRecipe, kind: Literal["trunk", "anneal"], shards: Iterable[tuple[str, str, int]], seed: int
+    ) -> DataPlan:
+        """The plan of a segment of that kind under a recipe's mixture; ``shards`` are (id, path, generation)."""
+        annealed = kind == "anneal" and mixture.anneal_weights is not None
+        return cls(
+            token_shards=[PlannedShard(id=i, path=path, generation=g) for i, path, g in shards],
+            weights=mixture.anneal_weights if annealed and mixture.anneal_weights else mixture.weights,
+            phases=[] if annealed else mixture.phases,
+            replay=mixture.replay,
+            max_epochs=mixture.max_epochs,
+            seed=seed,
+        )
+
+    @classmethod
+    def from_json(cls, raw: str | Mapping[str, Any], where: str = "data_plan") -> DataPlan:
+        """Raises: DataPlanError naming the key."""
+        if isinstance(raw, str):
+            try:
+                raw = json.loads(raw)
+            except ValueError as error:
+                raise DataPlanError(f"{where}: no JSON: {error}") from None
+        return parse(cls, raw, where, DataPlanError)
+
+    def to_json(self) -> str:
+        """Canonical: equal plans give equal text."""
+        return json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def id(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def weights_at(self, step: int) -> dict[str, float]:
+        """The weights that rule at a step."""
+        weights = self.weights
+        for phase in self.phases:
+            if phase.from_step <= step:
+                weights = phase.weights
+        return weights
+
+    def mixtures(self) -> list[Mixture]:
+        """All weights there are, in the order in which they rule."""
+        first = Phase(from_step=0, weights=self.weights)
+        keys = ["weights", *(f"phases.{i}.weights" for i in range(len(self.phases)))]
+        stops = [*(float(phase.from_step) for phase in self.phases), math.inf]
+        phases = zip(keys, [first, *self.phases], stops)
+        return [Mixture(key, phase.weights, phase.from_step, stop) for key, phase, stop in phases]
+
+    def refuse_absent(self, held: Collection[str]) -> None:
+        """Raises: DataPlanError naming the first key that gives weight to a domain of which no shard holds a document."""
+        for mixture in self.mixtures():
+            for domain in mixture.absent(held):
+                hint = nearest(domain, held) if held else ""
+                raise DataPlanError(f"{mixture.key}.{domain}: no shard holds a document of domain {domain!r}{hint}")
+
+    def of_arrived(self, held: Collection[str], first_step: int, last_step: int) -> tuple[DataPlan, list[str]]:
+        """The plan of the steps [first, last) without domains of which no shard holds a document, and their names.
+
+        A phase that rules none of these steps is left out when none of its domains has arrived.
+        Raises: DataPlanError naming the key, when that is so of a mixture that rules one of them.
+        """
+        mixtures = self.mixtures()
+        for mixture in mixtures:
+            rules = mixture.start < last_step and first_step < mixture.stop
+            if rules and not mixture.feeds(held):
+                raise DataPlanError(
+                    f"{mixture.key}: no shard holds a document of {', '.join(mixture.absent(held)) or 'any domain'}; "
+                    f"the shards hold: {', '.join(sorted(held)) or 'nothing'}"
+                )
+        weights, *later = [mixture.of_arrived(held) for mixture in mixtures]
+        phases = [
+            Phase(from_step=phase.from_step, weights=kept)
+            for phase, kept, mixture in zip(self.phases, later, mixtures[1:])
+            if mixture.feeds(held)
+        ]
+        if not mixtures[0].feeds(held):
+            weights = phases[0].weights  # the first weights rule none of these steps, but a plan has some
+        left_out = sorted({domain for mixture in mixtures for domain in mixture.absent(held)})
+        return self.model_copy(update={"weights": weights, "phases": phases}), left_out

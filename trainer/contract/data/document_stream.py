@@ -1,0 +1,165 @@
+"""A document stream: the pieces (see packing) of one domain of one generation, in a keyed random order, epoch by epoch.
+
+A *place* counts the pieces of all epochs: place p is piece p % pieces of epoch p // pieces. What comes at a place is
+worked out from the place alone, so a place is all that a checkpoint keeps of a piece.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.permutation import BLOCK, Permutation
+from trainer.contract.data.token_shard import TokenShard
+from trainer.contract.errors import DataPlanError, TokenShardError
+
+
+class Piece(NamedTuple):
+    """Some neighbouring positions of one document."""
+
+    stream: str
+    place: int
+    document: int  # index in the stream
+    start: int  # first token, in the document
+    positions: int
+    supervised: int  # positions whose target carries loss
+    shard: int  # index in the stream
+    first: int  # first token, in the shard
+
+
+class Stream:
+    """Where its documents lie, and which piece comes at which place."""
+
+    def __init__(
+        self, name: str, seed: int, shards: list[TokenShard], tables: list[dict[str, Any]], context: int
+    ) -> None:
+        self.name = name
+        self.domain = domain_of(name)
+        self.seed = seed
+        self.shards = shards
+        self.context = context
+        self.shard = np.concatenate([np.full(len(t["start"]), i, np.int32) for i, t in enumerate(tables)])
+        self.start = np.concatenate([t["start"] for t in tables])
+        self.length = np.concatenate([t["length"] for t in tables])
+        self.row = np.concatenate([t["row"] for t in tables])
+        supervised = np.concatenate([t["supervised_tokens"] for t in tables])
+        self.supervised_tokens = int(supervised.sum())
+        self.unmasked = supervised == self.length  # documents all of whose tokens carry loss: their mask is not read
+        # the number of pieces of a document: packing.pieces_in, for all of them at once
+        self.ends = np.cumsum(np.maximum(0, -(-(self.length - 1) // context)))
+        self.pieces = int(self.ends[-1]) if len(self.ends) else 0
+        self.positions = int(np.maximum(0, self.length - 1).sum())
+        self.fingerprint = hashlib.sha256(":".join([str(seed), *(s.id for s in shards)]).encode()).hexdigest()[:16]
+        self._tokens: list[npt.NDArray[Any] | None] = [None] * len(shards)
+        self._order: tuple[int, Permutation | None] = -1, None
+        self._block: tuple[tuple[int, int], list[tuple[int, int, int, int, int, bool]]] = (-1, -1), []
+
+    def piece_at(self, place: int) -> Piece:
+        """The whole piece at a place."""
+        epoch, index = divmod(place, self.pieces)
+        block, offset = divmod(index, BLOCK)
+        if self._block[0] != (epoch, block):
+            self._block = (epoch, block), self._pieces_of(epoch, block)
+        document, start, positions, shard, first, unmasked = self._block[1][offset]
+        supervised = positions if unmasked else self.supervised(shard, first, positions)
+        return Piece(self.name, place, document, start, positions, supervised, shard, first)
+
+    def part_of(self, piece: Piece, start: int, positions: int) -> Piece:
+        """The positions [start, start + positions) of a piece."""
+        if (start, positions) == (0, piece.positions):
+            return piece
+        supervised = positions
+        if not self.unmasked[piece.document]:
+            supervised = self.supervised(piece.shard, piece.first + start, positions)
+        return piece._replace(
+            start=piece.start + start, positions=positions, supervised=supervised, first=piece.first + start
+        )
+
+    def tokens(self, piece: Piece) -> npt.NDArray[Any]:
+        """One more than it has positions: the inputs, and one further for the targets."""
+        if self._tokens[piece.shard] is None:
+            self._tokens[piece.shard] = np.asarray(self.shards[piece.shard].tokens)  # slices of a memmap are slow
+        held = self._tokens[piece.shard]
+        assert held is not None
+        return held[piece.first : piece.first + piece.positions + 1]
+
+    def target_mask(self, piece: Piece) -> npt.NDArray[np.bool_] | np.bool_:
+        """Which of its targets carry loss; one value where it is the same for all."""
+        if piece.supervised == piece.positions:
+            return np.True_
+        return self.shards[piece.shard].loss_mask(piece.first + 1, piece.first + 1 + piece.positions)
+
+    def supervised(self, shard: int, first: int, positions: int) -> int:
+        """How many of the targets of the positions from token ``first`` of a shard on carry loss."""
+        return int(np.count_nonzero(self.shards[shard].loss_mask(first + 1, first + 1 + positions)))
+
+    def key(self, document: int) -> str:
+        table = self.shards[self.shard[document]].documents
+        return str(table["key"][int(self.row[document])].as_py())
+
+    def _pieces_of(self, epoch: int, block: int) -> list[tuple[int, int, int, int, int, bool]]:
+        """(document, start, positions, shard, first token in the shard, unmasked) of a block of an epoch's pieces."""
+        if self._order[0] != epoch or self._order[1] is None:
+            self._order = epoch, Permutation(self.pieces, f"{self.seed}/{self.name}/{epoch}")
+        order = self._order[1]
+        assert order is not None
+        places = np.arange(block * BLOCK, min(self.pieces, (block + 1) * BLOCK), dtype=np.uint64)
+        flat = order.at(places).astype(np.int64)
+        document = np.searchsorted(self.ends, flat, side="right")
+        before = np.where(document > 0, self.ends[document - 1], 0)
+        start = (flat - before) * self.context
+        positions = np.minimum(self.context, self.length[document] - 1 - start)
+        columns: tuple[npt.NDArray[Any], ...] = (
+            document,
+            start,
+            positions,
+            self.shard[document],
+            self.start[document] + start,
+            self.unmasked[document],
+        )
+        return list(zip(*(column.tolist() for column in columns)))
+
+
+def domain_of(stream: str) -> str:
+    return stream.rpartition("/")[0]
+
+
+def generation_of(stream: str) -> int:
+    return int(stream.rpartition("/")[2])
+
+
+def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Stream]:
+    """Streams by name, ``domain/generation``. Raises: DataPlanError, also for weights that no shard has; TokenShardError."""
+    groups: dict[str, tuple[list[TokenShard], list[dict[str, Any]]]] = {}
+    for planned in sorted(plan.token_shards, key=lambda shard: (shard.generation, shard.id)):
+        shard = TokenShard(planned.path)
+        if shard.manifest["vocab_size"] > vocab_size:
+            raise DataPlanError(
+                f"model.vocab_size is {vocab_size}, token shard {shard.id} was made with {shard.manifest['vocab_size']}"
+            )
+        if shard.id != planned.id:
+            raise TokenShardError(f"{planned.path}: the plan names token shard {planned.id}")
+        for domain, table in _tables(shard):
+            shards, tables = groups.setdefault(f"{domain}/{planned.generation}", ([], []))
+            shards.append(shard)
+            tables.append(table)
+    plan.refuse_absent({domain_of(name) for name in groups})
+    streams = {name: Stream(name, plan.seed, *group, context) for name, group in sorted(groups.items())}
+    return {name: stream for name, stream in streams.items() if stream.pieces}
+
+
+def _tables(shard: TokenShard) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The documents of a shard by domain, as columns of numbers; ``row`` is the row in documents.parquet."""
+    documents = shard.documents
+    domains = np.array(documents["domain"].to_pylist(), dtype=object)
+    # not to_numpy(), which imports pandas where there is one: a fifth of a second
+    column = lambda name: np.from_dlpack(documents[name].combine_chunks())
+    columns = {name: column(name) for name in ("start", "length", "supervised_tokens")}
+    for domain in sorted(set(domains.tolist())):
+        rows = np.flatnonzero(domains == domain)
+        yield domain, {name: column[rows] for name, column in columns.items()} | {"row": rows}

@@ -1,0 +1,166 @@
+"""Token shard: the tokenised documents of one shard, as a folder of four files (DESIGN §5).
+
+``tokens.bin``      little-endian uint16 (uint32 when the vocabulary needs it), documents end to end, each with its end token
+``loss_mask.bin``   one bit a token, numpy ``packbits`` order: does this token carry loss as a *target*?
+``documents.parquet``  id, key, start, length, supervised_tokens, domain, source, license; one row a document
+``manifest.json``   counts, SHA-256 of the three files, tokenizer hash; its canonical JSON's SHA-256 is the shard's id
+
+Immutable and memory-mapped: written aside and renamed, then only ever read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.contract.errors import TokenShardError
+
+FORMAT = 1
+FILES = ("tokens.bin", "loss_mask.bin", "documents.parquet")
+
+
+@dataclass(frozen=True)
+class TokenizedDocument:
+    """One document ready to be stored. ``tokens`` and ``loss_mask`` have the same length."""
+
+    key: str
+    id: str
+    domain: str
+    source: str
+    license: str
+    tokens: npt.NDArray[np.uint32]  # [L]
+    loss_mask: npt.NDArray[np.bool_]  # [L]
+
+
+def write_token_shard(
+    parent: Path, documents: Iterable[TokenizedDocument], *, vocab_size: int, tokenizer_sha256: str
+) -> TokenShard:
+    """Write ``parent/<id>`` atomically and return it open. Writing the same content again gives the same id and keeps the old one."""
+    dtype = np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+    aside = parent / f".writing-{os.getpid()}"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        columns: dict[str, list[Any]] = {
+            n: [] for n in ("key", "id", "start", "length", "supervised_tokens", "domain", "source", "license")
+        }
+        masks: list[npt.NDArray[np.bool_]] = []
+        position = 0
+        with open(aside / "tokens.bin", "wb") as out:
+            for document in documents:
+                assert len(document.tokens) == len(document.loss_mask) > 0, document.key
+                assert int(document.tokens.max()) < vocab_size, document.key
+                out.write(document.tokens.astype(dtype).tobytes())
+                masks.append(document.loss_mask)
+                row = (
+                    document.key,
+                    document.id,
+                    position,
+                    len(document.tokens),
+                    int(document.loss_mask.sum()),
+                    document.domain,
+                    document.source,
+                    document.license,
+                )
+                for name, value in zip(columns, row, strict=True):
+                    columns[name].append(value)
+                position += len(document.tokens)
+        bits = np.packbits(np.concatenate(masks)) if masks else np.zeros(0, np.uint8)
+        (aside / "loss_mask.bin").write_bytes(bits.tobytes())
+        text = {n: pa.array(columns[n], pa.string()) for n in ("key", "id", "domain", "source", "license")}
+        whole = {n: pa.array(columns[n], pa.int64()) for n in ("start", "length", "supervised_tokens")}
+        pq.write_table(pa.table({n: (text | whole)[n] for n in columns}), aside / "documents.parquet")
+        manifest = {
+            "format": FORMAT,
+            "dtype": dtype.str,
+            "documents": len(columns["key"]),
+            "tokens": position,
+            "supervised_tokens": int(sum(columns["supervised_tokens"])),
+            "vocab_size": vocab_size,
+            "tokenizer_sha256": tokenizer_sha256,
+            "files": {name: file_sha256(aside / name) for name in FILES},
+        }
+        encoded = json.dumps(manifest, sort_keys=True, indent=1).encode()
+        (aside / "manifest.json").write_bytes(encoded)
+        for name in (*FILES, "manifest.json"):
+            with open(aside / name, "rb") as handle:
+                os.fsync(handle.fileno())
+        target = parent / hashlib.sha256(encoded).hexdigest()[:32]
+        if not target.exists():
+            os.rename(aside, target)
+            descriptor = os.open(parent, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        return TokenShard(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+class TokenShard:
+    """An open token shard; nothing is read until asked for."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.id = self.path.name
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        try:
+            encoded = (self.path / "manifest.json").read_bytes()
+        except OSError as error:
+            raise TokenShardError(f"{self.path} is no token shard: {error.strerror}") from error
+        if hashlib.sha256(encoded).hexdigest()[:32] != self.id:
+            raise TokenShardError(f"{self.path}: manifest.json is not the one this shard is named for")
+        manifest: dict[str, Any] = json.loads(encoded)
+        if manifest["format"] != FORMAT:
+            raise TokenShardError(f"{self.path}: format {manifest['format']}, this code reads {FORMAT}")
+        return manifest
+
+    def verify(self) -> None:
+        """Read every byte. Raises: TokenShardError that names the file that differs."""
+        for name, expected in self.manifest["files"].items():
+            if file_sha256(self.path / name) != expected:
+                raise TokenShardError(f"{self.path / name}: bytes differ from the manifest")
+
+    @cached_property
+    def tokens(self) -> npt.NDArray[Any]:
+        """All tokens, memory-mapped, shape [tokens]."""
+        if self.manifest["tokens"] == 0:
+            return np.zeros(0, self.manifest["dtype"])
+        return np.memmap(
+            self.path / "tokens.bin", dtype=self.manifest["dtype"], mode="r", shape=(self.manifest["tokens"],)
+        )
+
+    @cached_property
+    def _mask_bits(self) -> npt.NDArray[np.uint8]:
+        return np.fromfile(self.path / "loss_mask.bin", np.uint8)
+
+    def loss_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """The mask of tokens [start, stop)."""
+        first = start // 8
+        bits = np.unpackbits(self._mask_bits[first : (stop + 7) // 8])
+        return bits[start - first * 8 : stop - first * 8].astype(bool)
+
+    @cached_property
+    def documents(self) -> pa.Table:
+        """One row a document, in the order of its tokens."""
+        # not pq.read_table, which imports pandas where there is one: a fifth of a second
+        with pq.ParquetFile(self.path / "documents.parquet", memory_map=True) as file:
+            return file.read()
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

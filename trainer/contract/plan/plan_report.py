@@ -1,0 +1,223 @@
+"""A run's plan in words: each number with its formula and its source, and what a person should know beside them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from trainer.contract.plan.run_plan import (
+    MACHINES,
+    NODE,
+    PRICE,
+    RECOMPUTED,
+    RunPlan,
+    active,
+    batch_by_rule,
+    lr_by_rule,
+    memory_of,
+    rule_flops,
+)
+from trainer.contract.plan.sizing import GB, KORTHIKANTI, ZERO, needed
+
+NETWORK = 50 * GB  # bytes a second of a 400 Gb/s card, one a GPU
+CHINCHILLA = 20  # tokens a parameter
+DEEPSEEK = "DeepSeek LLM, arXiv 2401.02954 §3.1"
+LLAMA = "Llama 3, arXiv 2407.21783"
+PALM = "PaLM, arXiv 2204.02311 appendix B"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One number of the plan."""
+
+    name: str
+    value: float
+    text: str
+    formula: str
+    source: str
+
+
+def lines(plan: RunPlan) -> list[Line]:
+    """In the order that they follow from one another."""
+    return [*_model_lines(plan), *_layout_lines(plan), *_batch_lines(plan), *_effort_lines(plan)]
+
+
+def _model_lines(plan: RunPlan) -> list[Line]:
+    model = plan.ask.model
+    shape = (
+        f"{model.layers} layers, {model.d_model:,} wide, {model.heads} heads, {model.kv_heads} for keys and values, "
+        f"d_ff {model.d_ff:,}, {model.vocab_size:,} tokens in one tied embedding"
+    )
+    source = f"proportions of {LLAMA} Table 3" if plan.ask.batch is None else "the recipe"
+    found = [Line("parameters", model.parameters, f"{model.parameters / 1e9:.4g} B", shape, source)]
+    if model.experts is not None:
+        e = model.experts
+        how = f"{e.per_token} of {e.count} experts a token, and {e.shared} shared"
+        found.append(Line("active", active(model), f"{active(model) / 1e9:.4g} B", how, "the recipe"))
+    return found
+
+
+def _layout_lines(plan: RunPlan) -> list[Line]:
+    layout = plan.layout
+    tensor = "none needed" if layout.tensor == 1 else "the smallest that fits and keeps the batch to its rule"
+    sharded = layout.shards > 1
+    state = (
+        f"weights, gradients and optimiser are cut over {layout.pieces} GPUs"
+        if sharded
+        else "every rank holds all the weights"
+    )
+    pipeline = "sharding over the data ranks cuts the same memory, without a bubble" if sharded else "not offered"
+    return [
+        Line(
+            "tensor parallel",
+            layout.tensor,
+            str(layout.tensor),
+            tensor,
+            f"parallel.tensor, up to a node of {NODE}; {KORTHIKANTI}",
+        ),
+        Line("pipeline parallel", 1, "1", pipeline, f"{ZERO} §2.1"),
+        Line(
+            "data parallel",
+            layout.data,
+            str(layout.data),
+            f"{layout.gpus} GPUs / tensor; {state}",
+            "parallel.replicas: FSDP2",
+        ),
+        Line(
+            "recompute",
+            float(layout.recompute == "block"),
+            layout.recompute,
+            "the least that fits",
+            "parallel.recompute; arXiv 2205.05198 §5",
+        ),
+    ]
+
+
+def _batch_lines(plan: RunPlan) -> list[Line]:
+    ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
+    times = plan.sequences // (layout.data * layout.micro_sequences)
+    rate = lr_by_rule(model, ask.tokens)
+    if ask.batch is None:
+        how = f"0.2920 C^0.3271 = {batch_by_rule(model, ask.tokens):,.0f}, in whole micro-batches"
+        source = DEEPSEEK
+    else:
+        how, source = f"{plan.sequences:,} sequences × {model.context:,}", "the recipe"
+    return [
+        Line(
+            "micro-batch",
+            layout.micro_sequences,
+            f"{layout.micro_sequences} × {model.context:,} tokens",
+            f"the largest that fits; {times} a step on each rank",
+            "batch.micro_sequences",
+        ),
+        Line(
+            "tokens per step",
+            effort.tokens_per_step,
+            f"{effort.tokens_per_step:,}",
+            f"{how} ({plan.sequences:,} sequences)" if ask.batch is None else how,
+            source,
+        ),
+        Line(
+            "steps",
+            effort.steps,
+            f"{effort.steps:,}",
+            f"{ask.tokens:,.0f} tokens / tokens per step",
+            "" if ask.batch is None or not ask.batch.warmup else "the batch's warm-up left out",
+        ),
+        Line(
+            "learning rate",
+            rate,
+            f"{rate:.2g}",
+            f"0.3118 C^-0.1250, C = {rule_flops(model, ask.tokens):.3g}",
+            f"{DEEPSEEK}; where to start a sweep",
+        ),
+    ]
+
+
+def _effort_lines(plan: RunPlan) -> list[Line]:
+    ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
+    mfu = "MFU as given" if ask.mfu is not None else f"MFU of {LLAMA} §3.3.2: 38–43 %"
+    if ask.mfu is None and layout.recompute == "block":
+        mfu += f", × {RECOMPUTED} for recomputing (arXiv 2205.05198 §5: a third more work)"
+    network = f"{2 * ask.itemsize + 4} bytes × parameters / tensor {layout.tensor}, each micro-batch"
+    return [
+        Line(
+            "FLOPs",
+            effort.flops,
+            f"{effort.flops:.3g}",
+            f"6 × {active(model):,} + 6 × {model.layers} layers × {model.heads * model.head_dim:,} × {model.context:,}"
+            f" = {model.flops_per_token():.4g} a token",
+            f"{PALM}, the masked half of attention left out",
+        ),
+        Line(
+            "throughput",
+            effort.tokens_per_second,
+            f"{effort.tokens_per_second:,.0f} tokens/s",
+            f"{layout.gpus} × {ask.machine.peak_flops / 1e12:g} TFLOP/s × MFU {effort.mfu:.2g} / FLOPs a token",
+            f"{ask.machine.source}; {mfu}",
+        ),
+        Line("time", effort.days, f"{effort.days:,.1f} days", "tokens / throughput", "no failure and no pause counted"),
+        Line("GPU hours", effort.gpu_hours, f"{effort.gpu_hours:,.0f}", "GPUs × time", ""),
+        Line(
+            "cost",
+            effort.cost,
+            f"${effort.cost:,.0f}",
+            f"GPU hours × ${ask.price:g}",
+            "DeepSeek-V3's price, arXiv 2412.19437 Table 1" if ask.price == PRICE else "--price",
+        ),
+        Line(
+            "network",
+            effort.network,
+            f"{effort.network / GB:,.1f} GB/s a GPU" if effort.network else "none",
+            network if effort.network else "nothing is gathered",
+            f"to hide the gathering behind the computing; {ZERO} §7.2.2",
+        ),
+    ]
+
+
+def remarks(plan: RunPlan) -> list[str]:
+    """What does not stop the plan, and should be known."""
+    ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
+    ratio = ask.tokens / active(model)
+    times = max(ratio / CHINCHILLA, CHINCHILLA / ratio)
+    which = "over" if ratio >= CHINCHILLA else "under"
+    why = (
+        "more compute than its loss needs, for a smaller model to serve"
+        if which == "over"
+        else "the same compute reaches a lower loss with a smaller model and more tokens"
+    )
+    each = "an active parameter" if model.experts else "a parameter"
+    found = [f"{ratio:.1f} tokens {each}: {times:.1f}× {which} Chinchilla's {CHINCHILLA} (arXiv 2203.15556): {why}"]
+    by_rule = batch_by_rule(model, ask.tokens)
+    if not 0.5 < effort.tokens_per_step / by_rule < 2:
+        found.append(f"{DEEPSEEK} asks for {by_rule:,.0f} tokens a step; this plan has {effort.tokens_per_step:,}")
+    if layout.gpus > NODE and effort.network > NETWORK:
+        found.append(
+            f"a 400 Gb/s card a GPU moves {NETWORK / GB:.0f} GB/s, less than the {effort.network / GB:.0f} that hide the "
+            "gathering: expect a lower MFU (measure, and give --mfu)"
+        )
+    if ask.logit_rows is None:
+        chunked = memory_of(replace(ask, logit_rows=1024), layout)
+        saved = needed(plan.memory) - needed(chunked)
+        found.append(
+            "policies/kernels.yaml has logits whole on cuda: linear_cross_entropy: chunked_compiled "
+            f"would save {saved / GB:.1f} GB a GPU"
+        )
+    return found + model.warnings()
+
+
+def as_json(plan: RunPlan) -> dict[str, Any]:
+    """Everything, for programs; bytes, FLOP/s, days and dollars as plain numbers."""
+    model, layout = plan.ask.model, plan.layout
+    names = [name for name, machine in MACHINES.items() if machine.source == plan.ask.machine.source]
+    return {
+        "gpu": names[0] if names else None,
+        "model": model.model_dump() | {"parameters": model.parameters, "active": active(model)},
+        "layout": asdict(layout) | {"data": layout.data, "pipeline": 1, "sequences": plan.sequences},
+        "memory": [asdict(part) for part in plan.memory],
+        "memory_needed": needed(plan.memory),
+        "memory_there": plan.ask.machine.memory,
+        "effort": asdict(plan.effort),
+        "lines": [asdict(line) for line in lines(plan)],
+        "remarks": remarks(plan),
+    }

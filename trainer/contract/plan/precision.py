@@ -1,0 +1,316 @@
+"""Which precision trains fastest here: ``precision: auto`` of a recipe, resolved by measuring (``python -m trainer.contract.plan.precision RECIPE``).
+
+The probe times the products of a layer, attention and the loss head, forward and backward, at the recipe's own sizes, in
+every precision that the device has, with torch's plain operations: they are what differs between precisions. A CPU without
+bf16 products takes a hundred times as long for a step in bf16 as in fp32 (measured on Zen 3 and Zen 4 under AVX2: 1.1 and
+58, 1.4 and 44 GFLOP/s), and one with matrix units a quarter. So each part grows from few rows to many while its share of
+the time lasts, and what is left of a step is counted at the rate that was found.
+
+On a CPU one thread computes, and its own CPU time counts: whatever else runs there, a thread that waits for its turn is not
+measured, nor two that wait for one another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contract.precision import matrix_units
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import AUTO, ModelRecipe, Recipe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SECONDS = 3.0  # of a whole probe, at most
+WORTH = 1.1  # another precision must be this many times as fast to be taken: what a probe draws is less
+WARN = 1.3  # an explicit precision that costs more than this is warned of
+MOST_WEIGHTS = 1 << 24  # of one matrix; of a larger one a part is timed
+SMALLEST = 64  # side of the first product, which only says how large the next may be
+
+
+@dataclass(frozen=True)
+class Part:
+    """Operations of a step that are timed together. ``make(share)`` prepares that share of them: (run once, its FLOPs)."""
+
+    flops: float  # of a whole step, forward and backward
+    make: Callable[[float], tuple[Callable[[], None], float]]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured. Seconds are those of a whole step's products, attention and loss head, on a CPU as if its threads shared
+    the work evenly; rates are FLOP/s by part, on a CPU of one thread."""
+
+    device: str
+    seconds: dict[str, float]  # by precision
+    rates: dict[str, dict[str, float]]  # by precision, by part
+
+    @property
+    def fastest(self) -> str:
+        return min(self.seconds, key=lambda name: self.seconds[name])
+
+    def times_as_fast(self, precision: str) -> float:
+        """How many times as fast as ``precision`` the fastest one is."""
+        return self.seconds[precision] / self.seconds[self.fastest]
+
+    def __str__(self) -> str:
+        told = (
+            f"{name} {self.seconds[name] * 1e3:.0f} ms ("
+            + ", ".join(f"{part} {rate / 1e9:.3g} GFLOP/s" for part, rate in self.rates[name].items())
+            + ")"
+            for name in self.seconds
+        )
+        return "products, attention and loss head of a step take: " + "; ".join(told)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The precision that a segment trains in, and why."""
+
+    precision: str
+    asked: str  # what the recipe says
+    probe: Probe
+    warning: str = ""  # one line where an explicit precision is slow here
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def precisions(device: torch.device) -> tuple[str, ...]:
+    """Those that the device computes in. Every CPU has bf16, if slowly; of GPUs those from compute capability 8.0 on."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return ("fp32",)
+    return ("fp32", "bf16")
+
+
+def choose(recipe: Recipe, device: torch.device, before: str = "", seconds: float = SECONDS) -> Chosen:
+    """The precision for a recipe on a device. ``before``: what the run trained in so far, kept unless another is ``WORTH`` it.
+
+    Raises: RecipeError for an explicit precision that the device does not have.
+    """
+    asked, offered = recipe.precision, precisions(device)
+    if asked != AUTO and asked not in offered:
+        raise RecipeError(
+            f"recipe {recipe.name}: precision: {device.type} device {torch.cuda.get_device_name(device)!r} has no {asked}: "
+            f"write {offered[0]}, or {AUTO}"
+        )
+    found = probe(recipe, device, seconds)
+    return decide(asked, found, before if before in offered else "")
+
+
+def decide(asked: str, found: Probe, before: str = "") -> Chosen:
+    """The choice as a pure function of what was measured.
+
+    >>> probe = Probe("cpu", {"fp32": 0.2, "bf16": 0.1}, {})
+    >>> decide("auto", probe).precision, decide("auto", probe, before="fp32").precision
+    ('bf16', 'bf16')
+    """
+    if asked != AUTO:
+        ratio = found.times_as_fast(asked)
+        warning = (
+            f"precision: {asked} is obeyed, and {found.fastest} is {ratio:.1f}x as fast on this machine; "
+            f"'precision: {AUTO}' would take it"
+            if ratio > WARN
+            else ""
+        )
+        return Chosen(asked, asked, found, warning)
+    kept = before or ("fp32" if "fp32" in found.seconds else found.fastest)
+    taken = found.fastest if found.times_as_fast(kept) >= WORTH else kept
+    return Chosen(taken, asked, found)
+
+
+def device_here() -> torch.device:
+    """Where training runs on this machine: its GPU, else its CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolved(recipe: Recipe, device: torch.device) -> Recipe:
+    """The recipe with a precision by name: its own, else the one that the probe finds fastest."""
+    if recipe.precision != AUTO:
+        return recipe
+    return recipe.model_copy(update={"precision": choose(recipe, device).precision})
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Probe:
+    """Time each part in each precision of the device, within ``seconds`` together."""
+    offered = precisions(device)
+    taken: dict[str, float] = {}
+    rates: dict[str, dict[str, float]] = {}
+    share = seconds / (len(offered) * 4)  # three parts, and the small product before them
+    with _one_thread(device) as threads:
+        for name in offered:
+            dtype = DTYPES[name]
+            with matrix_units(dtype):
+                run, flops = _square(SMALLEST, device, dtype)
+                run()  # the first call of a process loads libraries
+                guess = flops / _shortest(run, device, share / 4)
+                timed = parts(recipe, device, dtype)
+                rates[name] = {label: _grown(part, guess, device, share) for label, part in timed.items()}
+            taken[name] = sum(part.flops / rates[name][label] for label, part in timed.items()) / threads
+    return Probe(device.type, taken, rates)
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[int]:
+    """On a CPU: compute in one thread. Yields how many there were; 1 on a GPU."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu":
+        yield 1
+        return
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
+
+
+def parts(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> dict[str, Part]:
+    """What of a step is timed. FLOPs count forward and backward: three products for each of the forward pass."""
+    model, rows = recipe.model, recipe.batch.micro_sequences or recipe.batch.sequences
+    tokens = rows * model.context
+    matrices = _matrices(model)
+    inside = 6.0 * tokens * model.layers * sum(a * b for a, b in matrices)
+    head = 6.0 * tokens * model.d_model * model.vocab_size
+    # the whole square: torch's plain attention computes it
+    attention = 12.0 * rows * model.layers * model.heads * model.head_dim * model.context**2
+    return {
+        "products": Part(inside, lambda share: _products(matrices, max(1, int(share * tokens)), device, dtype)),
+        "attention": Part(attention, lambda share: _attention(model, share * rows * model.heads, device, dtype)),
+        "loss head": Part(head, lambda share: _head(model, max(1, int(share * tokens)), device, dtype)),
+    }
+
+
+def _matrices(model: ModelRecipe) -> list[tuple[int, int]]:
+    """(inputs, outputs) of a layer's products; of experts, those that a token goes to."""
+    experts = model.experts
+    wide = model.d_ff if experts is None else experts.d_ff * (experts.per_token + experts.shared)
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    d = model.d_model
+    return [(d, queries), (d, keys), (d, keys), (queries, d), (d, wide), (d, wide), (wide, d)]
+
+
+def _products(
+    matrices: list[tuple[int, int]], rows: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[[], None], float]:
+    made = [(_leaf((rows, a), device, dtype), _leaf((b, a), device, dtype)) for a, b in matrices]
+
+    def run() -> None:
+        for x, w in made:
+            y = F.linear(x, w)
+            torch.autograd.grad(y, (x, w), y.detach())
+
+    return run, 6.0 * rows * sum(a * b for a, b in matrices)
+
+
+def _attention(
+    model: ModelRecipe, heads: float, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[[], None], float]:
+    """``heads``: of the whole batch; of less than one head, fewer positions."""
+    positions = model.context if heads >= 1 else max(16, int(model.context * math.sqrt(heads)))
+    shape = (1, max(1, int(heads)), positions, model.head_dim)
+    q, k, v = (_leaf(shape, device, dtype) for _ in range(3))
+
+    def run() -> None:
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(o, (q, k, v), o.detach())
+
+    return run, 12.0 * shape[1] * positions**2 * model.head_dim
+
+
+def _head(model: ModelRecipe, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], float]:
+    vocabulary = min(model.vocab_size, MOST_WEIGHTS // model.d_model)
+    x, w = _leaf((rows, model.d_model), device, dtype), _leaf((vocabulary, model.d_model), device, dtype)
+    target = torch.zeros(rows, dtype=torch.long, device=device)
+
+    def run() -> None:
+        loss = F.cross_entropy(F.linear(x, w).float(), target)
+        torch.autograd.grad(loss, (x, w))
+
+    return run, 6.0 * rows * model.d_model * vocabulary
+
+
+def _square(size: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], float]:
+    a, b = (_leaf((size, size), device, dtype).detach() for _ in range(2))
+
+    def run() -> None:
+        a @ b
+
+    return run, 2.0 * size**3
+
+
+def _leaf(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, 0.01, dtype=dtype, device=device).requires_grad_()  # a product's time knows no values
+
+
+def _grown(part: Part, guess: float, device: torch.device, seconds: float) -> float:
+    """FLOP/s of as large a share of a part as ``seconds`` allow. ``guess``: FLOP/s of a small product, to begin with."""
+    clock = _clock(device)
+    share = min(1.0, seconds * guess / 32 / part.flops)
+    run, flops = part.make(share)
+    if flops / guess > seconds:
+        return guess  # the smallest share would take more than there is
+    run()  # the first call of an operation loads what it needs
+    deadline = clock() + seconds
+    while True:
+        taken = _shortest(run, device, (deadline - clock()) / 3)
+        grown = min(1.0, share * min(8.0, (deadline - clock()) / (3 * taken)))  # to warm up, to time, and some room
+        if grown <= share or (grown < 2 * share and grown < 1.0):
+            return flops / taken
+        share = grown
+        run, flops = part.make(share)
+
+
+def _shortest(run: Callable[[], None], device: torch.device, seconds: float) -> float:
+    """Seconds of the fastest run but the first, of as many as fit, nine at most; of the first where it took all the time."""
+    clock = _clock(device)
+    began = clock()
+    times: list[float] = []
+    while not times or len(times) < 9 and clock() - began + min(times) < seconds:
+        start = clock()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(max(clock() - start, 1e-7))
+    return min(times[1:] or times)
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds that this thread computed, where that is known."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.contract.plan.precision", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--json", action="store_true", help="print the choice and all that was measured")
+    parser.add_argument("--before", default="", choices=("", *DTYPES), help="what the run trained in so far")
+    chosen = parser.parse_args(arguments)
+    device = device_here()
+    try:
+        recipe = Recipe.load(chosen.recipe)
+        found = choose(recipe, device, chosen.before)
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if chosen.json:
+        print(json.dumps(found.to_json()))
+    else:
+        print(f"{recipe.name}: {found.precision}\n{found.probe}" + (f"\n{found.warning}" if found.warning else ""))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""What a model needs: its shape from a parameter count, and the memory of one GPU by part.
+
+Arithmetic only (no torch), for ``trainer.contract.plan.run_plan`` and ``factory plan``. Bytes are bytes, GB are 10^9 of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import ModelRecipe
+
+GB = 1e9
+LOGIT_BYTES = 12  # of a row's logit at its peak: rounded, in fp32, its gradient in fp32 and rounded
+RESERVE = 0.10  # share of the memory
+ASPECT = 128  # width / layers: Llama 3 8B has 4096 / 32, 405B 16384 / 126
+D_FF = 3.5  # d_ff / d_model of Llama 3 8B and 70B
+
+KORTHIKANTI = "arXiv 2205.05198 §4"
+ZERO = "ZeRO, arXiv 1910.02054"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How GPUs share a model's training; ``parallel`` and ``batch.micro_sequences`` of a recipe."""
+
+    gpus: int
+    tensor: int = 1
+    micro_sequences: int = 1
+    recompute: Literal["none", "block"] = "none"
+    replicas: int = 1
+
+    @property
+    def data(self) -> int:
+        """GPUs that split the batch."""
+        return self.gpus // self.tensor
+
+    @property
+    def pieces(self) -> int:
+        """Into how many parts weights, gradients and optimiser are cut."""
+        return self.gpus // self.replicas
+
+    @property
+    def shards(self) -> int:
+        """GPUs that split one copy of the weights, beside those that split each matrix."""
+        return self.data // self.replicas
+
+
+@dataclass(frozen=True)
+class Part:
+    """Memory of one GPU that one thing takes, and where the number comes from."""
+
+    name: str
+    bytes: float
+    formula: str
+    source: str
+
+
+def shape_of(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
+    """The dense model of nearly that many parameters: Llama 3's proportions (arXiv 2407.21783 Table 3).
+
+    Width / layers is kept near 128; how near matters little (Kaplan et al., arXiv 2001.08361 §3.1: a few per cent of loss
+    over a factor of forty). Raises: RecipeError when the embedding alone is too large.
+    """
+
+    def with_layers(d_model: int, layers: int) -> ModelRecipe:
+        head_dim = 128 if d_model >= 1024 else 64
+        heads = d_model // head_dim
+        return ModelRecipe(
+            vocab_size=vocab_size,
+            d_model=d_model,
+            layers=layers,
+            heads=heads,
+            kv_heads=math.gcd(heads, 8),
+            head_dim=head_dim,
+            d_ff=round(D_FF * d_model),
+            context=context,
+        )
+
+    best: tuple[float, ModelRecipe] | None = None
+    for d_model in [*range(128, 1024, 128), *range(1024, 2048, 256), *range(2048, 32769, 1024)]:
+        one, two = with_layers(d_model, 1).parameters, with_layers(d_model, 2).parameters
+        layers = round(1 + (parameters - one) / (two - one))
+        if layers < 2:
+            break
+        if layers > d_model / 8:
+            continue  # sixteen times as deep as it should be
+        shape = with_layers(d_model, layers)
+        # A factor of two in the proportions weighs like 2 % of the parameters.
+        badness = abs(math.log(shape.parameters / parameters)) + 0.03 * abs(math.log(d_model / layers / ASPECT))
+        if best is None or badness < best[0]:
+            best = badness, shape
+    if best is None:
+        raise RecipeError(
+            f"{parameters:,.0f} parameters leave no room for two layers beside an embedding of {vocab_size:,} tokens"
+        )
+    return best[1]
+
+
+def block_parameters(model: ModelRecipe) -> int:
+    """Of the largest layer."""
+    attention = model.d_model * model.head_dim * 2 * (model.heads + model.kv_heads)
+    dense = 3 * model.d_model * model.d_ff
+    if model.experts is None:
+        return attention + dense
+    experts = model.experts
+    sparse = model.d_model * (experts.count + 3 * experts.d_ff * (experts.count + experts.shared))
+    return attention + max(sparse, dense if experts.dense_layers else 0)
+
+
+def kept_elements(model: ModelRecipe, layer: int, tensor: int = 1) -> float:
+    """Elements a token that ``layer`` keeps for its backward pass, on one GPU of ``tensor``.
+
+    The count of Korthikanti et al. (arXiv 2205.05198 §4.1) for this block: RMSNorm, GQA with rotated and normalised q and
+    k, flash attention (the scores are never kept), SwiGLU, no dropout. Split by ``tensor`` are, as in its §4.2.2, the
+    inputs of both norms (each GPU has a part of the sequence) and all that stands between the matrix products; the two
+    normalised inputs that were gathered for them stay whole, as torch keeps them (Megatron gathers them again).
+    """
+    D, H, G, K = model.d_model, model.heads, model.kv_heads, model.head_dim
+    attention = (H + 2 * G) * K + (H + G) * K + H * K  # qkv, rotated q and k, output
+    if not model.is_expert_layer(layer):
+        return (2 * D + attention + 3 * model.d_ff) / tensor + 2 * D
+    assert model.experts is not None
+    experts = model.experts
+    used = experts.per_token + experts.shared
+    # Each routed copy of a token is kept as the expert's input and as its output, which the router's gradient needs.
+    return (2 * D + attention + 3 * experts.d_ff * used) / tensor + 2 * D + 2 * experts.per_token * D
+
+
+def kinds(model: ModelRecipe) -> list[tuple[int, int]]:
+    """(how many layers, one of them) for each kind of layer."""
+    dense = model.layers if model.experts is None else model.experts.dense_layers
+    return [(n, layer) for n, layer in ((dense, 0), (model.layers - dense, model.layers - 1)) if n]
+
+
+def activation_part(model: ModelRecipe, layout: Layout, itemsize: int) -> Part:
+    """What the forward pass keeps for the backward pass of one micro-batch."""
+    tokens = layout.micro_sequences * model.context
+    kept = [(n, kept_elements(model, layer, layout.tensor)) for n, layer in kinds(model)]
+    if layout.recompute == "block":
+        most = max(each for _, each in kept)
+        elements = model.layers * model.d_model / layout.tensor + most
+        how = f"{model.layers} layers' inputs of {model.d_model:,} / tensor {layout.tensor}, and one whole layer, {most:,.0f}"
+    else:
+        elements = sum(n * each for n, each in kept)
+        how = " + ".join(f"{n} layers × {each:,.0f}" for n, each in kept) + " a token"
+    return Part(
+        "activations",
+        itemsize * tokens * elements,
+        f"{itemsize} bytes × {tokens:,} tokens × ({how})",
+        f"{KORTHIKANTI}, counted for this block (trainer.contract.plan.sizing.kept_elements)",
+    )
+
+
+def memory_parts(
+    model: ModelRecipe,
+    layout: Layout,
+    memory: float,
+    *,
+    optimizer: str = "adamw",
+    itemsize: int = 2,
+    logit_rows: int | None = 1024,
+) -> list[Part]:
+    """Memory of one GPU that has ``memory`` bytes, by part.
+
+    ``itemsize``: bytes of an element of the forward pass (2 for bf16). ``logit_rows``: tokens whose logits exist at one
+    time (``kernels.linear_cross_entropy``); None: those of the whole micro-batch.
+    """
+    P, t = model.parameters, layout.tensor
+    pieces = layout.pieces
+    head = model.vocab_size * model.d_model
+    tokens = layout.micro_sequences * model.context
+    of_all = f"{P:,} parameters / {pieces} GPUs"
+    inside = P - head if optimizer == "muon" else 0  # Muon keeps one moment of the layers' matrices
+    moments = 4 * inside + 8 * (P - inside)
+    if layout.shards > 1:
+        block = block_parameters(model)
+        copies = (2 * itemsize * block + (itemsize + 4) * block) / t + itemsize * head
+        how = f"({3 * itemsize + 4} bytes × {block:,} of a layer) / tensor {t} + {itemsize} × {head:,} of the embedding"
+        what = "FSDP2: this layer and the next gathered, one layer's gradient rounded and in fp32"
+    else:
+        copies = itemsize * P / t if itemsize < 4 else 0.0
+        how = f"{itemsize} bytes × {P:,} parameters / tensor {t}" if itemsize < 4 else "none: fp32 is computed in"
+        what = "weights rounded for the forward pass, kept by autograd"
+    rows = tokens if logit_rows is None else min(logit_rows, tokens)
+    logits = LOGIT_BYTES * rows * model.vocab_size / t + 10 * head + 6 * tokens * model.d_model
+    return [
+        Part("weights", 4 * P / pieces, f"4 bytes (fp32) × {of_all}", f"{ZERO} §3.1, §5"),
+        Part(
+            "gradients",
+            4 * P / pieces,
+            f"4 bytes (fp32) × {of_all}",
+            f"{ZERO} §3.1, §5; summed over ranks each micro-batch",
+        ),
+        Part(
+            "optimiser",
+            moments / pieces,
+            f"{moments / P:.3g} bytes ({'AdamW' if optimizer == 'adamw' else 'Muon and AdamW'}, fp32) × {of_all}",
+            f"{ZERO} §3.1, §5",
+        ),
+        Part("compute copies", copies, how, what),
+        activation_part(model, layout, itemsize),
+        Part(
+            "logits, temporaries",
+            logits,
+            f"{LOGIT_BYTES} bytes × {rows:,} rows × {model.vocab_size:,} / tensor {t} + 10 × {head:,} of the embedding's "
+            f"gradients + 6 × {tokens:,} × {model.d_model:,}",
+            "kernels/linear_cross_entropy/__init__.py, counted",
+        ),
+        Part(
+            "reserve",
+            RESERVE * memory,
+            f"{RESERVE:.0%} of the memory",
+            f"our margin for CUDA, NCCL and fragments, which {ZERO} §3.2 describes",
+        ),
+    ]
+
+
+def needed(parts: Iterable[Part]) -> float:
+    """Bytes in all."""
+    return sum(part.bytes for part in parts)

@@ -1,0 +1,67 @@
+"""The segment spec: ``segment.json``, what the factory asks of one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.errors import SpecError
+from trainer.contract.recipe import AUTO, Recipe
+from trainer.contract.strict import Strict, parse
+
+
+class SegmentSpec(Strict):
+    """Contiguous steps under one recipe, one data plan and one code commit."""
+
+    kind: Literal["trunk", "anneal"]
+    recipe: Recipe
+    data_plan: DataPlan
+    first_step: Annotated[int, Field(ge=0)]
+    last_step: Annotated[int, Field(gt=0)]  # exclusive: the checkpoint at the end has this step
+    initial_checkpoint: str | None = None
+    code_commit: str = ""
+    restart_data: bool = False  # walk the data plan from its beginning, not from where initial_checkpoint stopped
+    rewarm: bool = False  # the rate climbs again from first_step on, over schedule.rewarmup_steps
+    kernels: str | None = None  # kernels.yaml; null: policies/kernels.yaml beside the trainer package
+
+    @model_validator(mode="after")
+    def _possible(self) -> SegmentSpec:
+        if self.last_step <= self.first_step:
+            raise ValueError(f"last_step ({self.last_step}) is not after first_step ({self.first_step})")
+        if self.initial_checkpoint is None and self.first_step:
+            raise ValueError("initial_checkpoint is missing: only a run that begins at step 0 has none")
+        if self.kind == "anneal" and self.initial_checkpoint is None:
+            raise ValueError("initial_checkpoint is missing: an anneal branches off a trunk's checkpoint")
+        if self.recipe.precision == AUTO:
+            raise ValueError(
+                "recipe.precision is 'auto', and a segment goes on in the precision that it begins with: write fp32 or bf16 "
+                "('python -m trainer.contract.plan.precision RECIPE' measures both here)"
+            )
+        return self
+
+    @classmethod
+    def load(cls, folder: Path) -> SegmentSpec:
+        """Raises: SpecError, or RecipeError and DataPlanError for those parts, naming the file and the key."""
+        path = folder / "segment.json"
+        try:
+            raw = json.loads(path.read_text("utf-8"))
+        except OSError as error:
+            raise SpecError(f"{path}: {error.strerror}") from None
+        except ValueError as error:
+            raise SpecError(f"{path}: no JSON: {error}") from None
+        if not isinstance(raw, dict):
+            raise SpecError(f"{path}: expected a mapping")
+        parts = dict(raw)
+        if "recipe" in parts:
+            parts["recipe"] = Recipe.parse(parts["recipe"], f"{path}: recipe")
+        if "data_plan" in parts:
+            parts["data_plan"] = DataPlan.from_json(parts["data_plan"], f"{path}: data_plan")
+        return parse(cls, parts, str(path), SpecError)
+
+    @property
+    def kernels_path(self) -> Path:
+        return Path(self.kernels) if self.kernels else Path(__file__).parents[3] / "policies" / "kernels.yaml"

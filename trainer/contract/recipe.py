@@ -1,0 +1,383 @@
+"""The recipe: model, mixture, batch, optimiser, schedule. One strict schema; the impossible is refused here, by key."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from trainer.contract.errors import RecipeError
+from trainer.contract.strict import Strict, parse, read_yaml
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+AUTO = "auto"
+GROUPED_MULTIPLE = 8  # torch's grouped_mm wants rows of 16 bytes; of bf16 that is 8
+
+
+class ExpertsRecipe(Strict):
+    """Mixture of experts in place of the dense SwiGLU: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as ``Glm4Moe`` has it."""
+
+    count: Annotated[int, Field(ge=2)]  # routed experts
+    per_token: Positive  # experts that each token goes to
+    d_ff: Annotated[int, Field(gt=0, multiple_of=GROUPED_MULTIPLE)]  # of one expert
+    shared: Annotated[int, Field(ge=0)] = 1  # experts that every token goes to, as one of ``shared`` times the width
+    dense_layers: Annotated[int, Field(ge=0)] = 1  # first layers that keep the dense SwiGLU of ``model.d_ff``
+    bias_rate: Annotated[float, Field(ge=0)] = 1e-3  # a step's change of the bias that balances the load
+    z_loss: Annotated[float, Field(ge=0)] = 1e-4  # weight of the router's logsumexp², ST-MoE (arXiv 2202.08906) §3.1
+
+
+class ModelRecipe(Strict):
+    """The shape of a decoder with tied embeddings; ``trainer.contract.checkpoint.export`` says whose maths it is."""
+
+    vocab_size: Positive
+    d_model: Positive
+    layers: Positive
+    heads: Positive  # query heads
+    kv_heads: Positive  # key/value heads; each serves heads / kv_heads query heads
+    head_dim: Annotated[int, Field(gt=0, multiple_of=2)]
+    d_ff: Positive
+    context: Annotated[int, Field(ge=8)]  # positions in a row
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    qk_norm: bool = True
+    nope_every: Annotated[int, Field(ge=2)] | None = None  # every n-th layer has no position embedding; null: all have
+    across_documents: bool = False  # may attention see the documents before it in the row?
+    experts: ExpertsRecipe | None = None  # null: a dense model
+    base_d_model: Positive | None = None  # the width that the rates were found at (muP); null: rates are for this one
+
+    @model_validator(mode="after")
+    def _possible(self) -> ModelRecipe:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"model.heads ({self.heads}) is no multiple of model.kv_heads ({self.kv_heads})")
+        if self.nope_every is not None and (self.qk_norm or self.experts):
+            raise ValueError(
+                "model.nope_every: no serving engine reads it beside QK-norm or experts; set model.qk_norm: false"
+            )
+        if not (self.qk_norm or self.experts or self.nope_every) and self.d_model % self.heads:
+            raise ValueError(
+                f"model.heads ({self.heads}) does not divide model.d_model ({self.d_model}): LlamaForCausalLM, whose maths "
+                "a model without QK-norm has, refuses that"
+            )
+        experts = self.experts
+        if experts is not None and self.d_model % GROUPED_MULTIPLE:
+            raise ValueError(
+                f"model.d_model ({self.d_model}): with experts it must be a multiple of {GROUPED_MULTIPLE}"
+            )
+        if experts is not None and experts.per_token > experts.count:
+            raise ValueError(
+                f"model.experts.per_token ({experts.per_token}) is more than model.experts.count ({experts.count})"
+            )
+        if experts is not None and experts.dense_layers >= self.layers:
+            raise ValueError(
+                f"model.experts.dense_layers ({experts.dense_layers}) leaves none of the {self.layers} layers to experts"
+            )
+        return self
+
+    @property
+    def width_share(self) -> float:
+        """How many times narrower the width is that the rates were found at: 1/m of muP (arXiv 2203.03466)."""
+        return self.base_d_model / self.d_model if self.base_d_model else 1.0
+
+    def is_expert_layer(self, layer: int) -> bool:
+        return self.experts is not None and layer >= self.experts.dense_layers
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that a position is multiplied with, the output head among them; of the experts, those it goes to."""
+        return self._matmul_parameters(lambda experts: experts.per_token)
+
+    @property
+    def parameters(self) -> int:
+        """All weights; the tied embedding is counted once."""
+        norms = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
+        return self._matmul_parameters(lambda experts: experts.count) + self.layers * norms + self.d_model
+
+    def _matmul_parameters(self, routed: Callable[[ExpertsRecipe], int]) -> int:
+        total = self.vocab_size * self.d_model
+        for layer in range(self.layers):
+            total += self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+            if self.experts is None or not self.is_expert_layer(layer):
+                total += 3 * self.d_model * self.d_ff
+            else:
+                total += self.d_model * self.experts.count  # the router
+                total += 3 * self.d_model * self.experts.d_ff * (routed(self.experts) + self.experts.shared)
+        return total
+
+    def warnings(self) -> list[str]:
+        """What costs and brings nothing, a line each: sizes that matrix units pad, a router that the loss cannot move."""
+        sizes = {"vocab_size": 64, "d_model": 16, "head_dim": 16, "d_ff": 16}
+        found = {f"model.{key}": (getattr(self, key), multiple) for key, multiple in sizes.items()}
+        if self.experts is not None:
+            found["model.experts.d_ff"] = (self.experts.d_ff, 16)
+        lines = []
+        for key, (size, multiple) in found.items():
+            padded = -(-size // multiple) * multiple
+            if padded != size:
+                lines.append(
+                    f"{key} ({size}) is no multiple of {multiple}: matrix units work on {padded}, "
+                    f"{1 - size / padded:.1%} of that for nothing; {padded} costs the same"
+                )
+        if self.experts is not None and self.experts.per_token == 1:
+            lines.append(
+                "model.experts.per_token (1): a single weight is always one, so the loss never moves the router"
+            )
+        return lines
+
+    def flops_per_token(self) -> float:
+        """Forward and backward, multiply and add counted apart: 6 N + 6 L H K T, causal half of the score matrix.
+
+        PaLM (arXiv 2204.02311) appendix B, with the masked half of attention left out.
+        """
+        return 6.0 * self.matmul_parameters + 6.0 * self.layers * self.heads * self.head_dim * self.context
+
+
+class Phase(Strict):
+    """The mixture from a step on."""
+
+    from_step: Annotated[int, Field(ge=0)]
+    weights: dict[str, Annotated[float, Field(ge=0)]]
+
+
+class MixtureRecipe(Strict):
+    """Shares of *supervised* tokens by domain. ``"*"`` stands for every domain not named, by their size."""
+
+    weights: dict[str, Annotated[float, Field(ge=0)]]
+    phases: list[Phase] = []  # weights that take over from a step of the trunk on
+    anneal_weights: dict[str, Annotated[float, Field(ge=0)]] | None = None  # for anneal branches; null: as the trunk
+    replay: Share = 0.3  # share of a domain's tokens drawn from earlier generations while new data lasts
+    max_epochs: Positive = 4  # no document is seen more often than this
+
+    @model_validator(mode="after")
+    def _possible(self) -> MixtureRecipe:
+        named = [("weights", self.weights)] + [(f"phases.{i}.weights", p.weights) for i, p in enumerate(self.phases)]
+        if self.anneal_weights is not None:
+            named.append(("anneal_weights", self.anneal_weights))
+        for key, weights in named:
+            if sum(weights.values()) <= 0:
+                raise ValueError(f"mixture.{key}: no domain has a weight above zero")
+        steps = [phase.from_step for phase in self.phases]
+        if steps != sorted(set(steps)):
+            raise ValueError("mixture.phases: from_step must rise from phase to phase")
+        return self
+
+
+class SmallerBatch(Strict):
+    """A batch of the warm-up."""
+
+    until_step: Positive
+    sequences: Positive
+
+
+class BatchRecipe(Strict):
+    """One optimiser step."""
+
+    sequences: Positive  # rows of ``model.context`` positions, over all ranks
+    warmup: list[SmallerBatch] = []  # smaller batches first; the rate falls with the square root of their share
+    micro_sequences: Positive | None = None  # rows of one forward and backward on one rank; null: all at once
+    packing: Literal["best-fit", "document", "token-budget", "truncate-and-concatenate", "length-bucketed"] = "best-fit"
+    max_padding: Share | None = None  # the most positions that may hold nothing, as a share; null: as many as there are
+
+    @model_validator(mode="after")
+    def _possible(self) -> BatchRecipe:
+        steps = [smaller.until_step for smaller in self.warmup]
+        if steps != sorted(set(steps)):
+            raise ValueError("batch.warmup: until_step must rise from entry to entry")
+        return self
+
+    def sequences_at(self, step: int) -> int:
+        """Rows of the global batch of a step."""
+        return next((smaller.sequences for smaller in self.warmup if step < smaller.until_step), self.sequences)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises: RecipeError when a batch cannot be shared evenly among that many data-parallel ranks."""
+        named = {"batch.sequences": self.sequences}
+        named |= {f"batch.warmup.{i}.sequences": smaller.sequences for i, smaller in enumerate(self.warmup)}
+        for key, sequences in named.items():
+            if sequences % ranks:
+                raise RecipeError(f"{key} ({sequences}) does not divide by the {ranks} ranks")
+            if self.micro_sequences is not None and sequences // ranks % self.micro_sequences:
+                raise RecipeError(
+                    f"batch.micro_sequences ({self.micro_sequences}) does not divide the {sequences // ranks} sequences "
+                    f"of a rank ({key})"
+                )
+
+
+class MuonRecipe(Strict):
+    """Of the matrices inside the layers: https://kellerjordan.github.io/posts/muon; scaled as arXiv 2502.16982 §2.2."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    nesterov: bool = True
+    steps: Annotated[int, Field(ge=1)] = 5  # of Newton–Schulz
+
+
+class OptimizerRecipe(Strict):
+    """AdamW with decoupled decay (arXiv 1711.05101); embeddings, norms and vectors are never decayed.
+
+    With ``name: muon`` the matrices inside the layers are updated by Muon and everything else by AdamW, at one rate.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    muon: MuonRecipe = MuonRecipe()
+    lr: Annotated[float, Field(gt=0)]
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+
+
+class TrunkSteps(Strict):
+    """Steps of a trunk segment."""
+
+    first: Positive
+    later: Positive
+
+
+class Milestone(Strict):
+    """From a step of the trunk on, the rate is this share of the peak."""
+
+    from_step: Positive
+    share: Share
+
+
+class ScheduleRecipe(Strict):
+    """The rate: a trunk, and anneal branches that decay off it.
+
+    ``wsd``: the trunk stays at the peak without an end (arXiv 2405.18392). ``cosine``: it falls to ``final_lr_share``
+    over ``cosine_steps`` and stays there. ``multi-step``: it falls at ``milestones`` (DeepSeek, arXiv 2401.02954 §2.3).
+    """
+
+    kind: Literal["wsd", "cosine", "multi-step"] = "wsd"
+    cosine_steps: Positive | None = None
+    milestones: list[Milestone] = []
+    continue_from: Literal["trunk", "anneal"] = "trunk"  # anneal: WSD-S (arXiv 2410.05192), the decayed weights go on
+    rewarmup_steps: Annotated[int, Field(ge=0)] = 0  # of a trunk segment that goes on from an annealed checkpoint
+    warmup_steps: Annotated[int, Field(ge=0)]
+    trunk_steps: TrunkSteps
+    anneal_steps: Positive
+    shape: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
+    final_lr_share: Share = 0.0  # the rate at the end of an anneal, as a share of the peak
+
+    @model_validator(mode="after")
+    def _possible(self) -> ScheduleRecipe:
+        if self.warmup_steps > self.trunk_steps.first:
+            raise ValueError(
+                f"schedule.warmup_steps ({self.warmup_steps}) is more than trunk_steps.first ({self.trunk_steps.first})"
+            )
+        if (self.kind == "cosine") != (self.cosine_steps is not None):
+            raise ValueError("schedule.cosine_steps: given with kind cosine, and with no other")
+        if self.cosine_steps is not None and self.cosine_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule.cosine_steps ({self.cosine_steps}) is not more than warmup_steps ({self.warmup_steps})"
+            )
+        if (self.kind == "multi-step") != bool(self.milestones):
+            raise ValueError("schedule.milestones: given with kind multi-step, and with no other")
+        steps = [milestone.from_step for milestone in self.milestones]
+        if steps != sorted(set(steps)):
+            raise ValueError("schedule.milestones: from_step must rise from milestone to milestone")
+        return self
+
+
+class StabilityRecipe(Strict):
+    """What keeps a run from breaking, and what counts as an anomaly."""
+
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest global gradient norm
+    z_loss: Annotated[float, Field(ge=0)] = 1e-5  # weight of logsumexp², PaLM §5
+    window: Annotated[int, Field(ge=8)] = 64  # steps the robust statistics look back on
+    spike_deviations: Annotated[float, Field(gt=0)] = 8.0  # robust deviations above the median: an anomaly
+    skip_deviations: Annotated[float, Field(gt=0)] = 40.0  # of the gradient norm: the update is skipped
+    divergence: Annotated[float, Field(gt=1)] = 1.3  # the loss's recent median over the best one so far
+    plateau_windows: Annotated[int, Field(ge=2)] = 8  # a plateau is judged over at least this many windows
+    throughput_drop: Annotated[float, Field(gt=0, lt=1)] = 0.5  # recent tokens/s below this share of the usual
+    noise_scale_every: Annotated[int, Field(ge=0)] = 32  # steps: a lone micro-batch is split to measure it; 0: never
+    embedding_grad_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the input embedding; GLM-130B, 2210.02414 §3.3
+
+
+class ParallelRecipe(Strict):
+    """How the ranks that torchrun started share the work; one rank alone uses none of it.
+
+    ``tensor`` neighbouring ranks split each matrix; the others split the batch. Those hold ``replicas`` copies of the
+    weights and the optimiser, each copy split among the ranks that are left (FSDP2).
+    """
+
+    tensor: Positive = 1
+    replicas: Positive = 1
+    recompute: Literal["none", "block"] = "none"  # activation checkpointing: keep a block's input only
+
+    def data_ranks(self, ranks: int, model: ModelRecipe) -> int:
+        """How many ranks split the batch. Raises: RecipeError naming the key that doesn't fit."""
+        if ranks % self.tensor:
+            raise RecipeError(f"parallel.tensor ({self.tensor}) does not divide the {ranks} ranks")
+        if ranks // self.tensor % self.replicas:
+            raise RecipeError(
+                f"parallel.replicas ({self.replicas}) does not divide the {ranks // self.tensor} ranks of the batch"
+            )
+        sizes = {"kv_heads": model.kv_heads, "context": model.context, "d_ff": model.d_ff}
+        if model.experts is not None:
+            sizes |= {"experts.d_ff": model.experts.d_ff}
+        for key, size in sizes.items():
+            if size % self.tensor:
+                raise RecipeError(f"parallel.tensor ({self.tensor}) does not divide model.{key} ({size})")
+        if model.experts is not None and model.experts.d_ff // self.tensor % GROUPED_MULTIPLE:
+            raise RecipeError(
+                f"parallel.tensor ({self.tensor}): a rank's share of model.experts.d_ff ({model.experts.d_ff}) is no "
+                f"multiple of {GROUPED_MULTIPLE}"
+            )
+        return ranks // self.tensor
+
+
+class Recipe(Strict):
+    """All that decides a run but its data, code and checkpoint."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
+    seed: Annotated[int, Field(ge=0)] = 1
+    # Of the forward and backward; weights and optimiser are fp32. auto: the fastest here, found when a segment is planned.
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    compile: bool = True  # torch.compile each block
+    checkpoint_every: Positive = 200  # steps
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2  # newest ones kept in a segment's folder
+    export_dtype: Literal["fp32", "bf16"] = "fp32"
+    model: ModelRecipe
+    mixture: MixtureRecipe
+    batch: BatchRecipe
+    optimizer: OptimizerRecipe
+    schedule: ScheduleRecipe
+    stability: StabilityRecipe = StabilityRecipe()
+    parallel: ParallelRecipe = ParallelRecipe()
+
+    @classmethod
+    def load(cls, path: Path | str) -> Recipe:
+        """Raises: RecipeError naming the file and the key."""
+        try:
+            text = Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path}: cannot be read: {error}") from None
+        return cls.parse(read_yaml(text, str(path), RecipeError), str(path))
+
+    @classmethod
+    def parse(cls, raw: object, where: str = "recipe") -> Recipe:
+        """Raises: RecipeError naming ``where`` and the key."""
+        return parse(cls, raw, where, RecipeError)
+
+    @property
+    def sha256(self) -> str:
+        """Of the canonical JSON."""
+        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of a whole batch, after the batch's warm-up."""
+        return self.batch.sequences * self.model.context
+
+    def tokens_between(self, first: int, last: int) -> int:
+        """Positions of the steps [first, last)."""
+        smaller = [s.until_step for s in self.batch.warmup]
+        edges = sorted({first, last, *(step for step in smaller if first < step < last)})
+        return sum(
+            (stop - start) * self.batch.sequences_at(start) * self.model.context
+            for start, stop in zip(edges, edges[1:])
+        )

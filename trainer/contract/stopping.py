@@ -1,0 +1,98 @@
+"""How a process ends when it is told to: in order if that takes no longer than a grace, else in the midst of its work.
+
+A Python handler runs only between two bytecodes, and a step may be a minute in C++. So a thread is told too, by
+``signal.set_wakeup_fd``; to block the signal and wait for it there would do as well, but children would inherit the mask.
+To end in the midst is safe: checkpoints and results are written aside and renamed, and who goes on drops torn lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from trainer.contract.errors import EXIT_STOPPED
+
+GRACE_SECONDS = 6.0  # for the step that runs and the checkpoint after it
+SAME_SECONDS = 0.25  # signals so close are one: make, timeout and a terminal each pass on what the whole group got
+
+_asked: list[int] = []  # of this process: a signal that comes between two segments stops the second
+
+
+def asked() -> bool:
+    """Was this process told to end?"""
+    return bool(_asked)
+
+
+def end_on_sigterm(seconds: float = GRACE_SECONDS, before: Callable[[], None] = lambda: None) -> None:
+    """From now on SIGTERM makes ``asked`` true, and ``seconds`` later, or at a second SIGTERM, ends this process with all that
+    it started, by exit code 75 and after ``before``. To be called by the main thread."""
+
+    def end(number: int) -> NoReturn:
+        try:
+            kill(children(os.getpid()))
+            before()
+        finally:
+            os._exit(EXIT_STOPPED)
+
+    watch((signal.SIGTERM,), seconds, end)
+    signal.signal(signal.SIGTERM, lambda number, frame: _asked.append(number))
+
+
+def watch(numbers: Collection[int], seconds: float, end: Callable[[int], NoReturn]) -> None:
+    """From now on a thread calls ``end`` with the first of these signals, ``seconds`` after it or at the second.
+
+    Only signals with a Python handler reach it. To be called by the main thread.
+    """
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell)
+    threading.Thread(target=_wait, args=(told, numbers, seconds, end), name="stopping", daemon=True).start()
+
+
+def _wait(told: int, numbers: Collection[int], seconds: float, end: Callable[[int], NoReturn]) -> None:
+    first, at = 0, math.inf
+    while True:
+        left = max(0.0, at + seconds - time.monotonic()) if first else None
+        if not select.select([told], [], [], left)[0]:
+            end(first)
+        number = os.read(told, 1)[0]
+        if number not in numbers:
+            continue
+        if not first:
+            first, at = number, time.monotonic()
+        elif time.monotonic() - at >= SAME_SECONDS:
+            end(first)
+
+
+def children(process: int) -> list[int]:
+    """The processes that it started and that are not reaped."""
+    found: list[int] = []
+    gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)  # it, or a thread of it, ended while we looked
+    with gone:
+        for thread in os.listdir(f"/proc/{process}/task"):  # each has those that it started
+            with gone:
+                found += map(int, Path(f"/proc/{process}/task/{thread}/children").read_text().split())
+    return found
+
+
+def kill(processes: Iterable[int]) -> None:
+    """Kill them and all that they started. Each is halted before it is asked for its children, so that none comes later."""
+    found = list(processes)
+    for process in found:
+        _send(process, signal.SIGSTOP)
+        found += children(process)
+    for process in found:
+        _send(process, signal.SIGKILL)
+
+
+def _send(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)

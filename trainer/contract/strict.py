@@ -1,0 +1,84 @@
+"""Strict schemas: unknown keys are errors that name the nearest key; values are never coerced."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trainer.contract.errors import TrainerError, nearest
+
+
+class Strict(BaseModel):
+    """A frozen schema that refuses unknown keys and coercions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+Schema = TypeVar("Schema", bound=Strict)
+
+
+def parse(schema: type[Schema], raw: object, where: str, error: type[TrainerError]) -> Schema:
+    """``raw`` as a ``schema``. Raises: ``error``, one line, naming ``where`` and the first wrong key."""
+    if not isinstance(raw, dict):
+        raise error(f"{where}: expected a mapping, got {type(raw).__name__}")
+    try:
+        return schema.model_validate(raw)
+    except ValidationError as invalid:
+        # a misspelt key is also a missing one: the misspelling says more
+        first = min(invalid.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        path = [str(part) for part in first["loc"]]
+        key = ".".join(path)
+        if first["type"] == "extra_forbidden":
+            known = _fields_at(schema, path[:-1])
+            raise error(f"{where}: unknown key {key!r}{nearest(path[-1], known)}") from None
+        if first["type"] == "missing":
+            raise error(f"{where}: key {key!r} is missing") from None
+        message = str(first["msg"]).removeprefix("Value error, ")
+        at = f"key {key!r}: " if key else ""
+        got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
+        raise error(f"{where}: {at}{message}{got}") from None
+
+
+def _fields_at(schema: Any, path: list[str]) -> list[str]:
+    """The field names of the schema found by walking ``path`` down from ``schema``, through lists and optionals."""
+    for part in path:
+        if part.isdigit():
+            continue
+        schema = _inner(schema.model_fields[part].annotation)
+    return list(schema.model_fields)
+
+
+def _inner(annotation: Any) -> Any:
+    """The schema inside ``Schema``, ``Schema | None``, ``list[Schema]``."""
+    if isinstance(annotation, type) and not get_args(annotation):
+        return annotation
+    found = [_inner(part) for part in get_args(annotation)]
+    return next(part for part in found if isinstance(part, type) and issubclass(part, Strict))
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads ``3e-4`` as the number it is (YAML 1.1 wants ``3.0e-4``) and refuses doubled keys."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} appears twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(text: str, where: str, error: type[TrainerError]) -> object:
+    """Raises: ``error`` naming the line that is no YAML."""
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as broken:  # a date that is none, a list as a key
+        raise error(f"{where}: no YAML: {' '.join(str(broken).split())}") from None

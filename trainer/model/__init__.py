@@ -1,0 +1,1 @@
+"""The model: transformer blocks over the ops of ``kernels``, and mixtures of experts."""

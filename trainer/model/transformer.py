@@ -1,0 +1,272 @@
+"""The decoder: grouped-query attention with RoPE, SwiGLU or experts, RMSNorm before each sub-layer, tied embeddings.
+
+Attention stays within a document and positions restart in each, unless the recipe says ``across_documents``. The heavy
+parts are ``ops`` from the kernel registry; weights are fp32 and cast to ``dtype`` where they are used. Positions are S
+of T where *tensor* ranks split a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from kernels.contract.registry import Ops
+from kernels.qk_norm_rope import rotate
+from trainer.contract.checkpoint.region import Region
+from trainer.contract.recipe import ModelRecipe
+from trainer.parallel.ranks import local
+from trainer.parallel.tensor_ranks import TensorRanks
+
+SPLIT_BY_ROWS = ("q", "k", "v", "gate", "up", "shared_gate", "shared_up")  # their outputs are heads or hidden units
+SPLIT_BY_COLUMNS = ("attention_out", "down", "shared_down")
+WRITE_TO_RESIDUAL = ("attention_out", "down", "shared_down", "experts_down")
+
+
+class Block(nn.Module):
+    """One layer: x_BSD → (x_BSD, extras). ``extras`` [1 + E] of an expert layer: the router's Σ z², tokens at each."""
+
+    def __init__(self, shape: ModelRecipe, layer: int, ops: Ops, dtype: torch.dtype, tensor: TensorRanks) -> None:
+        super().__init__()
+        self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
+        self.has_rope = shape.nope_every is None or (layer + 1) % shape.nope_every != 0
+        self.recompute = self.joined = False
+        D, K = shape.d_model, shape.head_dim
+        empty = lambda *size: nn.Parameter(torch.empty(*size))
+        self.attention_norm = empty(D)
+        self.q = empty(shape.heads * K, D)
+        self.k = empty(shape.kv_heads * K, D)
+        self.v = empty(shape.kv_heads * K, D)
+        if shape.qk_norm:
+            self.q_norm = empty(K)
+            self.k_norm = empty(K)
+        self.attention_out = empty(D, shape.heads * K)
+        self.mlp_norm = empty(D)
+        experts = self.experts = shape.experts if shape.is_expert_layer(layer) else None
+        if experts is None:
+            self.gate = empty(shape.d_ff, D)
+            self.up = empty(shape.d_ff, D)
+            self.down = empty(D, shape.d_ff)
+            return
+        from trainer.model import experts as mixture  # it imports torch's compiler, which takes a second
+
+        self.mixture = mixture
+        self.router = empty(experts.count, D)
+        self.experts_gate = empty(experts.count, experts.d_ff, D)
+        self.experts_up = empty(experts.count, experts.d_ff, D)
+        self.experts_down = empty(experts.count, D, experts.d_ff)
+        self.router_bias: Tensor
+        self.register_buffer("router_bias", torch.zeros(experts.count))
+        if experts.shared:
+            self.shared_gate = empty(experts.shared * experts.d_ff, D)
+            self.shared_up = empty(experts.shared * experts.d_ff, D)
+            self.shared_down = empty(D, experts.shared * experts.d_ff)
+
+    def forward(
+        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.recompute and torch.is_grad_enabled():
+            return recompute(self.run, x_BSD, cos_BTK, sin_BTK, documents_BT, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.run(x_BSD, cos_BTK, sin_BTK, documents_BT)
+
+    def run(
+        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """What is compiled: FSDP's hooks stand around ``forward``."""
+        tensor, eps = self.tensor, self.shape.norm_eps
+        h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self._weight(self.attention_norm), eps))
+        y_BSD = tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, documents_BT))
+        x_BSD, h_BSD = self.ops.add_rms_norm(x_BSD, y_BSD, self._weight(self.mlp_norm), eps)
+        h_BTD = tensor.gather(h_BSD)
+        if self.experts is None:
+            return x_BSD + tensor.scatter(self.transform(h_BTD, self.gate, self.up, self.down)), None
+        y_BTD, extras = self.transform_by_experts(h_BTD, documents_BT)
+        return x_BSD + tensor.scatter(y_BTD), extras
+
+    def attend(self, h_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
+        shape, weight = self.shape, self._weight
+        B, T, _ = h_BTD.shape
+        q_BTHK, k_BTGK, v_BTGK = (
+            x_BTX.view(B, T, -1, shape.head_dim) for x_BTX in self._products(h_BTD, (self.q, self.k, self.v))
+        )
+        if shape.qk_norm:
+            q_BTHK = self.ops.qk_norm_rope(q_BTHK, weight(self.q_norm), cos_BTK, sin_BTK, shape.norm_eps)
+            k_BTGK = self.ops.qk_norm_rope(k_BTGK, weight(self.k_norm), cos_BTK, sin_BTK, shape.norm_eps)
+        elif self.has_rope:
+            q_BTHK, k_BTGK = rotate(q_BTHK, cos_BTK, sin_BTK), rotate(k_BTGK, cos_BTK, sin_BTK)
+        o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, documents_BT)
+        return F.linear(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
+
+    def transform(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        gate_BTF, up_BTF = self._products(h_BTD, (gate, up))
+        return F.linear(self.ops.swiglu(gate_BTF, up_BTF), self._weight(down))
+
+    def transform_by_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.experts is not None
+        weight = self._weight
+        h_ND, holds_N = h_BTD.flatten(0, 1), documents_BT.flatten() >= 0
+        routing = self.mixture.route(h_ND, weight(self.router), self.router_bias, self.experts.per_token)
+        gate, up, down = (weight(m).transpose(1, 2) for m in (self.experts_gate, self.experts_up, self.experts_down))
+        y_BTD = self.mixture.mix(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
+        if self.experts.shared:
+            y_BTD = y_BTD + self.transform(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
+        # every tensor rank routes every token: each takes its share of what they would all count
+        return y_BTD, torch.cat((routing.z(holds_N)[None], routing.load(holds_N))) / self.tensor.size
+
+    def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+        """h matrixᵀ of each; in one product where a joined copy of the matrices is kept for the backward pass anyway."""
+        weights = [self._weight(matrix) for matrix in matrices]
+        if not self.joined:
+            return [F.linear(h_BTD, weight) for weight in weights]
+        return F.linear(h_BTD, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
+
+    def _weight(self, parameter: Tensor) -> Tensor:
+        return self.tensor.weight(parameter).to(self.dtype)
+
+
+class Decoder(nn.Module):
+    """tokens, positions, documents [B, T] → hidden states; ``loss`` goes on to the loss through the tied embedding."""
+
+    def __init__(
+        self,
+        shape: ModelRecipe,
+        ops: Ops,
+        dtype: torch.dtype = torch.float32,
+        tensor: TensorRanks | None = None,
+        embedding_grad_share: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.shape, self.ops, self.dtype = shape, ops, dtype
+        self.tensor = tensor or TensorRanks()
+        self.embedding_grad_share = embedding_grad_share
+        self.embedding = nn.Parameter(torch.empty(shape.vocab_size, shape.d_model))
+        self.blocks = nn.ModuleList(Block(shape, layer, ops, dtype, self.tensor) for layer in range(shape.layers))
+        self.final_norm = nn.Parameter(torch.empty(shape.d_model))
+
+    @staticmethod
+    def split_dimension(name: str) -> int | None:
+        """Along which dimension *tensor* ranks split a parameter; None: each of them holds all of it."""
+        key = name.rpartition(".")[2]
+        if key in SPLIT_BY_ROWS:
+            return 0
+        if key in (*SPLIT_BY_COLUMNS, "experts_gate", "experts_up"):
+            return 1
+        return 2 if key == "experts_down" else None
+
+    def initialise(self, seed: int) -> None:
+        """Normal with std 1/sqrt(fan-in), 1/sqrt(2 layers) of it for what writes to the residual stream (GPT-2 §2.3).
+
+        Embeddings 0.02, norms one. Each parameter is drawn whole, on the CPU, from the seed and its name, and each rank
+        keeps its region: a seed gives one model however many ranks split it.
+        """
+        for name, parameter in self.named_parameters():
+            with torch.no_grad():
+                local(parameter).copy_(Region.of(parameter).cut(self._drawn(name, parameter.shape, seed)))
+        for name, buffer in self.named_buffers():
+            assert name.endswith("router_bias"), name
+            buffer.zero_()
+
+    def _drawn(self, name: str, size: torch.Size, seed: int) -> Tensor:
+        if len(size) == 1:
+            return torch.ones(size)
+        key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+        std = 0.02 if name == "embedding" else size[-1] ** -0.5
+        if name.endswith(WRITE_TO_RESIDUAL):
+            std /= math.sqrt(2 * self.shape.layers)
+        return torch.randn(size, generator=generator) * std
+
+    def compile(self, batch_sizes: int = 1) -> None:  # type: ignore[override]
+        """Compile the blocks; one graph serves all of a kind. How the loss head runs is the kernel policy's choice.
+
+        ``batch_sizes``: how many a run will see. Torch would go on uncompiled, and round otherwise, past eight graphs.
+        """
+        kinds = len({(block.has_rope, block.experts is None) for block in self.blocks})
+        pieces = 8 if self.shape.experts is not None else 1  # what the compiler cuts a layer of experts into
+        limit = 4 * kinds * pieces * batch_sizes  # with and without gradients, and as many again to spare
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+        accumulated = torch._dynamo.config.accumulated_recompile_limit
+        torch._dynamo.config.accumulated_recompile_limit = max(accumulated, 8 * limit)
+        for block in self.blocks:
+            block.run = torch.compile(block.run, dynamic=False)  # type: ignore[assignment,arg-type]
+
+    def join(self) -> None:
+        """Multiply with several matrices at once. For a rank that holds all weights: FSDP would free what this keeps."""
+        for block in self.blocks:
+            block.joined = True  # type: ignore[assignment]
+
+    def recompute(self) -> None:
+        """Keep only each block's input for the backward pass, and run the block again there."""
+        for block in self.blocks:
+            block.recompute = True  # type: ignore[assignment]
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """(hidden states [B, S, D] before the final norm, in ``dtype``; the extras of the expert layers)."""
+        if self.shape.across_documents:  # one text: its positions go on too, as where it is served
+            documents_BT = documents_BT.clamp(max=0)
+            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
+        embedding = self.tensor.weight(self.embedding)
+        x_BSD = self.ops.embedding(self.tensor.part(tokens_BT), embedding).to(self.dtype)
+        if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
+            x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
+        cos_BTK, sin_BTK = rope_tables(positions_BT, self.shape, self.dtype)
+        every_extras = []
+        for block in self.blocks:
+            x_BSD, extras = block(x_BSD, cos_BTK, sin_BTK, documents_BT)
+            if extras is not None:
+                every_extras.append(extras)
+        return x_BSD, every_extras
+
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor,
+        positions_BT: Tensor,
+        documents_BT: Tensor,
+        z_loss: float,
+        router_z_share: float = 0.0,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(loss, nll_BS, load [expert layers, E] or None).
+
+        loss: Σ weights · (nll + z_loss · logsumexp²) + router_z_share · Σ router z², an fp32 scalar; nll_BS fp32,
+        detached, of this rank's positions (``tensor.part``).
+        """
+        x_BSD, extras = self(tokens_BT, positions_BT, documents_BT)
+        targets_BS, weights_BS = self.tensor.part(targets_BT), self.tensor.part(weights_BT)
+        loss, nll_N = self.ops.linear_cross_entropy(
+            self._head_input(x_BSD).flatten(0, 1),
+            self.tensor.weight(self.embedding).to(self.dtype),
+            targets_BS.flatten(),
+            weights_BS.flatten(),
+            z_loss,
+        )
+        nll_BS = nll_N.view(targets_BS.shape)
+        if not extras:
+            return loss, nll_BS, None
+        every = torch.stack(extras)
+        return loss + router_z_share * every[:, 0].sum(), nll_BS, every[:, 1:].detach()
+
+    def logits(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
+        """[B, S, V], for tests and export parity; training never makes them whole."""
+        x_BSD, _ = self(tokens_BT, positions_BT, documents_BT)
+        return F.linear(self._head_input(x_BSD), self.tensor.weight(self.embedding).to(self.dtype))
+
+    def _head_input(self, x_BSD: Tensor) -> Tensor:
+        h_BSD = self.ops.rms_norm(x_BSD, self.tensor.weight(self.final_norm).to(self.dtype), self.shape.norm_eps)
+        share = self.shape.width_share  # muP: logits keep their size as the width grows
+        return h_BSD if share == 1 else h_BSD * share
+
+
+def rope_tables(positions_BT: Tensor, shape: ModelRecipe, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, T, K] in ``dtype``, worked out in fp32; the two halves of K are equal (arXiv 2104.09864)."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=positions_BT.device).float() / shape.head_dim
+    positions = torch.arange(shape.context, device=positions_BT.device).float()
+    angles_PK = positions.unsqueeze(-1) * (shape.rope_theta**-exponents).repeat(2)
+    cos_PK, sin_PK = angles_PK.cos().to(dtype), angles_PK.sin().to(dtype)
+    return F.embedding(positions_BT, cos_PK), F.embedding(positions_BT, sin_PK)

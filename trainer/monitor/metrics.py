@@ -1,0 +1,91 @@
+"""What a run writes down: one JSON object a line, flushed about once a second; and the machine's matmul rate."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.contract.json_lines import read_lines
+
+FLUSH_SECONDS = 1.0
+
+
+class Lines:
+    """Appends JSON lines to a file. Opened again for a resumed run, it first drops what is from ``step`` on or torn.
+
+    Without a path it writes nothing: the ranks that don't lead.
+    """
+
+    def __init__(self, path: Path | None, step: int) -> None:
+        self._flushed = time.monotonic()
+        self._file = None
+        if path is None:
+            return
+        if path.exists():
+            kept = [record for record in read_lines(path) if record["step"] < step]
+            aside = path.with_name(f".{path.name}.writing")
+            aside.write_text("".join(map(encode, kept)))
+            aside.replace(path)
+        self._file = open(path, "a", buffering=1 << 16)  # noqa: SIM115 - closed by close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        self._file.write(encode(record))
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def encode(record: dict[str, Any]) -> str:
+    """Strict JSON: what is not finite becomes null, because JSON has no number for it."""
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def device_name(device: torch.device) -> str:
+    """As far as speed depends on it: the GPU's name, or how many threads the CPU's operations run in."""
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type}, {torch.get_num_threads()} threads"
+    )
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most that this process has held so far: of the GPU, or of the host's memory where there is none."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, tries: int = 5) -> float:
+    """FLOP/s of a square matrix product, the best of a few tries: what MFU is measured against."""
+    generator = torch.Generator().manual_seed(0)  # the run's own random state is part of what resumes to the bit
+    a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(tries + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

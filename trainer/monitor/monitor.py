@@ -1,0 +1,180 @@
+"""How healthy the updates are: update-to-weight ratio and gradient noise scale, of one layer every fourth step, in turn.
+
+Exact numbers need passes over weights and gradients that the step itself does not make. One layer at a time makes their
+cost that of one layer; after four steps for each layer all have been measured.
+
+The gradient noise scale B = tr(Σ) / |G|² is the batch size, in supervised tokens, at which noise and signal are equal
+(McCandlish et al. 2018, arXiv 1812.06162 §2.2; the estimator is their appendix A.1 with both halves of a batch as small
+batches). With h₁ and h₂ = g − h₁ what n₁ and n₂ of a batch's N supervised tokens add to its gradient g, both at the same
+weights: E[h₁ · h₂] = n₁ n₂ / N² |G|² and E[|g|²] = |G|² + tr(Σ) / N. Both sums are smoothed, their ratio is taken last.
+
+A step of several micro-batches has its halves for nothing but a copy of a layer's gradient. One of a single micro-batch is
+slower in two (a seventh on two CPU cores), so only every ``stability.noise_scale_every``-th is split, and all layers are
+measured at once then: their copies take less than the activations that two halves save.
+
+Limits: a rank's rows must be even in number. The running mean of past gradients is no second sample: it is a few times to
+hundreds of times off at a training rate, where gradients of neighbouring steps work against each other. The scale is of
+the batches as they are drawn: tokens of one document are not independent, so that it holds for batches of more documents,
+not of longer ones. It is smoothed over about 20 measurements, and at a noise scale of more than about a hundred batches
+they are too few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.optim.optimizer import Optimizer
+from trainer.parallel.ranks import Ranks, copies, local
+
+TURN_STEPS = 4  # from one layer's turn to the next one's
+SMOOTHING = 0.9  # of the two sums of the noise scale, per measurement
+
+
+def layer_of(name: str) -> str:
+    """``blocks.3`` of ``blocks.3.q``; what is in no block is the embedding's."""
+    return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "embedding"
+
+
+@dataclass(frozen=True)
+class Half:
+    """What the first half of a step's rows adds to the gradient of one layer, or of all."""
+
+    gradients: dict[str, list[Tensor]]  # by layer and parameter, this rank's share, flat
+    squares: dict[str, Tensor]  # by layer: Σ of each, squared
+
+
+@dataclass(frozen=True)
+class Before:
+    """Of the layer whose turn it is, before the update."""
+
+    layer: str | None  # None: no layer's turn
+    weights: list[Tensor]  # by parameter, this rank's share
+    norms: list[Tensor]  # of each
+    agreements: dict[str, Tensor]  # by layer measured: h₁ · h₂, this rank's share, fp32 scalar; none without halves
+
+
+class Monitor:
+    """``half`` amid the backward passes, ``begin`` before the update, ``measure`` after it, and ``record`` with the rest
+    of the step's numbers on the host. Its state is in the checkpoint."""
+
+    def __init__(self, optimizer: Optimizer, ranks: Ranks) -> None:
+        self.optimizer, self.ranks = optimizer, ranks
+        self.layers: dict[str, list[str]] = {}
+        for name in optimizer.parameters:
+            self.layers.setdefault(layer_of(name), []).append(name)
+        # by parameter: 1 / how many ranks hold each of its elements
+        self.shares = self._on_device([1 / copies(parameter) for parameter in optimizer.parameters.values()])
+        self._shares = {
+            layer: self._on_device([1 / copies(optimizer.parameters[name]) for name in names])
+            for layer, names in self.layers.items()
+        }
+        self._is_in = self._on_device(  # [layers, parameters]
+            [[layer_of(name) == layer for name in optimizer.parameters] for layer in self.layers]
+        )
+        self.sums: dict[str, list[float]] = {}  # layer → [tr(Σ), |G|², 1], smoothed from zero on
+
+    def layer_at(self, step: int) -> str | None:
+        """Whose turn it is; None: nobody's."""
+        return None if step % TURN_STEPS else list(self.layers)[step // TURN_STEPS % len(self.layers)]
+
+    def layer_norms(self, squares: Tensor) -> Tensor:
+        """Gradient norm by layer, in the order of ``layers``, from Σ gradient² by parameter."""
+        return torch.where(self._is_in, squares, 0.0).sum(1).sqrt()
+
+    def half(self, step: int, split: bool) -> Half | None:
+        """To be called once half of the step's rows are through. None: no layer's turn.
+
+        ``split``: were they one micro-batch, split for this? Then all layers are measured.
+        """
+        turn = self.layer_at(step)
+        if not split and turn is None:
+            return None
+        gradients = self.optimizer.gradients()
+        flat: dict[str, list[Tensor]] = {}
+        squares: dict[str, Tensor] = {}
+        for layer in self.layers if split or turn is None else [turn]:
+            flat[layer], found = [], []
+            for name in self.layers[layer]:
+                flat[layer].append(gradients[name].flatten().clone())
+                found.append(flat[layer][-1] @ flat[layer][-1])  # at once, while it is in the cache
+            squares[layer] = torch.stack(found)
+        return Half(flat, squares)
+
+    @torch.no_grad()
+    def begin(self, step: int, half: Half | None, gradients: dict[str, Tensor]) -> Before:
+        agreements: dict[str, Tensor] = {}
+        for measured, firsts in half.gradients.items() if half is not None else ():
+            assert half is not None
+            wholes = (gradients[name].flatten() for name in self.layers[measured])
+            across = torch.stack([first @ whole for first, whole in zip(firsts, wholes)])
+            agreements[measured] = (self._shares[measured] * (across - half.squares[measured])).sum()
+        layer = self.layer_at(step)
+        weights, norms = [], []
+        for name in self.layers[layer] if layer else ():
+            weights.append(local(self.optimizer.parameters[name]).clone())
+            norms.append(weights[-1].norm())
+        return Before(layer, weights, norms, agreements)
+
+    @torch.no_grad()
+    def measure(self, before: Before) -> Tensor:
+        """[h₁ · h₂ of each layer measured, Σ update², Σ weight² of the layer whose turn it is] over all ranks, fp32, left on
+        the device. Uses up the copies of the weights.
+        """
+        found = list(before.agreements.values())
+        if before.layer is not None:
+            moved = before.weights
+            torch._foreach_sub_(moved, [local(self.optimizer.parameters[name]) for name in self.layers[before.layer]])
+            norms = torch.stack((torch.stack(torch._foreach_norm(moved)), torch.stack(before.norms)))
+            found += (norms.square() * self._shares[before.layer]).sum(1)
+        if not found:
+            return torch.zeros(0, device=self.ranks.device)
+        sums = torch.stack(found)
+        self.ranks.sum_(sums)
+        return sums
+
+    def _on_device(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=self.ranks.device)
+
+    def record(
+        self,
+        before: Before,
+        measured: list[float],
+        grad_norms: dict[str, float],
+        tokens: int,
+        half_tokens: float,
+        skipped: bool,
+    ) -> dict[str, Any]:
+        """``update_ratio/<layer>`` in its turn and, once every layer had its turn, ``noise_scale``.
+
+        ``measured``: what ``measure`` gave. ``grad_norms``: by layer, unclipped. ``half_tokens``: how many of the batch's
+        supervised ``tokens`` are in the first half.
+        """
+        record: dict[str, Any] = {}
+        agreements, lengths = measured[: len(before.agreements)], measured[len(before.agreements) :]
+        if before.layer is not None:
+            record[f"update_ratio/{before.layer}"] = (lengths[0] / max(lengths[1], 1e-30)) ** 0.5
+        if not skipped and 0 < half_tokens < tokens:
+            for layer, agreement in zip(before.agreements, agreements):
+                signal = agreement * tokens**2 / (half_tokens * (tokens - half_tokens))
+                held, found = self.sums.get(layer, [0.0] * 3), (tokens * (grad_norms[layer] ** 2 - signal), signal, 1.0)
+                self.sums[layer] = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(held, found)]
+        if len(self.sums) == len(self.layers):
+            noise, signal = self.noise_and_signal()
+            # without agreement there is no signal to tell from the noise
+            record["noise_scale"] = max(0.0, noise) / signal if signal > 0 else None
+        return record
+
+    def noise_and_signal(self) -> tuple[float, float]:
+        """(tr(Σ), |G|²) of all layers together, smoothed. Summed in one order, whichever the state came in."""
+        held = [self.sums[layer] for layer in self.layers if layer in self.sums]
+        return sum(noise / weight for noise, _, weight in held), sum(signal / weight for _, signal, weight in held)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.sums)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = {layer: list(sums) for layer, sums in state.items() if layer in self.layers}

@@ -1,0 +1,1 @@
+"""The update of the weights: AdamW and Muon, their groups and schedules."""

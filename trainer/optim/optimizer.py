@@ -1,0 +1,149 @@
+"""The optimiser: AdamW, or Muon for the matrices inside the layers and AdamW for the rest.
+
+Which parameter is in which group is decided by one rule and is a table that can be printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kernels import adamw, newton_schulz
+from trainer.contract.recipe import OptimizerRecipe
+from trainer.optim.muon import Muon
+from trainer.parallel.ranks import local
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, as torch names them
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """One parameter's line in the table of groups."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    rule: str  # adamw · muon
+    lr_share: float  # of the recipe's rate
+    weight_decay: float
+
+
+def group_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0) -> list[GroupRow]:
+    """Every trainable parameter once, by one rule: matrices inside the layers, and everything else.
+
+    Only those matrices decay and go to Muon. What sums over the width changes its rate with it (muP, arXiv 2203.03466
+    table 8), which is those matrices and the router: AdamW's falls as 1 / width; Muon's scale grows as sqrt(width), its
+    rate falls by that much, and its updates keep their spectral norm. Decay per step stays the same (arXiv 2405.13698
+    §3). The embedding keeps its rate: where it is the head, ``Decoder`` divides its input.
+    """
+    rows = []
+    for name, parameter in model.named_parameters():
+        over_width = parameter.ndim >= 2 and "embedding" not in name
+        matrix = over_width and "router" not in name
+        rule = recipe.name if matrix else "adamw"
+        share = 1.0 if not over_width else width_share**0.5 if rule == "muon" else width_share
+        decay = recipe.weight_decay / share if matrix else 0.0
+        rows.append(GroupRow(name, tuple(parameter.shape), rule, share, decay))
+    return rows
+
+
+def format_table(rows: list[GroupRow]) -> str:
+    """For people."""
+    width = max(len(row.parameter) for row in rows)
+    lines = [
+        f"{r.parameter:<{width}}  {str(list(r.shape)):<16}  {r.rule:<5}  {r.lr_share:<8.4g}  {r.weight_decay:g}"
+        for r in rows
+    ]
+    return "\n".join([f"{'parameter':<{width}}  {'shape':<16}  rule   lr share  decay", *lines])
+
+
+class Optimizer:
+    """Works on what this rank holds of each parameter. ``step`` clips and skips inside the update."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: OptimizerRecipe,
+        width_share: float = 1.0,
+        adamw: Callable[..., None] = adamw.fused,
+        newton_schulz: Callable[[Tensor, int], Tensor] = newton_schulz.reference,
+    ) -> None:
+        self.recipe, self.adamw = recipe, adamw
+        self.parameters = dict(model.named_parameters())
+        self.table = group_table(model, recipe, width_share)
+        muon: dict[str, Tensor] = {r.parameter: self.parameters[r.parameter] for r in self.table if r.rule == "muon"}
+        self.muon = Muon(muon, recipe.muon, newton_schulz) if muon else None
+        self.groups: dict[tuple[float, float], list[str]] = {}  # AdamW's, by share of the rate and decay
+        for row in self.table:
+            if row.rule == "adamw":
+                self.groups.setdefault((row.lr_share, row.weight_decay), []).append(row.parameter)
+        self.state: dict[str, dict[str, Tensor]] = {}  # AdamW's, by parameter, from its first gradient on
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By parameter, what this rank holds of each."""
+        return {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        if name not in self.state:
+            held = local(self.parameters[name])
+            zeros = torch.zeros_like(held), torch.zeros_like(held), torch.zeros((), device=held.device)
+            self.state[name] = dict(zip(MOMENTS, zeros))
+        return self.state[name]
+
+    @torch.no_grad()
+    def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
+        """One update with gradients / ``divide_by``; nothing is changed where ``skip`` is one. Both fp32 scalars.
+
+        The update itself leaves early, so that a NaN in the gradients is never multiplied into a weight.
+        """
+        recipe = self.recipe
+        for (lr_share, weight_decay), group in self.groups.items():
+            gradients = {name: local(grad) for name in group if (grad := self.parameters[name].grad) is not None}
+            states = [self._state_of(name) for name in gradients]
+            self.adamw(
+                [local(self.parameters[name]) for name in gradients],
+                list(gradients.values()),
+                *([state[key] for state in states] for key in MOMENTS),
+                divide_by,
+                skip,
+                lr * lr_share,
+                recipe.beta1,
+                recipe.beta2,
+                recipe.eps,
+                weight_decay,
+            )
+        if self.muon is not None:
+            shares = {row.parameter: row.lr_share for row in self.table}
+            decay = {row.parameter: row.weight_decay for row in self.table}
+            self.muon.step(lr, shares, decay, divide_by, skip)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``, ``step.<parameter>``; ``momentum.<parameter>`` of Muon's.
+
+        All but ``step`` are split as their parameter is.
+        """
+        tensors = {f"{key}.{name}": state[key] for name, state in self.state.items() for key in MOMENTS}
+        momentum = self.muon.momentum if self.muon is not None else {}
+        return tensors | {f"momentum.{name}": value for name, value in momentum.items()}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what ``state_tensors`` gave. Raises: KeyError for what is missing, once a step was made."""
+        if not any(key.startswith("step.") for key in tensors):
+            return
+        for name in (name for group in self.groups.values() for name in group):
+            device = local(self.parameters[name]).device
+            self.state[name] = {key: tensors[f"{key}.{name}"].clone().to(device) for key in MOMENTS}
+        if self.muon is not None:
+            for name, momentum in self.muon.momentum.items():
+                momentum.copy_(tensors[f"momentum.{name}"])
+
+
+def squares(gradients: dict[str, Tensor]) -> Tensor:
+    """Σ gradient² of each, fp32 [parameters]; a rank's share of it where they are split."""
+    return torch.stack(torch._foreach_norm(list(gradients.values()))).square()

@@ -1,0 +1,79 @@
+"""The learning rate: a trunk (``wsd``, ``cosine`` or ``multi-step``), and anneal branches that decay off it.
+
+Everything is a pure function of the recipe and the step, so that a checkpoint holds nothing of it and a resumed run
+cannot differ. Shares are of the peak, ``optimizer.lr``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from trainer.contract.recipe import BatchRecipe, Recipe, ScheduleRecipe
+
+TAILS = {
+    "1-sqrt": lambda done: 1 - math.sqrt(done),
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+}
+
+
+def lr_share(
+    recipe: Recipe, kind: Literal["trunk", "anneal"], step: int, first: int, last: int, rewarm: bool = False
+) -> float:
+    """The rate of ``step`` as a share of the peak, for a segment of steps [first, last); its batch counted in."""
+    schedule = recipe.schedule
+    if kind == "anneal":
+        share = anneal_share(schedule, step, first, last)
+    elif rewarm:
+        share = rewarmed_share(schedule, step, first)
+    else:
+        share = trunk_share(schedule, step)
+    return share * batch_share(recipe.batch, step)
+
+
+def trunk_share(schedule: ScheduleRecipe, step: int) -> float:
+    """A linear warm-up, then what ``schedule.kind`` says, for ever.
+
+    ``wsd``: the peak (Hägele et al. 2024, arXiv 2405.18392 §3). ``cosine``: half a cosine from the end of the warm-up to
+    ``final_lr_share`` at ``cosine_steps`` (SGDR, arXiv 1608.03983 eq. 5, without restarts), the same rate from then on.
+    ``multi-step``: the share of the newest milestone (DeepSeek LLM, arXiv 2401.02954 §2.3).
+    """
+    warm = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
+    if schedule.kind == "cosine":
+        assert schedule.cosine_steps is not None
+        done = (step - schedule.warmup_steps) / (schedule.cosine_steps - schedule.warmup_steps)
+        floor = schedule.final_lr_share
+        return warm * (floor + (1 - floor) * TAILS["cosine"](min(1.0, max(0.0, done))))
+    reached = [milestone.share for milestone in schedule.milestones if milestone.from_step <= step]
+    return warm * (reached[-1] if reached else 1.0)
+
+
+def anneal_share(schedule: ScheduleRecipe, step: int, first: int, last: int) -> float:
+    """From the trunk's rate at the branch point ``first`` towards ``final_lr_share``, along the recipe's tail.
+
+    1 − sqrt: arXiv 2405.18392 §3. The last step still moves: the floor would be reached at ``last``. A trunk that is
+    already below the floor is never raised to it.
+    """
+    start = trunk_share(schedule, first)
+    floor = min(start, schedule.final_lr_share)
+    done = (step - first + 1) / (last - first + 1)
+    return floor + (start - floor) * TAILS[schedule.shape](done)
+
+
+def rewarmed_share(schedule: ScheduleRecipe, step: int, first: int) -> float:
+    """A trunk that goes on from annealed weights: a line from the anneal's last rate back to the trunk's.
+
+    WSD-S (Wen et al. 2024, arXiv 2410.05192) goes on at the trunk's rate at once: ``rewarmup_steps`` 0. A few steps
+    spare the optimiser's second moments, which the anneal left small.
+    """
+    share = trunk_share(schedule, step)
+    if step - first + 1 >= schedule.rewarmup_steps:
+        return share
+    start = min(share, schedule.final_lr_share)
+    return start + (share - start) * (step - first + 1) / schedule.rewarmup_steps
+
+
+def batch_share(batch: BatchRecipe, step: int) -> float:
+    """The square root of the batch's share of the full one: Adam's scaling rule (Malladi et al., arXiv 2205.10287)."""
+    return math.sqrt(batch.sequences_at(step) / batch.sequences)

@@ -1,0 +1,156 @@
+"""Many ranks as one: who computes what, and how weights, gradients and positions are split among them.
+
+The ranks form a mesh [replica, shard, tensor]. FSDP2 splits weights, gradients and optimiser over *shard* and sums
+gradients over *replica* and *shard*. Over *tensor* each matrix is split by heads or hidden units, and between the
+matrices each row is split by position (sequence parallelism: Korthikanti et al. 2022, arXiv 2205.05198 §4.2.2).
+
+A batch's weights already hold the global normaliser, so that the sum over ranks is the gradient of the global mean.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.contract.checkpoint.region import Region, is_split
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import ModelRecipe, ParallelRecipe
+from trainer.parallel.tensor_ranks import TensorRanks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who takes part, and where this one computes."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh | None = None  # [replica, shard, tensor]; None for one rank
+    data_rank: int = 0  # which part of the batch is this rank's
+    data_ranks: int = 1
+
+    @classmethod
+    def join(cls, parallel: ParallelRecipe, model: ModelRecipe) -> Ranks:
+        """One rank, or those that torchrun started (it sets RANK, WORLD_SIZE, LOCAL_RANK).
+
+        Raises: RecipeError naming the key that does not fit their number.
+        """
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        rank = int(os.environ.get("RANK", "0"))
+        data_ranks = parallel.data_ranks(size, model)
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        if size == 1:
+            return cls(rank, size, device)
+        dist.init_process_group("nccl" if cuda else "gloo", store=rendezvous(), rank=rank, world_size=size)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (parallel.replicas, data_ranks // parallel.replicas, parallel.tensor)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard", "tensor"))
+        return cls(rank, size, device, mesh, rank // parallel.tensor, data_ranks)
+
+    @property
+    def leads(self) -> bool:
+        """Does this rank write the files that are nobody's share?"""
+        return self.rank == 0
+
+    @property
+    def tensor(self) -> TensorRanks:
+        if self.mesh is None or self.mesh["tensor"].size() == 1:
+            return TensorRanks()
+        from trainer.parallel.split_tensor_ranks import SplitTensorRanks
+
+        return SplitTensorRanks(self.mesh["tensor"])
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+
+    def agree(self, value: int) -> int:
+        """The leader's value."""
+        if self.size == 1:
+            return value
+        held = torch.tensor(value, device=self.device)
+        dist.broadcast(held, 0)
+        return int(held)
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def leave(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_joined = itertools.count()  # of this process, and the same in every rank
+
+
+def rendezvous() -> dist.Store | None:
+    """Where ranks find one another; None: as torch does by itself.
+
+    torchrun may lend its own store (c10d and static rendezvous), which still holds the addresses of ranks that died
+    (pytorch/pytorch#135712) or left the group that a process was in before. Each attempt, and each group of a process, gets
+    its own names there. Attempts are counted by each node alone, so that restarts are for one node.
+
+    Raises: RecipeError for several nodes with restarts on torchrun's store.
+    """
+    found = os.environ.get
+    if found("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if found("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and found("GROUP_WORLD_SIZE", "1") != "1":
+        raise RecipeError(
+            "torchrun --max-restarts over several nodes needs --rdzv-backend=c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            "in its environment: restarted ranks would look for one another where the dead ones were"
+        )
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}-group-{next(_joined)}", store)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; shares its memory."""
+    held: Any = tensor.detach()
+    return held.to_local() if is_split(held) else held  # type: ignore[no-any-return]
+
+
+def copies(tensor: Any) -> int:
+    """How many ranks hold each element of a tensor."""
+    if not is_split(tensor):
+        return 1
+    count = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements):
+        count *= size if placement.is_replicate() else 1
+    return count
+
+
+def first_holder(tensor: Any) -> bool:
+    """Is this the first of the ranks that hold what this one holds of a tensor?"""
+    if not is_split(tensor):
+        return True
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None
+    return not any(c for c, placement in zip(coordinates, tensor.placements) if placement.is_replicate())
+
+
+def whole(value: Tensor, like: Tensor) -> Tensor:
+    """All of a tensor of which each rank has ``value``, split as ``like`` is: a sum over ranks, each in its region."""
+    if not is_split(like):
+        return value
+    total = value.new_zeros(like.shape)
+    if first_holder(like):
+        Region.of(like).cut(total).copy_(value)
+    dist.all_reduce(total)
+    return total

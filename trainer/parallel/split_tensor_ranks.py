@@ -1,0 +1,39 @@
+"""Several ranks that a matrix is split over: tensor and sequence parallelism by DTensor, which takes a while to import."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from trainer.parallel.tensor_ranks import TensorRanks
+
+
+class SplitTensorRanks(TensorRanks):
+    """The ranks that split each matrix, and each row's positions S of T."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.size = mesh.size()
+
+    def part(self, x_BT: Tensor) -> Tensor:
+        return x_BT.chunk(self.size, dim=1)[self.mesh.get_local_rank()]
+
+    def gather(self, x_BSD: Tensor) -> Tensor:
+        """Backward sums what each rank found and splits it."""
+        whole = DTensor.from_local(x_BSD, self.mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])
+
+    def scatter(self, y_BTD: Tensor) -> Tensor:
+        return (
+            DTensor.from_local(y_BTD, self.mesh, [Partial()], run_check=False)
+            .redistribute(placements=[Shard(1)])
+            .to_local()
+        )
+
+    def weight(self, parameter: Tensor) -> Tensor:
+        """Of a parameter that is not split, each rank finds a part of the gradient."""
+        if not isinstance(parameter, DTensor):
+            return parameter
+        grads = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+        return parameter.to_local(grad_placements=grads)  # type: ignore[no-any-return]

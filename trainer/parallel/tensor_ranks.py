@@ -1,0 +1,27 @@
+"""The ranks that a matrix is split over, as a block of the model sees them: here one, that has everything whole."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class TensorRanks:
+    """One rank that has each matrix and each row whole. Where several split them: ``split_tensor_ranks``."""
+
+    size = 1
+
+    def part(self, x_BT: Tensor) -> Tensor:
+        """This rank's positions, [B, S, …]."""
+        return x_BT
+
+    def gather(self, x_BSD: Tensor) -> Tensor:
+        """All positions, before a matrix that is split by rows."""
+        return x_BSD
+
+    def scatter(self, y_BTD: Tensor) -> Tensor:
+        """The sum over the ranks, of this rank's positions: after a matrix that is split by columns."""
+        return y_BTD
+
+    def weight(self, parameter: Tensor) -> Tensor:
+        """This rank's share of a parameter, or all of one that is not split."""
+        return parameter

@@ -1,0 +1,96 @@
+"""``python -m trainer.tools.documents SEGMENT STEP``: which documents a step of a segment was trained on, one key a line.
+
+SEGMENT is the segment's folder (segment.json and its checkpoints); STEP is counted as in metrics.jsonl. The order is
+worked out again from the newest checkpoint at or before the step, in about a millisecond for each step between.
+
+    python -m trainer.tools.documents workspace/segments/00001-trunk 57
+    python -m trainer.tools.documents workspace/segments/00001-trunk 57 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.data.data_order import DataOrder, documents_at
+from trainer.contract.errors import CheckpointError, SpecError, TrainerError
+from trainer.contract.plan.spec import SegmentSpec
+
+
+def documents_of(segment: Path, step: int) -> list[str]:
+    """Sorted keys of the documents in the global batch of a step of a segment.
+
+    Raises: SpecError when the segment has no such step; TrainerError, TokenShardError when a part of it can't be read.
+    """
+    spec = SegmentSpec.load(segment)
+    if not spec.first_step <= step < spec.last_step:
+        raise SpecError(
+            f"{segment}: step {step} is none of this segment's: it has steps {spec.first_step} to {spec.last_step - 1}"
+        )
+    return documents_at(order_before(segment, spec, step), step)
+
+
+def order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
+    """The segment's data order, where it stood at the newest checkpoint at or before a step."""
+    state = None
+    for path in sorted((segment / "checkpoints").glob("step-[0-9]*"), reverse=True):
+        if spec.first_step < int(path.name.removeprefix("step-")) <= step:
+            try:
+                state = sampler_state(path)
+                break
+            except CheckpointError:
+                continue  # an older one is as good, and a longer walk
+    if state is None and spec.initial_checkpoint is not None and not spec.restart_data:
+        state = sampler_state(Path(spec.initial_checkpoint))
+    recipe = spec.recipe
+    order = DataOrder(
+        spec.data_plan,
+        context=recipe.model.context,
+        batch=recipe.batch,
+        vocab_size=recipe.model.vocab_size,
+        state=state,
+    )
+    return order if state is not None else order.fork(spec.first_step)
+
+
+def sampler_state(checkpoint: Path) -> dict[str, Any]:
+    """The data order's state in a checkpoint. Reads and verifies state.json alone. Raises: CheckpointError."""
+    try:
+        listed = json.loads((checkpoint / "manifest.json").read_bytes())["files"]["state.json"]["sha256"]
+        encoded = (checkpoint / "state.json").read_bytes()
+        if hashlib.sha256(encoded).hexdigest() != listed:
+            raise CheckpointError(f"{checkpoint / 'state.json'}: its bytes are not those its manifest names")
+        return dict(json.loads(encoded)["sampler"])
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} is no checkpoint: {error.filename}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{checkpoint}: manifest.json or state.json is damaged: {error}") from None
+
+
+def main(arguments: list[str]) -> int:
+    head, _, tail = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.tools.documents",
+        description=head.partition(": ")[2],
+        epilog=tail,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("segment", type=Path, metavar="SEGMENT", help="folder with segment.json and checkpoints/")
+    parser.add_argument("step", type=int, metavar="STEP", help="the step, as in metrics.jsonl")
+    parser.add_argument("--json", action="store_true", help='print {"step": …, "documents": […]} instead')
+    asked = parser.parse_args(arguments)
+    try:
+        found = documents_of(asked.segment, asked.step)
+    except TrainerError as error:
+        print(f"trainer.tools.documents: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps({"step": asked.step, "documents": found}) if asked.json else "\n".join(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,206 @@
+"""``python -m trainer.tools.packing_report``: what each packing strategy would make of some data, step by step, before training.
+
+    python -m trainer.tools.packing_report SEGMENT                       the recipe and data plan of SEGMENT/segment.json
+    python -m trainer.tools.packing_report RECIPE.yaml SHARD [SHARD …]   a recipe over token shards, or folders of them
+
+The steps are packed as training would pack them, for every strategy that ``batch.packing`` knows, and a table is printed:
+
+  used      positions of the batches that hold a token; batches have batch.sequences × model.context positions
+  padding   the rest, which the model computes for nothing
+  cut       documents cut though they would fit a row, as a share of the documents that would: they lose context
+  cut tok   positions of such documents, as a share of the positions used
+  recut     pieces of longer documents that were cut once more, to fill a row, as a share of all their pieces: a
+            document longer than a row is cut every model.context positions in any case
+  cross     used positions in rows that hold more than one document: attention is masked between them, and
+            model.across_documents lifts the mask
+  largest   the most that one document had of one step's used positions: a high share makes a step's gradient its own
+  spread    standard deviation of the lengths of a step's pieces over their mean: low where a step's rows are alike
+
+best-fit (the default) pads least of those that cut nothing that fits. Where it pads much, most documents are a little
+longer than half a row and few are longer than one: only cutting fills such rows, or another model.context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainer.contract.data.data_order import DataOrder, Row
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.packing import STRATEGIES
+from trainer.contract.data.token_shard import TokenShard
+from trainer.contract.errors import DataPlanError, SpecError, TrainerError
+from trainer.contract.plan.spec import SegmentSpec
+from trainer.contract.recipe import Recipe
+
+STEPS = 100
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """Some steps of a strategy; the module's docstring defines the shares."""
+
+    packing: str
+    steps: int
+    positions: int
+    used: int
+    padding_share: float
+    cut_document_share: float
+    cut_token_share: float
+    recut_piece_share: float
+    cross_document_share: float
+    largest_document_share: float
+    length_spread: float
+
+    @property
+    def used_share(self) -> float:
+        return self.used / self.positions
+
+
+def report_of(packing: str, order: DataOrder, steps: int) -> PackingReport:
+    """What a strategy makes of the next ``steps`` steps, or of those the data holds; ``order`` stays where it is.
+
+    Raises: DataPlanError when the data holds none.
+    """
+    order = order.fork()
+    order.batch = order.batch.model_copy(update={"packing": packing})
+    made: list[list[Row]] = []
+    while len(made) < steps:
+        try:
+            made.append(order.next_rows())
+        except DataPlanError:
+            if not made:
+                raise
+            break
+    pieces = [piece for rows in made for row in rows for piece in row]
+    positions = sum(len(rows) for rows in made) * order.context
+    used = sum(piece.positions for piece in pieces)
+    fitting = cut = cut_positions = long = recut = 0
+    for piece in pieces:
+        whole = int(order.streams[piece.stream].length[piece.document]) - 1
+        if whole <= order.context:
+            fitting += piece.start == 0
+            cut += piece.start == 0 and piece.positions < whole
+            cut_positions += piece.positions if piece.positions < whole else 0
+        else:
+            begins = piece.start % order.context == 0
+            long += begins
+            recut += begins and piece.positions < min(order.context, whole - piece.start)
+    return PackingReport(
+        packing=packing,
+        steps=len(made),
+        positions=positions,
+        used=used,
+        padding_share=1 - used / positions,
+        cut_document_share=cut / max(1, fitting),
+        cut_token_share=cut_positions / used,
+        recut_piece_share=recut / max(1, long),
+        cross_document_share=sum(_shared_positions(row) for rows in made for row in rows) / used,
+        largest_document_share=max(map(_largest_share, made)),
+        length_spread=statistics.fmean(map(_spread, made)),
+    )
+
+
+def reports(plan: DataPlan, recipe: Recipe, steps: int) -> list[PackingReport]:
+    """One a strategy, from the plan's first step on. Raises: DataPlanError, TokenShardError."""
+    order = DataOrder(plan, context=recipe.model.context, batch=recipe.batch, vocab_size=recipe.model.vocab_size)
+    return [report_of(packing, order, steps) for packing in STRATEGIES]
+
+
+def _shared_positions(row: Row) -> int:
+    documents = {(piece.stream, piece.document) for piece in row}
+    return sum(piece.positions for piece in row) if len(documents) > 1 else 0
+
+
+def _largest_share(rows: list[Row]) -> float:
+    held: dict[tuple[str, int], int] = defaultdict(int)
+    for row in rows:
+        for piece in row:
+            held[piece.stream, piece.document] += piece.positions
+    return max(held.values()) / sum(held.values())
+
+
+def _spread(rows: list[Row]) -> float:
+    lengths = [piece.positions for row in rows for piece in row]
+    return statistics.pstdev(lengths) / statistics.fmean(lengths)
+
+
+def table(found: Iterable[PackingReport]) -> str:
+    names = ("used", "padding", "cut", "cut tok", "recut", "cross", "largest")
+    lines = [f"{'packing':<25}{'steps':>6}{''.join(f'{name:>9}' for name in names)}{'spread':>8}"]
+    for r in found:
+        shares = (r.used_share, r.padding_share, r.cut_document_share, r.cut_token_share, r.recut_piece_share)
+        every = (*shares, r.cross_document_share, r.largest_document_share)
+        percents = "".join(f"{share:>9.2%}" for share in every)
+        lines.append(f"{r.packing:<25}{r.steps:>6}{percents}{r.length_spread:>8.2f}")
+    return "\n".join(lines)
+
+
+def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
+    """Raises: TrainerError, TokenShardError."""
+    first, *rest = paths
+    if first.is_dir() and not rest:
+        spec = SegmentSpec.load(first)
+        return spec.recipe, spec.data_plan
+    if not rest:
+        raise SpecError(f"{first} is no segment folder; with a recipe, name token shards after it")
+    recipe = Recipe.load(first)
+    shards = [TokenShard(path) for given in rest for path in token_shards_in(given)]
+    plan = DataPlan.make(recipe.mixture, "trunk", [(s.id, str(s.path), 0) for s in shards], recipe.seed)
+    held = {name for shard in shards for name in shard.documents["domain"].unique().to_pylist()}
+    plan, left_out = plan.of_arrived(held, 0, 1)
+    if left_out:
+        print(f"left out, because no shard holds them: {', '.join(left_out)}", file=sys.stderr)
+    return recipe, plan
+
+
+def token_shards_in(folder: Path) -> list[Path]:
+    """The folder itself, or the token shards in it. Raises: SpecError when there is none."""
+    if (folder / "manifest.json").exists():
+        return [folder]
+    found = sorted(path.parent for path in folder.glob("*/manifest.json"))
+    if not found:
+        raise SpecError(f"{folder} is no token shard and holds none: a token shard has a manifest.json")
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    head, _, tail = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.tools.packing_report",
+        usage="python -m trainer.tools.packing_report [-h] [--steps N] [--json] SEGMENT | RECIPE.yaml SHARD [SHARD …]",
+        description=head.partition(": ")[2],
+        epilog=tail,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "paths", type=Path, nargs="+", metavar="PATH", help="a segment's folder, or a recipe and shards"
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"steps to pack (default {STEPS})")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of the reports, shares as numbers")
+    asked = parser.parse_args(arguments)
+    if asked.steps < 1:
+        parser.error("--steps must be at least 1")
+    try:
+        recipe, plan = read_inputs(asked.paths)
+        found = reports(plan, recipe, asked.steps)
+    except TrainerError as error:
+        print(f"trainer.tools.packing_report: {error}", file=sys.stderr)
+        return error.exit_code
+    if asked.json:
+        print(json.dumps([asdict(report) | {"used_share": report.used_share} for report in found], indent=1))
+        return 0
+    rows, context = recipe.batch.sequences, recipe.model.context
+    print(f"{recipe.name}: batches of {rows} × {context} positions, {len(plan.token_shards)} token shards")
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
