@@ -184,7 +184,7 @@ def _settle_what_it_is_about(ledger: Ledger, row: Row) -> None:
 
 def _judge_again(workspace: Workspace, ledger: Ledger, row: Row, live: str, progress: Progress) -> int:
     """The same patch on top of newer code, as a proposal of its own; returns its number. Raises: InputError."""
-    from factory.proposing import submit
+    from factory.submitting import submit
 
     code = workspace.repository
     changes = repository.changes(code, row["base_commit"], row["commit"])

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from factory.errors import ConfigError, InputError
 from factory.ledger import Ledger, checkpoints, events, record, segments
 from factory.progress import Progress
-from factory.training import failed, give_up, record_done, run_tool
+from factory.segment_folder import failed, give_up, record_done, run_tool
 from factory.workspace import Workspace
 
 KIND = "average"

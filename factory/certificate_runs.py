@@ -33,7 +33,7 @@ from factory.ledger import Ledger
 from factory.planning import plan_of
 from factory.progress import Progress
 from factory.repository import RepositoryError, changes, checkout_live
-from factory.training import folder_lock, spec_of, write_spec
+from factory.segment_folder import folder_lock, spec_of, write_spec
 from factory.workspace import Workspace
 
 if TYPE_CHECKING:

@@ -168,7 +168,7 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
     if action.kind == "train":
         train(workspace, ledger, subject, progress)
     elif action.kind == "export":
-        from factory.training import export_candidate
+        from factory.exporting import export_candidate
 
         export_candidate(workspace, ledger, subject)
     elif action.kind == "judge":

@@ -40,7 +40,7 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int
     start = find_start(ledger)
     if start is None or not any(_moved(ledger, row["number"], start) for row in _merged(ledger)):
         return []
-    from factory.proposing import clear_stale, refuse_without_isolation
+    from factory.submitting import clear_stale, refuse_without_isolation
 
     code = workspace.repository
     try:
@@ -63,7 +63,7 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
 
     The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
     """
-    from factory.proposing import submit
+    from factory.submitting import submit
 
     made = []
     start = find_start(ledger)

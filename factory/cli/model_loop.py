@@ -184,8 +184,8 @@ def anneal(where: Where = DEFAULT) -> None:
     """Branch off the trunk with a decaying rate: yields a candidate."""
     from factory.daemon import LOCK, observe
     from factory.daemon import train as train_segment
+    from factory.exporting import export_candidate
     from factory.planning import plan_anneal
-    from factory.training import export_candidate
 
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
@@ -220,9 +220,9 @@ def average(
     from factory.averaging import plan_average
     from factory.daemon import LOCK
     from factory.daemon import train as make
+    from factory.exporting import export_candidate
     from factory.ledger import sa, segments
     from factory.progress import SILENT
-    from factory.training import export_candidate
 
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):

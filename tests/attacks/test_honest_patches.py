@@ -17,7 +17,7 @@ from factory.gates import patch_scope, patch_static
 from factory.gates.patch_scope import AgentsPolicy, Change
 from factory.ledger import proposals, verdicts
 from factory.progress import SILENT
-from factory.proposing import submit
+from factory.submitting import submit
 from factory.workspace import code_root
 
 AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")

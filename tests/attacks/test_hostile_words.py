@@ -21,7 +21,7 @@ from agents.proposal import Edit, Proposal
 from factory.cli.app import app
 from factory.console import Terminal
 from factory.ledger import proposals, verdicts
-from factory.proposing import submit
+from factory.submitting import submit
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m"
 ORDERS = (

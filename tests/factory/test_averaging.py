@@ -20,13 +20,14 @@ from factory.averaging import choose, kept, plan_average, softmax_weights
 from factory.daemon import Action, judge, next_action, observe, perform
 from factory.errors import InputError, SegmentError
 from factory.evals.held_out_loss import held_out_ruler
+from factory.exporting import export_candidate
 from factory.exports import folder_sha256
 from factory.ledger import Ledger, candidates, checkpoints, segments, verdicts
 from factory.progress import SILENT
 from factory.provenance import of_release
 from factory.releases import release
 from factory.status import screen, snapshot
-from factory.training import export_candidate, run_segment
+from factory.training import run_segment
 from factory.workspace import Workspace
 from tests.factory.command_case import factory
 from tests.factory.trained_plant import make_plant, train_anneal, train_trunk
@@ -150,8 +151,8 @@ def dies(*_: Any, **__: Any) -> Any:
         (2, 4, "uniform", "factory.averaging.run_tool"),  # planned, nothing made
         pytest.param(2, 3, "held-out-loss", "factory.averaging.softmax_weights", marks=SLOW),  # measured
         (1, 3, "uniform", "factory.averaging.record_done"),  # the checkpoint is there, the ledger does not know
-        pytest.param(2, 5, "uniform", "factory.training.run_tool", marks=SLOW),  # recorded, not exported
-        pytest.param(1, 2, "held-out-loss", "factory.training.folder_sha256", marks=SLOW),  # exported, not recorded
+        pytest.param(2, 5, "uniform", "factory.exporting.run_tool", marks=SLOW),  # recorded, not exported
+        pytest.param(1, 2, "held-out-loss", "factory.exporting.folder_sha256", marks=SLOW),  # exported, not recorded
     ],
 )
 def test_killed_anywhere_the_daemon_finishes_it(

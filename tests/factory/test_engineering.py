@@ -28,7 +28,7 @@ from rich.console import Console
 from agents.kernel_engineer.draft import AGENT
 from agents.llm.replay_server import ReplayServer, Session
 from agents.proposal import Edit, Proposal
-from factory import engineering, proposing
+from factory import engineering, proposing, submitting
 from factory.agent_runs import NOBODY, Hire, Job, ModelError, judged_already, open_desk, saved_at
 from factory.console import Terminal
 from factory.devices import side_by_side
@@ -220,7 +220,7 @@ def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> No
     edits = [Edit("trainer/optim/schedule.py", f"import socket  # {number}\n") for number in range(4)]
     drafts = [Proposal(AGENT, f"file:{n}", f"Try {n}", "Because.", 1.1, (edit,)) for n, edit in enumerate(edits)]
     numbers = side_by_side(
-        [partial(proposing.submit, made.workspace, made.ledger, SILENT, d, made.base) for d in drafts]
+        [partial(submitting.submit, made.workspace, made.ledger, SILENT, d, made.base) for d in drafts]
     )
     rows = {n: made.ledger.one(sa.select(proposals).where(proposals.c.number == n)) for n in numbers}
     for number, drafted in zip(numbers, drafts, strict=True):
@@ -239,7 +239,7 @@ def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made) -> None
     )
     job = Job(begun(made, ""), AGENT, None, NOBODY, 0, time.time())  # type: ignore[arg-type]
     assert judged_already(made.ledger, job, drafted) is None
-    number = proposing.submit(made.workspace, made.ledger, SILENT, drafted, made.base)
+    number = submitting.submit(made.workspace, made.ledger, SILENT, drafted, made.base)
     assert judged_already(made.ledger, job, drafted) == number
     assert judged_already(made.ledger, replace(job, began=time.time()), drafted) is None  # another run's
     with made.ledger.begin() as tx:

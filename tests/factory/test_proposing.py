@@ -12,7 +12,7 @@ from code_loop_case import Made, git, make
 
 from agents.proposal import Edit, Proposal
 from agents.workbench import MeasurementError
-from factory import proposing, repository
+from factory import proposing, repository, submitting
 from factory.errors import InputError, IsolationError
 from factory.gates.training_start import find_start
 from factory.ledger import Ledger, profiles, proposals, verdicts
@@ -68,7 +68,7 @@ def test_an_archive_instead_of_a_repository_is_one_clear_error(tmp_path: Path) -
 
 def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
     before = branches(made)
-    number = proposing.submit(made.workspace, made.ledger, SILENT, drafted("factory/gates/judge.py"), made.base)
+    number = submitting.submit(made.workspace, made.ledger, SILENT, drafted("factory/gates/judge.py"), made.base)
     row = row_of(made, number)
     verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
     assert row["state"] == "judged" and row["commit"] is None and branches(made) == before
@@ -79,7 +79,7 @@ def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
 
 
 def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
-    number = proposing.submit(made.workspace, made.ledger, SILENT, drafted(text="import socket\n"), made.base)
+    number = submitting.submit(made.workspace, made.ledger, SILENT, drafted(text="import socket\n"), made.base)
     row = row_of(made, number)
     assert git(made.target, "rev-parse", row["branch"]) == row["commit"]
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
@@ -91,7 +91,7 @@ def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
 
 def test_numbers_are_free_in_the_ledger_and_among_branches(made: Made) -> None:
     git(made.target, "branch", "factory/somebody/400-theirs")
-    number = proposing.submit(made.workspace, made.ledger, SILENT, drafted(text="import socket\n"), made.base)
+    number = submitting.submit(made.workspace, made.ledger, SILENT, drafted(text="import socket\n"), made.base)
     assert number == 401
     git(made.target, "branch", "-D", "factory/somebody/400-theirs")
 
@@ -108,7 +108,7 @@ def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
         .replace("attention: reference", "attention: recompute", 1)
     )
     with pytest.raises(IsolationError):
-        proposing.submit(made.workspace, made.ledger, SILENT, drafted("policies/kernels.yaml", text), made.base)
+        submitting.submit(made.workspace, made.ledger, SILENT, drafted("policies/kernels.yaml", text), made.base)
     monkeypatch.undo()
     last = made.ledger.one(sa.select(proposals).order_by(proposals.c.number.desc()))
     assert last and last["state"] == "failed" and last["verdict"] is None
@@ -117,12 +117,12 @@ def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
 
 def test_what_a_killed_process_left_is_cleared_away(made: Made) -> None:
     before = branches(made)
-    number, branch = proposing._draft(made.workspace, made.ledger, drafted(), made.base)
+    number, branch = submitting._draft(made.workspace, made.ledger, drafted(), made.base)
     worktree = made.workspace.worktrees / f"proposal-{number}"
     git(made.target, "worktree", "add", "-q", "-b", branch, str(worktree), made.base)
     (worktree.with_name(worktree.name + "-gate") / "baseline").mkdir(parents=True)
-    proposing.clear_stale(made.workspace, made.ledger, SILENT)
-    proposing.clear_stale(made.workspace, made.ledger, SILENT)
+    submitting.clear_stale(made.workspace, made.ledger, SILENT)
+    submitting.clear_stale(made.workspace, made.ledger, SILENT)
     assert row_of(made, number)["state"] == "failed" and branches(made) == before and made.left_behind() == []
 
 

@@ -19,7 +19,7 @@ from factory.gates.patch_ops import changed_ops
 from factory.gates.patch_scope import Change
 from factory.ledger import proposals, verdicts
 from factory.progress import SILENT
-from factory.proposing import submit
+from factory.submitting import submit
 from trainer.contract.errors import RecipeError
 from trainer.contract.strict import read_yaml
 

@@ -19,7 +19,7 @@ from factory.gates.patch_policy import IsolatedPolicy
 from factory.gates.patch_scope import Change
 from factory.ledger import proposals, segments, verdicts
 from factory.progress import SILENT
-from factory.proposing import submit
+from factory.submitting import submit
 from factory.workspace import code_root
 
 

@@ -18,7 +18,7 @@ from engineer_case import recorded
 from agents.llm.replay_server import ReplayServer, Session
 from agents.proposal import Edit, Proposal
 from factory import agent_runs as agents_at_work
-from factory import approvals, planning, proposing, repository, revalidating
+from factory import approvals, planning, proposing, repository, revalidating, submitting
 from factory.agent_runs import NOBODY, Hire
 from factory.certificate_runs import changed_files
 from factory.errors import InputError
@@ -81,7 +81,7 @@ def submitted(made: Made, *swaps: tuple[str, str], path: str = TINY, base: str =
         assert old in text
         text = text.replace(old, new)
     drafted = Proposal("recipe-scout", f"quality:{swaps}", "Try it", "h", 0.01, (Edit(path, text),))
-    return judged(made, proposing.submit(made.workspace, made.ledger, SILENT, drafted, base))
+    return judged(made, submitting.submit(made.workspace, made.ledger, SILENT, drafted, base))
 
 
 # -- without a run -------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_code_beside_what_is_learnt_is_refused_by_the_patch_gate(made: Made) -> 
     text = (made.target / TINY).read_text().replace(RATE, "lr: 6e-3")
     code = (made.target / "trainer" / "tools" / "average.py").read_text() + "\n"
     edits = (Edit(TINY, text), Edit("trainer/tools/average.py", code))
-    number = proposing.submit(
+    number = submitting.submit(
         made.workspace, made.ledger, SILENT, Proposal("x", "quality:x", "Both", "h", 0.01, edits), made.base
     )
     verdict = judged(made, number).verdict
