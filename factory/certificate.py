@@ -31,7 +31,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from factory.evals.policy import Count, Strict, load_policy
+from factory.policy_file import Count, Strict, load_policy
 
 SERIES = ("loss", "grad_norm", "lr")  # of metrics.jsonl; the loss must be there
 ROUNDING = 1e-6  # share of a value that fp32 rounding may change: the least noise of any measure

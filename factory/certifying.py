@@ -22,9 +22,9 @@ import sqlalchemy as sa
 from factory.certificate import CertificatePolicy, Evidence, Judgement, judge_certificate
 from factory.computing import changed
 from factory.errors import InputError, SegmentError
-from factory.evals.policy import policy_sha256
 from factory.ledger import Ledger, events, record, segments, verdicts
 from factory.planning import last_checkpoint
+from factory.policy_file import policy_sha256
 from factory.progress import Progress
 from factory.workspace import Workspace
 

@@ -133,8 +133,8 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
 
 def _read_recipe(text: str) -> dict[str, Any]:
     """What a recipe's file says, and no default: a recipe is written of it again."""
+    from kernels.contract.strict_yaml import read_yaml
     from trainer.contract.errors import RecipeError
-    from trainer.contract.strict import read_yaml
 
     found = read_yaml(text, RECIPE, RecipeError)
     assert isinstance(found, dict), RECIPE

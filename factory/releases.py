@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-import yaml
 
 from factory import serving
 from factory.champion import champion, release_row
@@ -37,6 +36,7 @@ from factory.registry import (
 )
 from factory.tracking import APPROVAL_TAG, Tracking
 from factory.workspace import Workspace
+from factory.yaml_file import load_yaml
 
 __all__ = [
     "ApprovalNeeded", "approve", "reconcile", "register_candidate", "release", "rollback",
@@ -100,10 +100,10 @@ def _check_approval(workspace: Workspace, ledger: Ledger, verdict: dict[str, Any
 
 def _mode(workspace: Workspace) -> str:
     path = workspace.policy("gates/release.yaml")
-    try:
-        mode = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("approval", "automatic")
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a YAML mapping: {error}") from error
+    policy = load_yaml(path) or {}
+    if not isinstance(policy, dict):
+        raise ConfigError(f"{path}: expected 'key: value' lines")
+    mode = policy.get("approval", "automatic")
     if mode not in MODES:
         raise ConfigError(f"{path}: approval: {mode!r} is neither{nearest(str(mode), MODES)}")
     return str(mode)

@@ -14,10 +14,10 @@ from factory.gates.recipe_policy import RecipePolicy
 from factory.ledger import Ledger, anomalies, segments
 from factory.workbench import Bench
 from factory.workspace import Workspace
+from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.json_lines import read_lines
 from trainer.contract.recipe import Recipe
-from trainer.contract.strict import read_yaml
 
 SEGMENTS = 4  # newest ones of the trunk whose record is read
 

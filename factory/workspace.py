@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from factory.errors import ConfigError, WorkspaceError, nearest
+from factory.yaml_file import load_yaml
 
 VERSION = 1
 FOLDERS = (
@@ -225,10 +224,7 @@ def _write_config(path: Path, config: Config) -> None:
 
 
 def _read_config(path: Path) -> Config:
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+    data = load_yaml(path) or {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected 'key: value' lines")
     known = {name: type(getattr(Config, name)) for name in Config.__dataclass_fields__}

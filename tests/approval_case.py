@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 from code_loop_case import git
 
-from factory import approvals, proposing, repository
+from factory import approvals, repository, submitting
 from factory.gates.judge import Verdict
 from factory.gates.patch_scope import AgentsPolicy
 from factory.ledger import Ledger, events, proposals, verdicts
@@ -102,5 +102,5 @@ def given_verdict(monkeypatch: pytest.MonkeyPatch, outcome: str) -> list[tuple[i
             ).inserted_primary_key  # fmt: skip
         return key[0], Verdict(outcome, ("now",)), evidence  # type: ignore[index]
 
-    monkeypatch.setattr(proposing, "decide", decide)
+    monkeypatch.setattr(submitting, "decide", decide)
     return judged

@@ -22,8 +22,9 @@ from typing import Any
 from pydantic import Field
 
 from agents.llm.exchange import LlmError
+from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import TrainerError, exit_code_of
-from trainer.contract.strict import Strict, parse, read_yaml
+from trainer.contract.strict import Strict, parse
 
 PIECE = 24  # characters of a streamed chunk
 

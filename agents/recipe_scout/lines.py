@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
-from trainer.contract.strict import read_yaml
 
 Scalar = float | int | str
 

@@ -1,24 +1,10 @@
-"""``policies/evals.yaml``: how much is measured, and the strict reading of any policy file of the judge."""
+"""``policies/evals.yaml``: how much is measured."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from factory.errors import ConfigError, nearest
-
-Count = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Strict(BaseModel):
-    """Unknown keys and values of another type are errors; nothing changes after loading."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+from factory.policy_file import Count, Share, Strict, load_policy
 
 
 class EvalPolicy(Strict):
@@ -54,40 +40,3 @@ class EvalPolicy(Strict):
     @classmethod
     def load(cls, path: Path) -> EvalPolicy:
         return load_policy(cls, path)
-
-
-Policy = TypeVar("Policy", bound=BaseModel)
-
-
-def load_policy(schema: type[Policy], path: Path) -> Policy:
-    """Read a YAML policy. Raises: ConfigError naming the file, the key, and the nearest key for an unknown one."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
-    if data is None:
-        data = {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected 'key: value' lines")
-    try:
-        return schema.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {_first(error, schema)}") from None
-
-
-def policy_sha256(policy: BaseModel) -> str:
-    """One hash of what a policy says, whatever its file's comments and spacing."""
-    return hashlib.sha256(policy.model_dump_json().encode()).hexdigest()
-
-
-def _first(error: ValidationError, schema: type[BaseModel]) -> str:
-    problem = error.errors()[0]
-    place = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] != "extra_forbidden":
-        return f"{place}: {problem['msg']}, got {problem['input']!r}"
-    for part in problem["loc"][:-1]:
-        field = schema.model_fields.get(str(part))
-        inner: Any = field.annotation if field else None
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            schema = inner
-    return f"unknown key {place!r}{nearest(str(problem['loc'][-1]), schema.model_fields)}"

@@ -21,7 +21,6 @@ from typing import Any
 from agents.untrusted import one_line
 from factory import devices, repository
 from factory.errors import FactoryError
-from factory.evals.policy import policy_sha256
 from factory.gates import patch_exploits, patch_ops, patch_scope, patch_static
 from factory.gates.held_out import gains, held_out_texts, scores
 from factory.gates.judge import Verdict
@@ -31,6 +30,7 @@ from factory.gates.patch_scope import AgentsPolicy, Change
 from factory.gates.patch_training import Pair, Side, compare_training
 from factory.gates.training_start import Start, find_start
 from factory.ledger import Ledger, record, verdicts
+from factory.policy_file import policy_sha256
 from factory.progress import Progress
 from factory.repository import Applied
 from factory.workspace import Workspace

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from factory.evals.policy import Count, Strict, load_policy
 from factory.gates.patience import Patience, Ratio, Seconds
+from factory.policy_file import Count, Strict, load_policy
 
 
 class OraclePolicy(Strict):

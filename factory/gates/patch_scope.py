@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import Field
 
 from agents.llm.policy import LlmPolicy
-from factory.evals.policy import Strict, load_policy
+from factory.policy_file import Strict, load_policy
 
 # Plain ASCII names: no control characters, look-alikes, back slashes, drive letters or alternate streams to argue about.
 COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

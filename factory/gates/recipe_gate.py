@@ -17,7 +17,6 @@ import sqlalchemy as sa
 
 from factory import devices, repository
 from factory.errors import ConfigError
-from factory.evals.policy import policy_sha256
 from factory.gates import patch_gate, patch_static
 from factory.gates.held_out import held_out_texts, weights_bits
 from factory.gates.judge import Verdict
@@ -29,13 +28,14 @@ from factory.gates.recipe_policy import RecipePolicy, RunsPolicy
 from factory.gates.recipe_runs import Measured, lengths, paired_runs, patient
 from factory.ledger import Ledger, verdicts
 from factory.planning import check_ranks
+from factory.policy_file import policy_sha256
 from factory.progress import Progress
 from factory.repository import Applied
 from factory.workspace import Workspace
+from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.checkpoint import format as checkpoint_files
 from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.recipe import Recipe
-from trainer.contract.strict import read_yaml
 
 GATE = "recipe"
 # Same code on as many positions: these change no step's time or memory, and a busy machine must not say that they do.

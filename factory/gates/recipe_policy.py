@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from factory.evals.policy import Count, Strict, load_policy
 from factory.gates.patience import Ratio, Seconds
+from factory.policy_file import Count, Strict, load_policy
 
 BitsPerByte = Annotated[float, Field(ge=0)]
 

@@ -17,12 +17,12 @@ import sqlalchemy as sa
 from factory.champion import champion
 from factory.errors import InputError
 from factory.evals.evaluator import current_suite, evaluate_on, finite, items_of
-from factory.evals.policy import policy_sha256
 from factory.evals.statistics import Bounds, compare
 from factory.evals.suite import Suite
 from factory.gates.judge import FIRST_RELEASE, Evidence, Gain, judge
 from factory.gates.release_policy import ReleasePolicy
 from factory.ledger import Ledger, candidates, evaluations, record, releases, verdicts
+from factory.policy_file import policy_sha256
 from factory.progress import SILENT, Progress
 from factory.workspace import Workspace
 

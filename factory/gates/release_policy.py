@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from factory.evals.policy import Count, Strict, load_policy
+from factory.policy_file import Count, Strict, load_policy
 
 Level = Annotated[float, Field(gt=0, lt=0.5)]
 NotNegative = Annotated[float, Field(ge=0)]

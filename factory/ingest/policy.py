@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from factory.errors import ConfigError, nearest
+from factory.yaml_file import load_yaml
 
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
 
@@ -101,10 +101,7 @@ class DataPolicy(_Strict):
     @classmethod
     def load(cls, path: Path) -> DataPolicy:
         """Raises: ConfigError that names the file and the key, and the nearest known key for an unknown one."""
-        try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-            raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+        data = load_yaml(path) or {}
         if not isinstance(data, dict):
             raise ConfigError(f"{path}: expected 'key: value' lines, got {type(data).__name__}")
         try:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from kernels.contract.host_memory import keep_freed_memory
@@ -28,6 +27,7 @@ from kernels.contract.machine import fast_precision
 from kernels.contract.op import Case, KernelError, Op, Shape
 from kernels.contract.precision import matrix_units
 from kernels.contract.registry import DEVICE_CLASSES, OPS, check, get
+from kernels.contract.strict_yaml import read_yaml
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -45,9 +45,9 @@ class Setting:
     def of_recipe(cls, path: Path | str) -> Setting:
         """Raises: KernelError when the file is no recipe."""
         try:
-            recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            recipe: Any = read_yaml(Path(path).read_text(encoding="utf-8"), str(path), KernelError)
             return cls.of_mapping(recipe)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise KernelError(f"{path}: cannot be read: {error}") from error
         except (KeyError, TypeError) as error:
             raise KernelError(f"{path}: no recipe: {error} is missing or of the wrong kind") from error

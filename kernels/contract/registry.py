@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from kernels.contract.choice import AUTO, Choice, resolve
 from kernels.contract.op import CASES, Case, Cost, Implementation, KernelError, Op, Shape
 from kernels.contract.oracle import outcome
+from kernels.contract.strict_yaml import read_yaml
 
 __all__ = [
     "DEVICE_CLASSES",
@@ -112,9 +112,10 @@ def load_fallback(path: Path | str) -> str:
 
 def _read(path: Path | str) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise KernelError(f"{path}: cannot be read: {error}") from error
+    document = read_yaml(text, str(path), KernelError)
     if not isinstance(document, dict):
         raise KernelError(f"{path}: expected a map of device class → (op → implementation)")
     for key, value in document.items():

@@ -24,9 +24,9 @@ from agents.recipe_scout.lines import changed, set_value, values
 from agents.recipe_scout.role import RecipeScout
 from agents.recipe_scout.scout import propose, tried
 from agents.workbench import Attempt, Checked, ReadError
+from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
-from trainer.contract.strict import read_yaml
 
 ROOT = Path(__file__).parents[2]
 DEMO = "policies/recipes/demo.yaml"

@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
-from trainer.contract.strict import Strict, parse, read_yaml
+from trainer.contract.strict import Strict, parse
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trainer.contract.errors import TrainerError, nearest
+from trainer.contract.errors import nearest
 
 
 class Strict(BaseModel):
@@ -20,7 +18,7 @@ class Strict(BaseModel):
 Schema = TypeVar("Schema", bound=Strict)
 
 
-def parse(schema: type[Schema], raw: object, where: str, error: type[TrainerError]) -> Schema:
+def parse(schema: type[Schema], raw: object, where: str, error: type[Exception]) -> Schema:
     """``raw`` as a ``schema``. Raises: ``error``, one line, naming ``where`` and the first wrong key."""
     if not isinstance(raw, dict):
         raise error(f"{where}: expected a mapping, got {type(raw).__name__}")
@@ -57,28 +55,3 @@ def _inner(annotation: Any) -> Any:
         return annotation
     found = [_inner(part) for part in get_args(annotation)]
     return next(part for part in found if isinstance(part, type) and issubclass(part, Strict))
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads ``3e-4`` as the number it is (YAML 1.1 wants ``3.0e-4``) and refuses doubled keys."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} appears twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def read_yaml(text: str, where: str, error: type[TrainerError]) -> object:
-    """Raises: ``error`` naming the line that is no YAML."""
-    try:
-        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as broken:  # a date that is none, a list as a key
-        raise error(f"{where}: no YAML: {' '.join(str(broken).split())}") from None

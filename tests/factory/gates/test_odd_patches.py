@@ -20,8 +20,8 @@ from factory.gates.patch_scope import Change
 from factory.ledger import proposals, verdicts
 from factory.progress import SILENT
 from factory.submitting import submit
+from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
-from trainer.contract.strict import read_yaml
 
 
 @pytest.mark.parametrize("section", ["hello", "3", "[a, b]", "{1: a, b: c}", "{on: a, rms_norm: c}", "{~: x, a: b}"])
@@ -42,7 +42,7 @@ def test_deep_sources_are_read_or_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["? [a]\n: b\n", "a: 2001-99-99\n", "a: " + "9" * 5000, "[" * 3000])
 def test_yaml_that_python_cannot_hold_is_one_clear_error(text: str) -> None:
-    with pytest.raises(RecipeError, match="recipe: no YAML"):
+    with pytest.raises(RecipeError, match="recipe: cannot be read as YAML"):
         read_yaml(text, "recipe", RecipeError)
 
 

@@ -1,0 +1,73 @@
+"""Every YAML file that a person writes is read by the same rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from factory.certificate import CertificatePolicy
+from factory.errors import ConfigError
+from factory.evals.policy import EvalPolicy
+from factory.gates.patch_policy import PatchPolicy
+from factory.gates.patch_scope import AgentsPolicy
+from factory.gates.recipe_policy import RecipePolicy
+from factory.gates.release_policy import ReleasePolicy
+from factory.ingest.policy import DataPolicy
+from factory.workspace import Workspace, code_root
+from kernels.contract.op import KernelError
+from kernels.contract.registry import load_choice
+
+POLICIES: dict[str, Callable[[Path], object]] = {
+    "data.yaml": DataPolicy.load,
+    "kernels.yaml": load_choice,
+    "evals.yaml": EvalPolicy.load,
+    "agents.yaml": AgentsPolicy.load,
+    "gates/certificate.yaml": CertificatePolicy.load,
+    "gates/patch.yaml": PatchPolicy.load,
+    "gates/recipe.yaml": RecipePolicy.load,
+    "gates/release.yaml": ReleasePolicy.load,
+}
+
+
+def test_every_shipped_policy_is_among_these() -> None:
+    folder = code_root() / "policies"
+    shipped = {str(path.relative_to(folder)) for path in folder.rglob("*.yaml")}
+    assert {name for name in shipped if not name.startswith("recipes/")} == set(POLICIES)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_duplicate_key_is_refused(name: str, tmp_path: Path) -> None:
+    """Of two values YAML takes the last: 'approval: manual' would not hold."""
+    text = (code_root() / "policies" / name).read_text()
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    POLICIES[name](path)
+    first = next(line for line in text.splitlines() if line[:1].isalpha()).partition(":")[0]
+    path.write_text(f"{text}\n{first}: 1\n")
+    with pytest.raises((ConfigError, KernelError), match=f"key '{first}' appears twice"):
+        POLICIES[name](path)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "kernels.yaml"])
+def test_unknown_key_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text((code_root() / "policies" / name).read_text() + "\nno_such_key: 1\n")
+    with pytest.raises(ConfigError, match="unknown key 'no_such_key'"):
+        POLICIES[name](path)
+
+
+def test_a_number_is_one_number_in_every_file(tmp_path: Path) -> None:
+    """YAML 1.1 reads 2e-2 as text."""
+    path = tmp_path / "evals.yaml"
+    path.write_text("window_overlap: 2e-2\n")
+    assert EvalPolicy.load(path).window_overlap == 0.02
+
+
+def test_duplicate_key_of_the_configuration_is_refused(tmp_path: Path) -> None:
+    Workspace.create(tmp_path / "w")
+    path = tmp_path / "w" / "factory.yaml"
+    path.write_text("recipe: tiny\nrecipe: demo\n")
+    with pytest.raises(ConfigError, match="key 'recipe' appears twice"):
+        Workspace.open(tmp_path / "w")
