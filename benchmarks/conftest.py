@@ -22,10 +22,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     home = os.environ.get("FACTORY_HOME")
     if not home or not fallen:
         return
-    from factory.errors import FactoryError
-    from factory.ledger import Ledger
-    from factory.revalidating import benchmarks_fell
-    from factory.workspace import Workspace
+    from factory.code_loop.revalidating import benchmarks_fell
+    from factory.core.errors import FactoryError
+    from factory.core.workspace import Workspace
+    from factory.ledger.ledger import Ledger
 
     try:
         benchmarks_fell(Ledger.open(Workspace.open(Path(home)).ledger_url), fallen)

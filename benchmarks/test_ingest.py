@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from factory.core.progress import SILENT
+from factory.core.workspace import Config, Workspace
 from factory.corpus import write_corpus
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger import Ledger
-from factory.progress import SILENT
-from factory.workspace import Config, Workspace
+from factory.ledger.ledger import Ledger
 
 MOST = 5.0  # times the bare tokenising of the same shard that ingest may take: 3.5 to 3.8 were measured
 ROUNDS = 3

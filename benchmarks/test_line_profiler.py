@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from agents.line_profiler import Profile
-from agents.line_profiler.words import summary
+from agents.line_profiler.report.words import summary
 
 ROOT = Path(__file__).parents[1]
 

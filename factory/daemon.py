@@ -12,11 +12,11 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from factory.errors import FactoryError, InputError, SegmentError
-from factory.inbox import SETTLE_SECONDS, Refused, arrived, ingest_arrived
-from factory.ledger import Ledger, candidates, record, releases, segments, token_shards, verdicts
-from factory.progress import Progress
-from factory.workspace import Workspace
+from factory.core.errors import FactoryError, InputError, SegmentError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.ingest.inbox import SETTLE_SECONDS, Refused, arrived, ingest_arrived
+from factory.ledger.ledger import Ledger, candidates, record, releases, segments, token_shards, verdicts
 
 LOCK = "model-loop"
 
@@ -85,7 +85,7 @@ def observe(
 
 
 def _trunk_steps(workspace: Workspace, ledger: Ledger, endless: bool) -> int:
-    from factory.planning import next_trunk
+    from factory.training.planning import next_trunk
 
     if ledger.one(sa.select(token_shards.c.id).where(token_shards.c.tokens > 0).limit(1)) is None:
         return 0
@@ -137,14 +137,14 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
 
 def _waits(workspace: Workspace, state: str, commit: str) -> bool:
     """Does training wait for a person after a segment in that state? Not when other code is live than the one refused."""
-    from factory.repository import live_commit
+    from factory.git.repository import live_commit
 
     return state == "failed" or (state == "uncertified" and live_commit(workspace.repository) == commit)
 
 
 def automatic(workspace: Workspace) -> bool:
     """Does the release policy let the verdict alone release?"""
-    from factory.gates.release_policy import ReleasePolicy
+    from factory.gates.release.policy import ReleasePolicy
 
     return ReleasePolicy.load(workspace.policy("gates/release.yaml")).approval == "automatic"
 
@@ -153,14 +153,14 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
     """Do one action other than ingest. Safe to repeat."""
     subject = action.subject
     if action.kind == "plan_trunk":
-        from factory.planning import plan_trunk
-        from factory.tuning import tune_if_new
+        from factory.training.planning import plan_trunk
+        from factory.training.tuning import tune_if_new
 
         tune_if_new(workspace, progress)
         plan_trunk(workspace, ledger, progress=progress)
         return
     if action.kind == "plan_anneal":
-        from factory.planning import plan_anneal
+        from factory.training.planning import plan_anneal
 
         plan_anneal(workspace, ledger, progress)
         return
@@ -168,13 +168,13 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
     if action.kind == "train":
         train(workspace, ledger, subject, progress)
     elif action.kind == "export":
-        from factory.exporting import export_candidate
+        from factory.training.exporting import export_candidate
 
         export_candidate(workspace, ledger, subject)
     elif action.kind == "judge":
         judge(workspace, ledger, subject, progress)
     elif action.kind == "release":
-        from factory.releases import OutOfDate, release
+        from factory.release.releases import OutOfDate, release
 
         try:
             release(workspace, ledger, subject, progress)
@@ -184,7 +184,7 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
             assert row is not None
             judge(workspace, ledger, int(row["subject"].removeprefix("candidate:")), progress)
     elif action.kind == "finish_release":
-        from factory.releases import release
+        from factory.release.releases import release
 
         row = ledger.one(sa.select(releases.c.verdict).where(releases.c.number == subject))
         assert row is not None
@@ -194,8 +194,8 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
 
 
 def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress) -> None:
-    from factory.tracking import Tracking
-    from factory.training import run_segment
+    from factory.tracking.tracking import Tracking
+    from factory.training.training import run_segment
 
     row = ledger.one(sa.select(segments).where(segments.c.id == segment))
     assert row is not None
@@ -206,7 +206,7 @@ def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress
         follower.finish()
     loss = result.get("loss")
     if row["kind"] == "average":
-        from factory.status import describe_average
+        from factory.ledger.status import describe_average
 
         progress.line(f"  segment {segment}: {describe_average(result['averaged'])}")
         return
@@ -220,8 +220,8 @@ def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress
 def judge(workspace: Workspace, ledger: Ledger, candidate: int, progress: Progress) -> int:
     """Evaluate a candidate, judge it, show both in MLflow; returns the verdict's id."""
     from factory.evals.evaluator import evaluate
-    from factory.gates.release_gate import decide
-    from factory.releases import register_candidate
+    from factory.gates.release.gate import decide
+    from factory.release.releases import register_candidate
 
     evaluate(workspace, ledger, candidate, progress)
     verdict = decide(workspace, ledger, candidate, progress)
@@ -246,9 +246,9 @@ def reconcile(
 
     Raises: FactoryError when a segment fails or the same action comes up again and again without effect.
     """
-    from factory.approvals import follow
-    from factory.releases import reconcile as reconcile_releases
-    from factory.revalidating import follow as judge_merged_again
+    from factory.code_loop.approvals import follow
+    from factory.code_loop.revalidating import follow as judge_merged_again
+    from factory.release.releases import reconcile as reconcile_releases
 
     done = repeats = 0
     previous: Action | None = None
@@ -288,7 +288,7 @@ def _say_if_failed(workspace: Workspace, ledger: Ledger, world: World) -> None:
     row = ledger.one(sa.select(segments.c.kind, segments.c.state).where(segments.c.id == world.failed_segment))
     assert row is not None
     if row["state"] == "uncertified":
-        from factory.certifying import NotCertified, certificate_of, way_on
+        from factory.training.certifying import NotCertified, certificate_of, way_on
 
         verdict = certificate_of(ledger, world.failed_segment)
         assert verdict is not None

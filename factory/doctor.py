@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from factory import devices
-from factory.errors import FactoryError
-from factory.workspace import Workspace, code_root
+from factory.core import devices
+from factory.core.errors import FactoryError
+from factory.core.workspace import Workspace, code_root
 
 if TYPE_CHECKING:
     from trainer.contract.recipe import Recipe
@@ -73,7 +73,7 @@ def _torch() -> tuple[bool | None, str]:
 
 def _precision(workspace: Workspace | None) -> tuple[bool | None, str]:
     """What trains fastest here, measured now, and what the recipe would train in."""
-    from factory.computing import measured_precision
+    from factory.computing.computing import measured_precision
     from kernels.contract.machine import here
     from trainer.contract.plan.precision import WARN
 
@@ -93,7 +93,7 @@ def _each(threads: int) -> str:
 
 
 def _recipe(workspace: Workspace | None) -> Recipe:
-    from factory.planning import load_recipe
+    from factory.training.planning import load_recipe
     from trainer.contract.recipe import Recipe
 
     return load_recipe(workspace) if workspace else Recipe.load(code_root() / "policies" / "recipes" / "demo.yaml")
@@ -101,7 +101,7 @@ def _recipe(workspace: Workspace | None) -> Recipe:
 
 def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
     """What computes each op of the recipe's step here: a line each, those first that are not as chosen."""
-    from factory.computing import decide, measured_precision
+    from factory.computing.computing import decide, measured_precision
     from kernels.contract.bench import DTYPES, Setting
     from kernels.contract.registry import OPS, KernelError, computing, load_choice, load_fallback
 
@@ -129,15 +129,15 @@ def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
 
 
 def _sandbox() -> tuple[bool | None, str]:
-    from factory.sandbox import describe
+    from factory.sandbox.sandbox import describe
 
     facts = describe()
     return not facts["isolation"].startswith("none"), "; ".join(f"{key}: {value}" for key, value in facts.items())
 
 
 def _endpoint(workspace: Workspace | None) -> tuple[bool | None, str]:
-    from factory.agent_runs import NOBODY, endpoint_of
-    from factory.gates.patch_scope import AgentsPolicy
+    from factory.code_loop.agent_runs import NOBODY, endpoint_of
+    from factory.git.scope import AgentsPolicy
 
     path = workspace.policy("agents.yaml") if workspace else code_root() / "policies" / "agents.yaml"
     policy = AgentsPolicy.load(path).llm
@@ -154,22 +154,22 @@ def _workspace(workspace: Workspace) -> tuple[bool | None, str]:
 
 
 def _ranks(workspace: Workspace) -> tuple[bool | None, str]:
-    from factory.launching import launcher, ranks
+    from factory.core.launching import launcher, ranks
 
     count = ranks(workspace)
     return True, f"{count}, started by: {' '.join(launcher(workspace))} -m trainer" if count > 1 else "1: one process"
 
 
 def _repository(workspace: Workspace) -> tuple[bool | None, str]:
-    from factory.repository import live_commit
+    from factory.git.repository import live_commit
 
     return True, f"{workspace.repository} at {live_commit(workspace.repository)[:12]}"
 
 
 def _policies(workspace: Workspace) -> tuple[bool | None, str]:
-    from factory.gates.release_policy import ReleasePolicy
-    from factory.ingest.policy import DataPolicy
-    from factory.planning import load_recipe
+    from factory.gates.release.policy import ReleasePolicy
+    from factory.ingest.rules.policy import DataPolicy
+    from factory.training.planning import load_recipe
 
     recipe = load_recipe(workspace)
     DataPolicy.load(workspace.policy("data.yaml"))
@@ -178,7 +178,7 @@ def _policies(workspace: Workspace) -> tuple[bool | None, str]:
 
 
 def _ledger(workspace: Workspace) -> tuple[bool | None, str]:
-    from factory.ledger import Ledger, metadata, sa
+    from factory.ledger.ledger import Ledger, metadata, sa
 
     ledger = Ledger.open(workspace.ledger_url)
     names = ("shards", "documents", "segments", "candidates", "releases", "proposals")

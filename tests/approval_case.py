@@ -10,12 +10,13 @@ import pytest
 import sqlalchemy as sa
 from code_loop_case import git
 
-from factory import approvals, repository, submitting
-from factory.gates.judge import Verdict
-from factory.gates.patch_scope import AgentsPolicy
-from factory.ledger import Ledger, events, proposals, verdicts
-from factory.progress import SILENT
-from factory.workspace import Config, Workspace, code_root
+from factory.code_loop import approvals, submitting
+from factory.core.progress import SILENT
+from factory.core.workspace import Config, Workspace, code_root
+from factory.gates.release.judge import Verdict
+from factory.git import repository
+from factory.git.scope import AgentsPolicy
+from factory.ledger.ledger import Ledger, events, proposals, verdicts
 
 FILES = {"kernels/ops.py": "x = 1\n", "kernels/new.txt.py": "z = 1\n", "README.md": "# target\n"}
 NEW = {"kernels/ops.py": "x = 2\n", "kernels/fused.py": "y = 1\n"}

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from factory import repository
-from factory.demo import plain_kernels
+from factory.core.workspace import Config, Workspace, code_root
+from factory.demo.demo import plain_kernels
+from factory.git import repository
 from factory.ingest import tokenizer
-from factory.ledger import Ledger, checkpoints, data_plans, documents, held_out, segments, shards
-from factory.workspace import Config, Workspace, code_root
+from factory.ledger.ledger import Ledger, checkpoints, data_plans, documents, held_out, segments, shards
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 from trainer.contract.recipe import Recipe
@@ -92,7 +92,7 @@ def make() -> Made:
         yaml.safe_dump(agents | {"measure_seconds": MEASURE_SECONDS})
     )
     recipe = Recipe.load(workspace.recipe_path())
-    texts = [path.read_text()[:4000] for path in sorted((code_root() / "trainer").glob("*.py"))]
+    texts = [path.read_text()[:4000] for path in sorted((code_root() / "trainer").rglob("*.py"))]
     words = tokenizer.train(iter(texts), recipe.model.vocab_size, workspace.tokenizer)
     made = []
     for number, text in enumerate(texts * 4):

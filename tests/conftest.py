@@ -15,10 +15,10 @@ from pathlib import Path
 import postgres_server
 import pytest
 
-from factory import devices
-from factory.demo import plain_kernels
-from factory.ledger import Ledger
-from factory.workspace import Config, Workspace
+from factory.core import devices
+from factory.core.workspace import Config, Workspace
+from factory.demo.demo import plain_kernels
+from factory.ledger.ledger import Ledger
 
 ROOT = Path(__file__).resolve().parent.parent
 GIT = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from factory import devices
-from factory.workspace import Workspace
+from factory.core import devices
+from factory.core.workspace import Workspace
 from kernels.native import library
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.gates.patch_judge import STAGES
+from factory.gates.patch.judge import STAGES
 
 
 def evidence(baseline: list[float], candidate: list[float], *, again: Any = (), **training: Any) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from agents.core.proposal import Edit, Proposal
+from agents.core.untrusted import one_line
+from agents.core.workbench import ReadError, Workbench
 from agents.kernel_engineer.targets import Target
 from agents.loop.role import DraftError
 from agents.loop.said import number, read_object, text, title_and_hypothesis
-from agents.proposal import Edit, Proposal
-from agents.untrusted import one_line
-from agents.workbench import ReadError, Workbench
 
 AGENT = "kernel-engineer"
 MOST_EDITS = 32

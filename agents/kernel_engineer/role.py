@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agents.core.proposal import Proposal
+from agents.core.workbench import Workbench
 from agents.kernel_engineer import prompts
 from agents.kernel_engineer.draft import AGENT, read_draft
 from agents.kernel_engineer.targets import Target, named, targets, worthwhile
 from agents.kernel_engineer.tools import TOOLS, Reader
 from agents.loop.role import Aim, JsonObject
 from agents.loop.tools import told
-from agents.proposal import Proposal
-from agents.workbench import Workbench
 
 
 class KernelEngineer:

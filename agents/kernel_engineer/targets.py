@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agents.core.workbench import Attempt
 from agents.loop.role import TargetError
-from agents.workbench import Attempt
 
 MOST_LINES = 12  # named of a target, hottest first
 MOST_TRIES = 3  # refused proposals after which a target is left alone, unless a person names it

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from agents.core.untrusted import one_line, quoted
+from agents.core.workbench import Workbench
 from agents.kernel_engineer.draft import read_edits
 from agents.kernel_engineer.targets import Target
 from agents.loop import tools
 from agents.loop.role import DraftError
 from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, TRY, tool
-from agents.untrusted import one_line, quoted
-from agents.workbench import Workbench
 
 MOST_ROWS = 40
 EDIT = {

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from agents.line_profiler.capture import ROOT
-from agents.line_profiler.page import html
+from agents.line_profiler.report.page import html
 from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, Session, measure
 from agents.line_profiler.trace import chrome_trace
 from kernels.contract.host_memory import keep_freed_memory
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.json:
         print(session.profile.to_json())
     else:
-        from agents.line_profiler.report import show  # rich may be missing on a bare GPU image
+        from agents.line_profiler.report.report import show  # rich may be missing on a bare GPU image
 
         show(session.profile, top=chosen.top)
     return 0

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from agents.core.untrusted import one_line
 from agents.llm.exchange import MOST_CALLS, LlmError, Reply, Request, SendError, read_reply
 from agents.llm.policy import LlmPolicy
-from agents.untrusted import one_line
 
 SLACK = 16  # chunks of a stream that carry no token: the role, the end, the usage
 LOCAL = ("localhost", "127.0.0.1", "::1")

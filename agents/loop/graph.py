@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
+from agents.core.proposal import Edit, Proposal, gain_words
+from agents.core.untrusted import one_line, visible
+from agents.core.workbench import Workbench
 from agents.llm.client import Client
 from agents.llm.exchange import Message
 from agents.loop import checkpoints, prompts
 from agents.loop.role import DraftError, JsonObject, Role
 from agents.loop.tools import PROPOSE, TRY
-from agents.proposal import Edit, Proposal, gain_words
-from agents.untrusted import one_line, visible
-from agents.workbench import Workbench
 
 GO, STOP = ("", "go"), ("stop", "quit")  # a person's answers; any other is an instruction for the model
 Person = Callable[[str], str]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from agents.proposal import Proposal
+from agents.core.proposal import Proposal
 
 JsonObject = dict[str, Any]
 

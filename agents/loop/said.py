@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from agents.core.untrusted import one_line
 from agents.loop.role import DraftError
-from agents.untrusted import one_line
 
 LARGEST = 1e30
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from agents.untrusted import one_line, quoted
-from agents.workbench import Attempt, Checked, ReadError, Workbench
+from agents.core.untrusted import one_line, quoted
+from agents.core.workbench import Attempt, Checked, ReadError, Workbench
 
 MOST_FILE_LINES = 400
 PROPOSE = "propose"

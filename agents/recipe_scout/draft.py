@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from agents.core.proposal import QUALITY, Edit, Proposal
+from agents.core.untrusted import one_line
 from agents.loop.role import DraftError
 from agents.loop.said import number, read_object, text
-from agents.proposal import QUALITY, Edit, Proposal
 from agents.recipe_scout.course import Course
 from agents.recipe_scout.lines import Scalar, changed, values, written
 from agents.recipe_scout.prompts import MOST_CHANGES
 from agents.recipe_scout.scout import AGENT
-from agents.untrusted import one_line
 from trainer.contract.errors import RecipeError
 
 MOST_PREDICTED = 1.0  # bits per byte: nobody who says more has looked at the record

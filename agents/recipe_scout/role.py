@@ -6,18 +6,18 @@ import difflib
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from agents.core.proposal import QUALITY, Proposal, gain_words
+from agents.core.untrusted import quoted
+from agents.core.workbench import Workbench
 from agents.loop import tools
 from agents.loop.role import Aim, JsonObject, TargetError
 from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, tool
-from agents.proposal import QUALITY, Proposal, gain_words
 from agents.recipe_scout import prompts
 from agents.recipe_scout.changes import all_changes
 from agents.recipe_scout.course import Course
 from agents.recipe_scout.draft import read_change
 from agents.recipe_scout.lines import values
 from agents.recipe_scout.scout import AGENT, tried
-from agents.untrusted import quoted
-from agents.workbench import Workbench
 
 MOST_IDEAS = 12
 CHANGE = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from agents.proposal import QUALITY, Edit, Proposal
+from agents.core.proposal import QUALITY, Edit, Proposal
+from agents.core.workbench import Attempt, Workbench
 from agents.recipe_scout.changes import Change, Tried, all_changes
 from agents.recipe_scout.course import Course
 from agents.recipe_scout.lines import changed, written
-from agents.workbench import Attempt, Workbench
 from trainer.contract.errors import RecipeError
 
 AGENT = "recipe-scout"

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factory import devices, stopping
-from factory.errors import FactoryError
-from factory.workspace import Workspace
+from factory.core import devices, stopping
+from factory.core.errors import FactoryError
+from factory.core.workspace import Workspace
 
 if TYPE_CHECKING:
-    from factory.console import Terminal
-    from factory.ledger import Ledger
+    from factory.core.console import Terminal
+    from factory.ledger.ledger import Ledger
 
 # OpenMP threads that wait for one another spin, by default for milliseconds: beside two busy programs on two cores a step took 4.8 s
 # in place of 0.17, with fewer turns 0.4. Alone that costs about 4 % (docs/LOG.md). Read when torch is loaded, by children too.
@@ -42,8 +42,8 @@ DEFAULT = Path("workspace")
 
 
 def open_workspace(where: Path) -> tuple[Workspace, Ledger, Terminal]:
-    from factory.console import Terminal
-    from factory.ledger import Ledger
+    from factory.core.console import Terminal
+    from factory.ledger.ledger import Ledger
 
     workspace = Workspace.open(where)
     return workspace, Ledger.open(workspace.ledger_url), Terminal()

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
-from factory.errors import InputError
-from factory.workspace import Workspace
+from factory.core.errors import InputError
+from factory.core.workspace import Workspace
 
 if TYPE_CHECKING:
-    from factory.ledger import Ledger
-    from factory.progress import Progress
+    from factory.core.progress import Progress
+    from factory.ledger.ledger import Ledger
 
 proposals_app = typer.Typer(
     help="The patches that agents proposed, and what the gate said of each.",
@@ -61,8 +61,8 @@ def propose(
     together; what is timed has its GPU, or the CPU, alone.
     """
     from agents.kernel_engineer.draft import AGENT
-    from factory import agent_runs
-    from factory.proposing import propose as propose_patch
+    from factory.code_loop import agent_runs
+    from factory.code_loop.proposing import propose as propose_patch
 
     workspace, ledger, terminal = open_workspace(where)
     hire = agent_runs.Hire(endpoint, model, target, _ask if interactive else None)
@@ -87,9 +87,9 @@ def _ask(question: str) -> str:
 
 
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
-    from agents.proposal import gain_words
-    from agents.untrusted import one_line
-    from factory.listing import rows
+    from agents.core.proposal import gain_words
+    from agents.core.untrusted import one_line
+    from factory.ledger.listing import rows
 
     sql = "SELECT p.*, v.outcome, v.reasons, v.evidence FROM proposals p LEFT JOIN verdicts v ON v.id = p.verdict WHERE p.number = :number"
     found = rows(workspace, sql, number=number)
@@ -143,7 +143,7 @@ def _named(context: typer.Context, where: Path) -> Path:
 
 
 def _list_proposals(where: Path, as_json: bool) -> None:
-    from factory.listing import rows
+    from factory.ledger.listing import rows
 
     found = rows(
         Workspace.open(where),
@@ -176,7 +176,7 @@ def proposals_approve(context: typer.Context, number: Number, where: Where = DEF
 
     The approval is of exactly the patch that was judged. If the code moved on since, the gate judges it again first.
     """
-    from factory.approvals import approve
+    from factory.code_loop.approvals import approve
 
     _decide(_named(context, where), number, lambda workspace, ledger, terminal: approve(
         workspace, ledger, number, person(), terminal
@@ -186,7 +186,7 @@ def proposals_approve(context: typer.Context, number: Number, where: Where = DEF
 @proposals_app.command("reject")
 def proposals_reject(context: typer.Context, number: Number, where: Where = DEFAULT, why: Why = "") -> None:
     """Turn a judged proposal down, whatever the gate says. Its branch stays."""
-    from factory.approvals import reject
+    from factory.code_loop.approvals import reject
 
     _decide(_named(context, where), number, lambda workspace, ledger, terminal: reject(ledger, number, person(), why))
 
@@ -194,7 +194,7 @@ def proposals_reject(context: typer.Context, number: Number, where: Where = DEFA
 @proposals_app.command("revert")
 def proposals_revert(context: typer.Context, number: Number, where: Where = DEFAULT, why: Why = "") -> None:
     """Take an approved proposal back with a commit of its own."""
-    from factory.approvals import revert
+    from factory.code_loop.approvals import revert
 
     _decide(
         _named(context, where),
@@ -208,7 +208,7 @@ def _decide(where: Path, number: int, decision: Callable[[Workspace, Ledger, Pro
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock("code-loop"):
         decision(workspace, ledger, terminal)
-    from factory.tracking import Tracking
+    from factory.tracking.tracking import Tracking
 
     Tracking.open(workspace, ledger).proposal_run(number)
     _show_proposal(workspace, number, False)

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
-from factory.errors import InputError, WorkspaceError
-from factory.workspace import Workspace
+from factory.core.errors import InputError, WorkspaceError
+from factory.core.workspace import Workspace
 
 
 @app.command()
 def status(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """What is in the factory right now: data, segments, candidates, champion, proposals."""
-    from factory.status import screen, snapshot
+    from factory.ledger.status import screen, snapshot
 
     facts = snapshot(Workspace.open(where))
     if as_json:
@@ -32,7 +32,7 @@ def provenance(
     as_json: AsJson = False,
 ) -> None:
     """Follow a document to the releases trained on it, or a release back to its shards."""
-    from factory.provenance import of_document, of_release
+    from factory.reports.provenance import of_document, of_release
 
     if (document is None) == (release is None):
         raise InputError("name one: --document ID or --release N")
@@ -79,7 +79,7 @@ def _release_lines(found: dict[str, Any]) -> list[str]:
             f"code {row['code_commit'][:12]}, data plan {row['data_plan'][:12]}"
         )
         if "averaged" in row:
-            from factory.status import describe_average
+            from factory.ledger.status import describe_average
 
             lines.append(f"    {describe_average(row['averaged'])}")
     for row in found["shards"]:
@@ -96,7 +96,7 @@ def ui(
     show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
 ) -> None:
     """Open the MLflow UI on this workspace: runs, the registered model, verdict tags, reports."""
-    from factory.tracking import ui_command
+    from factory.tracking.tracking import ui_command
 
     command, environment = ui_command(Workspace.open(where), port)
     if show:
@@ -140,7 +140,7 @@ def demo(
 ) -> None:
     """Run the whole factory once, on this machine, on real text (the Python standard library), in about the minutes given: it measures
     how fast the machine is, and chooses the model, its steps and how much is measured to fit."""
-    from factory.console import Terminal
-    from factory.demo import run_demo
+    from factory.core.console import Terminal
+    from factory.demo.demo import run_demo
 
     run_demo(where, Terminal(), minutes=minutes, fresh=fresh)

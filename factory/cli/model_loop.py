@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
-from factory.errors import InputError, nearest
-from factory.workspace import Config, Workspace, code_root
+from factory.core.errors import InputError, nearest
+from factory.core.workspace import Config, Workspace, code_root
 
 
 @app.command()
@@ -23,8 +23,8 @@ def init(
     tune: Annotated[bool, typer.Option(help="Time the registered kernels on this machine (as 'factory tune').")] = True,
 ) -> None:
     """Make a workspace: one folder that holds all state of one factory. Safe to run again."""
-    from factory.console import Terminal
-    from factory.ledger import Ledger
+    from factory.core.console import Terminal
+    from factory.ledger.ledger import Ledger
 
     known = {path.stem for path in code_root().glob("policies/recipes/*.yaml")}
     if recipe not in known and not (where / "policies" / "recipes" / f"{recipe}.yaml").exists():
@@ -34,7 +34,7 @@ def init(
     )
     Ledger.create(workspace.ledger_url)
     if tune:
-        from factory.tuning import tune_if_new
+        from factory.training.tuning import tune_if_new
 
         tune_if_new(workspace, Terminal())
     print(
@@ -54,9 +54,9 @@ def tune(
 ) -> None:
     """Time every registered kernel that is right on this machine, at the recipe's shapes. What policies/kernels.yaml leaves to
     'auto' is the fastest of them from the next segment on; the segment before it certifies the change."""
-    from factory.progress import SILENT
-    from factory.tuned_kernels import describe, every, read
-    from factory.tuning import tune as measure
+    from factory.computing.tuned_kernels import describe, every, read
+    from factory.core.progress import SILENT
+    from factory.training.tuning import tune as measure
 
     workspace, _, terminal = open_workspace(where)
     if show:
@@ -83,10 +83,10 @@ def ingest(
     as_json: AsJson = False,
 ) -> None:
     """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record."""
+    from factory.core.progress import SILENT
     from factory.daemon import LOCK
-    from factory.inbox import describe_shard
     from factory.ingest.chain import ingest_shard
-    from factory.progress import SILENT
+    from factory.ingest.inbox import describe_shard
 
     workspace, ledger, terminal = open_workspace(where)
     files: list[Path] = []
@@ -131,7 +131,7 @@ def train(
     """Train the trunk for one more segment over all ingested shards."""
     from factory.daemon import LOCK, observe
     from factory.daemon import train as train_segment
-    from factory.planning import plan_trunk
+    from factory.training.planning import plan_trunk
 
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
@@ -152,7 +152,7 @@ def certify(
     as_json: AsJson = False,
 ) -> None:
     """What changes of the code did to training: old and new code run on the same data, and the difference held against seed noise."""
-    from factory.certifying import accept, every_certificate
+    from factory.training.certifying import accept, every_certificate
 
     workspace, ledger, terminal = open_workspace(where)
     if take is not None:  # one transaction: this works beside the daemon
@@ -184,8 +184,8 @@ def anneal(where: Where = DEFAULT) -> None:
     """Branch off the trunk with a decaying rate: yields a candidate."""
     from factory.daemon import LOCK, observe
     from factory.daemon import train as train_segment
-    from factory.exporting import export_candidate
-    from factory.planning import plan_anneal
+    from factory.training.exporting import export_candidate
+    from factory.training.planning import plan_anneal
 
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
@@ -217,12 +217,12 @@ def average(
     as_json: AsJson = False,
 ) -> None:
     """Average kept checkpoints of one run: yields a candidate, like an anneal does, without training. Safe to repeat."""
-    from factory.averaging import plan_average
+    from factory.core.progress import SILENT
     from factory.daemon import LOCK
     from factory.daemon import train as make
-    from factory.exporting import export_candidate
-    from factory.ledger import sa, segments
-    from factory.progress import SILENT
+    from factory.ledger.ledger import sa, segments
+    from factory.training.averaging import plan_average
+    from factory.training.exporting import export_candidate
 
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
@@ -244,9 +244,9 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure a candidate on held-out documents and judge it against the champion."""
+    from factory.core.progress import SILENT
     from factory.daemon import LOCK, judge
-    from factory.ledger import evaluations, sa, verdicts
-    from factory.progress import SILENT
+    from factory.ledger.ledger import evaluations, sa, verdicts
 
     workspace, ledger, terminal = open_workspace(where)
     number = _candidate(workspace, candidate)
@@ -275,10 +275,10 @@ def release(
     rollback: Annotated[int | None, typer.Option(help="Make this older release champion again.")] = None,
 ) -> None:
     """Release a candidate that the gate promoted (this is the approval, where the policy asks for one), or roll back."""
-    from factory.champion import champion
-    from factory.ledger import sa, verdicts
-    from factory.releases import release as release_verdict
-    from factory.releases import rollback as roll_back
+    from factory.ledger.champion import champion
+    from factory.ledger.ledger import sa, verdicts
+    from factory.release.releases import release as release_verdict
+    from factory.release.releases import rollback as roll_back
 
     workspace, ledger, terminal = open_workspace(
         where
@@ -301,7 +301,7 @@ def release(
 
 
 def _candidate(workspace: Workspace, number: int | None) -> int:
-    from factory.listing import rows
+    from factory.ledger.listing import rows
 
     known = [row["id"] for row in rows(workspace, "SELECT id FROM candidates ORDER BY id")]
     if not known:

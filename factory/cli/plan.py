@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factory.cli.app import AsJson, app, print_json
-from factory.errors import ConfigError, InputError, nearest
-from factory.workspace import code_root
+from factory.core.errors import ConfigError, InputError, nearest
+from factory.core.workspace import code_root
 
 if TYPE_CHECKING:
     from trainer.contract.plan.run_plan import RunPlan

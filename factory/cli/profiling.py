@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace
-from factory.errors import InputError
+from factory.core.errors import InputError
 
 if TYPE_CHECKING:
-    from factory.console import Terminal
-    from factory.profiling import SweepOptions
+    from factory.code_loop.profiling import SweepOptions
+    from factory.core.console import Terminal
 
 HELP = """Time every line of the training step: forward, backward (at the forward line that caused it), optimiser, data.
 
@@ -55,11 +55,11 @@ def profile(
     budget: Annotated[float | None, typer.Option(min=1, help="Of a sweep: seconds to measure in all.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    from factory.console import Terminal
-    from factory.listing import rows
-    from factory.profiling import Options, SweepOptions, profile_checkout
-    from factory.profiling import profile as profile_step
-    from factory.progress import SILENT
+    from factory.code_loop.profiling import Options, SweepOptions, profile_checkout
+    from factory.code_loop.profiling import profile as profile_step
+    from factory.core.console import Terminal
+    from factory.core.progress import SILENT
+    from factory.ledger.listing import rows
 
     options = Options(recipe, alone)
     of_sweep = SweepOptions(models, batches, sequences, workers, ray, budget)
@@ -80,22 +80,22 @@ def profile(
     if as_json:
         print(path.read_text(encoding="utf-8"))
         return
-    from agents.line_profiler.report import table
+    from agents.line_profiler.report.report import table
 
     terminal.console.print(table(json.loads(path.read_text(encoding="utf-8"))))
     terminal.line(f"  all of it: {path.with_suffix('.html')}, {path}, {path.with_name('trace.json')}")
 
 
 def _sweep(out: Path, options: SweepOptions, terminal: Terminal, as_json: bool) -> None:
-    from factory.profiling import sweep
-    from factory.progress import SILENT
+    from factory.code_loop.profiling import sweep
+    from factory.core.progress import SILENT
 
     path = sweep(out, SILENT if as_json else terminal, options)
     words = path.read_text(encoding="utf-8")
     if as_json:
         print(words)
         return
-    from agents.line_profiler.sweep import Sweep, text
+    from agents.line_profiler.sweep.sweep import Sweep, text
 
     terminal.line(text(Sweep.from_mapping(json.loads(words))))
     terminal.line(f"  all of it: {path}")

@@ -14,12 +14,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from factory.core.errors import InputError
+from factory.core.workspace import Workspace
 from factory.corpus.library import Module, read_module, source_files
 from factory.corpus.shards import LICENSE
-from factory.errors import InputError
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger import Ledger, documents, held_out, token_shards
-from factory.workspace import Workspace
+from factory.ledger.ledger import Ledger, documents, held_out, token_shards
 from trainer.contract.data.token_shard import TokenShard
 
 _OF_EACH = 8

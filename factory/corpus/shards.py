@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from factory.core.progress import Progress
 from factory.corpus.chat import chats
 from factory.corpus.library import Module, read_module, source_files
 from factory.corpus.pages import describe, paginate, render, split_long, topics
-from factory.progress import Progress
 
 LICENSE = "PSF-2.0"
 _LATER = 0.3  # share of the modules that arrive later

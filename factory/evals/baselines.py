@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from factory.core.progress import Task
 from factory.evals.suite import order
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
-from factory.progress import Task
 from trainer.contract.data.token_shard import TokenShard
 
 Array = npt.NDArray[Any]

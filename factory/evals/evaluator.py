@@ -15,7 +15,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.errors import InputError
+from factory.core.errors import InputError
+from factory.core.exports import folder_sha256
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
 from factory.evals.baselines import baselines, baselines_key, open_shards
 from factory.evals.export_config import ExportError
 from factory.evals.parity import Check, Subject, parity
@@ -37,11 +40,8 @@ from factory.evals.tasks import (
     score_cloze,
 )
 from factory.evals.token_bytes import TokenBytes
-from factory.exports import folder_sha256
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger import Ledger, candidates, data_plans, eval_items, evaluations, record, segments
-from factory.progress import Progress
-from factory.workspace import Workspace
+from factory.ledger.ledger import Ledger, candidates, data_plans, eval_items, evaluations, record, segments
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TokenShardError
 

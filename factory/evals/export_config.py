@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from factory.errors import InputError
+from factory.core.errors import InputError
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",

@@ -25,7 +25,7 @@ from factory.evals.suite import Suite, order
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer, holds_special
-from factory.ledger import Ledger, documents
+from factory.ledger.ledger import Ledger, documents
 from trainer.contract.data.token_shard import TokenShard
 
 LOGITS_TOLERANCE = 1e-4  # of the largest logit, fp32

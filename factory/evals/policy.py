@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from factory.policy_file import Count, Share, Strict, load_policy
+from factory.core.policy_file import Count, Share, Strict, load_policy
 
 
 class EvalPolicy(Strict):

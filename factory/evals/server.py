@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from factory.launching import die_with
+from factory.core.launching import die_with
 
 PROBE = Path(__file__).with_name("server_probe.py")
 AGAIN = 5  # times as long as the first attempt's is the second's limit

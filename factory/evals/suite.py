@@ -14,9 +14,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from factory.core.policy_file import policy_sha256
 from factory.evals.policy import EvalPolicy
-from factory.ledger import Ledger, documents, held_out
-from factory.policy_file import policy_sha256
+from factory.ledger.ledger import Ledger, documents, held_out
 
 # Raise a task's number when its items or their scoring change: old evaluations are then never compared with new ones.
 TASK_VERSIONS = {"bpb": 1, "cloze": 1, "chat": 2, "baselines": 1, "noise": 1}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from factory.errors import InputError
+from factory.core.errors import InputError
 
 Array = npt.NDArray[Any]
 

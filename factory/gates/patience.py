@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
-from factory.policy_file import Strict
+from factory.core.policy_file import Strict
 
 Seconds = Annotated[float, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=1)]

@@ -9,9 +9,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory import devices
-from factory.ledger import Ledger, checkpoints, data_plans, segments
-from factory.tuned_kernels import KERNELS
+from factory.computing.tuned_kernels import KERNELS
+from factory.core import devices
+from factory.ledger.ledger import Ledger, checkpoints, data_plans, segments
 from kernels.contract.choice import resolved_text
 
 

@@ -27,20 +27,20 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.errors import FactoryError, InputError
+from factory.core.errors import FactoryError, InputError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
 from factory.ingest import store
 from factory.ingest.decide import Decided, decide
 from factory.ingest.document import Row
 from factory.ingest.index import Index
-from factory.ingest.policy import DataPolicy
 from factory.ingest.pool import Pool
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
+from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import frozen_tokenizer
 from factory.ingest.worker import Analysed, Finished, Job, analyse, finish
-from factory.ledger import Ledger, record, shards
-from factory.progress import Progress
-from factory.workspace import Workspace
+from factory.ledger.ledger import Ledger, record, shards
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
 _CHUNK_BYTES = 1 << 19

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from factory.ingest import decontaminate
 from factory.ingest.document import Row
 from factory.ingest.index import Index
-from factory.ingest.near_dup import NearDuplicates, Signatures
-from factory.ingest.policy import DataPolicy
-from factory.ingest.words import Hashes
+from factory.ingest.rules import decontaminate
+from factory.ingest.rules.near_dup import NearDuplicates, Signatures
+from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.rules.words import Hashes
 from factory.ingest.worker import Analysed, Task, spool_ngrams
 
 

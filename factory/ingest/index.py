@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import sqlalchemy as sa
 
-from factory.errors import ConfigError
-from factory.ingest import near_dup
-from factory.ingest.policy import DataPolicy
-from factory.ingest.words import Hashes
-from factory.ledger import Ledger, documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams
+from factory.core.errors import ConfigError
+from factory.ingest.rules import near_dup
+from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.rules.words import Hashes
+from factory.ledger.ledger import Ledger, documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams
 
 _AT_ONCE = 5000  # values in one IN (…)
 PARAMETERS = "ingest_index"  # key in ``meta``

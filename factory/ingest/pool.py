@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from factory.errors import FactoryError
+from factory.core.errors import FactoryError
 from factory.ingest.worker import start_worker
 
 R = TypeVar("R")

@@ -6,8 +6,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.errors import InputError
-from factory.ledger import Ledger, documents, held_out, shards, token_shards
+from factory.core.errors import InputError
+from factory.ledger.ledger import Ledger, documents, held_out, shards, token_shards
 
 _MANY = 20
 

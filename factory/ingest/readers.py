@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from factory.ingest.document import BadRow
-from factory.ingest.policy import Limits
+from factory.ingest.rules.policy import Limits
 
 CODE = {
     ".py",

@@ -16,7 +16,7 @@ from factory.ingest.document import Row
 from factory.ingest.index import PARAMETERS, signature_bytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.worker import Finished
-from factory.ledger import (
+from factory.ledger.ledger import (
     documents,
     held_out,
     meta,

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from factory.errors import InputError
+from factory.core.errors import InputError
 
 END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END, IM_START, IM_END)  # their ids are 0, 1, 2

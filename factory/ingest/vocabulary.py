@@ -14,15 +14,15 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from factory.errors import WorkspaceError
+from factory.core.errors import WorkspaceError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Row, flat
-from factory.ingest.policy import DataPolicy
 from factory.ingest.readers import ShardProblem, read_rows
+from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer, train
 from factory.ingest.worker import Task, read_row, spool_contents
-from factory.ledger import Ledger, tokenizers
-from factory.progress import Progress
-from factory.workspace import Workspace
+from factory.ledger.ledger import Ledger, tokenizers
 
 _OF_ONE_DOCUMENT = 50_000  # characters: one large file must not be the sample
 _OTHER_SHARDS = 16

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from factory.ingest import decontaminate, filters, near_dup, pii, split
 from factory.ingest.document import BadRow, Content, Row, content_sha256, flat, normalise, parse_document, parse_json
-from factory.ingest.policy import DataPolicy
+from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
+from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.rules.words import Hashes, winnow, word_hashes
 from factory.ingest.tokenizer import Tokenizer, holds_special
-from factory.ingest.words import Hashes, winnow, word_hashes
 
 if TYPE_CHECKING:  # pyarrow, which workers have no use for
     from factory.ingest.readers import RawRow

@@ -16,6 +16,9 @@ from engineer_case import Notes, profile, recorded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agents.core.proposal import Edit, Proposal
+from agents.core.untrusted import one_line, quoted, visible
+from agents.core.workbench import Attempt, MeasurementError
 from agents.kernel_engineer.draft import AGENT, read_draft
 from agents.kernel_engineer.role import KernelEngineer
 from agents.kernel_engineer.targets import Target, named, targets, worthwhile
@@ -28,13 +31,10 @@ from agents.llm.replay_server import ReplayServer, Session
 from agents.loop import checkpoints
 from agents.loop.graph import Run, forget, work
 from agents.loop.role import DraftError, TargetError
-from agents.proposal import Edit, Proposal
-from agents.untrusted import one_line, quoted, visible
-from agents.workbench import Attempt, MeasurementError
+from factory.code_loop.workbench import Bench
+from factory.core.progress import SILENT
 from factory.gates.training_start import find_start
-from factory.ledger import Ledger
-from factory.progress import SILENT
-from factory.workbench import Bench
+from factory.ledger.ledger import Ledger
 
 POLICY = LlmPolicy(
     model="replay", attempts=2, silence_seconds=1, reply_seconds=20, longest_wait_seconds=1, reply_tokens=8000
@@ -286,7 +286,7 @@ SAID["edits"] = [{"path": "kernels/x.py", "new_text": "x = 1\n"}]
             "must occur exactly once",
         ),
         (
-            {"edits": [{"path": "factory/gates/judge.py", "find": "a", "replace": "b"}]},
+            {"edits": [{"path": "factory/gates/release/judge.py", "find": "a", "replace": "b"}]},
             "not a file that agents may read",
         ),
         ({"edits": [{"path": "kernels/x\n.py", "new_text": ""}]}, "not plain"),

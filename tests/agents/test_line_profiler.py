@@ -15,8 +15,8 @@ import torch
 from agents.line_profiler import Profile, measure, profile, session
 from agents.line_profiler.__main__ import write
 from agents.line_profiler.capture import Recorder
-from agents.line_profiler.page import html
-from agents.line_profiler.report import summary, table
+from agents.line_profiler.report.page import html
+from agents.line_profiler.report.report import summary, table
 from agents.line_profiler.session import Session
 from agents.line_profiler.table import FORMAT
 from trainer.contract.recipe import Recipe

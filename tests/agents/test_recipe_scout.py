@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agents.core.proposal import Proposal, gain_words
+from agents.core.workbench import Attempt, Checked, ReadError
 from agents.loop.role import Aim, DraftError, TargetError
-from agents.proposal import Proposal, gain_words
 from agents.recipe_scout.changes import Tried, all_changes
 from agents.recipe_scout.course import LEAST_SLOPE, Course, course_of, slope
 from agents.recipe_scout.draft import read_change
 from agents.recipe_scout.lines import changed, set_value, values
 from agents.recipe_scout.role import RecipeScout
 from agents.recipe_scout.scout import propose, tried
-from agents.workbench import Attempt, Checked, ReadError
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe

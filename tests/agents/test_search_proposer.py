@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from agents.search_proposer import POLICY, amdahl, choose, propose
-from agents.workbench import Attempt, Measurement, MeasurementError, ReadError
-from factory.demo import plain_kernels
+from agents.core.workbench import Attempt, Measurement, MeasurementError, ReadError
+from agents.search_proposer.search_proposer import POLICY, amdahl, choose, propose
+from factory.demo.demo import plain_kernels
 from kernels.contract.registry import OPS
 
 SHIPPED = plain_kernels((Path(__file__).parents[2] / POLICY).read_text())

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 
-from agents.line_profiler.crew import MOST_TRIES, Lost, Processes, RayActors, SweepError, measure_on
-from agents.line_profiler.stealing import StealingQueue, busy_share
+from agents.line_profiler.sweep.crew import MOST_TRIES, Lost, Processes, RayActors, SweepError, measure_on
+from agents.line_profiler.sweep.stealing import StealingQueue, busy_share
 
 
 def slowly(item: tuple[str, int]) -> tuple[int, int]:

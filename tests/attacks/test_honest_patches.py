@@ -11,14 +11,15 @@ import pytest
 import sqlalchemy as sa
 from code_loop_case import Made, make
 
-from agents.proposal import Edit, Proposal
-from factory import repository
-from factory.gates import patch_scope, patch_static
-from factory.gates.patch_scope import AgentsPolicy, Change
-from factory.ledger import proposals, verdicts
-from factory.progress import SILENT
-from factory.submitting import submit
-from factory.workspace import code_root
+from agents.core.proposal import Edit, Proposal
+from factory.git import repository
+from factory.git import scope as patch_scope
+from factory.gates.patch import static as patch_static
+from factory.git.scope import AgentsPolicy, Change
+from factory.ledger.ledger import proposals, verdicts
+from factory.core.progress import SILENT
+from factory.code_loop.submitting import submit
+from factory.core.workspace import code_root
 
 AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
 

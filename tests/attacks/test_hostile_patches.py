@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from code_loop_case import make_target
 
-from factory import repository
-from factory.gates import patch_scope, patch_static
-from factory.gates.patch_scope import AgentsPolicy, Change
-from factory.repository import ScopeError
-from factory.workspace import code_root
+from factory.git import repository
+from factory.git import scope as patch_scope
+from factory.gates.patch import static as patch_static
+from factory.git.scope import AgentsPolicy, Change
+from factory.git.repository import ScopeError
+from factory.core.workspace import code_root
 
 AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
 
@@ -29,7 +30,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PATHS = {
     "climbs out": "kernels/../factory/gates/patch_judge.py",
     "absolute": "/etc/ld.so.preload",
-    "the judge": "factory/gates/judge.py",
+    "the judge": "factory/gates/release/judge.py",
     "the thresholds": "policies/gates/patch.yaml",
     "its own scope": "policies/agents.yaml",
     "the tests": "tests/factory/test_sandbox.py",

@@ -17,11 +17,11 @@ from code_loop_case import Made, git, make
 from rich.console import Console
 from typer.testing import CliRunner
 
-from agents.proposal import Edit, Proposal
+from agents.core.proposal import Edit, Proposal
 from factory.cli.app import app
-from factory.console import Terminal
-from factory.ledger import proposals, verdicts
-from factory.submitting import submit
+from factory.core.console import Terminal
+from factory.ledger.ledger import proposals, verdicts
+from factory.code_loop.submitting import submit
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m"
 ORDERS = (

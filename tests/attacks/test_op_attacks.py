@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 from code_loop_case import make_target
 
-from factory.gates import patch_definitions, patch_exploits, patch_ops, patch_static
-from factory.gates.patch_ops import ChangedOp
+from factory.gates.patch import definitions as patch_definitions
+from factory.gates.patch import exploits as patch_exploits
+from factory.gates.patch import ops as patch_ops
+from factory.gates.patch import static as patch_static
+from factory.gates.patch.ops import ChangedOp
 from factory.gates.patience import Patience
-from factory.gates.patch_policy import PatchPolicy
-from factory.gates.patch_scope import Change
-from factory.workspace import code_root
+from factory.gates.patch.policy import PatchPolicy
+from factory.git.scope import Change
+from factory.core.workspace import code_root
 from trainer.contract.recipe import Recipe
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")

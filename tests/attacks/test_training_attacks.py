@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from code_loop_case import Made, make
 
-from factory import repository
-from factory.gates.patch_judge import STAGES, judge_patch
-from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch_scope import AgentsPolicy
-from factory.gates.patch_training import Side, compare_training
+from factory.git import repository
+from factory.gates.patch.judge import STAGES, judge_patch
+from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
+from factory.git.scope import AgentsPolicy
+from factory.gates.patch.training import Side, compare_training
 from factory.gates.training_start import find_start
-from factory.progress import SILENT
-from factory.workspace import code_root
+from factory.core.progress import SILENT
+from factory.core.workspace import code_root
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
 FEW = {"steps": 50, "pairs": 2, "max_noise": 4.0, "tries": 1}

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from factory.sandbox import MECHANISMS
+from factory.sandbox.sandbox import MECHANISMS
 
 
 @functools.cache

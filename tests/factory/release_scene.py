@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from factory.exports import folder_sha256
-from factory.ledger import (
+from factory.core.exports import folder_sha256
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import (
     Ledger,
     candidates,
     data_plans,
@@ -21,8 +22,7 @@ from factory.ledger import (
     token_shards,
     verdicts,
 )
-from factory.mlflow_store import open_client
-from factory.workspace import Workspace
+from factory.tracking.mlflow_store import open_client
 
 QUESTION, ANSWER = "What is <b>len</b>?", "<script>alert(1)</script> \x1b[31m \u202e \ud800"
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from factory import sandbox
-from factory.sandbox import Limits, Result
+from factory.sandbox import sandbox
+from factory.sandbox.sandbox import Limits, Result
 
 PATIENCE = 300.0  # seconds that only a test which fails takes
 

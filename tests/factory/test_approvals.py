@@ -10,12 +10,13 @@ import yaml
 from approval_case import FILES, NEW, Plant, given_verdict
 from code_loop_case import git
 
-from factory import approvals, repository
-from factory.errors import InputError
-from factory.ledger import tracked_runs, verdicts
-from factory.progress import SILENT
-from factory.repository import RepositoryError
-from factory.tracking import APPROVAL_TAG, Tracking
+from factory.code_loop import approvals
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.git import repository
+from factory.git.repository import RepositoryError
+from factory.ledger.ledger import tracked_runs, verdicts
+from factory.tracking.tracking import APPROVAL_TAG, Tracking
 
 
 @pytest.fixture

@@ -15,20 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from factory import averaging
-from factory.averaging import choose, kept, plan_average, softmax_weights
+from factory.core.errors import InputError, SegmentError
+from factory.core.exports import folder_sha256
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
 from factory.daemon import Action, judge, next_action, observe, perform
-from factory.errors import InputError, SegmentError
-from factory.evals.held_out_loss import held_out_ruler
-from factory.exporting import export_candidate
-from factory.exports import folder_sha256
-from factory.ledger import Ledger, candidates, checkpoints, segments, verdicts
-from factory.progress import SILENT
-from factory.provenance import of_release
-from factory.releases import release
-from factory.status import screen, snapshot
-from factory.training import run_segment
-from factory.workspace import Workspace
+from factory.ledger.ledger import Ledger, candidates, checkpoints, segments, verdicts
+from factory.ledger.status import screen, snapshot
+from factory.release.releases import release
+from factory.reports.provenance import of_release
+from factory.training import averaging
+from factory.training.averaging import choose, kept, plan_average, softmax_weights
+from factory.training.exporting import export_candidate
+from factory.training.held_out_loss import held_out_ruler
+from factory.training.training import run_segment
 from tests.factory.command_case import factory
 from tests.factory.trained_plant import make_plant, train_anneal, train_trunk
 
@@ -148,11 +148,18 @@ def dies(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("segment", "last", "rule", "before"),
     [
-        (2, 4, "uniform", "factory.averaging.run_tool"),  # planned, nothing made
-        pytest.param(2, 3, "held-out-loss", "factory.averaging.softmax_weights", marks=SLOW),  # measured
-        (1, 3, "uniform", "factory.averaging.record_done"),  # the checkpoint is there, the ledger does not know
-        pytest.param(2, 5, "uniform", "factory.exporting.run_tool", marks=SLOW),  # recorded, not exported
-        pytest.param(1, 2, "held-out-loss", "factory.exporting.folder_sha256", marks=SLOW),  # exported, not recorded
+        (2, 4, "uniform", "factory.training.averaging.run_tool"),  # planned, nothing made
+        pytest.param(2, 3, "held-out-loss", "factory.training.averaging.softmax_weights", marks=SLOW),  # measured
+        (
+            1,
+            3,
+            "uniform",
+            "factory.training.averaging.record_done",
+        ),  # the checkpoint is there, the ledger does not know
+        pytest.param(2, 5, "uniform", "factory.training.exporting.run_tool", marks=SLOW),  # recorded, not exported
+        pytest.param(
+            1, 2, "held-out-loss", "factory.training.exporting.folder_sha256", marks=SLOW
+        ),  # exported, not recorded
     ],
 )
 def test_killed_anywhere_the_daemon_finishes_it(

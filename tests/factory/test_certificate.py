@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.certificate import CertificatePolicy, Evidence, Measure, Trace, judge_certificate, measures
-from factory.errors import ConfigError
-from factory.workspace import code_root
+from factory.core.errors import ConfigError
+from factory.core.workspace import code_root
+from factory.training.certificate import CertificatePolicy, Evidence, Measure, Trace, judge_certificate, measures
 
 POLICY = CertificatePolicy()
 STEPS = 6

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from factory import certificate_runs
-from factory.certifying import NotCertified, accept, certificate_of, ensure_certified, every_certificate
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
 from factory.daemon import Action, next_action, observe, reconcile
-from factory.errors import InputError
-from factory.ledger import Ledger, events, segments, verdicts
-from factory.planning import plan_trunk
-from factory.progress import SILENT
-from factory.status import screen, snapshot
-from factory.training import run_segment
-from factory.workspace import Workspace
+from factory.ledger.ledger import Ledger, events, segments, verdicts
+from factory.ledger.status import screen, snapshot
+from factory.training import certificate_runs
+from factory.training.certifying import NotCertified, accept, certificate_of, ensure_certified, every_certificate
+from factory.training.planning import plan_trunk
+from factory.training.training import run_segment
 from tests.code_loop_case import make_target
 from tests.factory.command_case import factory
 from tests.factory.trained_plant import ROOT, commit_edit, git, make_plant, segment_row
@@ -55,11 +55,11 @@ Optimizer.step = changed
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from factory import certificate_runs
-from factory.ledger import Ledger
-from factory.progress import SILENT
-from factory.training import run_segment
-from factory.workspace import Workspace
+from factory.training import certificate_runs
+from factory.ledger.ledger import Ledger
+from factory.core.progress import SILENT
+from factory.training.training import run_segment
+from factory.core.workspace import Workspace
 ended, pair = certificate_runs.ended, Path(sys.argv[3])
 def seen(process, seconds):
     over = ended(process, 0.01)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.workspace import Workspace
+from factory.core.workspace import Workspace
 from tests.factory.command_case import ROOT, factory
 
 

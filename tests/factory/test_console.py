@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from factory.console import Terminal, _PlainTask
+from factory.core.console import Terminal, _PlainTask
 from tests.patience import PATIENCE_S
 
 

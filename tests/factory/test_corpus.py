@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace, code_root
 from factory.corpus import write_bad_shard, write_corpus
 from factory.corpus.library import source_files
 from factory.corpus.pages import paginate, split_long
-from factory.errors import InputError
 from factory.ingest.chain import ingest_shard
-from factory.ledger import Ledger
-from factory.progress import SILENT
-from factory.workspace import Workspace, code_root
+from factory.ledger.ledger import Ledger
 
 TOPIC = "\n\n".join(
     f"Paragraph {i} of a help topic, which says something about statement number {i}." for i in range(40)

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from factory.core.workspace import Workspace
 from factory.daemon import Action, World, next_action, observe
-from factory.inbox import arrived
-from factory.ledger import (
+from factory.ingest.inbox import arrived
+from factory.ledger.ledger import (
     Ledger,
     candidates,
     checkpoints,
@@ -27,8 +28,7 @@ from factory.ledger import (
     token_shards,
     verdicts,
 )
-from factory.planning import load_recipe
-from factory.workspace import Workspace
+from factory.training.planning import load_recipe
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard

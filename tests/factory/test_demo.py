@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from factory import devices
-from factory.status import snapshot
-from factory.workspace import Workspace
+from factory.core import devices
+from factory.core.workspace import Workspace
+from factory.ledger.status import snapshot
 from tests.patience import PATIENCE_S
 
 EMULATED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

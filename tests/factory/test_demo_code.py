@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from factory.demo import plain_kernels
-from factory.errors import FactoryError
-from factory.repository import changed_files, fork, live_commit
-from factory.workspace import Config, Workspace, code_root
+from factory.core.errors import FactoryError
+from factory.core.workspace import Config, Workspace, code_root
+from factory.demo.demo import plain_kernels
+from factory.git.repository import changed_files, fork, live_commit
 
 PATH = "policies/kernels.yaml"
 

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.demo_size import (
+from factory.demo.demo_size import (
     LADDER,
     LEAST,
     OVERHEAD,

@@ -13,7 +13,7 @@ import pytest
 from patience import PATIENCE_S
 from sandboxed import inside
 
-from factory import devices
+from factory.core import devices
 
 
 def test_what_runs_side_by_side_has_the_device_alone() -> None:
@@ -50,7 +50,7 @@ def test_all_end_before_the_first_error_is_raised() -> None:
 TWO = """
 import torch
 torch.cuda.device_count = lambda: 2
-from factory import devices
+from factory.core import devices
 seen = [devices.environment()]
 with devices.one():
     seen.append(devices.environment())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from factory import doctor
-from factory.workspace import Workspace
+from factory.core.workspace import Workspace
 from kernels import native as native_library
 from kernels.attention import cpp as attention_native
 from kernels.contract import registry

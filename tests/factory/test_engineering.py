@@ -25,21 +25,21 @@ from engineer_case import profile, recorded
 from patience import PATIENCE_S
 from rich.console import Console
 
+from agents.core.proposal import Edit, Proposal
 from agents.kernel_engineer.draft import AGENT
 from agents.llm.replay_server import ReplayServer, Session
-from agents.proposal import Edit, Proposal
-from factory import engineering, proposing, submitting
-from factory.agent_runs import NOBODY, Hire, Job, ModelError, judged_already, open_desk, saved_at
-from factory.console import Terminal
-from factory.devices import side_by_side
-from factory.errors import FactoryError, InputError
+from factory.code_loop import engineering, proposing, submitting
+from factory.code_loop.agent_runs import NOBODY, Hire, Job, ModelError, judged_already, open_desk, saved_at
+from factory.code_loop.workbench import Bench
+from factory.core.console import Terminal
+from factory.core.devices import side_by_side
+from factory.core.errors import FactoryError, InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Config, Workspace, code_root
 from factory.gates.training_start import find_start
-from factory.ledger import agent_runs, exchanges, profiles, proposals, verdicts
-from factory.progress import SILENT
-from factory.repository import RepositoryError
-from factory.sandbox import Result
-from factory.workbench import Bench
-from factory.workspace import Config, Workspace, code_root
+from factory.git.repository import RepositoryError
+from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals, verdicts
+from factory.sandbox.sandbox import Result
 
 
 @pytest.fixture
@@ -235,7 +235,12 @@ def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> No
 
 def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made) -> None:
     drafted = Proposal(
-        AGENT, "file:trainer/optim/schedule.py", "Try", "Because.", 1.1, (Edit("factory/gates/judge.py", "x = 1\n"),)
+        AGENT,
+        "file:trainer/optim/schedule.py",
+        "Try",
+        "Because.",
+        1.1,
+        (Edit("factory/gates/release/judge.py", "x = 1\n"),),
     )
     job = Job(begun(made, ""), AGENT, None, NOBODY, 0, time.time())  # type: ignore[arg-type]
     assert judged_already(made.ledger, job, drafted) is None
@@ -348,7 +353,7 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
         and f"Verdict: {verdict['outcome']}" in message
     )
     assert git(made.target, "diff", "--name-only", made.base, row["branch"]).split() == [
-        "kernels/qk_norm_rope/__init__.py", "kernels/qk_norm_rope_by_hand.py", "policies/kernels.yaml",
+        "kernels/qk_norm_rope/__init__.py", "kernels/qk_norm_rope/by_hand.py", "policies/kernels.yaml",
     ]  # fmt: skip
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
     assert len(told) == 2 and all("by-hand is " in text and "as fast as reference alone" in text for text in told)

@@ -16,13 +16,13 @@ from agents.llm.exchange import BudgetError, LlmError
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import Budget, LlmPolicy
 from agents.llm.replay_server import ReplayServer, Session
+from factory.code_loop.exchanges import DAY, ExchangeBooks
+from factory.core.errors import ConfigError
+from factory.core.workspace import Workspace, code_root
 from factory.doctor import _ledger
-from factory.errors import ConfigError
-from factory.exchanges import DAY, ExchangeBooks
-from factory.gates.patch_scope import AgentsPolicy
-from factory.ledger import Ledger, exchanges
-from factory.tracking import EXCHANGES, Tracking
-from factory.workspace import Workspace, code_root
+from factory.git.scope import AgentsPolicy
+from factory.ledger.ledger import Ledger, exchanges
+from factory.tracking.tracking import EXCHANGES, Tracking
 
 POLICY = LlmPolicy(
     model="m", reply_tokens=100, attempts=1, usd_per_million_input_tokens=1000.0,

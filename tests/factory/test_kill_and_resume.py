@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from factory.ledger import Ledger
-from factory.listing import rows
-from factory.workspace import Config, Workspace
+from factory.core.workspace import Config, Workspace
+from factory.ledger.ledger import Ledger
+from factory.ledger.listing import rows
 from tests.factory.trained_plant import ROOT, lenient, write_shards
 from tests.lent_libraries import lend
 from tests.patience import PATIENCE_S

@@ -14,15 +14,15 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
-from factory.certifying import certificate_of
-from factory.errors import ConfigError, SegmentError
-from factory.launching import launcher, ranks
-from factory.ledger import Ledger, data_plans, segments
-from factory.planning import plan_trunk
-from factory.progress import SILENT
-from factory.repository import checkout_live
-from factory.training import run_segment
-from factory.workspace import Workspace
+from factory.core.errors import ConfigError, SegmentError
+from factory.core.launching import launcher, ranks
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.git.repository import checkout_live
+from factory.ledger.ledger import Ledger, data_plans, segments
+from factory.training.certifying import certificate_of
+from factory.training.planning import plan_trunk
+from factory.training.training import run_segment
 from tests.code_loop_case import make_target
 from tests.factory.trained_plant import commit_edit, make_plant, segment_row
 from tests.patience import PATIENCE_S

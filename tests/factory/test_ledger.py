@@ -11,10 +11,10 @@ import pytest
 import sqlalchemy as sa
 from patience import PATIENCE_S
 
-from factory.errors import WorkspaceError
-from factory.ledger import Ledger, events, meta, record
-from factory.listing import rows
-from factory.workspace import Config, Workspace
+from factory.core.errors import WorkspaceError
+from factory.core.workspace import Config, Workspace
+from factory.ledger.ledger import Ledger, events, meta, record
+from factory.ledger.listing import rows
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

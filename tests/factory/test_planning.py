@@ -10,11 +10,11 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
-from factory.errors import ConfigError, InputError
-from factory.ledger import Ledger, events, segments, shards, token_shards
-from factory.planning import load_recipe, next_trunk, plan_of, plan_trunk
-from factory.progress import SILENT
-from factory.workspace import Workspace
+from factory.core.errors import ConfigError, InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, events, segments, shards, token_shards
+from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
 from kernels.contract.machine import here
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 from trainer.contract.plan import precision

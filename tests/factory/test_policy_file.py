@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from factory.certificate import CertificatePolicy
-from factory.errors import ConfigError
+from factory.core.errors import ConfigError
+from factory.core.workspace import Workspace, code_root
 from factory.evals.policy import EvalPolicy
-from factory.gates.patch_policy import PatchPolicy
-from factory.gates.patch_scope import AgentsPolicy
-from factory.gates.recipe_policy import RecipePolicy
-from factory.gates.release_policy import ReleasePolicy
-from factory.ingest.policy import DataPolicy
-from factory.workspace import Workspace, code_root
+from factory.gates.patch.policy import PatchPolicy
+from factory.gates.recipe.policy import RecipePolicy
+from factory.gates.release.policy import ReleasePolicy
+from factory.git.scope import AgentsPolicy
+from factory.ingest.rules.policy import DataPolicy
+from factory.training.certificate import CertificatePolicy
 from kernels.contract.op import KernelError
 from kernels.contract.registry import load_choice
 

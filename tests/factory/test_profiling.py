@@ -14,13 +14,22 @@ from code_loop_case import make
 
 from agents.line_profiler import Profile, session, table
 from agents.line_profiler.__main__ import main
-from factory import profiling
-from factory.errors import InputError
-from factory.ledger import profiles
-from factory.profiling import FILES, FORMAT, Options, ProfileError, find_recipe, profile, read_profile, run_profiler
-from factory.progress import SILENT
-from factory.tracking import Tracking
-from factory.workspace import code_root
+from factory.code_loop import profiling
+from factory.code_loop.profiling import (
+    FILES,
+    FORMAT,
+    Options,
+    ProfileError,
+    find_recipe,
+    profile,
+    read_profile,
+    run_profiler,
+)
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import code_root
+from factory.ledger.ledger import profiles
+from factory.tracking.tracking import Tracking
 
 ROOT = Path(__file__).resolve().parents[2]
 

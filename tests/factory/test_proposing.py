@@ -10,16 +10,17 @@ import pytest
 import sqlalchemy as sa
 from code_loop_case import Made, git, make
 
-from agents.proposal import Edit, Proposal
-from agents.workbench import MeasurementError
-from factory import proposing, repository, submitting
-from factory.errors import InputError, IsolationError
+from agents.core.proposal import Edit, Proposal
+from agents.core.workbench import MeasurementError
+from factory.code_loop import proposing, submitting
+from factory.code_loop.workbench import Bench
+from factory.core.errors import InputError, IsolationError
+from factory.core.progress import SILENT
+from factory.core.workspace import Config, Workspace, code_root
 from factory.gates.training_start import find_start
-from factory.ledger import Ledger, profiles, proposals, verdicts
-from factory.progress import SILENT
-from factory.repository import RepositoryError
-from factory.workbench import Bench
-from factory.workspace import Config, Workspace, code_root
+from factory.git import repository
+from factory.git.repository import RepositoryError
+from factory.ledger.ledger import Ledger, profiles, proposals, verdicts
 
 
 @pytest.fixture
@@ -68,7 +69,9 @@ def test_an_archive_instead_of_a_repository_is_one_clear_error(tmp_path: Path) -
 
 def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
     before = branches(made)
-    number = submitting.submit(made.workspace, made.ledger, SILENT, drafted("factory/gates/judge.py"), made.base)
+    number = submitting.submit(
+        made.workspace, made.ledger, SILENT, drafted("factory/gates/release/judge.py"), made.base
+    )
     row = row_of(made, number)
     verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
     assert row["state"] == "judged" and row["commit"] is None and branches(made) == before
@@ -132,7 +135,7 @@ def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) ->
     bench = Bench(made.workspace, made.ledger, made.base, start, SILENT)
     assert "attention" in bench.read("policies/kernels.yaml")
     for path in (
-        "agents/workbench.py",
+        "agents/core/workbench.py",
         "../workspace/ledger.db",
         "/etc/passwd",
         "trainer/none.py",

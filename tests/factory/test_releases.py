@@ -14,16 +14,16 @@ import pytest
 import sqlalchemy as sa
 from release_scene import add_candidate, add_shard, add_verdict, approval, with_store
 
-from factory import registry, releases, serving
-from factory.champion import champion
-from factory.errors import ConfigError, InputError
-from factory.exports import folder_sha256
-from factory.ledger import Ledger, candidates, events
-from factory.ledger import releases as releases_table
-from factory.mlflow_store import open_client
-from factory.registry import MODEL
-from factory.releases import ApprovalNeeded, approve, reconcile, register_candidate, release, rollback
-from factory.workspace import Workspace
+from factory.core.errors import ConfigError, InputError
+from factory.core.exports import folder_sha256
+from factory.core.workspace import Workspace
+from factory.ledger.champion import champion
+from factory.ledger.ledger import Ledger, candidates, events
+from factory.ledger.ledger import releases as releases_table
+from factory.release import registry, releases, serving
+from factory.release.registry import MODEL
+from factory.release.releases import ApprovalNeeded, approve, reconcile, register_candidate, release, rollback
+from factory.tracking.mlflow_store import open_client
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from release_scene import add_candidate, add_segment, add_shard, add_verdict, write_metrics
 
-from factory.ledger import Ledger, candidates, evaluations, releases, segments, shards, verdicts
-from factory.report import proposal_report, release_report
-from factory.report_page import bars, curves, intervals, number, page, section, table, text
-from factory.workspace import Workspace
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, candidates, evaluations, releases, segments, shards, verdicts
+from factory.reports.report import proposal_report, release_report
+from factory.reports.report_page import bars, curves, intervals, number, page, section, table, text
 
 VOID = {"meta", "rect", "line", "circle", "polyline", "br"}
 ALLOWED = {

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory import repository
-from factory.gates.patch_scope import AgentsPolicy, Change, problems
-from factory.repository import Applied, RepositoryError, ScopeError
-from factory.workspace import Config, Workspace, code_root
+from factory.core.workspace import Config, Workspace, code_root
+from factory.git import repository
+from factory.git.repository import Applied, RepositoryError, ScopeError
+from factory.git.scope import AgentsPolicy, Change, problems
 
 POLICY = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
 FILES = {

@@ -13,12 +13,13 @@ import sqlalchemy as sa
 from approval_case import FILES, NEW, Plant, given_verdict
 from rich.console import Console
 
-from factory import approvals, repository, revalidating
-from factory.console import Terminal
+from factory.code_loop import approvals, revalidating
+from factory.core.console import Terminal
+from factory.core.progress import SILENT
+from factory.core.workspace import code_root
 from factory.gates.training_start import Start
-from factory.ledger import proposals, verdicts
-from factory.progress import SILENT
-from factory.workspace import code_root
+from factory.git import repository
+from factory.ledger.ledger import proposals, verdicts
 
 LEAN = (
     "-p",

@@ -18,13 +18,15 @@ from pathlib import Path
 import pytest
 from sandboxed import PATIENCE, inside, processes_naming, timed_out, told
 
-from factory import sandbox, sandbox_cgroup, sandbox_filter
-from factory.errors import IsolationError
-from factory.ledger import Ledger
-from factory.sandbox import MIB
-from factory.workspace import Workspace
+from factory.core.errors import IsolationError
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from factory.sandbox import cgroup as sandbox_cgroup
+from factory.sandbox import filter as sandbox_filter
+from factory.sandbox import sandbox
+from factory.sandbox.sandbox import MIB
 
-ROOT = Path(sandbox.__file__).parents[1]
+ROOT = Path(sandbox.__file__).parents[2]
 each = pytest.mark.usefixtures("each_sandbox")
 
 
@@ -283,7 +285,7 @@ def test_an_interrupt_at_any_moment_ends_everything(tmp_path: Path) -> None:
     code = f"""
     import sys
     from pathlib import Path
-    from factory import sandbox, sandbox_view
+    from factory.sandbox import sandbox, view as sandbox_view
     sandbox.mechanism(), sandbox.sandbox_filter.program(), sandbox_view.interpreter_paths()
     print(flush=True)
     sys.stdin.readline()
@@ -312,7 +314,7 @@ def test_a_killed_factory_leaves_no_sandbox_behind(tmp_path: Path) -> None:
     code = f"""
     import sys; sys.path.insert(0, {str(ROOT)!r})
     from pathlib import Path
-    from factory import sandbox
+    from factory.sandbox import sandbox
     inside = 'import time; open("begun", "w"); time.sleep(60)'
     sandbox.run([sys.executable, '-c', inside, '{word}'], output=Path({str(tmp_path)!r}))
     """
@@ -356,8 +358,8 @@ def test_where_no_namespace_can_be_made_it_refuses(tmp_path: Path) -> None:
     code = """
         import sys; sys.path.insert(0, sys.argv[1])
         from pathlib import Path
-        from factory import sandbox
-        from factory.errors import IsolationError
+        from factory.sandbox import sandbox
+        from factory.core.errors import IsolationError
         try:
             sandbox.run([sys.executable, '-c', 'open("ran", "w")'], output=Path('inner'))
         except IsolationError as error:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from sandboxed import PATIENCE, inside, processes_naming, timed_out
 
-from factory import sandbox, sandbox_cgroup, sandbox_clock
-from factory.sandbox import MIB, Limits
-from factory.sandbox_clock import CpuSeconds
+from factory.sandbox import cgroup as sandbox_cgroup
+from factory.sandbox import clock as sandbox_clock
+from factory.sandbox import sandbox
+from factory.sandbox.clock import CpuSeconds
+from factory.sandbox.sandbox import MIB, Limits
 
 each = pytest.mark.usefixtures("each_sandbox")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from factory.errors import InputError
-from factory.serving import publish, serve_command, served
-from factory.workspace import Workspace
+from factory.core.errors import InputError
+from factory.core.workspace import Workspace
+from factory.release.serving import publish, serve_command, served
 
 
 def export(workspace: Workspace, name: str) -> Path:

@@ -15,12 +15,12 @@ from textwrap import indent
 import psutil
 import pytest
 
-from factory.launching import start_trainer, stop_trainer
-from factory.ledger import Ledger
-from factory.planning import plan_trunk
-from factory.progress import SILENT
-from factory.training import run_segment
-from factory.workspace import Workspace
+from factory.core.launching import start_trainer, stop_trainer
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from factory.training.planning import plan_trunk
+from factory.training.training import run_segment
 from tests.code_loop_case import make_target
 from tests.factory.trained_plant import commit_edit, make_plant, segment_row
 from tests.stopping_case import SLOW_STEP, WITHIN, left_of, started_by, wait_for
@@ -176,7 +176,7 @@ def wait_for_pool(process: int) -> None:
 
 STUBBORN = """
 import signal, subprocess, sys, time
-from factory import stopping
+from factory.core import stopping
 BEFORE
 stopping.heed_signals()
 try:

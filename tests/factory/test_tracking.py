@@ -17,21 +17,21 @@ import sqlalchemy as sa
 from patience import PATIENCE_S
 from release_scene import add_candidate, add_segment, metrics_line, with_store, write_metrics
 
-from factory.ledger import Ledger, proposals, tracked_runs, verdicts
-from factory.metrics_follower import metric_key, numbers
-from factory.mlflow_store import TrackingError, open_client, waiting_lock
-from factory.tracking import SUBJECT, Tracking, flatten
-from factory.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, code_root
+from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
+from factory.tracking.metrics_follower import metric_key, numbers
+from factory.tracking.mlflow_store import TrackingError, open_client, waiting_lock
+from factory.tracking.tracking import SUBJECT, Tracking, flatten
 
 OPENER = """
 import sys
 from pathlib import Path
-from factory.ledger import Ledger
-from factory.tracking import Tracking
-from factory.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from factory.tracking.tracking import Tracking
+from factory.core.workspace import Workspace
 workspace = Workspace.open(Path(sys.argv[1]))
 ledger = Ledger.open(workspace.ledger_url)
-from factory.ledger import segments
+from factory.ledger.ledger import segments
 print(Tracking.open(workspace, ledger).segment_run(ledger.one(segments.select())))
 """
 

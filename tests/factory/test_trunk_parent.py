@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from factory.ledger import Ledger, checkpoints, data_plans, sa, segments, shards, token_shards
-from factory.planning import load_recipe, plan_anneal, plan_trunk, trunk_parent
-from factory.progress import SILENT
-from factory.training import run_segment
-from factory.workspace import Workspace
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, checkpoints, data_plans, sa, segments, shards, token_shards
+from factory.training.planning import load_recipe, plan_anneal, plan_trunk, trunk_parent
+from factory.training.training import run_segment
 from tests.trainer.conftest import TINY, make_documents
 from trainer.contract.data.token_shard import write_token_shard
 

@@ -11,14 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 import factory.cli  # noqa: F401 - its commands
-from factory import computing, tuned_kernels, tuning
 from factory.cli.app import app
-from factory.errors import ConfigError, InputError
-from factory.ledger import Ledger
-from factory.planning import load_recipe
-from factory.progress import SILENT
-from factory.tuned_kernels import every, lookup, path_of
-from factory.workspace import Workspace, code_root
+from factory.computing import computing, tuned_kernels
+from factory.computing.tuned_kernels import every, lookup, path_of
+from factory.core.errors import ConfigError, InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace, code_root
+from factory.ledger.ledger import Ledger
+from factory.training import tuning
+from factory.training.planning import load_recipe
 from kernels.contract.bench import Setting
 from kernels.contract.machine import here
 from kernels.contract.registry import OPS

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from factory.errors import ConfigError, WorkspaceError
-from factory.workspace import FOLDERS, Config, Workspace
+from factory.core.errors import ConfigError, WorkspaceError
+from factory.core.workspace import FOLDERS, Config, Workspace
 
 
 def test_create_then_open_gives_the_same(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_lock_is_between_processes_and_dies_with_its_holder(tmp_path: Path) -> N
     code = f"""
 import sys, time
 from pathlib import Path
-from factory.workspace import Workspace
+from factory.core.workspace import Workspace
 with Workspace.open(Path({str(workspace.root)!r})).lock("model-loop"):
     print("held", flush=True); time.sleep(60)
 """

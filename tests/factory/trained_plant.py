@@ -11,12 +11,12 @@ from pathlib import Path
 import sqlalchemy as sa
 import yaml
 
+from factory.core.progress import SILENT
+from factory.core.workspace import Config, Workspace
 from factory.ingest.chain import ingest_shard
-from factory.ledger import Ledger, segments
-from factory.planning import plan_anneal, plan_trunk
-from factory.progress import SILENT
-from factory.training import run_segment
-from factory.workspace import Config, Workspace
+from factory.ledger.ledger import Ledger, segments
+from factory.training.planning import plan_anneal, plan_trunk
+from factory.training.training import run_segment
 from tests.lent_libraries import lend
 
 ROOT = Path(__file__).resolve().parents[2]

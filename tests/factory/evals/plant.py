@@ -27,9 +27,10 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from factory.exports import folder_sha256
+from factory.core.exports import folder_sha256
+from factory.core.workspace import Workspace
 from factory.ingest.tokenizer import Tokenizer, train
-from factory.ledger import (
+from factory.ledger.ledger import (
     Ledger,
     candidates,
     checkpoints,
@@ -40,7 +41,6 @@ from factory.ledger import (
     shards,
     tokenizers,
 )
-from factory.workspace import Workspace
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
 
 VOCAB, CONTEXT = 512, 64

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factory.errors import ConfigError
+from factory.core.errors import ConfigError
 from factory.evals.baselines import ByteNgrams, _chunks
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel

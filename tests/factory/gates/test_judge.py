@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.evals.parity import CHECKS
-from factory.gates.judge import FIRST_RELEASE, Evidence, Gain, judge
-from factory.gates.release_policy import Guards, ReleasePolicy, Target
+from factory.gates.release.judge import FIRST_RELEASE, Evidence, Gain, judge
+from factory.gates.release.policy import Guards, ReleasePolicy, Target
 
 POLICY = ReleasePolicy()
 DOMAINS = ("chat", "code", "docs")

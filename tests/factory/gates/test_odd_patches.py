@@ -13,13 +13,15 @@ import torch
 from code_loop_case import make
 from safetensors.torch import save_file
 
-from agents.proposal import Edit, Proposal
-from factory.gates import patch_gate, patch_ops, patch_static
-from factory.gates.patch_ops import changed_ops
-from factory.gates.patch_scope import Change
-from factory.ledger import proposals, verdicts
-from factory.progress import SILENT
-from factory.submitting import submit
+from agents.core.proposal import Edit, Proposal
+from factory.code_loop.submitting import submit
+from factory.core.progress import SILENT
+from factory.gates.patch import gate as patch_gate
+from factory.gates.patch import ops as patch_ops
+from factory.gates.patch import static as patch_static
+from factory.gates.patch.ops import changed_ops
+from factory.git.scope import Change
+from factory.ledger.ledger import proposals, verdicts
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 

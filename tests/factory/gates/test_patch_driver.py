@@ -15,9 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from factory.gates import patch_driver, patch_exploits, patch_ops
-from factory.gates.patch_ops import ChangedOp
-from factory.gates.patch_policy import ExploitsPolicy
+from factory.gates.patch import driver as patch_driver
+from factory.gates.patch import exploits as patch_exploits
+from factory.gates.patch import ops as patch_ops
+from factory.gates.patch.ops import ChangedOp
+from factory.gates.patch.policy import ExploitsPolicy
 from kernels.contract.registry import OPS
 from trainer.contract.recipe import Recipe
 

@@ -10,23 +10,25 @@ import pytest
 import sqlalchemy as sa
 from code_loop_case import Made, git, make
 
-from agents.proposal import Edit, Proposal
-from agents.search_proposer import choose
-from factory import sandbox
-from factory.gates import patch_gate, patch_ops, patch_static
-from factory.gates.patch_judge import STAGES
-from factory.gates.patch_policy import IsolatedPolicy
-from factory.gates.patch_scope import Change
-from factory.ledger import proposals, segments, verdicts
-from factory.progress import SILENT
-from factory.submitting import submit
-from factory.workspace import code_root
+from agents.core.proposal import Edit, Proposal
+from agents.search_proposer.search_proposer import choose
+from factory.code_loop.submitting import submit
+from factory.core.progress import SILENT
+from factory.core.workspace import code_root
+from factory.gates.patch import gate as patch_gate
+from factory.gates.patch import ops as patch_ops
+from factory.gates.patch import static as patch_static
+from factory.gates.patch.judge import STAGES
+from factory.gates.patch.policy import IsolatedPolicy
+from factory.git.scope import Change
+from factory.ledger.ledger import proposals, segments, verdicts
+from factory.sandbox import sandbox
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def test_every_file_of_this_checkout_reads_clean_against_itself() -> None:
     for folder in ("kernels", "trainer"):
-        for path in sorted((code_root() / folder).glob("*.py")):
+        for path in sorted((code_root() / folder).rglob("*.py")):
             content = path.read_bytes()
             assert patch_static.problems(Change(f"{folder}/{path.name}", content), content) == []
 
@@ -211,9 +213,9 @@ def test_a_patch_that_changes_nothing_is_no_gain_and_no_cheat() -> None:
 
 def test_no_checkpoint_is_a_hold(workspace: Any, ledger: Any, tmp_path: Any) -> None:
     made = make()
-    from factory import repository
-    from factory.gates.patch_scope import AgentsPolicy
-    from factory.workspace import Config, Workspace
+    from factory.core.workspace import Config, Workspace
+    from factory.git import repository
+    from factory.git.scope import AgentsPolicy
 
     empty = Workspace.create(tmp_path / "empty", Config(repository=str(made.target)))
     text = (made.target / "trainer" / "optim" / "schedule.py").read_text() + "\n# more\n"

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.gates.patch_judge import STAGES, gain, judge_patch, t_quantile
-from factory.gates.patch_policy import PatchPolicy
-from factory.workspace import code_root
+from factory.core.workspace import code_root
+from factory.gates.patch.judge import STAGES, gain, judge_patch, t_quantile
+from factory.gates.patch.policy import PatchPolicy
 from tests.patch_evidence import evidence
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")

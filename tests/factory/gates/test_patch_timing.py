@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.gates.patch_judge import gain, judge_measurement, judge_patch
-from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch_timing import RunSeconds, cpu_overhead, hideable, long_timing, timing, unsteady
-from factory.workspace import code_root
+from factory.core.workspace import code_root
+from factory.gates.patch.judge import gain, judge_measurement, judge_patch
+from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
+from factory.gates.patch.timing import RunSeconds, cpu_overhead, hideable, long_timing, timing, unsteady
 from tests.patch_evidence import evidence
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")

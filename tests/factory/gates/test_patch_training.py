@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from factory.gates.held_out import reference_model
-from factory.gates.patch_likeness import differs, squares
-from factory.gates.patch_session import Rest, read_rest
-from factory.gates.patch_training import alone
+from factory.gates.patch.held_out import reference_model
+from factory.gates.patch.likeness import differs, squares
+from factory.gates.patch.session import Rest, read_rest
+from factory.gates.patch.training import alone
 from kernels.contract.registry import bind
 from tests.trainer.conftest import recipe_with
 from tests.trainer.families import FAMILIES, ODD

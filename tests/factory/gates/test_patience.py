@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from factory import devices
-from factory.gates import patch_training
-from factory.gates.patch_judge import STAGES, judge_patch
-from factory.gates.patch_policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch_session import Rest, Session, TimedRun
-from factory.gates.patch_training import Side, compare_training
+from factory.core import devices
+from factory.core.progress import SILENT
+from factory.gates.patch import training as patch_training
+from factory.gates.patch.judge import STAGES, judge_patch
+from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
+from factory.gates.patch.session import Rest, Session, TimedRun
+from factory.gates.patch.training import Side, compare_training
 from factory.gates.patience import Patience, patiently, stopped
 from factory.gates.training_start import Start
-from factory.progress import SILENT
-from factory.sandbox import Limits
-from factory.sandbox_clock import CpuSeconds
+from factory.sandbox.clock import CpuSeconds
+from factory.sandbox.sandbox import Limits
 
 
 @pytest.mark.parametrize(

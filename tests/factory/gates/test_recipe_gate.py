@@ -15,20 +15,22 @@ import yaml
 from code_loop_case import Made, git, make
 from engineer_case import recorded
 
+from agents.core.proposal import Edit, Proposal
 from agents.llm.replay_server import ReplayServer, Session
-from agents.proposal import Edit, Proposal
-from factory import agent_runs as agents_at_work
-from factory import approvals, planning, proposing, repository, revalidating, submitting
-from factory.agent_runs import NOBODY, Hire
-from factory.certificate_runs import changed_files
-from factory.errors import InputError
-from factory.gates.recipe_policy import RunsPolicy
-from factory.gates.recipe_runs import lengths, patient, run_recipe, segment_specs
+from factory.code_loop import agent_runs as agents_at_work
+from factory.code_loop import approvals, proposing, revalidating, submitting
+from factory.code_loop.agent_runs import NOBODY, Hire
+from factory.code_loop.workbench import Bench
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import code_root
+from factory.gates.recipe.policy import RunsPolicy
+from factory.gates.recipe.runs import lengths, patient, run_recipe, segment_specs
 from factory.gates.training_start import find_start
-from factory.ledger import agent_runs, exchanges, proposals, verdicts
-from factory.progress import SILENT
-from factory.workbench import Bench
-from factory.workspace import code_root
+from factory.git import repository
+from factory.ledger.ledger import agent_runs, exchanges, proposals, verdicts
+from factory.training import planning
+from factory.training.certificate_runs import changed_files
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import lr_share
 
@@ -271,7 +273,7 @@ def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkey
     def broken(*arguments: Any) -> dict[str, float]:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("factory.gates.recipe_gate.weights_bits", broken)
+    monkeypatch.setattr("factory.gates.recipe.gate.weights_bits", broken)
     submitted(made, (RATE, "lr: 4e-3"))
     last = made.ledger.one(sa.select(proposals).order_by(proposals.c.number.desc()))
     assert last is not None and last["state"] == "judged" and made.left_behind() == []

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.errors import ConfigError
-from factory.gates.recipe_judge import STAGES, compare, judge_recipe
-from factory.gates.recipe_policy import RecipePolicy
-from factory.workspace import code_root
+from factory.core.errors import ConfigError
+from factory.core.workspace import code_root
+from factory.gates.recipe.judge import STAGES, compare, judge_recipe
+from factory.gates.recipe.policy import RecipePolicy
 
 POLICY = RecipePolicy.load(code_root() / "policies" / "gates" / "recipe.yaml")
 SEEDS = [2.000, 2.004, 1.997, 2.001]  # the baseline's score under four seeds: their mean moves by 0.002

@@ -11,14 +11,14 @@ import pytest
 import sqlalchemy as sa
 import torch
 
-from factory.champion import champion
-from factory.errors import InputError
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
 from factory.evals.evaluator import evaluate
 from factory.evals.parity import CHECKS
-from factory.gates.release_gate import decide
-from factory.ledger import Ledger, documents, eval_items, evaluations, held_out, record, releases, verdicts
-from factory.progress import SILENT
-from factory.workspace import Workspace
+from factory.gates.release.gate import decide
+from factory.ledger.champion import champion
+from factory.ledger.ledger import Ledger, documents, eval_items, evaluations, held_out, record, releases, verdicts
 from tests.factory.evals.plant import SHARD, Plant, build_plant, save_export, tiny_model, trained
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from made_up_text import use_small_vocabulary
 
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard
-from factory.ledger import Ledger
-from factory.progress import SILENT
-from factory.workspace import Workspace
+from factory.ledger.ledger import Ledger
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from factory.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, code_root
 
 _SYLLABLES = [
     "ba",

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from factory.errors import ConfigError
-from factory.ingest.policy import DataPolicy
-from factory.workspace import code_root
+from factory.core.errors import ConfigError
+from factory.core.workspace import code_root
+from factory.ingest.rules.policy import DataPolicy
 
 
 def load(tmp_path: Path, text: str) -> DataPolicy:

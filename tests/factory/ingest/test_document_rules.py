@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_text import prose
 
-from factory.ingest import decontaminate, filters, near_dup, pii, split
-from factory.ingest.policy import DomainRules
-from factory.ingest.words import runs, winnow, word_hashes, word_spans
+from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
+from factory.ingest.rules.policy import DomainRules
+from factory.ingest.rules.words import runs, winnow, word_hashes, word_spans
 
 RULES = DomainRules(
     min_chars=10,

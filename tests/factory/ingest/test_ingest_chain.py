@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from made_up_text import prose, use_policy, use_small_vocabulary
 from patience import PATIENCE_S
 
-from factory.errors import ConfigError, FactoryError, InputError, WorkspaceError
+from factory.core.errors import ConfigError, FactoryError, InputError, WorkspaceError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace, code_root
 from factory.ingest import chain, provenance
 from factory.ingest.chain import ShardReport, ingest_shard
+from factory.ingest.rules.words import word_hashes
 from factory.ingest.tokenizer import Tokenizer
-from factory.ingest.words import word_hashes
-from factory.ledger import Ledger, documents, held_out, metadata, near_dup_bands, ngrams, shards
-from factory.progress import SILENT
-from factory.workspace import Workspace, code_root
+from factory.ledger.ledger import Ledger, documents, held_out, metadata, near_dup_bands, ngrams, shards
 from trainer.contract.data.token_shard import TokenShard
 
 Ingest = Callable[..., ShardReport]
@@ -121,7 +121,7 @@ def test_every_rule_of_the_chain(workspace: Workspace, ledger: Ledger, ingest: I
     )
     # What was kept holds no 13 words of any held-out document.
     tokenizer = Tokenizer.load(workspace.tokenizer)
-    from factory.ingest.decontaminate import ngrams as of
+    from factory.ingest.rules.decontaminate import ngrams as of
 
     secrets = {int(gram) for _, text in held_out_texts(ledger) for gram in of(word_hashes(text), 13)}
     for path in {row["path"] for row in ledger.rows(sa.text("SELECT path FROM token_shards"))}:
@@ -304,9 +304,9 @@ _RUN = """
 import sys
 from pathlib import Path
 from factory.ingest.chain import ingest_shard
-from factory.ledger import Ledger
-from factory.progress import SILENT
-from factory.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
 workspace = Workspace.open(Path(sys.argv[1]))
 ingest_shard(workspace, Ledger.open(workspace.ledger_url), workspace.inbox / "a.jsonl", SILENT, workers=2)
 """

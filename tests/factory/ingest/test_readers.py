@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from factory.ingest.document import BadRow, parse_document, parse_json
-from factory.ingest.policy import Limits
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
+from factory.ingest.rules.policy import Limits
 
 LIMITS = Limits(max_row_bytes=1000)
 ROWS = [{"text": "one"}, {"text": "zwei ☃", "domain": "docs"}, {"messages": [{"role": "assistant", "content": "x"}]}]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factory.errors import InputError
+from factory.core.errors import InputError
 from factory.ingest import tokenizer as module
 from factory.ingest.tokenizer import Tokenizer, train
 

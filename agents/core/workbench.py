@@ -1,0 +1,75 @@
+"""All that an agent sees of the world. The factory implements it, in its sandbox; evidence in, edits out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agents.core.proposal import Edit
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One implementation of an op against another, alone, on the recipe's shapes: seconds of a forward and backward (``kernels.contract.bench``)."""
+
+    seconds: float
+    against_seconds: float
+    ratio: float  # against over mine: above one is faster; the median of paired ratios
+    ratio_low: float  # its lower quartile
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A proposal made before."""
+
+    patch_id: str  # of ``Proposal.patch_id``
+    outcome: str  # promote | hold | reject | pending
+    reason: str = ""
+    title: str = ""
+
+
+class MeasurementError(Exception):
+    """What was asked for could not be measured; says why."""
+
+
+class ReadError(Exception):
+    """A file that is not there, or not in scope."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A quick check of edits, no verdict: ``problems`` that the gate would find too, from the first stage that found any."""
+
+    stage: str  # scope | static | oracle | import
+    problems: tuple[str, ...]
+    times: tuple[str, ...] = ()
+    """A line per op whose choice changes: how fast it is alone. Told by the code under test itself: for its author, never for the gate."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+class Workbench(Protocol):
+    def files(self, patchable: bool = False) -> list[str]:
+        """The files that may be read (or patched, which are fewer), paths relative to the repository's root."""
+        ...
+
+    def read(self, path: str) -> str:
+        """A file in scope, path relative to the repository's root. Raises: ReadError."""
+        ...
+
+    def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
+        """Would the gate's first stages take these edits? ``op`` is run against fp64 in the sandbox, as is what they choose anew.
+
+        ``timed``: what they choose anew is timed too, within the agent's seconds for measuring."""
+        ...
+
+    def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
+        """``rows``: of a micro-batch; 0: as many as the recipe has. Raises: MeasurementError."""
+        ...
+
+    def history(self, target: str) -> list[Attempt]:
+        """Earlier proposals for a target, or for all of a kind (``quality:``), oldest first."""
+        ...

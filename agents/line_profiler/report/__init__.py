@@ -1,0 +1,1 @@
+"""The profile as text, as a page and as drawings."""

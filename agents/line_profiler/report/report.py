@@ -1,0 +1,84 @@
+"""A profile for people: the hottest lines and the kernel ops, as terminal tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from agents.line_profiler.report.words import shortened, summary
+from agents.line_profiler.table import Profile
+
+__all__ = ["candidates", "show", "summary", "table", "tables"]
+
+
+def tables(profile: Profile, top: int = 20) -> RenderableType:
+    """The hottest ``top`` lines, the ops, and how far the table can be trusted."""
+    lines = Table(
+        title=f"the training step, line by line (hottest {min(top, len(profile.lines))} of {len(profile.lines)})",
+        title_justify="left",
+    )
+    lines.add_column("line", no_wrap=True, overflow="ellipsis", max_width=34)
+    lines.add_column("source", no_wrap=True, overflow="ellipsis", max_width=50)
+    for name in ("forward ms", "backward ms", "host ms", "alone ms", "share", "calls", "roofline"):
+        lines.add_column(name, justify="right", no_wrap=True)
+    lines.add_column("bound", no_wrap=True)
+    for line in profile.lines[:top]:
+        where = f"{line.file}:{line.line}" if line.line else line.file
+        roof = f"{line.roofline:.0%}" if line.bytes else "–"
+        lines.add_row(
+            where,
+            Text(line.source),
+            f"{line.forward_s * 1e3:.2f}",
+            f"{line.backward_s * 1e3:.2f}",
+            f"{line.host_s * 1e3:.2f}",
+            "–" if line.isolated_s is None else f"{line.isolated_s * 1e3:.2f}",
+            f"{line.share:.1%}",
+            f"{line.calls:.0f}",
+            roof,
+            line.bound,
+        )
+    ops = Table(title="kernel ops", title_justify="left")
+    for name in ("op", "implementation"):
+        ops.add_column(name)
+    for name in ("calls", "forward ms", "backward ms", "share"):
+        ops.add_column(name, justify="right")
+    for op in sorted(profile.ops, key=lambda o: -o.share):
+        ops.add_row(
+            op.op,
+            op.implementation,
+            f"{op.calls:.0f}",
+            f"{op.forward_s * 1e3:.2f}",
+            f"{op.backward_s * 1e3:.2f}",
+            f"{op.share:.1%}",
+        )
+    return Group(lines, ops, candidates(profile), Text(summary(profile)))
+
+
+def candidates(profile: Profile, top: int = 5) -> RenderableType:
+    """The ``top`` fusion and stream candidates."""
+    found = Table(title="what could be fused, what could overlap (upper bounds)", title_justify="left")
+    found.add_column("what")
+    found.add_column("lines", max_width=90)
+    found.add_column("gain ms", justify="right", no_wrap=True)
+    found.add_column("share", justify="right", no_wrap=True)
+    for chain in profile.fusion_candidates[:top]:
+        what = f"fuse, saves {chain.bytes_saved / 1e6:,.0f} MB"
+        found.add_row(what, Text(shortened(chain.lines)), f"{chain.gain_s * 1e3:.2f}", f"{chain.gain_share:.1%}")
+    for pair in profile.stream_candidates[:top]:
+        lines = f"{shortened(pair.branches[0], 2)}  ∥  {shortened(pair.branches[1], 2)}"
+        what = "two streams, backward" if pair.backward else "two streams"
+        found.add_row(what, Text(lines), f"{pair.gain_s * 1e3:.2f}", f"{pair.gain_share:.1%}")
+    return found
+
+
+def table(raw: Mapping[str, Any], top: int = 20) -> RenderableType:
+    """As ``tables``, of a parsed profile.json."""
+    return tables(Profile.from_mapping(raw), top)
+
+
+def show(profile: Profile, console: Console | None = None, top: int = 20) -> None:
+    (console or Console()).print(tables(profile, top))

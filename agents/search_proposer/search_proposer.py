@@ -1,0 +1,148 @@
+"""The proposer that needs no language model: for the hottest kernel ops, choose a faster registered implementation.
+
+Every implementation of an op that runs on the device is measured, alone, against the one in use, on the recipe's shapes and as the recipe
+runs it. The step's predicted time follows by Amdahl's law: each call saves (1 − 1/ratio) of the time that the chosen one takes.
+The profile's fusion candidates that a change covers are named in its reason. Of the recipe's knobs, those that change no result are tried:
+``compile``, and the rows of a micro-batch where seconds for measuring are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from agents.core.proposal import Edit, Proposal
+from agents.core.workbench import Measurement, MeasurementError, Workbench
+from agents.search_proposer import fusions, micro_batches
+from kernels.contract.choice import automatic, section_of
+
+AGENT = "search"
+POLICY = "policies/kernels.yaml"
+LEAST_GAIN = 1.02  # a predicted whole-step gain below this is not worth a branch: it drowns in the gate's noise floor
+LEAST_SHARE = 0.02  # ops that take less of the step cannot reach it
+MOST_MEASURED = 8  # implementations measured a proposal, hottest ops first
+REFUSED = ("reject",)  # what was held for want of evidence may be tried again
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An implementation that was measured, and what the whole step would gain."""
+
+    op: str
+    before: str
+    after: str
+    about: str
+    share: float  # of the recipe's step that the op takes now
+    measured: Measurement
+    predicted_gain: float
+
+
+def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) -> list[Proposal]:
+    """Up to ``count`` proposals, the best of each target, largest predicted gain first. ``profile`` is a parsed profile.json.
+
+    An op that kernels.yaml leaves to ``auto`` has the fastest registered implementation already: 'factory tune' measured them.
+    A patch that the workbench's history says failed is never proposed again.
+    """
+    policy = workbench.read(POLICY)
+    device = profile["device_kind"]
+    tuned = automatic(section_of(policy, device))
+    untuned = {**profile, "ops": [op for op in profile["ops"] if op["op"] not in tuned]}
+    drafts = [
+        write(candidate, profile, policy, device) for candidate in candidates(untuned, workbench, MOST_MEASURED * count)
+    ]
+    knobs = [fusions.compile_blocks(profile, workbench, AGENT), micro_batches.propose(profile, workbench, AGENT)]
+    best: dict[str, Proposal] = {}
+    for proposal in sorted([*drafts, *filter(None, knobs)], key=lambda p: -p.predicted_gain):
+        if proposal.predicted_gain < LEAST_GAIN or len(best) == count:
+            break
+        refused = [attempt.patch_id for attempt in workbench.history(proposal.target) if attempt.outcome in REFUSED]
+        if proposal.patch_id not in refused:
+            best.setdefault(proposal.target, proposal)
+    return list(best.values())
+
+
+def candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOST_MEASURED) -> list[Candidate]:
+    """Measure ``most`` implementations of the hottest ops; what cannot be measured is no candidate."""
+    step = profile["recipe_step_s"] or profile["eager_step_s"]
+    found: list[Candidate] = []
+    seconds_now: dict[str, float] = {}
+    tried = 0
+    for op in sorted(profile["ops"], key=lambda o: -o["share"]):
+        if op["share"] < LEAST_SHARE:
+            continue
+        for name, about in op["implementations"].items():
+            if name == op["implementation"] or tried >= most:
+                continue
+            if name == "compiled" and profile["recipe"]["compile"] and op["in_block"]:
+                continue  # the recipe compiles it already, with its block
+            tried += 1
+            try:
+                measured = workbench.measure(op["op"], name, op["implementation"])
+            except MeasurementError:
+                continue
+            # Where the recipe compiles, the eager shares do not hold: the op's time in the step is its measured time alone, times its calls.
+            # One time of what runs now serves all of an op's candidates: they are ranked by their ratios, not by its noise.
+            now = seconds_now.setdefault(op["op"], measured.against_seconds)
+            # The optimiser is never compiled with the model: what it took of the eager step, it takes of the recipe's.
+            share = op["share"]
+            if profile["recipe"]["compile"]:
+                share = op["calls"] * now / step if op["trained"] else share * profile["eager_step_s"] / step
+            share = min(share, 0.9)
+            found.append(
+                Candidate(op["op"], op["implementation"], name, about, share, measured, amdahl(share, measured.ratio))
+            )
+    return found
+
+
+def amdahl(share: float, ratio: float) -> float:
+    """Time before over time after, when ``share`` of it gets ``ratio`` times faster."""
+    return 1.0 / (1.0 - share + share / ratio)
+
+
+def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device: str) -> Proposal:
+    """The proposal's words and its one edited line."""
+    c, m = candidate, candidate.measured
+    hot = [line for line in profile["lines"] if line["op"] == c.op][:3]
+    where = ", ".join(f"{line['file']}:{line['line']}" for line in hot)
+    covered = fusions.of_op(profile, c.op)
+    covers = f"It covers what the profile lists as fusion candidates: {fusions.said(covered)}. " if covered else ""
+    hypothesis = (
+        f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({c.about}) runs its forward and backward on the "
+        f"recipe's shapes in {m.seconds * 1e3:.1f} ms, `{c.before}` in {m.against_seconds * 1e3:.1f} ms: {m.ratio:.2f} times as fast in interleaved "
+        f"pairs. {covers}"
+        f"If the whole step does not get at least {1 + (c.predicted_gain - 1) / 2:.3f} times as fast (predicted: {c.predicted_gain:.3f}), "
+        f"or held-out evaluations get worse, this is refuted."
+    )
+    return Proposal(
+        agent=AGENT,
+        target=f"kernel:{c.op}",
+        title=f"{c.op}: {c.before} → {c.after} on {device}",
+        hypothesis=hypothesis,
+        predicted_gain=c.predicted_gain,
+        edits=(Edit(POLICY, choose(policy, device, c.op, c.after)),),
+    )
+
+
+def choose(policy: str, device: str, op: str, implementation: str) -> str:
+    """kernels.yaml with one choice changed: only that line differs, comments stay."""
+    lines = policy.splitlines()
+    section = ""
+    for number, line in enumerate(lines):
+        if line and not line[0].isspace() and not line.startswith("#"):
+            section = line.split(":")[0]
+        if section == device and line.strip().startswith(f"{op}:"):
+            indent = line[: len(line) - len(line.lstrip())]
+            lines[number] = f"{indent}{op}: {implementation}"
+            break
+    else:
+        at = next((n for n, line in enumerate(lines) if line.startswith(f"{device}:")), None)
+        if at is None:
+            lines += [f"{device}:", f"  {op}: {implementation}"]
+        else:
+            lines.insert(at + 1, f"  {op}: {implementation}")
+    text = "\n".join(lines) + "\n"
+    assert yaml.safe_load(text)[device][op] == implementation, text
+    return text

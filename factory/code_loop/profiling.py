@@ -1,0 +1,236 @@
+"""Where a step's time goes: the line profiler in a process of its own, its files in ``reports/profiles/``, a row in the
+ledger, a run in MLflow.
+
+The profiler runs from the worktree of the live code, which is approved code, as training does: outside the sandbox. Without
+a workspace it profiles the checkout itself and only leaves files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from factory.computing import computing
+from factory.core import devices
+from factory.core.errors import FactoryError, InputError, nearest
+from factory.core.launching import die_with
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace, code_root
+from factory.git import repository
+from factory.ledger.ledger import Ledger, profiles, record
+from factory.training.planning import last_segment
+from trainer.contract import stopping
+
+SAID = "profile: "  # how the profiler's lines of progress begin
+USERS = 2  # the profiler's exit code for what its user can mend
+FILES = ("profile.json", "profile.html", "trace.json")
+
+
+FORMAT = 3  # of agents.line_profiler.table, which only the profiler's own process imports
+
+
+class ProfileError(FactoryError):
+    """The line profiler failed; what it said last is in the message."""
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """A parsed profile.json. Raises: ProfileError when code of another version wrote it."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("format") != FORMAT:
+        raise ProfileError(
+            f"{path} is of format {found.get('format')}, this factory reads {FORMAT}: the code that it works on is of another "
+            "version than the factory; bring both to the same one"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Options:
+    """``recipe``: a name or a path; None is the workspace's, or the demo's. ``isolation_s``: time for operations alone;
+    None is the profiler's own."""
+
+    recipe: str | None = None
+    isolation_s: float | None = None
+
+    def arguments(self) -> list[str]:
+        return [] if self.isolation_s is None else ["--isolation", str(self.isolation_s)]
+
+
+QUICK = Options(isolation_s=0)  # for proposers, who have implementations measured and not operations
+
+
+def profile(workspace: Workspace, ledger: Ledger, progress: Progress, options: Options = Options()) -> int:
+    """Time every line of the live code's training step; returns the profile's id.
+
+    Raises: RepositoryError, ConfigError, InputError; ProfileError when the profiler fails; TrackingError, once the profile
+    is recorded.
+    """
+    recipe = workspace.recipe_path() if options.recipe is None else find_recipe(options.recipe, workspace)
+    commit = repository.live_commit(workspace.repository)
+    code = repository.checkout_live(workspace, commit)
+    changed = repository.changed_files(workspace.repository)
+    if changed:
+        progress.line(f"  not committed, so not part of the live code: {', '.join(changed[:5])}")
+    folder = workspace.reports / "profiles" / f"{commit[:12]}-{time.time_ns()}"
+    folder.mkdir(parents=True)
+    given = workspace.root / "cache" / "profiled"
+    given.mkdir(parents=True, exist_ok=True)
+    arguments = [*_as_trained(workspace, ledger, recipe, code, given), "--out", str(folder)]
+    try:
+        run_profiler(code, [*arguments, *options.arguments()], progress, devices.compiled(workspace.root))
+        found = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    summary = {key: value for key, value in found.items() if isinstance(value, (str, int, float, bool))}
+    values = {
+        "code_commit": commit,
+        "path": str(folder / "profile.json"),
+        "summary": summary,
+        "created_at": time.time(),
+    }
+    with ledger.begin() as tx:
+        row = tx.execute(profiles.insert().values(**values))
+        assert row.inserted_primary_key is not None
+        number = int(row.inserted_primary_key[0])
+        record(tx, "profiled", f"profile:{number}", {"commit": commit})
+    from factory.tracking.tracking import Tracking
+
+    Tracking.open(workspace, ledger).profile_run(number)
+    return number
+
+
+def _as_trained(workspace: Workspace, ledger: Ledger, path: Path, code: Path, folder: Path) -> list[str]:
+    """The profiler's arguments for a recipe in the precision and with the kernels that a segment planned now would have."""
+    from trainer.contract.errors import RecipeError
+    from trainer.contract.recipe import Recipe
+
+    try:
+        recipe = Recipe.load(path)
+    except RecipeError as error:
+        raise InputError(str(error)) from None
+    last = last_segment(ledger, "trunk")
+    before = last["recipe_json"]["precision"] if last and last["recipe"] == recipe.name else ""
+    kernels = (code / "policies" / "kernels.yaml").read_text("utf-8")
+    recipe, computed, _ = computing.decide(workspace, recipe, kernels, before)
+    given = folder / "recipe.yaml"
+    given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    return ["--recipe", str(given), "--kernels", str(computing.write_kernels(folder, computed))]
+
+
+def profile_checkout(out: Path, progress: Progress, options: Options = Options()) -> Path:
+    """Profile this checkout, without a workspace; returns the path of profile.json.
+
+    Raises: InputError for an unknown recipe or a folder that cannot be written; ProfileError.
+    """
+    code = code_root()
+    recipe = find_recipe(options.recipe or "demo", None)
+    make_folder(out)
+    arguments = [
+        "--recipe",
+        str(recipe),
+        "--kernels",
+        str(code / "policies" / "kernels.yaml"),
+        "--out",
+        str(out.resolve()),
+    ]
+    run_profiler(code, [*arguments, *options.arguments()], progress)
+    return out / "profile.json"
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """As the flags of ``python -m agents.line_profiler.sweep.sweep``; None is its own default."""
+
+    models: str | None = None
+    batches: str | None = None
+    sequences: str | None = None
+    workers: int | None = None
+    ray: str | None = None
+    budget_s: float | None = None
+
+    def arguments(self) -> list[str]:
+        given = {"--models": self.models, "--batches": self.batches, "--sequences": self.sequences}
+        given |= {"--workers": self.workers, "--ray": self.ray, "--budget": self.budget_s}  # type: ignore[dict-item]
+        return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+
+
+def sweep(out: Path, progress: Progress, options: SweepOptions) -> Path:
+    """Sweep over model shapes with this checkout's code; returns the path of sweep.json. Raises: InputError, ProfileError."""
+    make_folder(out)
+    code = code_root()
+    arguments = ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(out.resolve())]
+    run_profiler(code, [*arguments, *options.arguments()], progress, module="agents.line_profiler.sweep.sweep")
+    return out / "sweep.json"
+
+
+def run_profiler(
+    code: Path,
+    arguments: list[str],
+    progress: Progress,
+    cache: Path | None = None,
+    module: str = "agents.line_profiler",
+) -> None:
+    """``python -m module arguments`` from ``code``; what it reports moves a bar. Raises: InputError, ProfileError."""
+    command = [sys.executable, "-m", module, "--json", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(code)} | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})
+    said: list[str] = []
+    with progress.task("profiling the training step") as task, tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            cwd=code,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=die_with(os.getpid()),
+            start_new_session=True,  # Ctrl-C is ours
+        )
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                if line.startswith(SAID):
+                    task.advance(1, line.removeprefix(SAID).strip())
+                elif line.strip():
+                    said = [*said[-20:], line.strip()]
+            code_of = process.wait()
+        finally:
+            if process.poll() is None:
+                stopping.kill([process.pid])
+                process.wait()
+    if code_of == USERS:
+        raise InputError(" ".join(said[-1:])[:500])
+    if code_of:
+        raise ProfileError(f"the line profiler ended with code {code_of}: {' '.join(said[-1:])[:500]}")
+
+
+def find_recipe(name: str, workspace: Workspace | None) -> Path:
+    """A recipe by path or by name: the workspace's own, or the checkout's. Raises: InputError that names the nearest."""
+    given = Path(name)
+    if given.is_file():
+        return given.resolve()
+    folders = [root / "policies" / "recipes" for root in ([workspace.root] if workspace else []) + [code_root()]]
+    for folder in folders:
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    known = {path.stem for folder in folders for path in folder.glob("*.yaml")}
+    raise InputError(f"no recipe {name!r}, and no file of that name{nearest(name, known)}")
+
+
+def make_folder(folder: Path) -> None:
+    """Raises: InputError when it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {folder}: {error.strerror}") from None

@@ -1,0 +1,151 @@
+"""Merged patches are judged again when what they were judged on changed: another torch, driver, device or recipe, a throughput
+drop, a benchmark that fell, or a candidate that the release gate rejected. ``factory propose`` does it, and the daemon by itself.
+
+What is judged is the patch's undoing, as a proposal like any other: baseline is the live code with the patch, candidate the
+code without it. The gate promotes it only if the step is faster without the patch by then. A person approves it like any
+other; until then the patch stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from agents.core.proposal import Edit, Proposal
+from factory.core.errors import FactoryError, WorkspaceError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.gates.recipe import gate as recipe_gate
+from factory.gates.release.judge import REJECT
+from factory.gates.training_start import Start, find_start
+from factory.git import repository
+from factory.ledger.ledger import Ledger, anomalies, events, proposals, record, verdicts
+from kernels.contract.machine import here
+
+AGENT = "revalidator"
+_told: set[str] = set()
+UNDO = "undo"  # kind of its targets: undo:<number of a proposal>
+VALIDATED = "proposal_validated"
+FELL = "benchmarks_fell"
+Row = dict[str, Any]
+
+
+def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:
+    """``revalidate`` as the daemon does it at each pass: what keeps it from that is told once, and stops nothing else."""
+    start = find_start(ledger)
+    if start is None or not any(_moved(ledger, row["number"], start) for row in _merged(ledger)):
+        return []
+    from factory.code_loop.submitting import clear_stale, refuse_without_isolation
+
+    code = workspace.repository
+    try:
+        with workspace.lock("code-loop"):
+            clear_stale(workspace, ledger, progress)
+            repository.require_settled(code)
+            refuse_without_isolation(workspace)
+            return revalidate(workspace, ledger, progress, repository.live_commit(code))
+    except WorkspaceError:
+        return []  # somebody proposes just now: the next pass looks again
+    except FactoryError as error:
+        if str(error) not in _told:
+            _told.add(str(error))
+            progress.line(f"  a merged patch waits to be judged again: {error}")
+        return []
+
+
+def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: str) -> list[int]:
+    """Propose to take back every merged patch whose surroundings changed; returns the proposals' numbers.
+
+    The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
+    """
+    from factory.code_loop.submitting import submit
+
+    made = []
+    start = find_start(ledger)
+    for row in _merged(ledger) if start is not None else ():
+        assert start is not None
+        changed = _moved(ledger, row["number"], start)
+        if changed is None:
+            note_validated(ledger, row["number"], start)  # merged by a killed process
+        if not changed:
+            continue
+        progress.line(f"  proposal {row['number']} was judged with another {', '.join(changed)}: it is judged again")
+        drafted = undoing(workspace, row, base, changed)
+        if drafted is not None:
+            made.append(submit(workspace, ledger, progress, drafted, base))
+        note_validated(ledger, row["number"], start)
+    return made
+
+
+def undoing(workspace: Workspace, row: Row, base: str, changed: list[str]) -> Proposal | None:
+    """The patch backwards, on top of ``base``; None when its files changed again since, or it only added some."""
+    code = workspace.repository
+    live = {change.path for change in repository.changes(code, row["commit"], base)}
+    back = [c for c in repository.changes(code, row["commit"], row["base_commit"]) if c.content is not None]
+    if not back or any(change.path in live for change in back):
+        return None
+    edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in back)
+    hypothesis = (
+        f"Proposal {row['number']} ({row['title'][:100]}) was worth it when it was judged; {', '.join(changed)} changed since. "
+        "If the training step is faster without it now, it should be taken back. No gain refutes that."
+    )
+    return Proposal(AGENT, f"{UNDO}:{row['number']}", f"Take proposal {row['number']} back", hypothesis, 1.0, edits)
+
+
+def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
+    """What a measured gain depends on besides the code."""
+    machine = here()
+    sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
+    drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
+    slow = ledger.one(drops)
+    fell = ledger.one(sa.select(sa.func.max(events.c.id).label("newest")).where(events.c.kind == FELL))
+    released = sa.select(verdicts.c.subject, verdicts.c.outcome).where(verdicts.c.gate == "release")
+    newest = ledger.one(released.order_by(verdicts.c.id.desc()).limit(1))
+    return {
+        "torch": machine.torch,
+        "device": f"{machine.name}, {machine.processor}"
+        + (f", {os.cpu_count()} processors" if machine.threads else ""),
+        "driver": machine.driver,
+        "recipe": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16],
+        "throughput": f"dropped in segment {slow['newest']}" if slow and slow["newest"] else "",
+        "benchmarks": f"fell, event {fell['newest']}" if fell and fell["newest"] else "",
+        "evals": f"{newest['subject']} rejected" if newest and newest["outcome"] == REJECT else "",
+    }
+
+
+def benchmarks_fell(ledger: Ledger, tests: Sequence[str]) -> None:
+    """Note that a run of the benchmarks failed in ``tests``."""
+    with ledger.begin() as tx:
+        record(tx, FELL, "benchmarks", {"tests": list(tests)})
+
+
+def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:
+    """What changed since a merged patch was last judged; nothing where it was judged like this before, None when nobody noted it."""
+    now, before = surroundings(ledger, start), validated(ledger, number)
+    if not before:
+        return None
+    alike = lambda then: all(then.get(key, value) == value for key, value in now.items())  # an older note lacks some
+    return [] if any(map(alike, before)) else sorted(key for key in now if before[-1].get(key, now[key]) != now[key])
+
+
+def validated(ledger: Ledger, number: int) -> list[dict[str, str]]:
+    """The surroundings under which a merged patch was judged, oldest first."""
+    mine = (events.c.kind == VALIDATED) & (events.c.subject == f"proposal:{number}")
+    return [row["detail"] for row in ledger.rows(sa.select(events.c.detail).where(mine).order_by(events.c.id))]
+
+
+def note_validated(ledger: Ledger, number: int, start: Start) -> None:
+    with ledger.begin() as tx:
+        record(tx, VALIDATED, f"proposal:{number}", surroundings(ledger, start))
+
+
+def _merged(ledger: Ledger) -> list[Row]:
+    """Approved patches whose gain was a time. What a recipe learns better does not hang on torch, driver or device."""
+    joined = proposals.outerjoin(verdicts, verdicts.c.id == proposals.c.verdict)
+    approved = sa.select(proposals, verdicts.c.gate).select_from(joined).where(proposals.c.state == "approved")
+    return [row for row in ledger.rows(approved.order_by(proposals.c.number)) if row["gate"] != recipe_gate.GATE]

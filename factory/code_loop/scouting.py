@@ -1,0 +1,69 @@
+"""What the recipe scout is told: the live recipe and the record of the trunk that it trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from agents.recipe_scout.course import Course, course_of
+from factory.code_loop.workbench import Bench
+from factory.core.workspace import Workspace
+from factory.gates.patch.gate import RECIPES
+from factory.gates.patch.held_out import held_out_texts
+from factory.gates.recipe.policy import RecipePolicy
+from factory.ledger.ledger import Ledger, anomalies, segments
+from kernels.contract.strict_yaml import read_yaml
+from trainer.contract.errors import RecipeError, TrainerError
+from trainer.contract.json_lines import read_lines
+from trainer.contract.recipe import Recipe
+
+SEGMENTS = 4  # newest ones of the trunk whose record is read
+
+
+def course(workspace: Workspace, ledger: Ledger, bench: Bench) -> Course | str:
+    """The trunk's course, or why there is nothing for the scout to go by. Raises: ConfigError."""
+    path = f"{RECIPES}{workspace.config.recipe}.yaml"
+    if workspace.own_recipe().exists():
+        return f"{workspace.own_recipe()} is what trains here: no patch of the repository changes it"
+    if path not in bench.files(patchable=True):
+        return f"the repository holds no {path} that a patch may change"
+    try:
+        recipe = Recipe.parse(read_yaml(bench.read(path), path, RecipeError), path)
+    except TrainerError as error:
+        return str(error)
+    policy = RecipePolicy.load(workspace.policy("gates/recipe.yaml"))
+    texts, _ = held_out_texts(policy.runs.held_out_documents, policy.runs.held_out_bytes, workspace, ledger)
+    if not texts:
+        return "nothing is held out to judge by: ingest more documents"
+    newest = _trunk(ledger)
+    lines = [line for segment in reversed(newest) for line in _record(Path(segment["folder"]))]
+    if not lines:
+        return "the trunk left no metrics to go by"
+    return course_of(
+        recipe,
+        path,
+        lines,
+        _anomalies(ledger, [segment["id"] for segment in newest]),
+        sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts),
+        policy.runs.steps + policy.runs.tail_steps,
+        policy.runs.min_gain,
+        policy.allows,
+    )
+
+
+def _trunk(ledger: Ledger) -> list[dict[str, Any]]:
+    """Finished trunk segments, the newest first."""
+    done = (segments.c.kind == "trunk") & (segments.c.state == "done")
+    return ledger.rows(sa.select(segments).where(done).order_by(segments.c.id.desc()).limit(SEGMENTS))
+
+
+def _record(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return read_lines(path) if path.is_file() else []
+
+
+def _anomalies(ledger: Ledger, numbers: list[int]) -> dict[str, int]:
+    rows = ledger.rows(sa.select(anomalies.c.kind).where(anomalies.c.segment.in_(numbers)))
+    return {kind: sum(row["kind"] == kind for row in rows) for kind in {row["kind"] for row in rows}}

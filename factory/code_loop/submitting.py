@@ -1,0 +1,195 @@
+"""One proposal, from an agent's edits to a branch, a verdict, a report and a run in MLflow."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from agents.core.proposal import Proposal, gain_words
+from factory.code_loop.workbench import history
+from factory.core import devices
+from factory.core.errors import FactoryError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.gates.patch.gate import decide
+from factory.gates.recipe import gate as recipe_gate
+from factory.gates.release.judge import Verdict
+from factory.git import repository
+from factory.git.repository import ScopeError
+from factory.git.scope import AgentsPolicy
+from factory.ledger.ledger import Ledger, proposals, record, verdicts
+from factory.reports import proposal_report
+from factory.sandbox import sandbox
+from factory.sandbox.sandbox import Limits
+
+_telling = threading.Lock()
+
+
+def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Proposal, base: str) -> int:
+    """Turn an agent's proposal into a branch, judge it, record it, show it in MLflow; returns its number."""
+    agents = AgentsPolicy.load(workspace.policy("agents.yaml"))
+    number, branch = _draft(workspace, ledger, drafted, base)
+    worktree = workspace.worktrees / f"proposal-{number}"
+    progress.line(f"  proposal {number}: {drafted.title}")
+    edits = [(edit.path, edit.new_text) for edit in drafted.edits]
+    try:
+        message = _message(drafted, None, None)
+        applied = repository.apply_proposal(
+            workspace.repository, base, edits, policy=agents, branch=branch, message=message, worktree=worktree
+        )
+        gate = recipe_gate.decide if recipe_gate.concerns(workspace, applied) else decide
+        with devices.one():
+            same = (drafted.target, drafted.patch_id)  # the same edits, under another target, are another try as well
+            tries = 1 + sum(row["target"] == same[0] or row["patch_id"] == same[1] for row in history(ledger))
+            verdict_id, verdict, evidence = gate(
+                workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id
+            )
+        commit = repository.reword(workspace.repository, applied, _message(drafted, verdict, evidence))
+        patch = repository.patch(workspace.repository, base, commit)
+        report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, patch)
+        _judged(ledger, number, commit, applied.patch_sha256, verdict_id, report)
+        progress.line(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
+    except ScopeError as error:
+        _out_of_scope(workspace, ledger, number, drafted, base, error, progress)
+    except BaseException as error:
+        repository.remove_branch(workspace.repository, branch)
+        _failed(ledger, number, f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        repository.remove_worktree(workspace.repository, worktree)
+        shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
+    _tell(workspace, ledger, number, progress)
+    return number
+
+
+def _tell(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> None:
+    """Show a proposal in MLflow. The ledger has its verdict: that MLflow is away now undoes nothing."""
+    from factory.tracking.tracking import Tracking
+
+    try:
+        with _telling:
+            Tracking.open(workspace, ledger).proposal_run(number)
+    except FactoryError as error:
+        progress.line(f"  MLflow was not told of proposal {number}: {error}")
+
+
+def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+    """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
+    for leftover in (workspace.root / "cache").glob("check-*"):  # a quick check that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    for row in ledger.rows(sa.select(proposals).where(proposals.c.state == "drafted")):
+        worktree = workspace.worktrees / f"proposal-{row['number']}"
+        repository.remove_worktree(workspace.repository, worktree)
+        shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
+        repository.remove_branch(workspace.repository, row["branch"])
+        _failed(ledger, row["number"], "the factory was killed while it was judged")
+        progress.line(f"  proposal {row['number']} was left unjudged by a killed process: cleared away")
+
+
+def refuse_without_isolation(workspace: Workspace) -> None:
+    """Raises: IsolationError, before minutes are spent on a proposal that could not be judged."""
+    with tempfile.TemporaryDirectory(dir=workspace.worktrees) as folder:
+        sandbox.run([sys.executable, "-c", ""], output=Path(folder), limits=Limits(wall_seconds=30))
+
+
+def _draft(workspace: Workspace, ledger: Ledger, drafted: Proposal, base: str) -> tuple[int, str]:
+    """Take the next number, free in the ledger and among the branches, and record the draft."""
+    with ledger.begin() as tx:
+        taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.branch_numbers(
+            workspace.repository
+        )
+        number = max(taken, default=0) + 1
+        branch = repository.branch_name(drafted.agent, number, drafted.title)
+        tx.execute(
+            proposals.insert().values(
+                number=number,
+                agent=drafted.agent,
+                target=drafted.target,
+                title=drafted.title,
+                hypothesis=drafted.hypothesis,
+                predicted_gain=drafted.predicted_gain,
+                base_commit=base,
+                branch=branch,
+                state="drafted",
+                created_at=time.time(),
+            )
+        )
+        record(tx, "drafted", f"proposal:{number}", {"branch": branch})
+    return number, branch
+
+
+def _judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int, report: Path) -> None:
+    with ledger.begin() as tx:
+        values = {
+            "state": "judged",
+            "commit": commit,
+            "patch_sha256": patch_sha256,
+            "verdict": verdict,
+            "report": str(report),
+        }
+        tx.execute(proposals.update().where(proposals.c.number == number).values(**values))
+
+
+def _failed(ledger: Ledger, number: int, why: str) -> None:
+    with ledger.begin() as tx:
+        tx.execute(proposals.update().where(proposals.c.number == number).values(state="failed"))
+        record(tx, "proposal_failed", f"proposal:{number}", {"why": why[:2000]})
+
+
+def _out_of_scope(
+    workspace: Workspace,
+    ledger: Ledger,
+    number: int,
+    drafted: Proposal,
+    base: str,
+    error: ScopeError,
+    progress: Progress,
+) -> None:
+    """A patch that may not even be written is judged all the same: rejected, without a branch."""
+    reasons = [f"out of scope: {problem}" for problem in error.problems]
+    evidence = {
+        "base": base,
+        "tries": 1,
+        "patch_id": drafted.patch_id,
+        "stages": {"scope": {"state": "failed", "reasons": reasons}},
+    }
+    verdict = Verdict("reject", tuple(reasons))
+    sha256 = drafted.patch_id
+    with ledger.begin() as tx:
+        row = tx.execute(
+            verdicts.insert().values(
+                gate="patch",
+                subject=f"proposal:{number}",
+                against=base,
+                policy_sha256="",
+                subject_sha256=sha256,
+                outcome=verdict.outcome,
+                reasons=reasons,
+                evidence=evidence,
+                created_at=time.time(),
+            )  # fmt: skip
+        )
+        assert row.inserted_primary_key is not None
+        verdict_id = int(row.inserted_primary_key[0])
+    report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, "")
+    _judged(ledger, number, None, sha256, verdict_id, report)
+    progress.line(f"  REJECT: {reasons[0]}")
+
+
+def _message(drafted: Proposal, verdict: Verdict | None, evidence: dict[str, Any] | None) -> str:
+    """The commit's message: hypothesis, prediction; once judged, evidence and verdict."""
+    lines = [drafted.title.splitlines()[0][:100] if drafted.title else "A proposal", "", drafted.hypothesis.strip(), ""]
+    if drafted.predicted_gain:
+        lines.append(f"Predicted: {gain_words(drafted.target, drafted.predicted_gain)}.")
+    for name, stage in ((evidence or {}).get("stages") or {}).items():
+        lines.append(f"{name.capitalize()}: {stage['state']}; {'; '.join(stage['reasons'])[:300]}")
+    if verdict:
+        lines += [f"Verdict: {verdict.outcome}; {'; '.join(verdict.reasons)[:600]}"]
+    return "\n".join([*lines, "", f"Agent: {drafted.agent}", f"Target: {drafted.target}", ""])

@@ -1,0 +1,234 @@
+"""The workbench that agents are handed (``agents.core.workbench.Workbench``): all that they see of the world and may ask for.
+
+They read files in scope as the live commit holds them, have approved implementations measured in the sandbox within a
+budget of seconds, and ask what was tried before.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+import yaml
+
+from agents.core.proposal import Edit
+from agents.core.workbench import Attempt, Checked, Measurement, MeasurementError, ReadError
+from factory.core import devices
+from factory.core.errors import InputError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.gates.patch import ops as patch_ops
+from factory.gates.patch import static as patch_static
+from factory.gates.patch.gate import KERNELS
+from factory.gates.patch.ops import ChangedOp
+from factory.gates.patch.policy import PatchPolicy
+from factory.gates.training_start import Start
+from factory.git import repository
+from factory.git import scope as patch_scope
+from factory.git.scope import AgentsPolicy, Change
+from factory.ledger.ledger import Ledger, proposals, verdicts
+from factory.sandbox import sandbox
+from factory.sandbox.sandbox import Limits
+
+# Imports what argv names; the last line that it says is the error.
+IMPORT = (
+    "import importlib, os, sys; sys.path[0] = os.getcwd(); [importlib.import_module(name) for name in sys.argv[1:]]"
+)
+
+
+NOTHING_TO_TIME = "no op's choice is changed in policies/kernels.yaml: nothing to time alone"
+
+
+class OutOfScopeError(InputError, ReadError):
+    """What an agent asked to read is not for agents."""
+
+
+@dataclass
+class Bench:
+    """A workbench for one proposal on one base commit."""
+
+    workspace: Workspace
+    ledger: Ledger
+    base: str
+    start: Start
+    progress: Progress
+    spent: float = 0.0  # seconds of measuring
+    count: int = 1  # proposals that it serves; each has the agents' seconds
+
+    @cached_property
+    def agents(self) -> AgentsPolicy:
+        return AgentsPolicy.load(self.workspace.policy("agents.yaml"))
+
+    @cached_property
+    def modes(self) -> dict[str, str]:
+        return repository.modes(self.workspace.repository, self.base)
+
+    @property
+    def left(self) -> float:
+        """Seconds of measuring that are left."""
+        return self.agents.measure_seconds * self.count - self.spent
+
+    def files(self, patchable: bool = False) -> list[str]:
+        """The live code's files that lie in scope; ``patchable``: without those that people keep for themselves."""
+        wanted = self.agents.patchable if patchable else self.agents.readable
+        return sorted(filter(wanted, self.modes))
+
+    def read(self, path: str) -> str:
+        """A file of the live code that lies in scope. Raises: OutOfScopeError for any other."""
+        if not self.agents.readable(path) or path not in self.modes:
+            raise OutOfScopeError(f"{path!r} is not a file that agents may read")
+        return repository.file_text(self.workspace.repository, self.base, path)
+
+    def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
+        """Scope and static stage, then the op oracle's first case (or, for other code, an import) in the sandbox.
+
+        Quick, and no verdict: the gate does it all again, on what git holds. Raises: IsolationError.
+        """
+        if timed and self.left < 1:
+            return Checked("budget", ("the seconds for trying are spent: propose",))
+        changes = repository.proposed(self.modes, [(edit.path, edit.new_text) for edit in edits])
+        if found := patch_scope.problems(self.agents, changes, self.modes):
+            return Checked("scope", tuple(found))
+        baseline = repository.checkout_live(self.workspace, self.base)
+        for change in changes:
+            base = (baseline / change.path).read_bytes() if change.path in self.modes else None
+            if found := patch_static.problems(change, base) or _elsewhere(change, base):
+                return Checked("static", tuple(found))
+        with devices.one():
+            began, spent = time.monotonic(), self.spent
+            checked = self._checked(baseline, changes, op, timed)
+            if timed:
+                self.spent = spent + time.monotonic() - began
+            return checked
+
+    def _checked(self, baseline: Path, changes: Sequence[Change], op: str, timed: bool) -> Checked:
+        work = self.workspace.root / "cache" / f"check-{threading.get_native_id()}"
+        shutil.rmtree(work, ignore_errors=True)  # of a process that was killed here
+        try:
+            candidate = work / "code"
+            shutil.copytree(baseline, candidate, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+            for change in changes:
+                (candidate / change.path).parent.mkdir(parents=True, exist_ok=True)
+                (candidate / change.path).write_bytes(change.content or b"")
+            return self._run(baseline, candidate, work, [change.path for change in changes], op, timed)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str, timed: bool) -> Checked:
+        device = devices.kind()
+        before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
+        ops = patch_ops.changed_ops(before, after, paths, device, self.start.kernels)
+        quick = [changed for changed in ops if changed.op == op or changed.before != changed.after]
+        policy = PatchPolicy.load(self.workspace.policy("gates/patch.yaml")).oracle
+        if quick:
+            once = policy.patience.model_copy(update={"again": 1.0})  # an agent can try again; the gate will
+            policy = policy.model_copy(update={"cases": policy.cases[:1], "patience": once})
+            found = patch_ops.oracle(
+                policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle"
+            )
+            if found["state"] != "passed":
+                return Checked("oracle", tuple(found["reasons"]))
+            return Checked("oracle", (), self._times(candidate, work / "times", ops) if timed else ())
+        names = [path.removesuffix(".py").replace("/", ".") for path in paths if path.endswith(".py")]
+        command = [sys.executable, "-c", IMPORT, *names]
+        limits = Limits(wall_seconds=policy.patience.least_seconds)
+        done = sandbox.run(command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits)
+        problems = () if done.ok else (f"the changed files cannot be imported: {done.why()}",)
+        return Checked("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())
+
+    def _times(self, candidate: Path, folder: Path, ops: Sequence[ChangedOp]) -> tuple[str, ...]:
+        """What the candidate's own code tells of its speed, in a folder that nothing else reads."""
+        words = []
+        for changed in ops:
+            if changed.before == changed.after:
+                continue
+            try:
+                told = self._bench(candidate, folder, changed.op, changed.after, changed.before, {})
+            except MeasurementError as error:
+                words.append(str(error))
+            else:
+                spread = f"quartile {told.ratio_low:.3f}x, {told.seconds * 1e3:.2f} ms against {told.against_seconds * 1e3:.2f} ms"
+                words.append(
+                    f"{changed.op}: {changed.after} is {told.ratio:.3f}x as fast as {changed.before} alone ({spread})"
+                )
+        return tuple(words) or (NOTHING_TO_TIME,)
+
+    def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
+        """``kernels.contract.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
+        code = repository.checkout_live(self.workspace, self.base)
+        with devices.one(), self.progress.task(f"timing {op}: {implementation}, alone"):
+            # Compiled code of approved kernels, kept for the next time.
+            folder = self.workspace.root / "cache" / f"workbench{devices.label()}"
+            try:
+                measured = self._bench(
+                    code, folder, op, implementation, against, {"micro_sequences": rows} if rows else {}
+                )
+            except MeasurementError as error:
+                if self.left >= 1:
+                    self.progress.line(f"  {error}")
+                raise
+        if rows:
+            self.progress.line(f"  {op}: {implementation} takes {measured.seconds * 1e3:.1f} ms for {rows} rows, alone")
+        else:
+            self.progress.line(f"  {op}: {implementation} is {measured.ratio:.2f}x as fast as {against}, alone")
+        return measured
+
+    def _bench(
+        self, code: Path, output: Path, op: str, implementation: str, against: str, batch: dict[str, int]
+    ) -> Measurement:
+        """``kernels.contract.bench`` of a checkout in the sandbox, writing in ``output`` alone. Raises: MeasurementError."""
+        if self.left < 1:
+            raise MeasurementError(f"{op}: {implementation} is not measured: the seconds for it are spent")
+        output.mkdir(parents=True, exist_ok=True)
+        recipe = output.with_name(f"{output.name}-recipe.yaml")  # where no code of an agent can write
+        recipe.write_text(yaml.safe_dump(self.start.recipe | {"batch": self.start.recipe["batch"] | batch}))
+        command = [sys.executable, "-m", "kernels.contract.bench", "--op", op, "--implementation", implementation]
+        command += ["--against", against, "--recipe", str(recipe), "--device", devices.kind()]
+        limits = Limits(wall_seconds=self.left)
+        done = sandbox.run(command, output=output, readonly=[code, recipe], cwd=code, limits=limits)
+        self.spent += done.seconds
+        try:
+            found = json.loads(done.stdout)
+            keys = ("seconds", "against_seconds", "ratio", "ratio_low")
+            return Measurement(*(float(found[key]) for key in keys))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise MeasurementError(f"{op}: {implementation} could not be measured: {done.why()}") from error
+
+    def history(self, target: str) -> list[Attempt]:
+        """Judged proposals on a target, or on all of a kind (``quality:``), oldest first."""
+        of_kind = lambda name: name.startswith(target) if target.endswith(":") else name == target
+        rows = [row for row in history(self.ledger) if of_kind(row["target"])]
+        return [
+            Attempt(row["patch_id"] or "", row["outcome"], "; ".join(row["reasons"])[:500], row["title"])
+            for row in rows
+        ]
+
+
+def _elsewhere(change: Change, base: bytes | None) -> list[str]:
+    """Choices of kernels that the gate could not judge here."""
+    keys = patch_ops.changed_sections(base, change.content) if change.path == KERNELS else []
+    others = [key for key in keys if key != devices.kind()]
+    return [f"{KERNELS}: change the choice for {devices.kind()} alone: {key} cannot be judged here" for key in others]
+
+
+def history(ledger: Ledger) -> list[dict[str, Any]]:
+    """Judged proposals, oldest first: what was tried, on what, and what came of it."""
+    columns = [proposals.c[name] for name in ("number", "agent", "target", "title", "predicted_gain")]
+    rows = ledger.rows(
+        sa.select(*columns, verdicts.c.outcome, verdicts.c.reasons, verdicts.c.evidence)
+        .join(verdicts, verdicts.c.id == proposals.c.verdict)
+        .order_by(proposals.c.number)
+    )
+    for row in rows:
+        evidence = row.pop("evidence") or {}
+        row |= {"gain": (evidence.get("gain") or {}).get("ratio"), "patch_id": evidence.get("patch_id")}
+    return rows

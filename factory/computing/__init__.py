@@ -1,0 +1,1 @@
+"""What computes here: precision, kernels as tuned for this machine."""

@@ -1,0 +1,139 @@
+"""How a segment is computed: in which precision, by which kernels, on what machine. Decided once, when it is planned.
+
+What was decided stands in the segment's row (``computing``) and holds until the segment ends, wherever it goes on. A segment that
+would be computed otherwise than the one before it needs a certificate, as after a change of the code (``factory.training.certifying``).
+
+    {"precision": {"precision": "fp32", "asked": "auto", "probe": {"seconds": {…}, "rates": {…}}, "warning": ""},
+     "kernels": {"attention": "recompute", …}, "fallback": "fail", "tuning": "…/tuning/cpu-avx2-fp32.json",
+     "machine": {"name": "cpu-avx2", …}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from factory.computing import tuned_kernels
+from factory.core import devices
+from factory.core.errors import ConfigError
+from factory.core.launching import die_with
+from factory.core.workspace import Workspace, code_root
+
+if TYPE_CHECKING:
+    from trainer.contract.recipe import Recipe
+
+Computing = dict[str, Any]
+
+
+def decide(workspace: Workspace, recipe: Recipe, kernels: str, before: str = "") -> tuple[Recipe, Computing, list[str]]:
+    """(the recipe with its precision by name, what the segment's row keeps, lines for a person).
+
+    ``kernels``: the text of the live code's ``kernels.yaml``. ``before``: the precision of the segment that this one goes on from.
+    Raises: ConfigError, for a precision that the device does not have or a tuning that is none.
+    """
+    from kernels.contract.choice import automatic, resolve, section_of
+    from kernels.contract.machine import here
+
+    chosen = measured_precision(recipe, before)
+    notes = [chosen["warning"]] if chosen["warning"] else []
+    resolved = recipe.model_copy(update={"precision": chosen["precision"]})
+    machine, section = here(), section_of(kernels, devices.kind())
+    found = tuned_kernels.Tuned(None, "")
+    if automatic(section):
+        found = tuned_kernels.lookup(workspace, machine, resolved.precision, shape_of(resolved))
+        notes += [found.note] if found.note else []
+    document = yaml.safe_load(kernels) or {}
+    computing = {
+        "precision": chosen,
+        "kernels": resolve(section, found.choice),
+        "fallback": document.get("fallback", "") if isinstance(document, dict) else "",
+        "tuning": found.source,
+        "machine": machine.to_json(),
+    }
+    return resolved, computing, notes
+
+
+def measured_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
+    """``trainer.contract.plan.precision.choose`` as JSON. On a GPU in a process of its own: the factory's would hold memory there for ever.
+
+    Raises: ConfigError.
+    """
+    from trainer.contract.errors import RecipeError
+
+    if devices.kind() == "cpu":
+        import torch
+
+        from trainer.contract.plan.precision import choose
+
+        try:
+            return asdict(choose(recipe, torch.device("cpu"), before))
+        except RecipeError as error:
+            raise ConfigError(str(error)) from error
+    with tempfile.TemporaryDirectory() as folder:
+        given = Path(folder) / "recipe.yaml"
+        given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer.contract.plan.precision", str(given), "--json", "--before", before],
+            cwd=code_root(),
+            env=os.environ | {"PYTHONPATH": str(code_root())},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            preexec_fn=die_with(os.getpid()),
+        )
+    if done.returncode:
+        raise ConfigError((done.stderr.strip().splitlines() or ["the precisions could not be measured"])[-1])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def shape_of(recipe: Recipe) -> dict[str, int]:
+    """The sizes that kernels are tuned at, as ``kernels.contract.bench`` takes them from a recipe."""
+    keys = ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
+    return {"batch": recipe.batch.micro_sequences or recipe.batch.sequences} | {
+        k: getattr(recipe.model, k) for k in keys
+    }
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What two rows of ``segments`` are computed by that differs, a line each. A row of an older factory says only its precision."""
+    old, new = before["recipe_json"]["precision"], after["recipe_json"]["precision"]
+    lines = [f"precision: {old} → {new}"] if old != new else []
+    if before["computing"] and after["computing"]:
+        old, new = before["computing"]["kernels"], after["computing"]["kernels"]
+        names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        lines += [f"kernel of {name}: {old.get(name, 'reference')} → {new.get(name, 'reference')}" for name in names]
+    return lines
+
+
+def write_kernels(folder: Path, computing: Computing | None, name: str = "kernels.yaml") -> str | None:
+    """Write the ``kernels.yaml`` of a segment into a folder; returns its path. None: the code's own holds."""
+    if computing is None:
+        return None
+    kept: dict[str, Any] = {computing["machine"]["device"]: computing["kernels"]}
+    if computing["fallback"]:
+        kept["fallback"] = computing["fallback"]
+    path, aside = folder / name, folder / f"{name}.part"
+    aside.write_text(yaml.safe_dump(kept, sort_keys=False))
+    os.replace(aside, path)
+    return str(path)
+
+
+def describe(computing: Computing | None) -> str:
+    """One line for a person; empty for a segment of an older factory."""
+    return f"{describe_precision(computing['precision'])} on {computing['machine']['name']}" if computing else ""
+
+
+def describe_precision(found: Mapping[str, Any]) -> str:
+    """What ``measured_precision`` found, as one line."""
+    times = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in found["probe"]["seconds"].items())
+    how = "measured" if found["asked"] == "auto" else "asked for"
+    return f"precision {found['precision']} ({how}; products, attention and loss head of a step: {times})"

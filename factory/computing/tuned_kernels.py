@@ -1,0 +1,100 @@
+"""What ``factory tune`` found, a file for each machine class and precision in the workspace's ``tuning/``.
+
+What ``kernels.yaml`` leaves to ``auto`` is looked up here when a segment is planned (``factory.computing.computing``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from factory.core.errors import ConfigError, InputError, nearest
+from factory.core.workspace import Workspace
+
+if TYPE_CHECKING:
+    from kernels.contract.machine import Machine
+
+KERNELS = "policies/kernels.yaml"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning says for a machine and a precision. ``note``: one line for a person, where it says less than it could."""
+
+    choice: Mapping[str, str] | None
+    source: str  # the file, or ''
+    note: str = ""
+
+
+def path_of(workspace: Workspace, machine_class: str, precision: str) -> Path:
+    return workspace.root / "tuning" / f"{machine_class}-{precision}.json"
+
+
+def lookup(workspace: Workspace, machine: Machine, precision: str, shape: Mapping[str, int] | None = None) -> Tuned:
+    """The tuning for this machine. ``shape``: the sizes that are trained; of another recipe, it is used and said.
+
+    Raises: ConfigError naming the file, when it cannot be read or was made on another class of machine.
+    """
+    path = path_of(workspace, machine.name, precision)
+    if not path.exists():
+        note = f"no kernels are tuned for {machine.name} in {precision}: what kernels.yaml leaves to 'auto' runs its reference; run 'factory tune'"
+        return Tuned(None, "", note)
+    found = read(path)
+    made = found["machine"]
+    if made["name"] != machine.name:
+        raise ConfigError(
+            f"{path}: it was made on a machine of class {made['name']!r}, this is {machine.name!r}: remove it"
+        )
+    if made["torch"] != machine.torch:
+        note = f"{path} was made with torch {made['torch']}, this is torch {machine.torch}: it is not used; run 'factory tune'"
+        return Tuned(None, "", note)
+    note = ""
+    if shape is not None and found["setting"]["shape"] != dict(shape):
+        note = f"{path} was made at the sizes of another recipe: it is used, and 'factory tune' measures again"
+    return Tuned(found["choice"], str(path), note)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Raises: ConfigError naming the file."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        choice, made = found["choice"], found["machine"]
+        whole = all(isinstance(key, str) and isinstance(value, str) for key, value in choice.items())
+        if not whole or not isinstance(made["name"], str) or not isinstance(made["torch"], str):
+            raise ValueError("its values are of the wrong kind")
+        found["setting"]["shape"]["batch"]
+        return dict(found)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is no tuning of 'factory tune' ({error}): remove it, and run 'factory tune'"
+        ) from None
+
+
+def every(workspace: Workspace, machine_class: str = "") -> list[tuple[Path, dict[str, Any]]]:
+    """The workspace's tunings, of one class of machine or of all. Raises: InputError for a class that has none; ConfigError."""
+    found = [(path, read(path)) for path in sorted((workspace.root / "tuning").glob("*.json"))]
+    classes = {tuning["machine"]["name"] for _, tuning in found}
+    if machine_class and machine_class not in classes:
+        raise InputError(f"nothing is tuned for a machine of class {machine_class!r}{nearest(machine_class, classes)}")
+    return [(path, tuning) for path, tuning in found if machine_class in ("", tuning["machine"]["name"])]
+
+
+def describe(tuning: Mapping[str, Any]) -> list[str]:
+    """A tuning as lines for a person: what was chosen, and the times."""
+    from kernels.contract.machine import Machine
+
+    setting = tuning["setting"]
+    lines = [f"{Machine(**tuning['machine'])}: recipe {tuning.get('recipe', '?')} in {setting['precision']}"]
+    for op, chosen in tuning["choice"].items():
+        tried = [one for one in tuning["timed"] if one["op"] == op]
+        times = ", ".join(
+            f"{one['implementation']} {one['ratio']:.2f}x" if one["ratio"] else f"{one['implementation']} {one['why']}"
+            for one in tried
+        )
+        lines.append(f"  {op:<22}{chosen}" + (f"   (reference 1x, {times})" if times else ""))
+    return lines

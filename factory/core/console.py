@@ -1,0 +1,130 @@
+"""The terminal: progress bars where a person looks, plain lines where a log does."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from agents.core.untrusted import visible
+from factory.core.progress import Task
+
+LONGEST_LINE = 20_000  # characters
+
+
+class _Bar:
+    def __init__(self, bars: Progress, identifier: TaskID) -> None:
+        self.bars, self.identifier = bars, identifier
+
+    def advance(self, amount: float = 1, note: str = "") -> None:
+        self.bars.update(self.identifier, advance=amount, note=note) if note else self.bars.update(
+            self.identifier, advance=amount
+        )
+
+
+class _PlainTask:
+    """Without a terminal: a line at the start of long work, one at least every eight seconds, one at the end."""
+
+    EVERY = 8.0
+
+    def __init__(self, terminal: Terminal, title: str, total: float | None) -> None:
+        self.terminal, self.title, self.total = terminal, title, total
+        self.done, self.note, self.started = 0.0, "", time.monotonic()
+        self.told = -1.0
+        self.over = threading.Event()
+        self.beat = threading.Thread(target=self._go_on_saying, daemon=True)
+        self.beat.start()
+
+    def advance(self, amount: float = 1, note: str = "") -> None:
+        self.done += amount
+        self.note = note or self.note
+
+    def _go_on_saying(self) -> None:
+        """Work may be silent for as long as a compiler takes: who watches a log is told that it goes on."""
+        while not self.over.wait(0.5):
+            if time.monotonic() - self.terminal.said >= self.EVERY:
+                self.say()
+
+    def close(self) -> None:
+        self.over.set()
+        self.beat.join()
+        counted = (
+            self.done or time.monotonic() - self.started >= self.EVERY
+        )  # else it was over before it was worth a word
+        if self.done != self.told and counted:
+            self.say()
+
+    def say(self) -> None:
+        self.told = self.done
+        part = f"{self.done:.0f}/{self.total:.0f}" if self.total else f"{self.done:.0f}" if self.done else ""
+        words = " ".join(filter(None, (self.title, part, self.note)))
+        self.terminal.line(f"  {words} ({time.monotonic() - self.started:.0f} s)")
+
+
+class Terminal:
+    """``factory.core.progress.Progress`` on standard error's terminal, or as lines where there is none."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, stderr=False)
+        self.bars: Progress | None = None
+        self._tasks, self._lock = 0, threading.Lock()
+        self.said = time.monotonic()  # when the last line was printed
+
+    def line(self, text: str) -> None:
+        """Print a line; what a terminal would obey (an agent may have written it) is shown as �."""
+        self.said = time.monotonic()
+        self.console.print(visible(text, LONGEST_LINE), markup=False, soft_wrap=True)
+        if not self.console.is_terminal:
+            sys.stdout.flush()
+
+    def heading(self, text: str) -> None:
+        self.console.print(f"\n[bold]{text}[/bold]", soft_wrap=True)
+
+    @contextmanager
+    def task(self, title: str, total: float | None = None) -> Iterator[Task]:
+        if not self.console.is_terminal:
+            plain = _PlainTask(self, title, total)
+            try:
+                yield plain
+            finally:
+                plain.close()
+            return
+        bars = self._begun()
+        try:
+            yield _Bar(bars, bars.add_task(title, total=total, note=""))
+        finally:
+            with self._lock:
+                self._tasks -= 1
+                if not self._tasks:
+                    bars.stop()
+                    self.bars = None
+
+    def _begun(self) -> Progress:
+        """The bars of all tasks that go on, on whatever thread."""
+        with self._lock:
+            if self.bars is None:
+                columns = (
+                    TextColumn("  {task.description:<28}"),
+                    BarColumn(30),
+                    MofNCompleteColumn(),
+                    TimeElapsedColumn(),
+                    TimeRemainingColumn(),
+                    TextColumn("{task.fields[note]}"),
+                )
+                self.bars = Progress(*columns, console=self.console)
+                self.bars.start()
+            self._tasks += 1
+            return self.bars

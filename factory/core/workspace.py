@@ -1,0 +1,238 @@
+"""One factory's folder: where each thing lies, and the files that say what it is (DESIGN §3).
+
+``Workspace.create`` makes one, ``Workspace.open`` finds one. Nothing here reads the ledger.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from factory.core.errors import ConfigError, WorkspaceError, nearest
+from factory.core.yaml_file import load_yaml
+
+VERSION = 1
+FOLDERS = (
+    "inbox",
+    "shards",
+    "checkpoints",
+    "exports",
+    "segments",
+    "worktrees",
+    "reports",
+    "logs",
+    "tokenizer",
+    "quarantine",
+    "policies",
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """``factory.yaml``. Every key is optional.
+
+    recipe: name of a file in ``policies/recipes/``.
+    repository: the git repository whose code is trained with and patched, relative to the workspace; the factory's own by default.
+    ledger_url, mlflow_uri: SQLAlchemy / MLflow addresses; SQLite files of the workspace by default.
+    ranks: how many ranks train; 0, the default: one for each GPU of this machine, one without any.
+    launcher: what starts the ranks in place of torchrun on this machine, for several machines that share the workspace:
+        ``srun --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500``.
+    """
+
+    version: int = VERSION
+    recipe: str = "demo"
+    repository: str = ""
+    ledger_url: str = ""
+    mlflow_uri: str = ""
+    ranks: int = 0
+    launcher: str = ""
+
+
+def code_root() -> Path:
+    """The checkout this package is imported from."""
+    return Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    root: Path
+    config: Config
+
+    # -- where things lie -------------------------------------------------------------------------------------------
+    @property
+    def inbox(self) -> Path:
+        return self.root / "inbox"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    @property
+    def shards(self) -> Path:
+        return self.root / "shards"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer"
+
+    @property
+    def segments(self) -> Path:
+        return self.root / "segments"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        return self.root / "exports"
+
+    @property
+    def worktrees(self) -> Path:
+        return self.root / "worktrees"
+
+    @property
+    def reports(self) -> Path:
+        return self.root / "reports"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def repository(self) -> Path:
+        return self.root / self.config.repository if self.config.repository else code_root()
+
+    @property
+    def ledger_url(self) -> str:
+        return self.config.ledger_url or f"sqlite:///{self.root / 'ledger.db'}"
+
+    @property
+    def mlflow_uri(self) -> str:
+        return self.config.mlflow_uri or f"sqlite:///{self.root / 'mlflow.db'}"
+
+    @property
+    def mlflow_artifacts(self) -> Path:
+        return self.root / "mlartifacts"
+
+    def policy(self, name: str) -> Path:
+        """A policy file: the workspace's own copy when there is one, else the checkout's (``name`` like ``data.yaml``)."""
+        own = self.root / "policies" / name
+        path = own if own.exists() else code_root() / "policies" / name
+        if not path.exists():
+            raise ConfigError(f"no policy {name!r}: looked for {own} and {path}")
+        return path
+
+    def own_recipe(self) -> Path:
+        """Where the workspace's own copy of the recipe lies, if it has one: no proposal changes that."""
+        return self.root / "policies" / "recipes" / f"{self.config.recipe}.yaml"
+
+    def recipe_path(self) -> Path:
+        """The recipe that ``factory.yaml`` names: the workspace's own copy, else the trained code's, which approved proposals
+        change, else the checkout's.
+
+        Raises: ConfigError that names the nearest recipe when there is none of that name.
+        """
+        name = f"recipes/{self.config.recipe}.yaml"
+        live = self.repository / "policies" / name
+        if live.is_file() and not self.own_recipe().exists():
+            return live
+        try:
+            return self.policy(name)
+        except ConfigError:
+            known = {p.stem for d in (self.root, code_root()) for p in (d / "policies" / "recipes").glob("*.yaml")}
+            where = self.root / "factory.yaml"
+            raise ConfigError(
+                f"{where}: recipe: no recipe {self.config.recipe!r}{nearest(self.config.recipe, known)}"
+            ) from None
+
+    # -- making and finding -----------------------------------------------------------------------------------------
+    @classmethod
+    def create(cls, root: Path, config: Config | None = None) -> Workspace:
+        """Make the folders and ``factory.yaml``; a workspace that is already there is opened, never overwritten."""
+        root = root.expanduser().resolve()
+        if (root / "factory.yaml").exists():
+            return cls.open(root)
+        if root.exists() and not root.is_dir():
+            raise WorkspaceError(f"{root} is a file: name a folder")
+        if root.exists() and any(path.name not in (".demo", *FOLDERS) for path in root.iterdir()):
+            raise WorkspaceError(f"{root} is not empty and is not a workspace: name an empty folder")
+        config = config or Config()
+        try:
+            for folder in FOLDERS:
+                (root / folder).mkdir(parents=True, exist_ok=True)
+            (root / "root").write_text(f"{root}\n")
+            _write_config(root / "factory.yaml", config)
+        except OSError as error:
+            raise WorkspaceError(f"{root} cannot be made: {error.strerror}") from error
+        return cls(root, config)
+
+    @classmethod
+    def open(cls, root: Path) -> Workspace:
+        """Raises: WorkspaceError when there is none, or of another version; ConfigError for a bad factory.yaml."""
+        root = root.expanduser().resolve()
+        path = root / "factory.yaml"
+        if not os.access(root, os.R_OK | os.X_OK) and root.exists():
+            raise WorkspaceError(f"{root} may not be read by this user")
+        if not path.exists():
+            raise WorkspaceError(f"no workspace at {root}: run 'factory init --workspace {root}', or set FACTORY_HOME")
+        config = _read_config(path)
+        if config.version != VERSION:
+            raise WorkspaceError(
+                f"{root} is a workspace of version {config.version}, this factory speaks version {VERSION}: "
+                "use the factory that made it, or start a new workspace and ingest the same shards"
+            )
+        made = root / "root"
+        if made.exists() and (old := made.read_text().strip()) != str(root):
+            raise WorkspaceError(
+                f"{root} was made at {old}, and its ledger names files there: move it back, or start a new workspace and "
+                "ingest the same shards"
+            )
+        return cls(root, config)
+
+    @contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """Hold ``<name>.lock`` for this process; it is the kernel's and dies with the process.
+
+        Raises: WorkspaceError that names the other process when somebody holds it.
+        """
+        path = self.root / f"{name}.lock"
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
+                raise WorkspaceError(
+                    f"{self.root} is in use: process {holder} holds {path.name}; wait for it, or stop it first"
+                ) from None
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(handle)
+
+
+def _write_config(path: Path, config: Config) -> None:
+    lines = ["# This factory's configuration. Every key is optional; an unknown key is an error.\n"]
+    lines += [f"{key}: {value}\n" for key, value in vars(config).items() if value not in ("", 0)]
+    path.write_text("".join(lines))
+
+
+def _read_config(path: Path) -> Config:
+    data = load_yaml(path) or {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected 'key: value' lines")
+    known = {name: type(getattr(Config, name)) for name in Config.__dataclass_fields__}
+    for key, value in data.items():
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}{nearest(str(key), known)}")
+        if not isinstance(value, known[key]):
+            raise ConfigError(f"{path}: {key}: expected {known[key].__name__}, got {value!r}")
+    if isinstance(ranks := data.get("ranks", 0), bool) or ranks < 0:
+        raise ConfigError(f"{path}: ranks: expected a number of ranks, got {ranks!r}")
+    return Config(**data)

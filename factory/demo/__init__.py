@@ -1,0 +1,1 @@
+"""``factory demo``: the whole story on this machine, sized to some minutes."""

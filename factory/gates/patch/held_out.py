@@ -1,0 +1,67 @@
+"""Weights that nobody trusts, scored on held-out documents by the judge's own model."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from factory.core.errors import InputError
+from factory.core.workspace import Workspace
+from factory.evals.export_config import parse_config
+from factory.evals.policy import EvalPolicy
+from factory.evals.reference_model import ReferenceModel
+from factory.evals.suite import build_suite
+from factory.evals.tasks import Item, ScoredText, bits_per_byte, encode_suite, ratio_bits
+from factory.evals.token_bytes import TokenBytes
+from factory.gates.patch.session import Weights
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.ledger import Ledger
+from trainer.contract.checkpoint.export import hf_config, hf_tensors
+from trainer.contract.recipe import Recipe
+
+
+def held_out_texts(count: int, size: int, workspace: Workspace, ledger: Ledger) -> tuple[list[ScoredText], EvalPolicy]:
+    """At most ``count`` held-out documents a domain, cut to ``size`` bytes, and how they are scored; none without a tokenizer."""
+    update = {"documents_per_domain": count, "document_bytes": size}
+    policy = EvalPolicy.load(workspace.policy("evals.yaml")).model_copy(update=update)
+    try:
+        tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
+    except InputError:
+        return [], policy
+    suite = build_suite(ledger, policy, tokenizer.sha256)
+    return encode_suite(suite, tokenizer, token_bytes, size), policy
+
+
+def reference_model(weights: Weights, recipe: dict[str, Any]) -> ReferenceModel:
+    """The judge's own model of weights with the trainer's names, as the recipe's export would be."""
+    shape = Recipe.parse(recipe).model
+    return ReferenceModel(parse_config(hf_config(shape, "float32"), "recipe"), hf_tensors(weights, shape))
+
+
+def scores(weights: Weights, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy) -> list[Item]:
+    """An item a document: its nats, and its bytes as weight."""
+    return bits_per_byte(reference_model(weights, recipe), texts, policy, lambda amount: None)
+
+
+def weights_bits(
+    weights: Weights, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy
+) -> dict[str, float]:
+    """Bits per byte by domain."""
+    return ratio_bits(scores(weights, recipe, texts, policy))
+
+
+def gains(ours: Sequence[Item], theirs: Sequence[Item]) -> dict[str, list[float]]:
+    """By domain, for each source document: how many bits per byte fewer ``ours`` needs for what is held out of it."""
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.item, mine.weight) == (other.item, other.weight)
+        pair = sums[mine.domain, mine.cluster]
+        pair[0] += (other.value - mine.value) / math.log(2)
+        pair[1] += mine.weight
+    found: dict[str, list[float]] = defaultdict(list)
+    for (domain, _), (bits, size) in sorted(sums.items()):
+        if size:
+            found[domain].append(bits / size)
+    return dict(found)

@@ -1,0 +1,90 @@
+"""Do two runs on the same data leave the same: weights, and the rest that the next segment goes on from?
+
+Weights are told by how far they end apart, as a share of how far they moved; moments by what steps that are left out make away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from factory.gates.patch.session import Rest, Weights
+
+# Of state.json: what a later run goes on with, to the bit, and but for rounding.
+GOES_ON = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
+FOLLOWS = ("detector",)
+ROUNDED = 0.1  # share by which a loss or a gradient's norm may be another
+
+
+def drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool = True) -> float:
+    """‖candidate − baseline‖ / ‖baseline − origin‖; ``of_one``: or half that of the worst tensor, if it is more."""
+    worst = 0.0
+    apart = moved = 0.0
+    for name, tensor in origin.items():
+        a = float((candidate[name].double() - baseline[name].double()).square().sum())
+        m = float((baseline[name].double() - tensor.double()).square().sum())
+        apart, moved = apart + a, moved + m
+        if a:
+            worst = max(worst, (a / m) ** 0.5 if m else 1e9)
+    whole = (apart / moved) ** 0.5 if moved else (1e9 if apart else 0.0)
+    return max(whole, worst / 2) if of_one else whole
+
+
+def squares(one: Rest | None, other: Rest | None) -> dict[str, float]:
+    """Squared distance of two runs' optimiser states by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``)."""
+    assert one is not None and other is not None
+    apart: dict[str, float] = defaultdict(float)
+    for name, tensor in other.optimizer.items():
+        if name != "rng":
+            apart[name.partition(".")[0]] += float((one.optimizer[name].double() - tensor.double()).square().sum())
+    return apart
+
+
+def differs(candidate: Rest | None, baseline: Rest | None, away: Mapping[str, float], max_drift: float) -> str:
+    """What a run that goes on from the candidate's checkpoint would find otherwise than in the baseline's; empty: nothing.
+
+    Moments are told by kind, as their sizes have nothing to do with each other, and may be apart by a share of ``away``: the squares of
+    what steps that are left out make.
+    """
+    assert candidate is not None and baseline is not None
+    if lost := sorted(baseline.state.keys() - candidate.state.keys()):
+        return f"state.json has no {', '.join(lost)}"
+    if other := [key for key in GOES_ON if candidate.state.get(key) != baseline.state.get(key)]:
+        return f"state.json has another {', '.join(other)}"
+    if other := [key for key in FOLLOWS if not _alike(candidate.state.get(key), baseline.state.get(key))]:
+        return f"state.json has another {', '.join(other)}"
+    if _learnt(candidate.state.get("recipe")) != _learnt(baseline.state.get("recipe")):
+        return "state.json has another recipe"
+    for name, tensor in sorted(baseline.optimizer.items()):
+        found = candidate.optimizer.get(name)
+        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+            return f"the optimiser's {name} is not there, or of another shape or dtype"
+        if name.startswith("step.") and not torch.equal(found, tensor):
+            return f"the optimiser's {name} is another"
+    for kind, square in sorted(squares(candidate, baseline).items()):
+        allowed = away.get(kind, 0.0)
+        share = (square / allowed) ** 0.5 if allowed else math.inf
+        if square and not share <= max_drift:
+            return f"the optimiser's {kind} is {share:.2g} of what the steps left out make away, at most {max_drift:g} is allowed"
+    return ""
+
+
+def _alike(one: object, other: object) -> bool:
+    """The same but for rounding: numbers of a loss or a gradient's norm."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= ROUNDED * max(abs(one), abs(other))
+    return one == other
+
+
+def _learnt(recipe: object) -> object:
+    """What a recipe says but for how a step is computed."""
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("batch"), dict):
+        return recipe
+    return recipe | {"compile": None, "batch": recipe["batch"] | {"micro_sequences": None}}

@@ -1,0 +1,230 @@
+"""One sandboxed trainer, several timed runs: the clock starts when the run's data plan is revealed, and stops at its weights.
+
+The trainer is started once (``python -m trainer --wait …``), warms up on a run that is not timed, and then waits. A run is
+revealed by writing its ``segment.json``, whose fresh random seed decides the data: nothing that the code did before can
+count towards it. The clock stops when the result is there, and the weights are read at that moment: what is computed later
+comes too late. Start-up and compilation are outside the clock on both sides. Only one side is alive at a time, so that
+neither can slow the other.
+
+The folder is the candidate's to write in: it is only ever entered through descriptors of folders that were made before
+the sandbox started, and no link in it is followed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors, tensors_of
+from factory.sandbox import clock as sandbox_clock
+from factory.sandbox import sandbox
+from factory.sandbox.clock import CpuSeconds
+from factory.sandbox.sandbox import Limits
+
+POLL_SECONDS = 0.003
+WARM_STEPS = 20  # of a process, at most: until then its runs are some percent slower
+STATE_BYTES = 1 << 26  # most of a checkpoint's JSON
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a checkpoint holds besides the weights: all that a later run needs to go on."""
+
+    optimizer: Weights
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    seconds: float  # from the reveal of the data plan to the result, by this process's clock
+    weights: Weights
+    rest: Rest | None = None  # of the runs that ``timed_session`` was asked it of
+    early: Weights = field(default_factory=dict)  # of the step that it was asked for
+    cpu: CpuSeconds | None = None  # of the sandbox's processes over the same seconds; None: it could not be told
+
+
+@dataclass
+class Session:
+    """What a session left: its runs, and what went wrong (empty: nothing)."""
+
+    runs: list[TimedRun] = field(default_factory=list)
+    failed: str = ""
+    seconds: float = 0.0  # all of it, start-up included
+    out_of_time: bool = False  # its time limit ended it: what was not done is nobody's failure
+
+
+def timed_session(
+    folder: Path,
+    code: Path,
+    specs: Sequence[dict[str, Any]],
+    readonly: Sequence[Path],
+    origin: Weights,
+    wall_seconds: float,
+    whole: Collection[int] = (),
+    early: Mapping[int, int] | None = None,
+) -> Session:
+    """Run ``specs`` one after the other in one sandboxed trainer; the first is the warm-up. Every run must leave a checkpoint that
+    training can go on from; of those whose numbers are ``whole`` all of it is kept, and of those in ``early`` the weights of that step.
+
+    Raises: IsolationError.
+    """
+    runs = folder / "runs"
+    shutil.rmtree(runs, ignore_errors=True)
+    names = [f"{number:02d}" for number in range(len(specs))]
+    for name in names:
+        (runs / name).mkdir(parents=True)
+    descriptors = [os.open(runs / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for name in names]
+    session = Session()
+    revealer = _Revealer(descriptors, specs, origin, session, whole, early or {})
+    try:
+        revealer.start()
+        result = sandbox.run(
+            [sys.executable, "-m", "trainer", "--wait", *(str(runs / name) for name in names)],
+            output=folder,
+            readonly=[code, *readonly],
+            cwd=code,
+            limits=Limits(wall_seconds=wall_seconds),
+            begun=revealer.inits.append,
+            enough=revealer.enough,
+        )
+    finally:
+        revealer.over.set()
+        revealer.join()
+        for descriptor in descriptors:
+            os.close(descriptor)
+    session.seconds = result.seconds
+    if not session.failed and len(session.runs) < len(specs) - 1:
+        session.failed = result.why() if not result.ok else "it ended before its runs were done"
+        session.out_of_time = result.timed_out
+    return session
+
+
+class _Revealer(threading.Thread):
+    """Hands out the runs, one when the one before is done, and holds the clock."""
+
+    def __init__(
+        self,
+        folders: Sequence[int],
+        specs: Sequence[dict[str, Any]],
+        origin: Weights,
+        session: Session,
+        whole: Collection[int],
+        early: Mapping[int, int],
+    ) -> None:
+        super().__init__(daemon=True)
+        self.whole, self.early = whole, early
+        self.folders, self.specs, self.origin, self.session = folders, specs, origin, session
+        self.over, self.enough = threading.Event(), threading.Event()
+        self.inits: list[int] = []  # of the sandbox, once it runs
+
+    def run(self) -> None:
+        for number, (folder, spec) in enumerate(zip(self.folders, self.specs, strict=True)):
+            if not self._wait_for(folder, "ready"):
+                return
+            used, began = sandbox_clock.read(self.inits[0]), time.monotonic()
+            try:
+                _reveal(folder, spec)
+            except OSError as error:  # the code at work sits on the name: no run
+                self._fail(f"run {number} could not be handed out: {error.strerror}")
+                return
+            if not self._wait_for(folder, "result.json"):
+                return
+            seconds, cpu = time.monotonic() - began, sandbox_clock.between(used, sandbox_clock.read(self.inits[0]))
+            if number == 0:
+                continue
+            weights, problem = read_weights(folder, spec["last_step"], self.origin)
+            rest, before = None, Weights()
+            if not problem:  # of each run, so that none can know that nobody looks
+                rest, problem = read_rest(folder, spec["last_step"], self.origin)
+            if not problem and number in self.early:
+                before, problem = read_weights(folder, self.early[number], self.origin)
+            if problem:
+                self._fail(f"run {number}: {problem}")
+                return
+            self.session.runs.append(TimedRun(seconds, weights, rest if number in self.whole else None, before, cpu))
+
+    def _fail(self, why: str) -> None:
+        self.session.failed = why
+        self.enough.set()  # the trainer would wait for its next run until its time is up
+
+    def _wait_for(self, folder: int, name: str) -> bool:
+        while not self.over.is_set():
+            try:
+                os.stat(name, dir_fd=folder, follow_symlinks=False)
+                return True
+            except OSError:
+                time.sleep(POLL_SECONDS)
+        # The trainer may have ended right after it wrote what we wait for.
+        try:
+            os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+
+def _reveal(folder: int, spec: dict[str, Any]) -> None:
+    handle = os.open("segment.json.part", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
+    with os.fdopen(handle, "w") as out:
+        json.dump(spec, out)
+    os.rename("segment.json.part", "segment.json", src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def read_weights(folder: int, step: int, origin: Weights) -> tuple[Weights, str]:
+    """The weights that a run left after ``step``, or what is wrong with them."""
+    expected = sum(tensor.numel() * tensor.element_size() for tensor in origin.values())
+    try:
+        weights = read_tensors(
+            folder, ("checkpoints", f"step-{step:08d}", "model.safetensors"), 2 * expected + (1 << 20)
+        )
+    except UntrustedFileError as error:
+        return {}, f"it left no weights of step {step}: {error}"
+    for name, tensor in origin.items():
+        found = weights.get(name)
+        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype or len(weights) != len(origin):
+            return {}, f"its weights are not those of this model ({name})"
+        if not bool(found.isfinite().all()):
+            return {}, f"its weights are not finite ({name})"
+    return weights, ""
+
+
+def read_rest(folder: int, step: int, origin: Weights) -> tuple[Rest | None, str]:
+    """What else a run left after ``step``, each file as its manifest says, or what is wrong with it."""
+    parts = ("checkpoints", f"step-{step:08d}")
+    size = sum(tensor.numel() * tensor.element_size() for tensor in origin.values())
+    limits = {"model.safetensors": 2 * size, "optimizer.safetensors": 4 * size, "state.json": STATE_BYTES}
+    try:
+        manifest = _object(read_bytes(folder, (*parts, "manifest.json"), STATE_BYTES), "manifest.json")
+        listed = manifest.get("files")
+        stored = {}
+        for name, limit in limits.items():
+            stored[name] = read_bytes(folder, (*parts, name), limit + (1 << 20))
+            said = listed.get(name) if isinstance(listed, dict) else None
+            if said != {"bytes": len(stored[name]), "sha256": hashlib.sha256(stored[name]).hexdigest()}:
+                raise UntrustedFileError(f"{name} is not what manifest.json says")
+        optimizer = tensors_of(stored["optimizer.safetensors"], "optimizer.safetensors")
+        return Rest(optimizer, _object(stored["state.json"], "state.json")), ""
+    except UntrustedFileError as error:
+        return None, f"it left no checkpoint of step {step} that training could go on from: {error}"
+
+
+def _object(stored: bytes, name: str) -> dict[str, Any]:
+    """Raises: UntrustedFileError."""
+    try:
+        found = json.loads(stored)
+    except (ValueError, RecursionError) as error:
+        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from error
+    if not isinstance(found, dict):
+        raise UntrustedFileError(f"{name} is no object")
+    return found

@@ -1,0 +1,178 @@
+"""``judge_recipe(policy, evidence) -> Verdict``: the decision on a change of what is learnt, as a pure function.
+
+Evidence: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. The runs' stage holds, a seed each, the bits
+per byte of every held-out domain for both sides (after the tail), tokens a second and peak memory.
+
+The target is the mean over domains of the paired gain (baseline − candidate: positive is better). It must
+
+- have a t lower bound above zero, at a level shared among the tries on this target (Bonferroni);
+- be larger than the noise floor: by how much two means over as many seeds of the *unchanged* recipe differ, as a standard
+  deviation, sd · √(2 / seeds). Pairing sees changes far smaller than that; they are real and not worth a merge;
+- cost no domain more than the margin, shown by a lower bound as well. All domains must pass, so that these bounds need no
+  correction (an intersection-union test: Berger 1982);
+- cost no more time and memory than allowed, unless what changed cannot (``same_cost``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from factory.gates.patch.judge import t_quantile
+from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
+from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
+
+STAGES = ("scope", "static", "runs")
+UNIT = "bits per byte"
+MOST = 1e18  # no score, rate or size of memory is larger: what is would only make sums of infinities
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A mean over seeds with one-sided bounds."""
+
+    mean: float
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the runs show. Gains in bits per byte, positive is better."""
+
+    target: Bounded
+    noise: float  # of the target between two means of unchanged runs
+    domains: dict[str, Bounded]
+    slower: Bounded  # baseline's tokens a second over the candidate's
+    memory: float  # candidate's peak over the baseline's
+
+    def to_json(self) -> dict[str, Any]:
+        gain = {"bits_per_byte": self.target.mean, "lower": self.target.lower, "upper": self.target.upper}
+        domains = {name: asdict(found) for name, found in self.domains.items()}
+        return gain | {"noise": self.noise, "domains": domains, "slower": self.slower.mean, "memory": self.memory}
+
+
+def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
+    stages: Mapping[str, Any] = evidence.get("stages") or {}
+    for name in STAGES:
+        stage = stages.get(name) or {}
+        said = [str(reason) for reason in stage.get("reasons") or []]
+        if stage.get("state") == "failed":
+            return Verdict(REJECT, tuple(said or [f"the {name} stage failed"]))
+        if stage.get("state") != "passed":
+            return Verdict(HOLD, tuple(said or [f"there is no evidence from the {name} stage"]))
+    tries = evidence.get("tries")
+    if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
+        return Verdict(HOLD, ("how often this target was tried before is not known",))
+    result = compare(policy.runs, stages["runs"], tries)
+    if result is None:
+        return Verdict(HOLD, ("the weights after the runs were not scored, or not over enough seeds",))
+    if result.noise <= 0:
+        return Verdict(HOLD, ("other seeds gave the same score to the last bit: the noise was not measured",))
+    return _decide(policy.runs, result, same_cost=stages["runs"].get("same_cost") is True)
+
+
+def _decide(policy: RunsPolicy, result: Comparison, same_cost: bool) -> Verdict:
+    target, needed = result.target, max(policy.min_gain, result.noise)
+    floor = f"another seed alone moves a mean of {policy.seeds} runs by {result.noise:.4f}"
+    shown = f"{target.mean:+.4f} {UNIT} on held-out documents (at least {target.lower:+.4f}; {floor})"
+    if target.mean < -needed:
+        return Verdict(REJECT, (f"the candidate learns worse: {shown}",))
+    hurt = [f"{name} {found.mean:+.4f}" for name, found in result.domains.items() if found.mean < -policy.domain_margin]
+    if hurt:
+        return Verdict(
+            REJECT, (f"worse on {', '.join(hurt)} {UNIT} (at most {-policy.domain_margin:+g} is allowed)", shown)
+        )
+    if target.mean <= needed:
+        return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.4f} {UNIT} is needed)", shown))
+    if costs := "" if same_cost else _costs(policy, result):
+        sure = result.memory > policy.max_memory or result.slower.lower > policy.max_slower
+        return Verdict(REJECT if sure else HOLD, (costs, shown))
+    if target.lower <= 0:
+        return Verdict(HOLD, ("a gain is likely but not shown: its lower bound is not above 0", shown))
+    unsure = [name for name, found in result.domains.items() if found.lower <= -policy.domain_margin]
+    if unsure:
+        words = f"not shown to be no worse on {', '.join(unsure)}: more seeds or documents would tell"
+        return Verdict(HOLD, (words, shown))
+    facts = [f"by domain: {', '.join(f'{name} {found.mean:+.4f}' for name, found in result.domains.items())}"]
+    if not same_cost:
+        facts.append(f"{1 / result.slower.mean:.2f}× the tokens a second, {result.memory:.2f}× the memory")
+    return Verdict(PROMOTE, (shown, *facts))
+
+
+def _costs(policy: RunsPolicy, result: Comparison) -> str:
+    """What it costs too much of; empty: nothing."""
+    if result.memory > policy.max_memory:
+        return f"takes {result.memory:.2f}× the memory (at most {policy.max_memory:g}× is allowed)"
+    if result.slower.mean > policy.max_slower:
+        return f"tokens take {result.slower.mean:.2f}× the time (at most {policy.max_slower:g}× is allowed)"
+    return ""
+
+
+def compare(policy: RunsPolicy, found: Mapping[str, Any], tries: int) -> Comparison | None:
+    """None when a number is missing, not finite or of the wrong kind, or there are fewer seeds than the policy's."""
+    scores = [_scores(found.get(name)) for name in ("baseline", "candidate")]
+    speeds = [_positive(found.get(f"{name}_tokens_per_s")) for name in ("baseline", "candidate")]
+    memory = _positive([found.get(f"{name}_memory") for name in ("baseline", "candidate")])
+    if any(part is None for part in (*scores, *speeds, memory)):
+        return None
+    (old, new), (old_speed, new_speed) = scores, speeds
+    assert (
+        old is not None and new is not None and old_speed is not None and new_speed is not None and memory is not None
+    )
+    seeds = len(old)
+    if seeds < policy.seeds or {len(part) for part in (new, old_speed, new_speed)} != {seeds}:
+        return None
+    names = sorted(old[0])
+    if any(sorted(run) != names for run in (*old, *new)):
+        return None
+    weights = {name: policy.domain_weights.get(name, 0.0) if policy.domain_weights else 1.0 for name in names}
+    if sum(weights.values()) <= 0:
+        return None
+    target = lambda run: sum(weights[name] * run[name] for name in names) / sum(weights.values())
+    level = 1 - policy.confidence
+    apart = [target(before) - target(after) for before, after in zip(old, new, strict=True)]
+    domains = {
+        name: _bounded([before[name] - after[name] for before, after in zip(old, new, strict=True)], level)
+        for name in names
+    }
+    slower = _bounded([math.log(a / b) for a, b in zip(old_speed, new_speed, strict=True)], level)
+    noise = _deviation([target(run) for run in old]) * math.sqrt(2 / seeds)
+    times = Bounded(*(math.exp(min(max(x, -700.0), 700.0)) for x in (slower.mean, slower.lower, slower.upper)))
+    return Comparison(_bounded(apart, level / tries), noise, domains, times, memory[1] / memory[0])
+
+
+def _bounded(values: Sequence[float], level: float) -> Bounded:
+    mean = math.fsum(values) / len(values)
+    reach = t_quantile(1 - level, len(values) - 1) * _deviation(values) / math.sqrt(len(values))
+    return Bounded(mean, mean - reach, mean + reach)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _scores(runs: object) -> list[dict[str, float]] | None:
+    """Bits per byte by domain of each run: finite, and at least one domain."""
+    if not isinstance(runs, Sequence) or isinstance(runs, str) or len(runs) < 2:
+        return None
+    for run in runs:
+        if not isinstance(run, Mapping) or not run or any(_number(value) is None for value in run.values()):
+            return None
+    return [{str(name): float(value) for name, value in run.items()} for run in runs]
+
+
+def _positive(values: object) -> list[float] | None:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return None
+    numbers = [_number(value) for value in values]
+    return None if any(n is None or n <= 0 for n in numbers) else [n for n in numbers if n is not None]
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST:
+        return None
+    return float(value)

@@ -1,0 +1,267 @@
+"""``judge(policy, evidence) -> Verdict``: the release decision as a pure function.
+
+A sure reason against wins over everything (reject); else anything missing, not finite or not shown holds; only what is shown in full
+promotes. So taking evidence away never turns a hold or a reject into a promote, and neither does any worse measurement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from factory.evals.parity import CHECKS
+from factory.evals.statistics import CLOZE, holm
+from factory.gates.release.policy import ReleasePolicy
+
+FIRST_RELEASE = "first release"
+PROMOTE, HOLD, REJECT = "promote", "hold", "reject"
+Numbers = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much better than the champion one measure is; bounds are one-sided, by the number of hypotheses they are shared among."""
+
+    gain: float | None
+    low95: float | None
+    high95: float | None
+    clusters: int | None
+    lower: Mapping[int, float | None]
+    upper: Mapping[int, float | None]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that the judge may know. Whatever is None or absent was not measured."""
+
+    against: str | None = None  # 'candidate:1', or FIRST_RELEASE
+    domains: tuple[str, ...] = ()  # of the suite
+    documents: Numbers = field(default_factory=dict)  # held-out, a domain
+    bits_per_byte: Numbers = field(default_factory=dict)
+    champion_bits_per_byte: Numbers = field(default_factory=dict)
+    trigram_bits_per_byte: Numbers = field(default_factory=dict)
+    noise_floor: Numbers = field(
+        default_factory=dict
+    )  # the champion's, so that a candidate cannot widen its own margin
+    cloze_items: int | None = None
+    cloze: float | None = None  # share right
+    champion_cloze: float | None = None
+    checks: Mapping[str, tuple[bool | None, str]] = field(
+        default_factory=dict
+    )  # name → (ok, detail); ok is None where the check could not be made
+    target: Gain | None = None
+    guards: Mapping[str, Gain] = field(default_factory=dict)  # by domain, and CLOZE
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: str  # PROMOTE | HOLD | REJECT
+    reasons: tuple[str, ...]  # sentences, the deciding ones first
+
+
+def judge(policy: ReleasePolicy, evidence: Evidence) -> Verdict:
+    """Decide. Pure: the same policy and evidence give the same verdict, word for word."""
+    against, missing, facts = _checks(evidence)
+    missing += _basics(policy, evidence)
+    if evidence.against is None:
+        missing.append("It is not known whom to compare with.")
+    elif evidence.against == FIRST_RELEASE:
+        _first_release(policy, evidence, against, missing, facts)
+    else:
+        _comparison(policy, evidence, against, missing, facts)
+    if against:
+        return Verdict(REJECT, tuple(against + missing + facts))
+    if missing:
+        return Verdict(HOLD, tuple(missing + facts))
+    return Verdict(PROMOTE, tuple(facts))
+
+
+def _checks(evidence: Evidence) -> tuple[list[str], list[str], list[str]]:
+    checks = sorted(evidence.checks.items())
+    failed = [f"Check {name} failed: {detail}." for name, (ok, detail) in checks if ok is not True and ok is not None]
+    absent = sorted(set(CHECKS) - set(evidence.checks))
+    unknown = sorted(set(evidence.checks) - set(CHECKS))
+    missing = [f"{len(absent)} of {len(CHECKS)} checks were not made: {', '.join(absent)}."] if absent else []
+    missing += [f"Check {name} is not one the judge knows." for name in unknown]
+    missing += [f"Check {name} could not be made: {detail}." for name, (ok, detail) in checks if ok is None]
+    return (
+        failed,
+        missing,
+        [] if failed or missing else [f"All {len(CHECKS)} parity, contamination and smoke checks passed."],
+    )
+
+
+def _basics(policy: ReleasePolicy, evidence: Evidence) -> list[str]:
+    missing = []
+    if not evidence.domains:
+        missing.append("No domain was measured.")
+    for domain in sorted(set(evidence.documents) | set(evidence.bits_per_byte)):
+        if domain not in evidence.domains:
+            missing.append(f"{domain}: measured, but not a domain of the suite.")
+    for domain in evidence.domains:
+        count = _number(evidence.documents.get(domain))
+        if count is None or count < policy.documents_min:
+            missing.append(
+                f"{domain}: {0 if count is None else count:.0f} held-out documents, {policy.documents_min} are needed."
+            )
+        if _number(evidence.bits_per_byte.get(domain)) is None:
+            missing.append(f"{domain}: bits per byte were not measured.")
+    if _number(evidence.cloze_items) is None:
+        missing.append("Cloze was not measured.")
+    return missing
+
+
+def _first_release(
+    policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]
+) -> None:
+    floors = policy.first_release
+    facts.insert(0, "No champion yet: a first release is judged by absolute floors.")
+    for domain in evidence.domains:
+        ours, trigram = _number(evidence.bits_per_byte.get(domain)), _number(evidence.trigram_bits_per_byte.get(domain))
+        if trigram is None:
+            missing.append(f"{domain}: the byte-trigram baseline was not measured.")
+        if ours is None:
+            continue
+        if ours > floors.bits_per_byte_max:
+            against.append(f"{domain}: {ours:.3f} bits per byte, above the ceiling of {floors.bits_per_byte_max:.3f}.")
+        if trigram is None:
+            continue
+        words = f"{domain}: {ours:.3f} bits per byte, byte trigram {trigram:.3f} ({_signed(ours - trigram)})"
+        if ours < trigram - floors.below_trigram_by:
+            facts.append(f"{words}.")
+        else:
+            needed = f" by more than {floors.below_trigram_by:.3f}" if floors.below_trigram_by else ""
+            against.append(f"{words}: it must lie below{needed}.")
+
+
+def _comparison(
+    policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]
+) -> None:
+    assert evidence.against is not None
+    champion = evidence.against.replace(":", " ")
+    for domain, weight in sorted(policy.target.weights.items()):
+        if weight > 0 and domain not in evidence.domains:
+            missing.append(f"{domain}: a target of the policy, but nothing of it is held out.")
+    target = evidence.target
+    words = _sentence("target, bits per byte weighted over domains", target, None, None)
+    lower, upper = _bound(target, "lower", 1), _bound(target, "upper", 1)
+    if target is None or lower is None or upper is None or not _whole(target, policy.clusters_min, 1):
+        missing.insert(0, f"The gain over {champion} could not be measured: {_why(target, policy.clusters_min)}.")
+    elif upper < 0:
+        against.insert(0, f"Worse than {champion}: {words}.")
+    elif lower > 0:
+        facts.insert(0, f"Better than {champion}: {words}.")
+    else:
+        missing.insert(0, f"Not shown to be better than {champion}: {words}.")
+    _guards(policy, evidence, against, missing, facts)
+
+
+def _guards(
+    policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]
+) -> None:
+    expected = [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
+    count = len(expected)
+    missing += [
+        f"{name}: a guard without a measure in the suite." for name in sorted(set(evidence.guards) - set(expected))
+    ]
+    floor: dict[str, float] = {}
+    for name in expected:
+        margin = policy.guards.cloze_margin
+        if name != CLOZE:
+            noise = _number(evidence.noise_floor.get(name))
+            if noise is None or noise < 0 or noise > policy.guards.noise_floor_max:
+                shown = (
+                    "was not measured"
+                    if noise is None
+                    else f"is {noise:.4f} bits per byte, at most {policy.guards.noise_floor_max:.4f} is evidence"
+                )
+                missing.append(f"{name}: the noise floor {shown}.")
+                noise = 0.0
+            margin = max(policy.guards.bits_per_byte_margin, 2 * noise)
+        floor[name] = -margin
+    lower = {name: _levels(evidence.guards.get(name)) for name in expected}
+    shown_above = holm(lower, floor)
+    for name in expected:
+        guard = evidence.guards.get(name)
+        ours, theirs = evidence.bits_per_byte.get(name), evidence.champion_bits_per_byte.get(name)
+        unit = "bits per byte"
+        if name == CLOZE:
+            ours, theirs, unit = evidence.cloze, evidence.champion_cloze, "of cloze items right"
+        words = _sentence(name, guard, (_number(theirs), _number(ours)), unit)
+        allowed = f"a loss of {-floor[name]:.3f} is accepted"
+        upper = _bound(guard, "upper", count)
+        if (
+            guard is None
+            or upper is None
+            or not _whole(guard, policy.clusters_min, count)
+            or None in (_number(theirs), _number(ours))
+        ):
+            missing.append(f"{name}: could not be compared: {_why(guard, policy.clusters_min)}.")
+        elif upper < floor[name]:
+            against.append(f"Guard violated: {words}; {allowed}.")
+        elif not shown_above[name]:
+            missing.append(
+                f"Guard not shown to hold: {words}; {allowed}, and the bound corrected for {count} guards does not exclude more."
+            )
+        else:
+            facts.append(f"{words}.")
+
+
+# -- reading numbers ---------------------------------------------------------------------------------------------------
+def _number(value: float | int | None) -> float | None:
+    """The value when it is a finite number, else None: NaN is not evidence."""
+    return (
+        float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        else None
+    )
+
+
+def _bound(gain: Gain | None, side: str, shared: int) -> float | None:
+    return None if gain is None else _number(getattr(gain, side).get(shared))
+
+
+def _levels(gain: Gain | None) -> dict[int, float]:
+    found = {} if gain is None else {shared: _number(value) for shared, value in gain.lower.items()}
+    return {shared: value for shared, value in found.items() if value is not None}
+
+
+def _whole(gain: Gain, clusters_min: int, shared: int) -> bool:
+    clusters = _number(gain.clusters)
+    numbers = [_number(part) for part in (gain.gain, gain.low95, gain.high95)]
+    numbers += [_bound(gain, side, k) for side in ("lower", "upper") for k in range(1, shared + 1)]
+    return clusters is not None and clusters >= clusters_min and None not in numbers
+
+
+def _why(gain: Gain | None, clusters_min: int) -> str:
+    if gain is None:
+        return "candidate and champion have no items in common"
+    clusters = _number(gain.clusters)
+    if clusters is None or clusters < clusters_min:
+        return f"{0 if clusters is None else clusters:.0f} source documents, {clusters_min} are needed"
+    return "a number is missing or not finite"
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+def _sentence(name: str, gain: Gain | None, levels: tuple[float | None, float | None] | None, unit: str | None) -> str:
+    """'code: 1.920 → 1.840 bits per byte (−0.080, 95 % between −0.100 and −0.060)': the change as a reader sees it, not the gain."""
+    words = name
+    if levels is not None and None not in levels:
+        words += f": {levels[0]:.3f} → {levels[1]:.3f} {unit}"
+    if gain is None:
+        return words
+    change, low, high = _number(gain.gain), _number(gain.low95), _number(gain.high95)
+    if change is None or low is None or high is None:
+        return words
+    if name == CLOZE:
+        return f"{words} ({_signed(change)}, 95 % between {_signed(low)} and {_signed(high)})"
+    return f"{words} ({_signed(-change)}, 95 % between {_signed(-high)} and {_signed(-low)})"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")

@@ -1,0 +1,64 @@
+"""``policies/gates/release.yaml``: when a candidate becomes the champion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from factory.core.policy_file import Count, Strict, load_policy
+
+Level = Annotated[float, Field(gt=0, lt=0.5)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class Target(Strict):
+    """What must get better."""
+
+    weights: dict[str, NotNegative] = Field(default_factory=dict)
+    """Share of each domain's gain in bits per byte; domains not named count nothing. Empty: all domains the same."""
+    alpha: Level = 0.025
+    """One-sided level of the bound that must lie above zero (0.025: the lower end of a 95 % interval)."""
+
+
+class Guards(Strict):
+    """What must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected, must lie above −δ."""
+
+    bits_per_byte_margin: NotNegative = 0.02
+    """A loss smaller than this, in bits per byte, is accepted; δ is this or twice the noise floor, whichever is more."""
+    cloze_margin: NotNegative = 0.15
+    """Share of cloze items. About 100 items of which 15 % change sides have a standard error of 0.04: this margin lets nine of ten
+    equally good models pass, 0.1 only half of them."""
+    alpha: Level = 0.05
+    """Chance of passing any guard wrongly, all guards together."""
+    noise_floor_max: NotNegative = 0.02
+    """A measurement noisier than this, in bits per byte, is no evidence."""
+
+
+class FirstRelease(Strict):
+    """What a candidate must reach when there is no champion to beat."""
+
+    bits_per_byte_max: Annotated[float, Field(gt=0)] = 4.0
+    """In every domain: a model above it has not learned to write."""
+    below_trigram_by: Annotated[float, Field(ge=-100, le=100)] = 0.0
+    """In every domain: bits per byte below the byte-trigram baseline's, by more than this; negative: may be that much above it."""
+
+
+class ReleasePolicy(Strict):
+    """Every key is optional."""
+
+    approval: Literal["automatic", "manual"] = "automatic"
+    """manual: a person approves a 'promote' before anything is released; the approval binds to the hash of what was judged."""
+    documents_min: Count = 8
+    """Held-out documents in every domain; fewer is no evidence."""
+    clusters_min: Count = 8
+    """Source documents behind every interval."""
+    target: Target = Field(default_factory=Target)
+    guards: Guards = Field(default_factory=Guards)
+    first_release: FirstRelease = Field(default_factory=FirstRelease)
+
+    @classmethod
+    def load(cls, path: Path) -> ReleasePolicy:
+        """Raises: ConfigError naming the file and the key."""
+        return load_policy(cls, path)

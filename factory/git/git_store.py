@@ -1,0 +1,147 @@
+"""git as a store of trees: every command runs with a clean environment, and with hooks, file-system monitors, transports
+and outside configuration pinned off. Files are written byte for byte as stored; git itself checks nothing out.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from factory.core.errors import FactoryError
+from factory.git.scope import Change
+
+PINNED = {
+    "core.hooksPath": "/dev/null",
+    "core.fsmonitor": "false",
+    "core.attributesFile": "/dev/null",
+    "core.excludesFile": "/dev/null",
+    "core.autocrlf": "false",
+    "core.protectHFS": "true",
+    "core.protectNTFS": "true",
+    "core.untrackedCache": "false",
+    "core.sshCommand": "false",
+    "commit.gpgSign": "false",
+    "gc.auto": "0",
+    "maintenance.auto": "false",
+    "protocol.allow": "never",
+    "safe.directory": "*",  # the checkout may belong to somebody else (a volume, a CI user); nothing of it is run
+}
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/nonexistent",
+    "LC_ALL": "C.UTF-8",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_OPTIONAL_LOCKS": "0",
+    "GIT_NO_REPLACE_OBJECTS": "1",
+    "GIT_AUTHOR_NAME": "factory",
+    "GIT_AUTHOR_EMAIL": "factory@localhost",
+    "GIT_COMMITTER_NAME": "factory",
+    "GIT_COMMITTER_EMAIL": "factory@localhost",
+}
+AS_BYTES: dict[str, Any] = {"with_extended_output": True, "with_exceptions": False, "shell": False}
+AS_BYTES |= {"stdout_as_string": False, "strip_newline_in_stdout": False}
+REGULAR = ("100644", "100755")
+
+
+class RepositoryError(FactoryError):
+    """The code checkout cannot be used as a git repository: says which folder, and what to do."""
+
+    exit_code = 2
+
+
+def git(
+    folder: Path, *arguments: str, data: bytes = b"", environment: Mapping[str, str] | None = None, check: bool = True
+) -> bytes:
+    """What git says to one command whose standard input is ``data``. Raises: RepositoryError; nothing is said without ``check``.
+
+    GitPython starts it and hands on the environment that the factory has, so ``env -i`` stands before git. More of it is
+    not used: a ``Repo`` reads the repository's configuration, and what that includes, by a parser that knows no pin.
+    """
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # that git is missing is told by ``live_commit``
+    from git.cmd import Git
+
+    clean = [f"{key}={value}" for key, value in {**ENVIRONMENT, **(environment or {})}.items()]
+    pinned = [word for key, value in PINNED.items() for word in ("-c", f"{key}={value}")]
+    with tempfile.TemporaryFile() as given:
+        given.write(data)
+        given.seek(0)
+        words = ["/usr/bin/env", "-i", *clean, "git", "-C", str(folder), *pinned, *arguments]
+        status, said, error = Git().execute(words, istream=given, **AS_BYTES)
+    if status and check:
+        raise RepositoryError(f"git {arguments[0]} in {folder}: {error.strip()[-500:]}")
+    return b"" if status else said
+
+
+def line(folder: Path, *arguments: str, **how: Any) -> str:
+    """The line that ``git`` says, empty when there is none."""
+    return os.fsdecode(git(folder, *arguments, **how)).rstrip("\n")
+
+
+def commit_of(repository: Path, base: str, edited: Sequence[Change], message: str) -> str | None:
+    """A commit on top of ``base``, of which no branch knows yet; None when it would change nothing."""
+    with tempfile.TemporaryDirectory(prefix="factory-index-") as folder:
+        index = {"GIT_INDEX_FILE": f"{folder}/index"}
+        git(repository, "read-tree", base, environment=index)
+        for change in edited:
+            if change.content is None:
+                git(repository, "update-index", "--force-remove", change.path, environment=index)
+                continue
+            blob = line(repository, "hash-object", "-w", "--no-filters", "--stdin", data=change.content)
+            entry = f"{change.mode},{blob},{change.path}"
+            git(repository, "update-index", "--add", "--cacheinfo", entry, environment=index)
+        tree = line(repository, "write-tree", environment=index)
+    if tree == line(repository, "rev-parse", f"{base}^{{tree}}"):
+        return None
+    return line(repository, "commit-tree", tree, "-p", base, data=message.encode())
+
+
+def staged_entries(repository: Path) -> dict[str, tuple[str, str]]:
+    """path → (mode, blob) of what is staged."""
+    found = {}
+    for entry in git(repository, "ls-files", "--stage", "-z").split(b"\0")[:-1]:
+        head, path = entry.split(b"\t", 1)
+        mode, blob, _ = head.decode().split(" ")
+        found[os.fsdecode(path)] = (mode, blob)
+    return found
+
+
+def entries_of(repository: Path, commit: str) -> dict[str, tuple[str, str]]:
+    """path → (mode, blob) of a commit's tree."""
+    listed = git(repository, "ls-tree", "-r", "-z", "--full-tree", commit)
+    entries = {}
+    for entry in listed.split(b"\0")[:-1]:
+        head, path = entry.split(b"\t", 1)
+        mode, _, blob = head.decode().split(" ")
+        entries[os.fsdecode(path)] = (mode, blob)
+    return entries
+
+
+def hashes(repository: Path, files: Sequence[Path]) -> list[str]:
+    names = "".join(f"{file.absolute()}\n" for file in files)
+    return line(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).split()
+
+
+def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path) -> None:
+    """Write a tree's regular files as stored. Links and submodules are left out: no code of ours needs them."""
+    regular = [(path, mode, blob) for path, (mode, blob) in entries.items() if mode in REGULAR]
+    stored = git(repository, "cat-file", "--batch", data="".join(f"{blob}\n" for _, _, blob in regular).encode())
+    at = 0
+    for path, mode, _ in regular:
+        end = stored.index(b"\n", at)
+        size = int(stored[at:end].split(b" ")[2])
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(stored[end + 1 : end + 1 + size])
+        target.chmod(0o755 if mode == "100755" else 0o644)
+        at = end + 1 + size + 1
+
+
+def encoded(text: str) -> bytes:
+    # A lone surrogate cannot be stored as UTF-8; let the scope rules say so.
+    return text.encode("utf-8", "surrogatepass")

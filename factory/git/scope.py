@@ -1,0 +1,185 @@
+"""First stage of the patch gate: may this patch touch these files, with this content?
+
+The rules are about names and bytes only, so the same ones serve twice: on an agent's edits before anything is written,
+and on the commit that is judged, read back from git, however it came to be.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from agents.llm.policy import LlmPolicy
+from factory.core.policy_file import Strict, load_policy
+
+# Plain ASCII names: no control characters, look-alikes, back slashes, drive letters or alternate streams to argue about.
+COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+# Files that tools run or obey merely because they are there.
+LOADED_BY_NAME = {
+    "conftest.py",
+    "sitecustomize.py",
+    "usercustomize.py",
+    "setup.py",
+    "noxfile.py",
+    "tasks.py",
+    "wscript.py",
+}
+# Control, format, private, surrogate characters and line separators hide code from its reader: escape sequences,
+# bidirectional overrides, zero widths.
+INVISIBLE = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
+DEVICE_NAMES = {"con", "prn", "aux", "nul", *(f"{kind}{n}" for kind in ("com", "lpt") for n in range(10))}
+
+
+class ScopeRule(Strict):
+    """One place that patches may write to: an exact path, or ``folder/**``."""
+
+    paths: str = Field(pattern=r"^[A-Za-z0-9_./-]+(/\*\*)?$")
+    suffixes: list[str]
+
+    def covers(self, path: str) -> bool:
+        folder, star, _ = self.paths.partition("**")
+        return (path.startswith(folder) if star else path == self.paths) and path.endswith(tuple(self.suffixes))
+
+
+class AgentsPolicy(Strict):
+    """``policies/agents.yaml``: each field is documented there."""
+
+    scope: list[ScopeRule]
+    out_of_scope: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]+/\*\*$")]] = []
+    max_files: int = Field(gt=0)
+    max_file_bytes: int = Field(gt=0)
+    max_patch_bytes: int = Field(gt=0)
+    measure_seconds: float = Field(gt=0)
+    llm: LlmPolicy = LlmPolicy()
+
+    @classmethod
+    def load(cls, path: Path) -> AgentsPolicy:
+        return load_policy(cls, path)
+
+    def readable(self, path: str) -> bool:
+        """Does the path lie in scope, what people keep for themselves included?"""
+        return any(rule.covers(path) for rule in self.scope)
+
+    def kept(self, path: str) -> bool:
+        """Do people keep the path for themselves? In any case, because some file systems know none.
+
+        >>> policy.kept("trainer/contract/recipe.py"), policy.kept("trainer/Contract/new.py"), policy.kept("trainer/run.py")
+        (True, True, False)
+        >>> policy.kept("trainer/__init__.py")  # importing trainer.contract runs it
+        True
+        """
+        path = path.casefold()
+        for pattern in self.out_of_scope:
+            folder = pattern.casefold().removesuffix("/**")
+            parts = folder.split("/")
+            above = {"/".join((*parts[:n], "__init__.py")) for n in range(1, len(parts))}
+            if path in above or path == f"{folder}.py" or path.startswith(f"{folder}/"):
+                return True
+        return False
+
+    def patchable(self, path: str) -> bool:
+        """May agents patch the file?"""
+        return self.readable(path) and not self.kept(path)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One changed file, as the patch leaves it. ``mode`` is git's ('100644' …); ``content`` None: it is deleted."""
+
+    path: str
+    content: bytes | None
+    mode: str = "100644"
+    old_mode: str | None = None  # None: the file is new
+
+
+def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[str, str]) -> list[str]:
+    """What is wrong with a patch, one sentence each; none when it is in scope. ``existing``: path → mode at its base."""
+    changes = list(changes)
+    found = [f"{_shown(change.path)}: {problem}" for change in changes for problem in _one(policy, change)]
+    folded = {above.casefold(): above for path in existing for above in _above(path)}
+    seen: set[str] = set()
+    for change in changes:
+        for path in _above(change.path):
+            other = folded.get(path.casefold(), path)
+            if other != path:
+                found.append(f"{_shown(change.path)}: {_shown(path)} differs from {other} only in case")
+                break
+        if change.path.casefold() in seen:
+            found.append(f"{_shown(change.path)}: changed twice")
+        seen.add(change.path.casefold())
+        for above in _above(change.path)[:-1]:
+            if above in existing:
+                found.append(f"{_shown(change.path)}: {above} is a file")
+        if any(path.startswith(change.path + "/") for path in existing):
+            found.append(f"{_shown(change.path)}: is a folder")
+        if existing.get(change.path, "100644") not in ("100644", "100755"):
+            found.append(f"{_shown(change.path)}: is no regular file")
+    if not changes:
+        found.append("the patch changes nothing")
+    if len(changes) > policy.max_files:
+        found.append(f"{len(changes)} files are changed, {policy.max_files} may be")
+    size = sum(len(change.content or b"") for change in changes)
+    if size > policy.max_patch_bytes:
+        found.append(f"the changed files hold {size} bytes, {policy.max_patch_bytes} may be")
+    return found
+
+
+def _above(path: str) -> list[str]:
+    """``a/b/c`` → a, a/b, a/b/c."""
+    parts = path.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def _one(policy: AgentsPolicy, change: Change) -> Iterable[str]:
+    yield from _name_problems(change.path)
+    if policy.kept(change.path):
+        yield "patches are judged with it, or the factory imports it; people change it, agents do not"
+    if not policy.readable(change.path):
+        yield "out of scope: patches may change " + ", ".join(rule.paths for rule in policy.scope)
+    if change.mode not in ("100644", "100755") or (change.old_mode or "100644") not in ("100644", "100755"):
+        kind = {"120000": "a symbolic link", "160000": "a submodule"}.get(change.mode, f"of mode {change.mode}")
+        yield f"is {kind}; only regular files may change"
+    elif change.content is not None and change.mode != (change.old_mode or "100644"):
+        yield f"changes its mode to {change.mode}"
+    if change.content is not None:
+        yield from _content_problems(policy, change.content)
+
+
+def _name_problems(path: str) -> Iterable[str]:
+    parts = path.split("/")
+    if len(path) > 200 or not all(COMPONENT.fullmatch(part) for part in parts):
+        yield "not a plain relative path of letters, digits, '_', '-' and '.'"
+    for part in parts:
+        if part.endswith(".") or part.split(".")[0].casefold() in DEVICE_NAMES:
+            yield f"{part!r} means something else on some file systems"
+    if parts[-1].casefold() in LOADED_BY_NAME:
+        yield "tools load this file by its name"
+
+
+def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[str]:
+    if len(content) > policy.max_file_bytes:
+        yield f"holds {len(content)} bytes, {policy.max_file_bytes} may be"
+        return
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        yield f"is not UTF-8 text (byte {error.start})"
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        # Control (Cc) and format (Cf) characters hide code from a reader: escapes, bidirectional overrides, zero widths.
+        odd = next(
+            (c for c in line if c != "\t" and unicodedata.category(c) in ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")), None
+        )
+        if odd is not None:
+            yield f"line {number} holds the invisible character U+{ord(odd):04X}"
+            return
+
+
+def _shown(path: str) -> str:
+    return path if path.isascii() and path.isprintable() else ascii(path)

@@ -1,0 +1,1 @@
+"""What ``policies/data.yaml`` may say, and the rules that drop, change or hold out documents."""

@@ -1,0 +1,128 @@
+"""No overlap of 13 words between what is trained on and what is held out, whichever of the two arrived first.
+
+- A new training document that shares an n-gram with a held-out document loses the shared span and a margin on either
+  side, as for GPT-3 (Brown et al. 2020, appendix C), or is dropped when too much of it would go. A chat is dropped.
+- A new held-out document that shares an n-gram with a training document of an earlier shard is not held out; it becomes
+  training data itself. (Within one shard the held-out document stays and the training document is trimmed.)
+
+Held-out documents are indexed by every n-gram they have, so the first direction finds every overlap. Training
+documents are indexed by a winnowed sample (``words.winnow``), so the second finds every overlap of n + window - 1 =
+44 words, and shorter ones by chance (one 13-gram with probability 0.06). Documents of 8–12 words are one n-gram;
+still shorter ones are left to the exact and near-duplicate rules.
+
+Phrases that many documents share (licence headers, boilerplate) are no leak: an n-gram that more than ``common``
+documents have when the held-out document is chosen is left out of its index, and so are those that overlap it. That
+is decided once, at the choice; later copies of what *is* in the index are always found, however many they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from factory.ingest.rules.words import Hashes, runs, word_spans
+
+SHORTEST = 8  # words; GPT-3's lower bound
+PIECES = 10  # a document that would fall into more pieces is dropped, as GPT-3 did
+
+Positions = npt.NDArray[np.int64]
+
+
+def ngrams(words: Hashes, n: int) -> Hashes:
+    """The n-gram hashes of a document in order; one for a document of 8 words to n - 1."""
+    if SHORTEST <= len(words) < n:
+        return runs(words, len(words))
+    return runs(words, n)
+
+
+@dataclass(frozen=True)
+class HeldOutNgrams:
+    """n-gram hashes of held-out documents and whose they are, sorted by hash."""
+
+    hashes: Hashes  # [entries]
+    owners: npt.NDArray[np.int64]  # [entries], an index into ``keys``
+    keys: list[str]
+
+    @classmethod
+    def of(cls, documents: Iterable[tuple[str, Hashes]]) -> HeldOutNgrams:
+        keys: list[str] = []
+        hashes: list[Hashes] = [np.zeros(0, np.uint64)]
+        owners: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
+        for key, grams in documents:
+            owners.append(np.full(len(grams), len(keys), np.int64))
+            hashes.append(grams)
+            keys.append(key)
+        joined = np.concatenate(hashes)
+        order = np.argsort(joined, kind="stable")
+        return cls(joined[order], np.concatenate(owners)[order], keys)
+
+    def find(self, grams: Hashes) -> Positions:
+        """Which places of ``grams`` are in the index, shape [collisions]."""
+        if not len(self.hashes) or not len(grams):
+            return np.zeros(0, np.int64)
+        places = np.searchsorted(self.hashes, grams)
+        places[places == len(self.hashes)] = 0
+        return np.flatnonzero(self.hashes[places] == grams)
+
+    def owner(self, gram: int | np.uint64) -> str:
+        """The first held-out document that has the n-gram."""
+        place = int(np.searchsorted(self.hashes, np.uint64(gram)))
+        return self.keys[int(self.owners[place])]
+
+
+def away_from(positions: Positions, count: int, n: int) -> npt.NDArray[np.bool_]:
+    """Which of ``count`` n-grams share no word with those at ``positions``: the last words of a licence header and the
+    first one after it are no leak either."""
+    steps = np.zeros(count + 1, np.int64)
+    np.add.at(steps, np.maximum(positions - n + 1, 0), 1)
+    np.add.at(steps, np.minimum(positions + n, count), -1)
+    return np.cumsum(steps)[:count] == 0
+
+
+def spans(positions: Positions, n: int) -> list[tuple[int, int]]:
+    """Collisions at these n-gram positions as spans [first word, last word + 1), merged where they touch."""
+    merged: list[tuple[int, int]] = []
+    for start in positions.tolist():
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], start + n)
+        else:
+            merged.append((start, start + n))
+    return merged
+
+
+def trim(text: str, collisions: list[tuple[int, int]], margin: int, max_trimmed: float) -> str | None:
+    """The text without the colliding word spans, widened by the margin and then to whole lines where lines are short.
+
+    None when more than ``max_trimmed`` of it would go, or it would fall into too many pieces.
+    """
+    words = word_spans(text)
+    cuts: list[tuple[int, int]] = []
+    for first, stop in collisions:
+        last = min(stop, len(words)) - 1
+        start, end = max(words[first][0] - margin, 0), min(words[last][1] + margin, len(text))
+        start, end = _line_start(text, start, margin), _line_end(text, end, margin)
+        if cuts and start <= cuts[-1][1]:
+            cuts[-1] = (cuts[-1][0], max(end, cuts[-1][1]))
+        else:
+            cuts.append((start, end))
+    removed = sum(end - start for start, end in cuts)
+    if removed > max_trimmed * len(text) or len(cuts) >= PIECES:
+        return None
+    pieces, at = [], 0
+    for start, end in [*cuts, (len(text), len(text))]:
+        pieces.append(text[at:start].strip("\n"))
+        at = end
+    return "\n\n".join(piece for piece in pieces if piece.strip()) or None
+
+
+def _line_start(text: str, at: int, within: int) -> int:
+    found = text.rfind("\n", max(at - within, 0), at)
+    return found + 1 if found >= 0 else (0 if at <= within else at)
+
+
+def _line_end(text: str, at: int, within: int) -> int:
+    found = text.find("\n", at, at + within)
+    return found if found >= 0 else (len(text) if at + within >= len(text) else at)

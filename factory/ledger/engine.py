@@ -1,0 +1,66 @@
+"""What SQLite and PostgreSQL need, each, so that a ledger behaves the same on either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.core.errors import WorkspaceError
+
+DRIVER = "PostgreSQL needs the extra 'postgres': pip install 'llm-factory[postgres]'"
+WRITERS_LOCK = 0x6C656467  # of pg_advisory_xact_lock
+# SQLite gives only INTEGER PRIMARY KEY its row counter.
+SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+
+
+class PlainText(sa.TypeDecorator[str]):
+    """Text of which PostgreSQL refuses no character: what a shard names its documents may hold a NUL, which is stored as U+FFFD."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        return value.replace("\0", "\ufffd") if value else value
+
+
+def engine(url: str) -> sa.Engine:
+    """Connections to the database at ``url``, whose writers are serial. Raises: WorkspaceError."""
+    try:
+        address = sa.make_url(url)
+        if address.drivername == "postgresql":  # for which SQLAlchemy 2.0 takes another driver than 2.1
+            address = address.set(drivername="postgresql+psycopg")
+        embedded = address.get_backend_name() == "sqlite"
+        more: dict[str, Any] = {"connect_args": {"timeout": 60}} if embedded else {"pool_pre_ping": True}
+        made = sa.create_engine(address, **more)
+    except ImportError as error:
+        raise WorkspaceError(
+            f"ledger_url {url.split('://')[0]}://…: no driver for it here ({error}). {DRIVER}"
+        ) from error
+    except sa.exc.ArgumentError as error:
+        raise WorkspaceError(
+            f"ledger_url: {error}; expected sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
+        ) from error
+    if embedded:
+        sa.event.listen(made, "connect", _pragmas)
+    sa.event.listen(made, "begin", _begin)
+    return made
+
+
+def _begin(connection: sa.Connection) -> None:
+    """A writer takes the only writers' lock when it begins: no two of them read what the other is about to change."""
+    writes = not connection.get_execution_options().get("reads_only", False)
+    if connection.dialect.name == "sqlite":
+        # pysqlite starts transactions late and deferred; two writers that take the lock late deadlock.
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    else:
+        lock = f"SELECT pg_advisory_xact_lock({WRITERS_LOCK})"
+        connection.exec_driver_sql(lock if writes else "SET TRANSACTION READ ONLY")
+
+
+def _pragmas(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # SQLAlchemy's BEGIN above is the only one
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=60000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()

@@ -1,0 +1,380 @@
+"""The ledger: the only source of truth, as append-mostly SQL tables (DESIGN §5).
+
+``Ledger.open`` gives ``begin()`` (one write transaction, all or nothing) and ``read()``. Tables are plain SQLAlchemy Core
+objects of this module; the module that owns a noun (``ingest``, ``training``, ``releases`` …) owns the statements on its table.
+SQLite is the embedded default (WAL, full sync, foreign keys on); a PostgreSQL URL (``postgresql://user:password@host/database``)
+works the same. On either, writers are serial: a transaction that writes waits for the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.core.errors import WorkspaceError
+from factory.ledger.engine import SERIAL, PlainText, engine
+
+SCHEMA_VERSION = "2"
+# What an older ledger lacks: version → the next one's columns, which may be empty. They are added when it is opened.
+ADDED = {"1": (("segments", "computing", "JSON"),)}
+metadata = sa.MetaData()
+T, N, F, J, C = PlainText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
+
+meta = sa.Table("meta", metadata, C("key", T, primary_key=True), C("value", T))
+
+events = sa.Table(
+    "events",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("at", F, nullable=False),  # seconds since 1970
+    C("kind", T, nullable=False),  # 'ingested', 'segment_done', 'promoted', …
+    C("subject", T, nullable=False),  # what it happened to: 'shard:ab12…', 'segment:3', 'release:1'
+    C("detail", J),
+)
+
+# -- data --------------------------------------------------------------------------------------------------------------
+shards = sa.Table(
+    "shards",
+    metadata,
+    C("sha256", T, primary_key=True),
+    C("name", T, nullable=False),  # file name it arrived under
+    C("path", T, nullable=False),  # where the file lies now
+    C("bytes", N, nullable=False),
+    C("state", T, nullable=False),  # 'ingested' | 'quarantined'
+    C("reason", T),  # why quarantined, for a person
+    C("rows", N, nullable=False, default=0),  # rows read, good and bad
+    C("counts", J),  # {"train": n, "held_out": n, "dropped": {rule: n}, "pii": n, "trimmed": n}
+    C("domains", J),  # {domain: {"documents": n, "tokens": n, "supervised_tokens": n}} of the train part
+    C("tokens", N, nullable=False, default=0),
+    C("ingested_at", F, nullable=False),
+)
+
+documents = sa.Table(
+    "documents",
+    metadata,
+    C("key", T, primary_key=True),  # '<first 16 hex of the shard's sha256>:<row number>'
+    C("id", T, nullable=False, index=True),  # the id the user gave, else the key
+    C("shard", T, sa.ForeignKey("shards.sha256"), nullable=False, index=True),
+    C("row", N, nullable=False),
+    C("domain", T, nullable=False),
+    C("source", T),
+    C("license", T),
+    C("content_sha256", T, index=True),  # of the normalised content; null for a row that could not be read
+    C("fate", T, nullable=False),  # 'train' | 'held_out' | 'dropped'
+    C("rule", T),  # which rule dropped it
+    C("matched", T),  # key of the document it duplicates or contaminates
+    C("detail", T),  # one line for a person
+    C("releasable", sa.Boolean, nullable=False, default=True),  # the licence's second answer
+    C("tokens", N, nullable=False, default=0),
+    C("supervised_tokens", N, nullable=False, default=0),
+    C("token_shard", T),
+)
+
+near_dup_bands = sa.Table(
+    "near_dup_bands",
+    metadata,
+    C("band", sa.Integer, nullable=False),
+    C("hash", N, nullable=False),
+    C("document", T, nullable=False),
+    sa.Index("near_dup_by_hash", "hash", "band"),
+)
+
+near_dup_signatures = sa.Table(  # of kept documents: a shared band only nominates a pair, the signatures decide
+    "near_dup_signatures",
+    metadata,
+    C("document", T, primary_key=True),
+    C("signature", sa.LargeBinary, nullable=False),  # little-endian uint32
+)
+
+ngrams = sa.Table(  # sampled n-gram hashes of train and held-out documents, for decontamination in both directions
+    "ngrams",
+    metadata,
+    C("hash", N, nullable=False, index=True),
+    C("document", T, nullable=False),
+    C("held_out", sa.Boolean, nullable=False),
+    # The held-out part is small and read whole at every ingest.
+    sa.Index("held_out_ngrams", "document", sqlite_where=sa.text("held_out"), postgresql_where=sa.text("held_out")),
+)
+
+held_out = sa.Table(
+    "held_out",
+    metadata,
+    C("key", T, sa.ForeignKey("documents.key"), primary_key=True),
+    C("domain", T, nullable=False),
+    C("source", T, nullable=False),  # cluster for the bootstrap
+    C("content", J, nullable=False),  # {"text": …} or {"messages": […]}, as normalised
+)
+
+tokenizers = sa.Table(
+    "tokenizers",
+    metadata,
+    C("sha256", T, primary_key=True),  # of tokenizer.json
+    C("path", T, nullable=False),
+    C("vocab_size", N, nullable=False),
+    C("created_at", F, nullable=False),
+)
+
+token_shards = sa.Table(
+    "token_shards",
+    metadata,
+    C("id", T, primary_key=True),  # content address
+    C("shard", T, sa.ForeignKey("shards.sha256"), nullable=False),
+    C("path", T, nullable=False),
+    C("tokenizer", T, nullable=False),
+    C("documents", N, nullable=False),
+    C("tokens", N, nullable=False),
+    C("domains", J, nullable=False),  # as in shards.domains
+    C("created_at", F, nullable=False),
+)
+
+# -- model loop --------------------------------------------------------------------------------------------------------
+data_plans = sa.Table(
+    "data_plans", metadata, C("id", T, primary_key=True), C("plan", J, nullable=False), C("created_at", F)
+)
+
+segments = sa.Table(
+    "segments",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("kind", T, nullable=False),  # 'trunk' | 'anneal' | 'average' (of checkpoints: no steps of its own)
+    C("parent", N),  # segment whose last checkpoint it starts from
+    C("generation", N, nullable=False),  # number of distinct sets of shards the trunk has seen, from 1
+    C("recipe", T, nullable=False),
+    C("recipe_json", J, nullable=False),  # the whole recipe, as trained
+    C("recipe_sha256", T, nullable=False),
+    C("data_plan", T, sa.ForeignKey("data_plans.id"), nullable=False),
+    C("code_commit", T, nullable=False),
+    C("first_step", N, nullable=False),
+    C("last_step", N, nullable=False),  # the step after which it ends
+    C(
+        "state", T, nullable=False
+    ),  # 'planned' | 'done' | 'failed' | 'uncertified' (its code may not go on; not started)
+    C("attempts", N, nullable=False, default=0),  # tries that failed; being stopped or killed is no failure
+    C("folder", T, nullable=False),
+    C(
+        "computing", J(none_as_null=True)
+    ),  # precision, kernels and machine (factory.computing.computing); null: an older factory's
+    C("result", J),  # what result.json said, once done
+    C("created_at", F, nullable=False),
+    C("finished_at", F),
+)
+
+checkpoints = sa.Table(
+    "checkpoints",
+    metadata,
+    C("id", T, primary_key=True),  # SHA-256 of its manifest
+    C("segment", N, sa.ForeignKey("segments.id"), nullable=False),
+    C("step", N, nullable=False),
+    C("path", T, nullable=False),
+    C("created_at", F, nullable=False),
+)
+
+candidates = sa.Table(
+    "candidates",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("segment", N, sa.ForeignKey("segments.id"), nullable=False, unique=True),
+    C("checkpoint", T, nullable=False),
+    C("export_path", T, nullable=False),
+    C("export_sha256", T, nullable=False),
+    C("created_at", F, nullable=False),
+)
+
+evaluations = sa.Table(
+    "evaluations",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False),
+    C("suite_sha256", T, nullable=False),  # identity of the held-out items and task versions
+    C(
+        "summary", J, nullable=False
+    ),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
+    C("created_at", F, nullable=False),
+    sa.UniqueConstraint("candidate", "suite_sha256"),
+)
+
+eval_items = sa.Table(
+    "eval_items",
+    metadata,
+    C("evaluation", N, sa.ForeignKey("evaluations.id"), nullable=False, index=True),
+    C("task", T, nullable=False),  # 'bpb' | 'cloze' | 'chat'
+    C("item", T, nullable=False),
+    C("domain", T, nullable=False),
+    C("cluster", T, nullable=False),
+    C("value", F, nullable=False),  # bpb: nats of the item; cloze, chat: 0 or 1
+    C("weight", F, nullable=False),  # bpb: UTF-8 bytes; else 1
+)
+
+verdicts = sa.Table(
+    "verdicts",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("gate", T, nullable=False),  # 'release' | 'patch' | 'recipe' | 'code' (a certificate)
+    C("subject", T, nullable=False),  # 'candidate:2' | 'proposal:1' | 'segment:3'
+    C("against", T),  # 'candidate:1' (the champion) | base commit | the commit of the segment before
+    C("policy_sha256", T, nullable=False),
+    C("subject_sha256", T, nullable=False),  # what was judged: export or patch hash; approval binds to it
+    C("outcome", T, nullable=False),  # 'promote' | 'hold' | 'reject'
+    C("reasons", J, nullable=False),  # sentences
+    C("evidence", J, nullable=False),
+    C("created_at", F, nullable=False),
+)
+
+releases = sa.Table(
+    "releases",
+    metadata,
+    C("number", N, primary_key=True),
+    C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False, unique=True),
+    C("verdict", N, sa.ForeignKey("verdicts.id"), nullable=False),
+    C("state", T, nullable=False),  # 'decided' → 'registered' → 'aliased' → 'published'
+    C("mlflow_version", T),
+    C("report", T),
+    C("approved_by", T),
+    C("created_at", F, nullable=False),
+)
+
+anomalies = sa.Table(
+    "anomalies",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("segment", N, sa.ForeignKey("segments.id"), nullable=False),
+    C("step", N, nullable=False),
+    C("kind", T, nullable=False),
+    C("detail", J),
+)
+
+# -- code loop ---------------------------------------------------------------------------------------------------------
+profiles = sa.Table(
+    "profiles",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("code_commit", T, nullable=False),
+    C("path", T, nullable=False),  # profile.json
+    C("summary", J, nullable=False),
+    C("created_at", F, nullable=False),
+)
+
+proposals = sa.Table(
+    "proposals",
+    metadata,
+    C("number", N, primary_key=True),
+    C("agent", T, nullable=False),
+    C("target", T, nullable=False),
+    C("title", T, nullable=False),
+    C("hypothesis", T, nullable=False),
+    C("predicted_gain", F),  # ratio of step times, baseline / candidate; of a 'quality:' target bits per byte
+    C("base_commit", T, nullable=False),
+    C("branch", T, nullable=False),
+    C("commit", T),
+    C("patch_sha256", T),
+    C(
+        "state", T, nullable=False
+    ),  # 'drafted' → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
+    C("verdict", N, sa.ForeignKey("verdicts.id")),
+    C("report", T),
+    C("created_at", F, nullable=False),
+)
+
+agent_runs = sa.Table(  # a language model at work on one proposal; its own state lies in agents.db
+    "agent_runs",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("agent", T, nullable=False),
+    C("asked", T, nullable=False),  # the target that a person named, or ''
+    C("base_commit", T, nullable=False),
+    C("profile", N, nullable=False),
+    C("state", T, nullable=False),  # 'running' → 'proposed' | 'nothing' | 'abandoned'
+    C("proposal", N),
+    C("why", T),
+    C("created_at", F, nullable=False),
+)
+
+exchanges = sa.Table(  # every request to a language model, from before it was sent
+    "exchanges",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("at", F, nullable=False, index=True),
+    C("run", N, nullable=False, index=True),  # of agent_runs
+    C("label", T, nullable=False),
+    C("state", T, nullable=False),  # 'reserved' → 'done' | 'failed'
+    C("tokens", N, nullable=False),  # the most that it can be; once settled, what it was
+    C("usd", F, nullable=False),
+    C("file", T),  # the whole exchange as JSON
+    C("trace", T),  # MLflow's, once it was told
+)
+
+# What MLflow was told already: a run per segment / candidate / proposal.
+tracked_runs = sa.Table("tracked_runs", metadata, C("subject", T, primary_key=True), C("run_id", T, nullable=False))
+
+
+class Ledger:
+    """One open ledger. Cheap to make; holds a connection pool and nothing else."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.engine = engine(url)
+
+    @classmethod
+    def create(cls, url: str) -> Ledger:
+        """Make the tables when they are not there; safe to call again."""
+        ledger = cls(url)
+        with ledger.begin() as tx:
+            metadata.create_all(tx)
+            if tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar() is None:
+                tx.execute(meta.insert().values(key="schema", value=SCHEMA_VERSION))
+        return ledger
+
+    @classmethod
+    def open(cls, url: str) -> Ledger:
+        """Raises: WorkspaceError when there is no ledger at the address, or one of another version."""
+        ledger = cls(url)
+        try:
+            found = ledger.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
+        except sa.exc.DBAPIError as error:
+            raise WorkspaceError(
+                f"the ledger at {ledger.engine.url!r} cannot be read: {error.orig}; run 'factory init'"
+            ) from error
+        version = found and found["value"]
+        if version in ADDED:
+            ledger._add_columns(version)
+            version = SCHEMA_VERSION
+        if version != SCHEMA_VERSION:
+            raise WorkspaceError(
+                f"the ledger at {ledger.engine.url!r} is of version {version}, this factory speaks {SCHEMA_VERSION}"
+            )
+        return ledger
+
+    def _add_columns(self, version: str) -> None:
+        """Bring an older ledger up to date; in one transaction, and by one process where several open it at once."""
+        with self.begin() as tx:
+            found = tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar()
+            if found != version:
+                return  # another process did
+            for table, column, kind in ADDED[version]:
+                tx.execute(sa.text(f"ALTER TABLE {table} ADD COLUMN {column} {kind}"))
+            tx.execute(meta.update().where(meta.c.key == "schema").values(value=SCHEMA_VERSION))
+
+    @contextmanager
+    def begin(self) -> Iterator[sa.Connection]:
+        """One transaction: commits at the end of the block, rolls back on any exception."""
+        with self.engine.begin() as connection:
+            yield connection
+
+    def rows(self, statement: sa.Executable, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """All rows of a select, as plain dicts."""
+        with self.engine.connect().execution_options(reads_only=True) as connection:
+            return [dict(row) for row in connection.execute(statement, parameters or {}).mappings()]
+
+    def one(self, statement: sa.Executable) -> dict[str, Any] | None:
+        """The first row of a select as a dict, or None."""
+        rows = self.rows(statement)
+        return rows[0] if rows else None
+
+
+def record(tx: sa.Connection, kind: str, subject: str, detail: dict[str, Any] | None = None) -> None:
+    """Append an event in the caller's transaction."""
+    tx.execute(events.insert().values(at=time.time(), kind=kind, subject=subject, detail=detail))

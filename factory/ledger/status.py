@@ -1,0 +1,156 @@
+"""What the factory holds right now, read from the ledger alone: the facts of ``factory status`` and of the demo's last screen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from factory.core.workspace import Workspace
+from factory.ledger.listing import rows
+
+
+def snapshot(workspace: Workspace) -> dict[str, Any]:
+    """Everything a person asks first, as plain JSON-ready data."""
+    shards = rows(
+        workspace, "SELECT name, sha256, state, reason, rows, counts, domains, tokens FROM shards ORDER BY ingested_at"
+    )
+    segments = rows(
+        workspace,
+        "SELECT id, kind, parent, generation, recipe, code_commit, first_step, last_step, state, attempts, result, "
+        "created_at, finished_at, folder, recipe_json FROM segments ORDER BY id",
+    )
+    for segment in segments:
+        segment["precision"] = segment.pop("recipe_json")["precision"]
+    candidates = rows(
+        workspace,
+        "SELECT c.id, c.segment, c.export_path, c.export_sha256, "
+        "(SELECT e.summary FROM evaluations e WHERE e.candidate = c.id ORDER BY e.id DESC LIMIT 1) AS summary "
+        "FROM candidates c ORDER BY c.id",
+    )
+    verdicts = rows(
+        workspace, "SELECT id, gate, subject, against, outcome, reasons, created_at FROM verdicts ORDER BY id"
+    )
+    releases = rows(
+        workspace,
+        "SELECT number, candidate, verdict, state, mlflow_version, report, created_at FROM releases ORDER BY number",
+    )
+    proposals = rows(
+        workspace,
+        "SELECT p.number, p.agent, p.target, p.title, p.hypothesis, p.predicted_gain, p.branch, p.state, p.report, v.outcome, v.reasons "
+        "FROM proposals p LEFT JOIN verdicts v ON v.id = p.verdict ORDER BY p.number",
+    )
+    for candidate in candidates:
+        own = [v for v in verdicts if v["subject"] == f"candidate:{candidate['id']}"]
+        candidate["verdict"] = {k: own[-1][k] for k in ("id", "outcome", "reasons", "against")} if own else None
+        candidate["release"] = next((r["number"] for r in releases if r["candidate"] == candidate["id"]), None)
+    accepted = {
+        row["subject"]: {"by": row["detail"]["by"], "at": row["at"]}
+        for row in rows(
+            workspace, "SELECT subject, at, detail FROM events WHERE kind = 'certificate_accepted' ORDER BY id"
+        )
+    }
+    certificates = [
+        {"segment": int(v["subject"].removeprefix("segment:")), **v, "accepted": accepted.get(v["subject"])}
+        for v in verdicts
+        if v["gate"] == "code"
+    ]
+    totals: dict[str, dict[str, int]] = {}
+    for shard in shards:
+        for domain, facts in (shard["domains"] or {}).items():
+            total = totals.setdefault(domain, {"documents": 0, "tokens": 0, "supervised_tokens": 0})
+            for key in total:
+                total[key] += facts.get(key, 0)
+    return {
+        "workspace": str(workspace.root),
+        "waiting_in_inbox": sum(
+            1 for path in workspace.inbox.glob("*") if path.is_file() and not path.name.startswith(".")
+        ),
+        "shards": shards,
+        "domains": totals,
+        "segments": segments,
+        "certificates": certificates,
+        "candidates": candidates,
+        "releases": releases,
+        "champion": champion(workspace),
+        "proposals": proposals,
+        "anomalies": rows(workspace, "SELECT segment, step, kind FROM anomalies ORDER BY id DESC LIMIT 20"),
+    }
+
+
+def champion(workspace: Workspace) -> dict[str, Any] | None:
+    """The release in force: the newest published one, unless a later event rolled back to an older one."""
+    found = rows(
+        workspace,
+        "SELECT r.number, r.candidate, r.mlflow_version, c.export_path FROM releases r JOIN candidates c ON c.id = r.candidate "
+        "WHERE r.state = 'published' ORDER BY COALESCE((SELECT MAX(e.at) FROM events e WHERE e.kind IN ('promoted', 'rolled_back') "
+        "AND e.subject = 'release:' || r.number), r.created_at) DESC LIMIT 1",
+    )
+    return found[0] if found else None
+
+
+def screen(facts: dict[str, Any]) -> list[str]:
+    """``snapshot`` as lines for a person."""
+    lines = [f"workspace {facts['workspace']}"]
+    dropped: dict[str, int] = {}
+    for shard in facts["shards"]:
+        for rule, number in ((shard["counts"] or {}).get("dropped") or {}).items():
+            dropped[rule] = dropped.get(rule, 0) + number
+    quarantined = [shard for shard in facts["shards"] if shard["state"] == "quarantined"]
+    held_out = sum((shard["counts"] or {}).get("held_out", 0) for shard in facts["shards"])
+    lines.append(
+        f"data      {len(facts['shards'])} shards in, {len(quarantined)} quarantined; {facts['waiting_in_inbox']} waiting in the inbox"
+    )
+    for domain, total in sorted(facts["domains"].items()):
+        lines.append(
+            f"          {domain:<8} {total['documents']:>6,} documents  {total['tokens']:>10,} tokens  "
+            f"{total['supervised_tokens']:>10,} with loss"
+        )
+    lines.append(
+        f"          held out {held_out:,} documents; dropped "
+        + (", ".join(f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1])) or "none")
+    )
+    for shard in quarantined:
+        lines.append(f"          quarantined {shard['name']}: {shard['reason']}")
+    for segment in facts["segments"][-6:]:
+        loss = (segment["result"] or {}).get("loss")
+        lines.append(
+            f"segment {segment['id']:<2} {segment['kind']:<6} steps {segment['first_step']}–{segment['last_step']} "
+            f"generation {segment['generation']} in {segment['precision']}, {segment['state']}"
+            + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
+            + (
+                f", {describe_average(segment['result']['averaged'])}"
+                if "averaged" in (segment["result"] or {})
+                else ""
+            )
+        )
+    trained = [segment for segment in facts["segments"] if segment["kind"] != "average"]
+    waiting = {segment["id"] for segment in trained[-1:] if segment["state"] == "uncertified"}
+    for certificate in facts["certificates"]:
+        if certificate["segment"] in waiting:
+            lines.append(f"          its code is not certified: {certificate['reasons'][0]}")
+            lines.append(
+                "          training waits for other code, or for 'factory certify --accept "
+                f"{certificate['segment']}'; all measures: 'factory certify'"
+            )
+    for candidate in facts["candidates"][-6:]:
+        bpb = ((candidate["summary"] or {}).get("bpb")) or {}
+        words = ", ".join(f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float))
+        outcome = candidate["verdict"]["outcome"] if candidate["verdict"] else "not judged yet"
+        released = f" → release {candidate['release']}" if candidate["release"] else ""
+        lines.append(f"candidate {candidate['id']}  {outcome}{released}  bits per byte: {words}")
+    best = facts["champion"]
+    lines.append(f"champion  release {best['number']} ({best['export_path']})" if best else "champion  none yet")
+    for proposal in facts["proposals"][-6:]:
+        lines.append(
+            f"proposal {proposal['number']} {proposal['branch']}: {proposal['title']} → {proposal['outcome'] or proposal['state']}"
+        )
+    return lines
+
+
+def describe_average(averaged: dict[str, Any]) -> str:
+    """What ``averaged`` of an average segment's result says: 'average of 3 checkpoints (steps 10, 15, 20; uniform)'."""
+    parts = averaged["sources"]
+    if averaged["rule"] == "uniform":
+        return f"average of {len(parts)} checkpoints (steps {', '.join(str(part['step']) for part in parts)}; uniform)"
+    listed = ", ".join(f"{part['step']} × {part['weight']:.2f}" for part in parts)
+    where = "the documents the gate judges on" if averaged["judged_on_the_same"] else "documents of its own"
+    return f"average of {len(parts)} checkpoints (steps {listed}; by held-out loss on {where})"

@@ -1,0 +1,164 @@
+"""The registered model in MLflow: a version for every judged candidate, so that people see, compare and approve there.
+
+A version's tags carry the verdict and the lineage; the alias ``candidate`` is the newest judged candidate, ``champion`` is
+whatever the ledger says it is. A version is found by its tags, so that registering again finds it instead of adding one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlparse
+
+import sqlalchemy as sa
+
+from factory.core.errors import InputError
+from factory.core.exports import folder_sha256
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, candidates, evaluations, releases, segments, verdicts
+from factory.reports.report import release_report
+from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
+from factory.tracking.tracking import Tracking, averaged_tag, short
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+    from mlflow.tracking import MlflowClient
+
+MODEL = "factory-lm"
+CHAMPION, CANDIDATE = "champion", "candidate"
+COPY_LIMIT = 1 << 30  # bytes; a larger export is shown by reference, not copied to the artifacts
+
+
+def newest_verdict(ledger: Ledger, candidate_id: int) -> dict[str, Any] | None:
+    subject = (verdicts.c.gate == "release") & (verdicts.c.subject == f"candidate:{candidate_id}")
+    return ledger.one(sa.select(verdicts).where(subject).order_by(verdicts.c.id.desc()).limit(1))
+
+
+def check_export(ledger: Ledger, candidate_id: int) -> dict[str, Any]:
+    """The candidate's row, after making sure that its export is, byte for byte, the one it was recorded with.
+
+    Raises: InputError.
+    """
+    row = ledger.one(sa.select(candidates).where(candidates.c.id == candidate_id))
+    if row is None:
+        raise InputError(f"there is no candidate {candidate_id}; 'factory status' lists them")
+    found = folder_sha256(Path(row["export_path"]))
+    if found != row["export_sha256"]:
+        raise InputError(
+            f"candidate {candidate_id}: {row['export_path']} is not what was recorded (sha256 {found[:12]}…, "
+            f"recorded {row['export_sha256'][:12]}…): nothing was released; restore the export, or evaluate a new candidate"
+        )
+    return row
+
+
+def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate_id: int) -> str:
+    """Make sure that a judged candidate has its version, tags, alias and report. Returns the version.
+
+    Raises: InputError when it was not judged or its export is not what was judged; TrackingError.
+    """
+    verdict = newest_verdict(ledger, candidate_id)
+    if verdict is None:
+        raise InputError(f"candidate {candidate_id} was not judged yet: run 'factory evaluate'")
+    candidate = check_export(ledger, candidate_id)
+    run = tracking.candidate_run(candidate_id)
+    client = tracking.client
+    tags = _tags(ledger, candidate, verdict)
+    with mlflow_errors(f"registering candidate {candidate_id}"), waiting_lock(workspace, "registry"):
+        _ensure_model(client)
+        version = find_version(client, candidate)
+        if version is None:
+            source = _model_source(client, run, candidate)
+            version = client.create_model_version(MODEL, source, run, tags, description=short(verdict["reasons"]))
+        for key, value in tags.items():
+            if version.tags.get(key) != value:
+                client.set_model_version_tag(MODEL, version.version, key, value)
+        if candidate_id == _newest_judged(ledger):
+            client.set_registered_model_alias(MODEL, CANDIDATE, version.version)
+    write_report(workspace, ledger, tracking, candidate_id, run)
+    return str(version.version)
+
+
+def write_report(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate_id: int, run: str) -> Path:
+    """Write ``reports/candidate-N.html`` and put it beside the candidate's run."""
+    path = workspace.reports / f"candidate-{candidate_id}.html"
+    aside = path.with_suffix(".new")
+    aside.write_text(release_report(ledger, candidate_id), encoding="utf-8")
+    os.replace(aside, path)
+    tracking.log_report(run, path)
+    return path
+
+
+def find_version(client: MlflowClient, candidate: dict[str, Any]) -> ModelVersion | None:
+    """The version of a candidate, by its tags: the candidate's number and the hash of its export."""
+    query = f"name = '{MODEL}' and tags.`candidate` = '{candidate['id']}'"
+    found = [
+        v for v in client.search_model_versions(query) if v.tags.get("export_sha256") == candidate["export_sha256"]
+    ]
+    return min(found, key=lambda version: int(version.version), default=None)
+
+
+def aliases(client: MlflowClient) -> dict[str, str]:
+    """``{alias: version}`` of the registered model; empty when there is no such model yet."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return {name: str(version) for name, version in client.get_registered_model(MODEL).aliases.items()}
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return {}
+
+
+def _ensure_model(client: MlflowClient) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(
+            MODEL, description="Gated releases. The ledger decides; alias 'champion' is what is served."
+        )
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _model_source(client: MlflowClient, run: str, candidate: dict[str, Any]) -> str:
+    """Where the version's files lie: a copy among the run's artifacts, verified; the export itself when it is very large."""
+    export = Path(candidate["export_path"])
+    if sum(path.stat().st_size for path in export.rglob("*") if path.is_file()) > COPY_LIMIT:
+        return export.as_uri()
+    client.log_artifacts(run, str(export), "model")
+    source = f"{client.get_run(run).info.artifact_uri}/model"
+    place = urlparse(source)
+    if place.scheme in ("", "file") and folder_sha256(Path(unquote(place.path))) != candidate["export_sha256"]:
+        raise OSError(f"the copy at {source} differs from {export}")
+    return source
+
+
+def _newest_judged(ledger: Ledger) -> int:
+    subjects = ledger.rows(sa.select(verdicts.c.subject).where(verdicts.c.gate == "release"))
+    return max(int(row["subject"].removeprefix("candidate:")) for row in subjects)
+
+
+def _tags(ledger: Ledger, candidate: dict[str, Any], verdict: dict[str, Any]) -> dict[str, str]:
+    segment = ledger.one(sa.select(segments).where(segments.c.id == candidate["segment"]))
+    number = ledger.one(sa.select(releases.c.number).where(releases.c.candidate == candidate["id"]))
+    newest = sa.select(evaluations.c.summary).where(evaluations.c.candidate == candidate["id"])
+    evaluation = ledger.one(newest.order_by(evaluations.c.id.desc()).limit(1))
+    assert segment
+    tags = {
+        "verdict": verdict["outcome"],
+        "reasons": short(verdict["reasons"]),
+        "candidate": candidate["id"],
+        "segment": segment["id"],
+        "generation": segment["generation"],
+        "recipe": segment["recipe"],
+        "data_plan": segment["data_plan"],
+        "code_commit": segment["code_commit"],
+        "export_sha256": candidate["export_sha256"],
+        "release": number and number["number"],
+        **averaged_tag(segment["result"]),
+    }
+    bpb = evaluation["summary"].get("bpb", {}) if evaluation else {}
+    tags |= {f"bpb.{domain}": f"{value:.4f}" for domain, value in bpb.items() if isinstance(value, int | float)}
+    return {key: str(value) for key, value in tags.items() if value is not None}

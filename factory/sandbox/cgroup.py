@@ -1,0 +1,101 @@
+"""A kernel limit on how many tasks a sandbox may have, where this process may make control groups.
+
+A fork bomb doubles faster than any watch looks, and the kernel exempts root from RLIMIT_NPROC: only a control group
+stops it before the machine is full. Both hierarchies are tried; without either, the rlimit and the watch stand alone.
+Source: kernel documentation, admin-guide/cgroup-v1/pids.rst and admin-guide/cgroup-v2.rst.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from factory.core.errors import IsolationError
+
+MOUNT = Path("/sys/fs/cgroup")
+PREFIX = "factory-sandbox-"
+_held: set[Path] = set()  # this process's groups that are in use
+
+
+@contextlib.contextmanager
+def task_limit(tasks: int) -> Iterator[Path | None]:
+    """A new group that holds at most ``tasks`` processes and threads; None where none can be made. Removed at the end."""
+    group = next((made for parent in _parents() if (made := _make(parent, tasks))), None)
+    try:
+        yield group
+    finally:
+        if group is not None:
+            _remove(group)  # refused while its last process still ends: the next one clears it away
+            _clear(group.parent)
+
+
+def put(group: Path, init: int) -> None:
+    """Move a namespace's init and its child, the launcher that waits, into the group; what they start later is born there.
+
+    Raises: IsolationError.
+    """
+    members = group / "cgroup.procs"
+    try:
+        members.write_text(str(init))  # first, so that a child it has not started yet is born there
+        for child in _children(init):
+            members.write_text(child)
+    except ProcessLookupError:
+        pass  # it ended at once: whoever waits for it finds out why
+    except OSError as error:
+        raise IsolationError(f"the sandbox cannot be put into its control group {group}: {error}") from error
+
+
+def _children(process: int) -> list[str]:
+    try:
+        return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+
+
+def _parents() -> list[Path]:
+    """Where a group may be made: below our own, and (version 2) at the top, where controllers are usually on."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
+    old = [MOUNT / "pids" / own["pids"]] if "pids" in own else []
+    return [*old, MOUNT / own.get("", ""), MOUNT]
+
+
+def _make(parent: Path, tasks: int) -> Path | None:
+    group = parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+    _held.add(group)
+    try:
+        group.mkdir(mode=0o700)
+        if not (group / "pids.max").exists():  # not a control group, or one without this controller
+            raise FileNotFoundError
+        (group / "pids.max").write_text(str(tasks))
+        return group
+    except OSError:
+        _remove(group)
+        return None
+
+
+def _remove(group: Path) -> None:
+    for _ in range(20):
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        if not group.exists():
+            break
+        time.sleep(0.005)
+    _held.discard(group)
+
+
+def _clear(parent: Path) -> None:
+    """Remove what dead factories left, and what of ours could not be removed yet when its sandbox ended."""
+    for group in parent.glob(f"{PREFIX}*"):
+        maker = group.name.removeprefix(PREFIX).partition("-")[0]
+        ours = maker == str(os.getpid())
+        if maker.isdigit() and (group not in _held if ours else not Path(f"/proc/{maker}").exists()):
+            with contextlib.suppress(OSError):
+                group.rmdir()

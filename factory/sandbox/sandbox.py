@@ -1,0 +1,399 @@
+"""Runs code that nobody trusts: a proposed patch, its build, its training steps (DESIGN §5).
+
+``run`` starts one command under bubblewrap or, where that is missing or fails, in namespaces of our own making
+(``sandbox_namespaces``), and holds its whole process tree:
+
+* own user, pid, ipc, network, uts, mount and cgroup namespaces; no capability, no new privileges, no further user namespace
+* a file system made of the interpreter, its packages, ``/usr``, the inputs that the caller names (all read-only), one
+  writable output folder, and small tmpfs for ``/tmp`` and ``/dev/shm``; no home, no ``/sys``, ``/proc/sys`` read-only
+* a clean environment; a seccomp filter (``sandbox_filter``) and, where the kernel has it, Landlock (``sandbox_launch``)
+* limits: wall and CPU seconds, memory of one process and of the tree, size of one file and of the output folder,
+  processes, log bytes
+
+The kernel limits the tree's tasks (by control group where one can be made, else by rlimit, from which it exempts root).
+What it does not enforce for a tree (memory, bytes in the output folder) is watched from outside ten times a second,
+as are processes, and the tree is killed when it goes over. Killing is certain: every process lives in a pid
+namespace, whose init dies with its parent, which dies with the factory. Time is measured here, outside. Without either
+way to isolate ``run`` refuses: IsolationError. ``$FACTORY_SANDBOX`` (bubblewrap, namespaces) forbids the other way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from agents.core.untrusted import one_line
+from factory.core import devices
+from factory.core.errors import IsolationError, nearest
+from factory.sandbox import bubblewrap as sandbox_bubblewrap
+from factory.sandbox import cgroup as sandbox_cgroup
+from factory.sandbox import filter as sandbox_filter
+from factory.sandbox import namespaces as sandbox_namespaces
+from factory.sandbox.pipes import Told, unnamed
+from factory.sandbox.view import LAUNCHER_INSIDE, View, view
+from factory.sandbox.watch import folder_size, free_space, tree, unlinked
+
+WATCH_SECONDS = 0.1
+SETUP_SECONDS = 5.0  # how long bubblewrap may take to start its child
+TAIL_BYTES = 64 * 1024
+TASKS = 8  # tasks a process, on average: the kernel counts threads, the watch counts processes
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one command may use. Bytes unless a name says otherwise."""
+
+    wall_seconds: float = 120.0
+    cpu_seconds: int | None = None  # of each process; None: what the wall limit leaves room for, on every core
+    memory: int = 6 << 30  # of the tree's resident pages, and of each process's private writable mappings
+    file: int = 1 << 30  # largest file that may be written
+    output: int = 2 << 30  # everything in the output folder
+    output_files: int = 20_000
+    processes: int = 256  # processes in the tree, the two of the sandbox included
+    log: int = 8 * MIB  # stdout and stderr together
+    tmp: int = 512 * MIB  # /tmp, and /dev/shm
+
+    @property
+    def cpu(self) -> int:
+        """Seconds of CPU time that each process may use."""
+        whole = math.ceil(self.wall_seconds * (os.cpu_count() or 1)) + 1
+        return whole if self.cpu_seconds is None else self.cpu_seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended.
+
+    ``stopped`` names the limit that killed it: 'wall', 'memory', 'processes', 'output' or 'log'; 'enough' when its caller had enough of
+    it; None if nothing did.
+    """
+
+    returncode: int  # 128 + n after signal n, as a shell tells it
+    stdout: str  # the last 64 KiB
+    stderr: str
+    seconds: float  # from start to end, by this process's clock
+    stopped: str | None
+    peak_memory: int  # bytes resident in the tree, as sampled
+    output: int  # bytes in the output folder at the end
+
+    @property
+    def timed_out(self) -> bool:
+        return self.stopped == "wall"
+
+    @property
+    def ok(self) -> bool:
+        return self.returncode == 0 and self.stopped is None
+
+    def why(self) -> str:
+        """One line for a person: which limit stopped it, or how it ended and the last thing it said, which nobody vouches for."""
+        if self.stopped:
+            return f"stopped: over its {self.stopped} limit after {self.seconds:.1f} s"
+        said = (self.stderr.strip() or self.stdout.strip()).splitlines()
+        return f"ended with code {self.returncode}" + (f": {one_line(said[-1], 300)}" if said else "")
+
+
+class Mechanism(Protocol):
+    """A way to isolate: a program that makes a ``View`` in new namespaces and runs its command there.
+
+    It tells ``status``, in lines of JSON, ``{"child-pid": n}``, the new pid namespace's init, before anything is run, and
+    ``{"exit-code": n}``, which it leaves out when it failed itself.
+    """
+
+    def command(self, view: View, status: int, given: Callable[[bytes], int]) -> list[str]: ...
+    def refusal(self) -> str: ...
+    def version(self) -> str: ...
+
+
+MECHANISMS: Mapping[str, Mechanism] = {"bubblewrap": sandbox_bubblewrap, "namespaces": sandbox_namespaces}
+
+
+def mechanism() -> tuple[Mechanism, str]:
+    """The first that may work here, or the one that ``$FACTORY_SANDBOX`` names; and why not those before it. Raises: IsolationError."""
+    named = os.environ.get("FACTORY_SANDBOX", "")
+    if named and named not in MECHANISMS:
+        raise IsolationError(f"FACTORY_SANDBOX={named}: no such sandbox{nearest(named, MECHANISMS)}")
+    refused: list[str] = []
+    for name in (named,) if named else MECHANISMS:
+        if not (why := MECHANISMS[name].refusal()):
+            return MECHANISMS[name], "; ".join(refused)
+        refused.append(why)
+    raise IsolationError(f"no sandbox: {'; '.join(refused)}")
+
+
+def run(
+    command: Sequence[str],
+    *,
+    output: Path,
+    readonly: Sequence[Path] = (),
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+    begun: Callable[[int], None] | None = None,
+    enough: threading.Event | None = None,
+) -> Result:
+    """Run ``command`` with ``output`` (made when missing) writable and ``readonly`` visible, all under their own names.
+
+    The current folder is ``cwd`` (a visible path), else the output folder. Compile caches go to ``output/cache``.
+    ``begun`` is told the number of the namespace's init, the root of all that runs, before anything does; ``enough`` ends it when set.
+    Raises: IsolationError when no sandbox can be set up; nothing was run then.
+    """
+    limits = limits or Limits()
+    made_by, refused = mechanism()
+    output = output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as opened:
+        pipe = lambda: [opened.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"))]
+        (status, status_write), (go_read, go) = pipe(), pipe()
+        inherited = [status_write, go_read]
+
+        def given(data: bytes) -> int:
+            inherited.append(opened.enter_context(unnamed(data)))
+            return inherited[-1].fileno()
+
+        rules = json.dumps(_rules(output, limits, bool(devices.nodes())) | {"go": go_read.fileno()})
+        words = [sys.executable, "-I", "-S", LAUNCHER_INSIDE, rules, *map(str, command)]
+        seen = view(words, output, readonly, cwd or output, environment or {}, limits.tmp)
+        arguments = made_by.command(seen, status_write.fileno(), given)
+        process: subprocess.Popen[bytes] | None = None
+        told = Told(status.fileno())
+        with sandbox_cgroup.task_limit(limits.processes * TASKS) as group:
+            started = time.monotonic()
+            try:
+                process = subprocess.Popen(
+                    arguments,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=[end.fileno() for end in inherited],
+                    env={},
+                    start_new_session=True,
+                )
+                _close(inherited)
+                held = _Held(process, started, limits, output, enough)
+                child = told.child()  # there before anything runs; None when the mechanism failed
+                if group is not None and child is not None:
+                    sandbox_cgroup.put(group, child)
+                if begun is not None and child is not None:
+                    begun(child)
+                with contextlib.suppress(BrokenPipeError):
+                    go.write(b".")
+                held.watch()
+            finally:
+                # Reached with the tree alive only when this process is interrupted. The mechanism alone is not enough
+                # to kill: while bubblewrap sets up, its child waits for it and does not yet die with it; and an
+                # interrupt inside Popen leaves no handle of it. So the child's number is awaited, which is told at
+                # once, or the pipe's end, when it was not even started. A launcher that reads no "." ends.
+                _close(inherited)
+                if told.anything() or select.select([status], [], [], SETUP_SECONDS)[0]:
+                    _bury(told.child())
+                if process is not None:
+                    process.kill()
+                    process.wait()
+                events = told.all()
+                for tail in (process.stdout, process.stderr) if process is not None else ():
+                    assert tail is not None
+                    tail.close()
+    code = next((event["exit-code"] for event in events if "exit-code" in event), None)
+    stderr = held.tail(process.stderr)
+    if held.stopped is None and code is None and process.returncode != -9:
+        why = "; ".join(filter(None, (refused, f"{made_by.version()}: {stderr.strip()[-500:]}")))
+        raise IsolationError(f"no sandbox could be set up; nothing was run: {why}")
+    return Result(
+        returncode=code if code is not None and held.stopped is None else 137,
+        stdout=held.tail(process.stdout),
+        stderr=stderr,
+        seconds=held.seconds,
+        stopped=held.stopped,
+        peak_memory=held.peak_memory,
+        output=folder_size(output)[0],
+    )
+
+
+def _close(files: Iterable[IO[bytes]]) -> None:
+    for file in files:
+        file.close()
+
+
+def _bury(init: int | None) -> None:
+    """Kill a pid namespace's init and wait until the kernel has ended all that was in it."""
+    if init is not None:
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(init)
+            with os.fdopen(handle, "rb"):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                select.select([handle], [], [])
+
+
+class _Held:
+    """One running sandbox: its last output, and whether it stays within its limits."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        started: float,
+        limits: Limits,
+        output: Path,
+        enough: threading.Event | None = None,
+    ) -> None:
+        self.enough = enough or threading.Event()
+        self.process, self.started, self.limits, self.output = process, started, limits, output
+        self.stopped: str | None = None
+        self.peak_memory = 0
+        self.seconds = 0.0
+        self._logged = 0
+        assert process.stdout is not None and process.stderr is not None
+        self._tails: dict[IO[bytes], bytes] = {process.stdout: b"", process.stderr: b""}
+        self._next_look_at_output = started
+        self._room: int | None = None  # on the disk, if the output folder were empty
+
+    def tail(self, pipe: IO[bytes] | None) -> str:
+        assert pipe is not None
+        return self._tails[pipe].decode("utf-8", "replace")
+
+    def watch(self) -> None:
+        """Return when the command has ended or was killed for going over a limit."""
+        ended = os.pidfd_open(self.process.pid)
+        with selectors.DefaultSelector() as selector:
+            selector.register(ended, selectors.EVENT_READ, None)
+            for pipe in self._tails:
+                os.set_blocking(pipe.fileno(), False)
+                selector.register(pipe.fileno(), selectors.EVENT_READ, pipe)
+            next_look = self.started
+            running = True
+            while running:
+                ready = [key for key, _ in selector.select(max(0.0, min(next_look, self._deadline) - time.monotonic()))]
+                for key in ready:
+                    if key.data is None:
+                        running = False
+                        self.seconds = time.monotonic() - self.started
+                    elif not self._read(key.data):
+                        selector.unregister(key.fileobj)
+                if not running:
+                    break
+                if time.monotonic() >= next_look:
+                    self._look()
+                    next_look = time.monotonic() + WATCH_SECONDS
+                if self._logged > self.limits.log:
+                    self.stopped = self.stopped or "log"
+                if time.monotonic() > self._deadline:
+                    self.stopped = self.stopped or "wall"
+                if self.enough.is_set():
+                    self.stopped = self.stopped or "enough"
+                if self.stopped:
+                    self.process.kill()
+                    self.seconds = time.monotonic() - self.started
+                    running = False
+            for pipe in self._tails:  # what was still in the pipes
+                self._read(pipe)
+        os.close(ended)
+
+    @property
+    def _deadline(self) -> float:
+        return self.started + self.limits.wall_seconds
+
+    def _read(self, pipe: IO[bytes]) -> bool:
+        """Take what a pipe holds (bounded, so that a flood cannot keep us here); False at its end."""
+        for _ in range(16):
+            try:
+                data = os.read(pipe.fileno(), 65536)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._logged += len(data)
+            self._tails[pipe] = (self._tails[pipe] + data)[-TAIL_BYTES:]
+        return True
+
+    def _look(self) -> None:
+        processes, memory = tree(self.process.pid, self.limits.processes)
+        self.peak_memory = max(self.peak_memory, memory)
+        if len(processes) > self.limits.processes:
+            self.stopped = "processes"
+        elif memory > self.limits.memory:
+            self.stopped = "memory"
+        now = time.monotonic()
+        if now >= self._next_look_at_output:
+            size, files = self._output(processes[2:])  # without the mechanism's own two
+            if size > self.limits.output or files > self.limits.output_files:
+                self.stopped = self.stopped or "output"
+            # A folder of many files is slow to walk: never spend more than a twentieth of the time on it.
+            self._next_look_at_output = now + 20 * (time.monotonic() - now)
+
+    def _output(self, processes: list[int]) -> tuple[int, int]:
+        """(bytes, entries) of the output folder and of files that had a name there, if they had one, and are still held.
+
+        These are looked for when the disk lost more than the limit: by somebody else, or because of them. Where they
+        cannot be measured, what the disk lost counts.
+        """
+        size, files = folder_size(self.output)
+        free = free_space(self.output)
+        if self._room is None:
+            self._room = free + size
+        lost = self._room - free
+        if size <= self.limits.output < lost:
+            hidden, whole = unlinked(processes, self.output)
+            size = size + hidden if whole else lost
+        return size, files
+
+
+def describe() -> dict[str, str]:
+    """What is in force here, for ``factory doctor``. ``"isolation"`` starts with 'none' when ``run`` would refuse."""
+    try:
+        made_by, refused = mechanism()
+        with tempfile.TemporaryDirectory() as folder:
+            probe = run([sys.executable, "-I", "-S", LAUNCHER_INSIDE, "--describe"], output=Path(folder))
+        inside = json.loads(probe.stdout)
+    except (IsolationError, ValueError) as error:
+        return {"isolation": f"none: {error}"}
+    rules = len(sandbox_filter.program()) // 8
+    return {
+        "isolation": f"{made_by.version()}: user, pid, ipc, net, uts, mount and cgroup namespaces"
+        + (f" ({refused})" if refused else ""),
+        "user": f"mapped from {os.geteuid()}, capabilities {inside['capabilities']}, "
+        + ("no new privileges" if inside["no_new_privileges"] else "MAY GAIN PRIVILEGES"),
+        "seccomp": f"filter of {rules} instructions" if inside["seccomp"] else "none: no table for this processor",
+        "landlock": f"ABI {inside['landlock']}"
+        if inside["landlock"]
+        else "none here; the read-only mounts stand alone",
+        "memory": "rlimit for each process; tree watched ten times a second",
+        "processes": f"watched ten times a second; {_task_limit()}",
+        "output": "rlimit for each file; folder watched, files without a name with it",
+    }
+
+
+def _task_limit() -> str:
+    with sandbox_cgroup.task_limit(1) as group:
+        if group is not None:
+            return "a control group limits tasks"
+    return "no control group can be made, and root has no rlimit" if os.geteuid() == 0 else "rlimit"
+
+
+def _rules(output: Path, limits: Limits, gpu: bool) -> dict[str, object]:
+    """What the launcher puts in force on itself before it becomes the command. A GPU's driver maps far more than it uses: the watch
+    alone holds the tree to its memory then."""
+    return {
+        "rlimits": {
+            "RLIMIT_CPU": limits.cpu,
+            **({} if gpu else {"RLIMIT_DATA": limits.memory}),
+            "RLIMIT_FSIZE": limits.file,
+            "RLIMIT_NPROC": limits.processes * TASKS,
+            "RLIMIT_NOFILE": 4096,
+            "RLIMIT_CORE": 0,
+        },
+        "writable": [str(output), "/tmp", "/dev"],
+    }

@@ -1,0 +1,1 @@
+"""What MLflow shows: runs of segments, candidates and proposals, and their metrics."""

@@ -1,0 +1,160 @@
+"""The MLflow store of a workspace: how it comes to be, how it is reached, what its failures are called.
+
+A store on SQLite is built aside, set to WAL and renamed into place under a lock: several processes that initialise one
+at the same time crash, and one killed half way through the migrations would leave a store that nothing can open.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+from factory.core.errors import FactoryError, WorkspaceError
+from factory.core.workspace import Workspace
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+PATIENCE = 180.0  # seconds to wait for another process that initialises (3 s, a minute on a crowded machine) or writes
+# Read once, when mlflow is imported: no usage reports, no model-registry chatter, no git executable needed.
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "GIT_PYTHON_REFRESH": "quiet",
+    "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",  # a trace is kept when the call returns, or told again later
+}
+
+
+class TrackingError(FactoryError):
+    """MLflow's store cannot be reached, read or written. Nothing that the ledger knows is lost."""
+
+    exit_code = 6
+
+
+@contextmanager
+def waiting_lock(workspace: Workspace, name: str, patience: float = PATIENCE) -> Iterator[None]:
+    """``workspace.lock``, but in line behind whoever holds it.
+
+    Raises: WorkspaceError that names the holder when the lock is not free after ``patience`` seconds.
+    """
+    deadline = time.monotonic() + patience
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(workspace.lock(name))
+                break
+            except WorkspaceError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        yield
+
+
+@contextmanager
+def mlflow_errors(doing: str) -> Iterator[None]:
+    """Whatever MLflow or its database raises becomes a TrackingError that says what was being done."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except (MlflowException, sa.exc.SQLAlchemyError, sqlite3.Error, OSError) as error:
+        raise TrackingError(
+            f"MLflow: {doing} failed: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from error
+
+
+def open_client(workspace: Workspace) -> MlflowClient:
+    """A client of the workspace's store, which is made when it is not there; quiet, and without any usage report.
+
+    Raises: TrackingError when the store cannot be reached or has the schema of another MLflow.
+    """
+    os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
+    from mlflow.tracking import MlflowClient
+
+    # MLflow logs a traceback for every refused write and then raises it as well; once is enough.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    uri = workspace.mlflow_uri
+    with mlflow_errors(f"opening {uri}"), waiting_lock(workspace, "mlflow"):
+        if path := _sqlite_path(uri):
+            _create_store(path, workspace.mlflow_artifacts)
+            with closing(_connect(path, PATIENCE)) as connection:  # MLflow retries a broken file for 100 s
+                connection.execute("SELECT version_num FROM alembic_version").fetchone()
+            # In WAL a store stays whole without a flush a commit; what a power cut takes is told again from the ledger.
+            _PRAGMAS[os.path.realpath(path)] = ("synchronous=NORMAL",)
+        client = MlflowClient(uri, registry_uri=uri)
+        client.search_experiments(max_results=1)  # connects, and refuses another schema
+    return client
+
+
+def check_writable(workspace: Workspace, patience: float = 1.0) -> None:
+    """Find out within ``patience`` seconds that somebody holds an SQLite store's write lock; MLflow itself waits 20.
+
+    Raises: TrackingError.
+    """
+    path = _sqlite_path(workspace.mlflow_uri)
+    if path and path.exists():
+        with mlflow_errors(f"writing to {path}"), closing(_connect(path, patience)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.rollback()
+
+
+def ui_command(workspace: Workspace, port: int = 5000) -> tuple[list[str], dict[str, str]]:
+    """The command that opens the MLflow UI on this workspace, and the environment to add to one's own."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", workspace.mlflow_uri]
+    command += ["--default-artifact-root", workspace.mlflow_artifacts.as_uri()]
+    return command, dict(ENVIRONMENT)
+
+
+def _sqlite_path(uri: str) -> Path | None:
+    return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+
+
+def _connect(path: Path, patience: float) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.as_uri()}?mode=rw", timeout=patience, isolation_level=None, uri=True)
+
+
+def _create_store(path: Path, artifacts: Path) -> None:
+    """Make MLflow's tables in a file aside and rename it into place; a store that is there is left alone."""
+    if path.exists():
+        return
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    aside = path.with_name(f".{path.name}.new")  # one at a time: the caller holds the lock
+    for ending in ("", "-wal", "-shm", "-journal"):
+        aside.with_name(aside.name + ending).unlink(missing_ok=True)  # of a process that was killed here
+    artifacts.mkdir(parents=True, exist_ok=True)
+    _PRAGMAS[str(aside)] = ("synchronous=OFF", "journal_mode=MEMORY")  # hundreds of commits; flushed once, below
+    store = SqlAlchemyStore(f"sqlite:///{aside}", artifacts.as_uri())
+    store.engine.dispose()
+    with closing(_connect(aside, PATIENCE)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+    handle = os.open(aside, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    os.replace(aside, path)
+
+
+_PRAGMAS: dict[str, tuple[str, ...]] = {}  # by database file
+
+
+@sa.event.listens_for(sa.engine.Engine, "connect")
+def _tune(connection: object, _record: object) -> None:
+    """Settings for MLflow's own connections, which MLflow gives no way to set; all other databases are left alone."""
+    if _PRAGMAS and isinstance(connection, sqlite3.Connection):
+        name = connection.execute("PRAGMA database_list").fetchone()[2]
+        for pragma in _PRAGMAS.get(name, ()):
+            connection.execute(f"PRAGMA {pragma}")

@@ -1,0 +1,359 @@
+"""What MLflow shows: a run per segment, candidate and proposal (DESIGN §5, Tracking). The ledger decides, MLflow shows.
+
+Everything here can be told to MLflow again without doubling anything: a run is found by its ``factory.subject`` tag, a
+metric point is the same point when key, step, timestamp and value are, and ``tracked_runs`` remembers which run is whose.
+So MLflow may be locked, slow or even deleted: what is missing is told again later, and training never waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from factory.computing.computing import describe
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import (
+    Ledger,
+    candidates,
+    data_plans,
+    evaluations,
+    profiles,
+    proposals,
+    segments,
+    tracked_runs,
+    verdicts,
+)
+from factory.tracking.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers
+from factory.tracking.mlflow_store import mlflow_errors, open_client, ui_command, waiting_lock
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+__all__ = ["Tracking", "flatten", "short", "ui_command"]
+TRAINING, CANDIDATES, PROPOSALS, PROFILES = "training", "candidates", "proposals", "profiles"  # the experiments
+EXCHANGES = "exchanges"  # with language models: traces
+SUBJECT = "factory.subject"
+PATCH = "patch_sha256"  # tag of a proposal's run: the patch that it shows, and that a person's word is about
+APPROVAL_TAG = "approval"  # what a person sets to 'approved', on a candidate's version or a proposal's run
+PARAMS_PER_BATCH = 100  # MLflow's own limit
+
+
+class Tracking:
+    """One process's way to a workspace's MLflow. Opening costs nothing; the store is reached at the first need."""
+
+    def __init__(self, workspace: Workspace, ledger: Ledger) -> None:
+        self.workspace, self.ledger = workspace, ledger
+        self._client: MlflowClient | None = None
+        self._experiments: dict[str, str] = {}
+
+    @classmethod
+    def open(cls, workspace: Workspace, ledger: Ledger) -> Tracking:
+        return cls(workspace, ledger)
+
+    @property
+    def client(self) -> MlflowClient:
+        """Raises: TrackingError when the store cannot be reached."""
+        if self._client is None:
+            self._client = open_client(self.workspace)
+        return self._client
+
+    def _experiment(self, name: str) -> str:
+        if name not in self._experiments:
+            client = self.client
+            with waiting_lock(self.workspace, "mlflow"):
+                found = client.get_experiment_by_name(name)
+                if found is None:
+                    remote = self.workspace.mlflow_uri.startswith("http")  # a server knows best where its artifacts go
+                    location = None if remote else (self.workspace.mlflow_artifacts / name).as_uri()
+                    self._experiments[name] = client.create_experiment(name, artifact_location=location)
+                else:
+                    self._experiments[name] = found.experiment_id
+        return self._experiments[name]
+
+    def _run(
+        self, subject: str, experiment: str, name: str, started: float, tags: dict[str, Any], params: dict[str, Any]
+    ) -> str:
+        """The run of a subject, made if need be: exactly one, however often and by however many processes asked for."""
+        client = self.client
+        from mlflow.entities import Param
+
+        if known := self._known(subject):
+            return known
+        # A server may serve several workspaces, a store outlive a ledger: a person's word on their patch is none on ours.
+        mine = f"tags.`{SUBJECT}` = '{subject}'"
+        mine += f" and tags.{PATCH} = '{tags[PATCH]}'" if tags.get(PATCH) else ""
+        with mlflow_errors(f"the run of {subject}"):
+            experiment_id = self._experiment(experiment)
+            with waiting_lock(self.workspace, "mlflow"):
+                same = client.search_runs([experiment_id], mine, max_results=1)
+                if same:
+                    run_id = same[0].info.run_id
+                else:
+                    tags = {SUBJECT: subject, "mlflow.source.name": "factory", **tags}
+                    words = {key: str(value) for key, value in tags.items() if value is not None}
+                    run_id = client.create_run(experiment_id, int(started * 1000), words, name).info.run_id
+                pairs = [Param(key, str(value)) for key, value in params.items()]
+                for start in range(0, len(pairs), PARAMS_PER_BATCH):
+                    client.log_batch(run_id, params=pairs[start : start + PARAMS_PER_BATCH])
+                with self.ledger.begin() as tx:
+                    tx.execute(tracked_runs.delete().where(tracked_runs.c.subject == subject))
+                    tx.execute(tracked_runs.insert().values(subject=subject, run_id=run_id))
+        return run_id
+
+    def _known(self, subject: str) -> str:
+        """The run of a subject, by the ledger; empty where it has none, or MLflow has it no longer."""
+        from mlflow.exceptions import MlflowException
+
+        known = self.ledger.one(sa.select(tracked_runs.c.run_id).where(tracked_runs.c.subject == subject))
+        with mlflow_errors(f"the run of {subject}"):
+            try:
+                return str(self.client.get_run(known["run_id"]).info.run_id) if known else ""
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return ""
+
+    # -- segments ---------------------------------------------------------------------------------------------------
+    def segment_run(self, segment: Mapping[str, Any]) -> str:
+        """The run of a row of ``segments``: the recipe as parameters, lineage as tags. Returns its id.
+
+        Raises: TrackingError.
+        """
+        plan = self.ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == segment["data_plan"]))
+        tags = {
+            "kind": segment["kind"],
+            "generation": segment["generation"],
+            "segment": segment["id"],
+            "parent": segment["parent"],
+            "recipe": segment["recipe"],
+            "recipe_sha256": segment["recipe_sha256"],
+            "data_plan": segment["data_plan"],
+            "token_shards": len(plan["plan"].get("token_shards", [])) if plan else None,
+            "mlflow.source.git.commit": segment["code_commit"],
+            "computing": describe(segment.get("computing")) or None,
+        }
+        params = {
+            "first_step": segment["first_step"],
+            "last_step": segment["last_step"],
+            **flatten(segment["recipe_json"]),
+            **{f"computing.{key}": value for key, value in flatten(segment.get("computing") or {}).items()},
+        }
+        name = f"{segment['kind']}-{segment['id']}"
+        return self._run(f"segment:{segment['id']}", TRAINING, name, segment["created_at"], tags, params)
+
+    def follow_segment(
+        self, segment: Mapping[str, Any], say: Callable[[str], None] = lambda _: None
+    ) -> MetricsFollower:
+        """A follower of the segment's ``metrics.jsonl`` that also makes the run; whatever MLflow does, it never raises."""
+        path = Path(segment["folder"]) / "metrics.jsonl"
+        return self._follow(path, lambda: self.segment_run(segment), say, lambda: self.finish_segment(segment["id"]))
+
+    def follow_metrics(self, path: Path, run: str, say: Callable[[str], None] = lambda _: None) -> MetricsFollower:
+        """A follower of any ``metrics.jsonl`` into a run that exists."""
+        return self._follow(path, lambda: run, say)
+
+    def _follow(
+        self,
+        path: Path,
+        run: Callable[[], str],
+        say: Callable[[str], None],
+        close: Callable[[], None] = lambda: None,
+    ) -> MetricsFollower:
+        return MetricsFollower(self.workspace, lambda: self.client, path, run, say, close)
+
+    def finish_segment(self, segment_id: int) -> None:
+        """Close the run of a segment that is done or failed; one that is still planned stays open. Raises: TrackingError."""
+        segment = self.ledger.one(sa.select(segments).where(segments.c.id == segment_id))
+        assert segment, f"no segment {segment_id}"
+        if segment["state"] != "planned":
+            run = self.segment_run(segment)
+            with mlflow_errors(f"closing the run of segment {segment_id}"):
+                ended = int((segment["finished_at"] or time.time()) * 1000)
+                self.client.set_terminated(run, "FINISHED" if segment["state"] == "done" else "FAILED", ended)
+
+    # -- candidates and proposals -----------------------------------------------------------------------------------
+    def candidate_run(self, candidate_id: int) -> str:
+        """The run of a candidate: its newest evaluation as metrics, its samples as an artifact. Returns its id.
+
+        Raises: TrackingError.
+        """
+        candidate = self.ledger.one(sa.select(candidates).where(candidates.c.id == candidate_id))
+        assert candidate, f"no candidate {candidate_id}"
+        segment = self.ledger.one(sa.select(segments).where(segments.c.id == candidate["segment"]))
+        assert segment
+        tags = {
+            "candidate": candidate_id,
+            "segment": segment["id"],
+            "generation": segment["generation"],
+            "data_plan": segment["data_plan"],
+            "export_sha256": candidate["export_sha256"],
+            "mlflow.source.git.commit": segment["code_commit"],
+            **averaged_tag(segment["result"]),
+        }
+        name = f"candidate-{candidate_id}"
+        params = {"recipe": segment["recipe"]}
+        run = self._run(f"candidate:{candidate_id}", CANDIDATES, name, candidate["created_at"], tags, params)
+        newest = (
+            sa.select(evaluations)
+            .where(evaluations.c.candidate == candidate_id)
+            .order_by(evaluations.c.id.desc())
+            .limit(1)
+        )
+        if evaluation := self.ledger.one(newest):
+            summary = dict(evaluation["summary"])
+            samples = summary.pop("samples", None)
+            files = {"evaluation.json": summary, "samples.json": samples}
+            self._log_once(run, numbers(summary), evaluation["created_at"], files)
+        return run
+
+    def proposal_run(self, number: int) -> str:
+        """The run of a proposal: its verdict and evidence, its report when there is one. Returns its id.
+
+        Raises: TrackingError.
+        """
+        proposal = self.ledger.one(sa.select(proposals).where(proposals.c.number == number))
+        assert proposal, f"no proposal {number}"
+        tags = {
+            "proposal": number,
+            "agent": proposal["agent"],
+            "target": proposal["target"],
+            "branch": proposal["branch"],
+            "base_commit": proposal["base_commit"],
+            PATCH: proposal["patch_sha256"],
+            "mlflow.source.git.commit": proposal["commit"],
+        }
+        params = {"title": proposal["title"], "predicted_gain": proposal["predicted_gain"]}
+        name = f"proposal-{number}"
+        run = self._run(f"proposal:{number}", PROPOSALS, name, proposal["created_at"], tags, params)
+        verdict = self.ledger.one(sa.select(verdicts).where(verdicts.c.id == proposal["verdict"]))
+        if verdict:
+            outcome = {"verdict": verdict["outcome"], "reasons": short(verdict["reasons"])}
+            self._tag(run, {**outcome, "state": proposal["state"]})
+            if (
+                verdict["outcome"] == "promote"
+                and proposal["state"] == "judged"
+                and not self._tag_of(run, APPROVAL_TAG)
+            ):
+                self._tag(run, {APPROVAL_TAG: "pending"})
+            self._log_once(
+                run, numbers(verdict["evidence"]), verdict["created_at"], {"evidence.json": verdict["evidence"]}
+            )
+        if proposal["report"] and Path(proposal["report"]).is_file():
+            self.log_report(run, Path(proposal["report"]))
+        return run
+
+    def proposal_word(self, number: int) -> str:
+        """What a person said of a proposal: 'pending', 'approved' or 'rejected', as tag of its run. Raises: TrackingError."""
+        run = self._known(f"proposal:{number}") or self.proposal_run(number)
+        return self._tag_of(run, APPROVAL_TAG).strip().lower()
+
+    def _tag_of(self, run: str, tag: str) -> str:
+        with mlflow_errors(f"reading the tags of run {run}"):
+            return str(self.client.get_run(run).data.tags.get(tag, ""))
+
+    def profile_run(self, number: int) -> str:
+        """The run of a profile: its step times as metrics, all of its files as artifacts. Returns its id.
+
+        Raises: TrackingError.
+        """
+        profile = self.ledger.one(sa.select(profiles).where(profiles.c.id == number))
+        assert profile, f"no profile {number}"
+        summary, created = dict(profile["summary"]), profile["created_at"]
+        tags = {"profile": number, "device": summary.get("device"), "mlflow.source.git.commit": profile["code_commit"]}
+        run = self._run(f"profile:{number}", PROFILES, f"profile-{number}", created, tags, {})
+        self._log_once(run, numbers(summary), created, {})
+        with mlflow_errors(f"logging the files of profile {number}"):
+            self.client.log_artifacts(run, str(Path(profile["path"]).parent))
+        return run
+
+    def exchange_trace(
+        self,
+        name: str,
+        asked: Any,
+        answered: Any,
+        usage: tuple[int, int],
+        usd: float,
+        began: float,
+        ended: float,
+        tags: dict[str, str],
+    ) -> str:
+        """A trace of one exchange with a language model, with its tokens (in, out) and money. Returns its id.
+
+        Raises: TrackingError, also when MLflow says nothing and has not kept it.
+        """
+        client = self.client
+        import mlflow
+
+        experiment = self._experiment(EXCHANGES)
+        with mlflow_errors(f"tracing {name}"):
+            mlflow.set_tracking_uri(self.workspace.mlflow_uri)  # traces go where this says, whatever the client's own
+            counts = {"input_tokens": usage[0], "output_tokens": usage[1], "total_tokens": sum(usage)}
+            span = client.start_trace(
+                name,
+                span_type="CHAT_MODEL",
+                inputs=asked,
+                attributes={"mlflow.chat.tokenUsage": counts, "mlflow.llm.cost": {"total_cost": usd}},  # type: ignore[dict-item]
+                tags=tags,
+                experiment_id=experiment,
+                start_time_ns=int(began * 1e9),
+            )
+            status = "ERROR" if "error" in answered else "OK"
+            client.end_trace(span.trace_id, outputs=answered, status=status, end_time_ns=int(ended * 1e9))
+            client.get_trace(span.trace_id, display=False)  # exporting only logs its failures
+        return str(span.trace_id)
+
+    def log_report(self, run: str, path: Path) -> None:
+        """Put a report beside the run as ``report.html``. Raises: TrackingError."""
+        with mlflow_errors(f"logging {path.name}"):
+            self.client.log_text(run, path.read_text(encoding="utf-8"), "report.html")
+
+    def _tag(self, run: str, tags: dict[str, Any]) -> None:
+        from mlflow.entities import RunTag
+
+        with mlflow_errors("tagging a run"):
+            self.client.log_batch(run, tags=[RunTag(key, str(value)) for key, value in tags.items()])
+
+    def _log_once(self, run: str, values: dict[str, float], at: float, artifacts: dict[str, Any]) -> None:
+        """Log numbers under the moment they were measured, so that telling them again adds no second point."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(key, value, int(at * 1000), 0) for key, value in values.items()]
+        with mlflow_errors("logging an evaluation"):
+            for start in range(0, len(metrics), METRICS_PER_BATCH):
+                self.client.log_batch(run, metrics=metrics[start : start + METRICS_PER_BATCH])
+            for name, content in artifacts.items():
+                if content is not None:
+                    words = json.dumps(content, indent=2, ensure_ascii=False).encode("utf-8", "replace").decode()
+                    self.client.log_text(run, words, name)
+            self.client.set_terminated(run, "FINISHED", int(at * 1000))
+
+
+def averaged_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
+    """The tag that says what an average was made of; empty for a segment that was trained."""
+    from factory.ledger.status import describe_average
+
+    averaged = (result or {}).get("averaged")
+    return {"averaged": describe_average(averaged)} if averaged else {}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one level of dotted keys; lists become JSON. ``{"a": {"b": [1]}}`` → ``{"a.b": "[1]"}``."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{name}."))
+        else:
+            flat[metric_key(name.replace("*", "others"))] = json.dumps(value) if isinstance(value, list) else value
+    return flat
+
+
+def short(reasons: list[str], limit: int = 500) -> str:
+    """Reasons as one tag's worth of text."""
+    text = "; ".join(reasons)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,237 @@
+"""Candidates that are averages: the newest kept checkpoints of one run, all alike or weighted by held-out loss.
+
+An average is a segment of kind 'average': it trains nothing, hangs below the newest checkpoint's segment, and leaves a
+checkpoint in its folder. So lineage, provenance, tracking, export and the gate treat its candidate like any other. What is
+averaged stands in the event that planned it; a killed factory finds the segment open and makes it again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import sqlalchemy as sa
+
+from factory.core.errors import ConfigError, InputError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, checkpoints, events, record, segments
+from factory.training.segment_folder import failed, give_up, record_done, run_tool
+
+KIND = "average"
+AT_MOST = 5  # checkpoints, when nobody says how many
+Rule = Literal["uniform", "held-out-loss"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint on disk."""
+
+    id: str  # SHA-256 of its manifest
+    segment: int
+    step: int
+    path: str
+
+
+def softmax_weights(losses: Sequence[float], noise: float) -> list[float]:
+    """Shares that fall with the loss: softmax(−loss / τ), τ = max(standard deviation of the losses, noise).
+
+    A Boltzmann weight at the losses' own scale, as Akaike weights are at a fixed one (Burnham and Anderson 2002, §2.9):
+    the unit of the loss does not matter, and no checkpoint is ever thrown away (the losses of K checkpoints span at most
+    √(2K) standard deviations, so the least share is e^−√(2K) of the largest). Losses that differ by less than the
+    measurement's ``noise`` weigh almost the same. Equal losses give equal shares.
+    """
+    mean = math.fsum(losses) / len(losses)
+    temperature = max(math.sqrt(math.fsum((loss - mean) ** 2 for loss in losses) / len(losses)), noise)
+    if temperature <= 0:
+        return [1 / len(losses)] * len(losses)
+    raised = [math.exp((min(losses) - loss) / temperature) for loss in losses]
+    return [part / math.fsum(raised) for part in raised]
+
+
+# -- choosing and planning ---------------------------------------------------------------------------------------------
+def kept(ledger: Ledger, segment: dict[str, Any]) -> list[Source]:
+    """The checkpoints on disk that may be averaged with a segment's newest one, oldest first.
+
+    Of an anneal: its own. Of a trunk: also those of the trunk before it, back to where the recipe was another.
+    """
+    from trainer.contract.checkpoint.format import manifest_sha256, steps_in
+
+    found: dict[Path, Source] = {}
+    row: dict[str, Any] | None = segment
+    while row is not None and row["recipe_sha256"] == segment["recipe_sha256"]:
+        if row["kind"] == segment["kind"]:
+            listed = ledger.rows(sa.select(checkpoints.c.path).where(checkpoints.c.segment == row["id"]))
+            own = {path.resolve(): step for step, path in steps_in(Path(row["folder"]) / "checkpoints")}
+            own |= {Path(r["path"]).resolve(): int(Path(r["path"]).name.rpartition("-")[2]) for r in listed}
+            for path, step in own.items():
+                if path not in found and (path / "manifest.json").is_file():
+                    found[path] = Source(manifest_sha256(path), row["id"], step, str(path))
+        if segment["kind"] == "anneal" or row["parent"] is None:
+            break
+        row = ledger.one(sa.select(segments).where(segments.c.id == row["parent"]))
+    return sorted(found.values(), key=lambda source: source.step)
+
+
+def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[Source]:
+    """What to average, oldest first: the newest ``last`` checkpoints of a segment, or as many as there are up to ``AT_MOST``.
+
+    Raises: InputError that says what is there, when it is not enough.
+    """
+    trained = segments.c.kind.in_(("trunk", "anneal")) & (segments.c.state == "done")
+    if segment is None:
+        row = ledger.one(
+            sa.select(segments).where(trained, segments.c.kind == "trunk").order_by(segments.c.id.desc()).limit(1)
+        )
+        if row is None:
+            raise InputError("there is no finished trunk segment to average in: run 'factory train' first")
+    else:
+        row = ledger.one(sa.select(segments).where(trained, segments.c.id == segment))
+        if row is None:
+            known = [str(r["id"]) for r in ledger.rows(sa.select(segments.c.id).where(trained).order_by(segments.c.id))]
+            raise InputError(f"no finished segment {segment}; there are: {', '.join(known) or 'none'}")
+    there = kept(ledger, row)
+    wanted = last if last is not None else min(AT_MOST, len(there))
+    if wanted < 2 or len(there) < wanted:
+        steps = ", ".join(str(source.step) for source in there) or "none"
+        raise InputError(
+            f"{wanted if last is not None else 'two'} checkpoints are to be averaged; segment {row['id']} and the trunk before "
+            f"it, under the same recipe, keep those of steps: {steps}. Ask for fewer (--last), at least 2, or raise the "
+            "recipe's keep_checkpoints"
+        )
+    return there[-wanted:]
+
+
+def plan_average(
+    workspace: Workspace, ledger: Ledger, rule: Rule, segment: int | None = None, last: int | None = None
+) -> int:
+    """Record the average as a segment to be run; returns its id. The same rule and checkpoints give the same segment."""
+    from factory.git.repository import live_commit
+
+    sources = choose(ledger, segment, last)
+    plan = {"rule": rule, "sources": [asdict(source) for source in sources]}
+    for row in ledger.rows(sa.select(segments.c.id).where(segments.c.kind == KIND, segments.c.state != "failed")):
+        if _identity(planned(ledger, row["id"])) == _identity(plan):
+            return int(row["id"])
+    commit = live_commit(workspace.repository)
+    parent = ledger.one(sa.select(segments).where(segments.c.id == sources[-1].segment))
+    assert parent is not None
+    step = sources[-1].step
+    same = ("generation", "recipe", "recipe_json", "recipe_sha256", "data_plan")
+    with ledger.begin() as tx:
+        number = int(tx.execute(sa.select(sa.func.max(segments.c.id))).scalar() or 0) + 1
+        tx.execute(
+            segments.insert().values(
+                id=number,
+                kind=KIND,
+                parent=parent["id"],
+                code_commit=commit,
+                first_step=step,
+                last_step=step,
+                state="planned",
+                folder=str(workspace.segments / f"{number:05d}-{KIND}"),
+                created_at=time.time(),
+                **{key: parent[key] for key in same},
+            )  # fmt: skip
+        )
+        record(tx, "segment_planned", f"segment:{number}", {"kind": KIND, "steps": [step, step], "average": plan})
+    return number
+
+
+def planned(ledger: Ledger, number: int) -> dict[str, Any]:
+    """What an average segment is made of, as it was planned."""
+    told = (events.c.kind == "segment_planned") & (events.c.subject == f"segment:{number}")
+    row = ledger.one(sa.select(events.c.detail).where(told))
+    assert row is not None, number
+    return dict(row["detail"]["average"])
+
+
+def _identity(plan: dict[str, Any]) -> tuple[str, list[str]]:
+    return plan["rule"], [source["id"] for source in plan["sources"]]
+
+
+# -- making ------------------------------------------------------------------------------------------------------------
+def run_average(workspace: Workspace, ledger: Ledger, row: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Make the averaged checkpoint and record it; returns the segment's result. Safe to repeat.
+
+    Raises: SegmentError when a checkpoint is damaged or does not fit (its log is named); InputError when the held-out loss
+    cannot be measured.
+    """
+    from factory.git.repository import checkout_live
+    from trainer.contract.checkpoint.format import manifest_sha256, name_of
+
+    plan = planned(ledger, row["id"])
+    folder = Path(row["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    code = checkout_live(workspace, row["code_commit"])
+    parts: list[dict[str, Any]] = [dict(source) for source in plan["sources"]]
+    measured: dict[str, Any] = {}
+    with progress.task(f"averaging {len(parts)} checkpoints", None) as task:
+        if plan["rule"] == "held-out-loss":
+            try:
+                measured = _measure(workspace, ledger, row, code, parts, lambda n: task.advance(n, "held-out loss"))
+            except (InputError, ConfigError) as error:
+                give_up(ledger, row, str(error))
+                raise
+        else:
+            for part in parts:
+                part["weight"] = 1 / len(parts)
+        task.advance(0, "averaging")
+        weights = ",".join(repr(part["weight"]) for part in parts)
+        paths = [part["path"] for part in parts]
+        words = ["-m", "trainer.tools.average", str(folder / "checkpoints"), *paths, "--weights", weights]
+        _tool(workspace, ledger, row, code, *words)
+    path = folder / "checkpoints" / name_of(row["last_step"])
+    result = {
+        "state": "done",
+        "last_step": row["last_step"],
+        "checkpoint": str(path),
+        "manifest_sha256": manifest_sha256(path),
+        "averaged": {"rule": plan["rule"], "sources": parts, **measured},
+    }
+    aside = folder / ".result.json.writing"
+    aside.write_text(json.dumps(result, indent=1))
+    aside.replace(folder / "result.json")
+    record_done(ledger, row, folder, result)
+    return result
+
+
+def _measure(
+    workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: Path, parts: list[dict[str, Any]], advance: Any
+) -> dict[str, Any]:
+    """Give each part its loss and weight; returns what they were measured on."""
+    from factory.training.held_out_loss import held_out_ruler
+
+    ruler = held_out_ruler(workspace, ledger)
+    scratch = Path(row["folder"]) / "export"
+    noise = 0.0
+    for part in parts:
+        shutil.rmtree(scratch, ignore_errors=True)
+        _tool(workspace, ledger, row, code, "-m", "trainer.contract.checkpoint.export", part["path"], str(scratch))
+        if part is parts[-1]:
+            part["loss"], noise = ruler.loss_and_noise(scratch, advance)
+        else:
+            part["loss"] = ruler.loss(scratch, advance)
+    shutil.rmtree(scratch, ignore_errors=True)
+    for part, weight in zip(parts, softmax_weights([part["loss"] for part in parts], noise), strict=True):
+        part["weight"] = weight
+    return {
+        "noise": noise,
+        "documents": ruler.documents,
+        "shares": ruler.shares,
+        "judged_on_the_same": ruler.judged_too,
+    }
+
+
+def _tool(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: Path, *words: str) -> None:
+    done = run_tool(code, *words)
+    if done.returncode:
+        with open(workspace.logs / f"segment-{row['id']:05d}.log", "a") as log:
+            log.write(done.stderr)
+        failed(workspace, ledger, row, done.returncode)

@@ -1,0 +1,270 @@
+"""The runs behind a certificate: N steps under the old code and the new, and under the old code with other seeds.
+
+All runs of one commit share one trainer process (``python -m trainer --wait``), which runs from that commit's own worktree.
+They lie below the segment's folder, and a killed factory goes on where it was: a finished run is not run again, a run cut
+short resumes. They take (3 + seeds) × N steps, and as many checkpoints on disk until the verdict stands. Nothing here judges.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from factory.computing import computing
+from factory.core.errors import SegmentError
+from factory.core.launching import (
+    EXIT_DISK_FULL,
+    EXIT_STOPPED,
+    ended,
+    exit_code,
+    forget_exit,
+    last_words,
+    start_trainer,
+    stop_trainer,
+)
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.git.repository import RepositoryError, changes, checkout_live
+from factory.ledger.ledger import Ledger
+from factory.training.certificate import SERIES, TRAINED_WITH, CertificatePolicy, Evidence, Series, Trace
+from factory.training.planning import plan_of
+from factory.training.segment_folder import folder_lock, spec_of, write_spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+POLL_SECONDS = 1.0
+EXIT_WRONG_INPUT = 2  # the trainer cannot run this spec, recipe, data or checkpoint
+Row = dict[str, Any]
+
+
+def changed_files(repository: Path, old: str, new: str) -> list[str]:
+    """Files that training reads and that differ between two commits. Raises: RepositoryError."""
+    return [change.path for change in changes(repository, old, new) if change.path.startswith(TRAINED_WITH)]
+
+
+def gather(
+    workspace: Workspace, ledger: Ledger, row: Row, parent: Row, policy: CertificatePolicy, progress: Progress
+) -> Evidence:
+    """Run what has to be run. Raises: SegmentError when the trainer was stopped or the disk is full: begin again then."""
+    evidence = Evidence(parent["code_commit"], row["code_commit"], [])
+    try:
+        files = changed_files(workspace.repository, parent["code_commit"], row["code_commit"])
+        changed = files + computing.changed(parent, row)
+        if not changed:
+            return evidence
+        sides = {name: checkout_live(workspace, c["code_commit"]) for name, c in (("old", parent), ("new", row))}
+    except RepositoryError as error:
+        return replace(evidence, changed=["(unknown)"], old_failed=str(error))
+    what = f"{parent['code_commit'][:12]} → {row['code_commit'][:12]}, {len(files)} files" if files else ""
+    what = "; ".join(filter(None, (what, *changed[len(files) :])))
+    progress.line(
+        f"  what training runs changed since segment {parent['id']} ({what}): a certificate is needed before segment "
+        f"{row['id']} starts"
+    )
+    steps = min(policy.steps, row["last_step"] - row["first_step"])
+    plan = plan_of(ledger, row)
+    seeds = tuple(seed_of(plan, number) for number in range(policy.seeds))
+    evidence = replace(evidence, changed=changed, first_step=row["first_step"], steps=steps, seeds=seeds)
+    scratch = Path(row["folder"]) / "certificate"
+    for basis, spec in bases(ledger, row, parent, steps).items():
+        evidence = replace(evidence, basis=basis, old_failed="")
+        runs = Runs(workspace, scratch, basis, spec, progress, parent, row)
+        again = [] if runs.other_precision else ["again"]
+        code, said = runs.run("old", sides["old"], parent["code_commit"], ["pair", *again, *map(str, seeds)])
+        if code == 0:
+            break
+        evidence = replace(evidence, old_failed=said)
+        if code != EXIT_WRONG_INPUT:
+            return evidence
+    else:
+        return evidence
+    code, said = runs.run("new", sides["new"], row["code_commit"], ["pair"])
+    if code:
+        evidence = replace(evidence, new_failed=said)
+    return compare(evidence, Path(spec["initial_checkpoint"]), runs)
+
+
+def seed_of(plan: Row, number: int) -> int:
+    """The seed of a noise run: of what is in the data plan, wherever it lies, so that a killed factory goes on with its runs
+    and the same data gives the same noise on every machine."""
+    shards = sorted(shard["id"] for shard in plan["token_shards"])
+    return int(hashlib.sha256(f"{plan['seed']}/{shards}/{number}".encode()).hexdigest()[:7], 16)
+
+
+def bases(ledger: Ledger, row: Row, parent: Row, steps: int) -> dict[Any, Row]:
+    """What to run both codes on, best first: as the segment will run, else as its parent ran.
+
+    The second is for a segment whose recipe or data plan has words that the old code does not know. An anneal is squeezed
+    into ``steps`` steps, so that all of its schedule is run.
+    """
+    spec = spec_of(ledger, row) | {"last_step": row["first_step"] + steps}
+    plain = {key: spec[key] for key in ("kind", "first_step", "last_step", "initial_checkpoint")}
+    before = {"recipe": parent["recipe_json"], "data_plan": plan_of(ledger, parent), "restart_data": True}
+    return {"segment": spec, "parent": plain | before}
+
+
+class Runs:
+    """The runs on one basis, in folders ``<basis>/<side>/<run>``.
+
+    Each side computes as its own segment does. Where the precision changes, the old one may be a hundred times as slow on this
+    machine: only the pair is run in it, once; the old code's other seeds, which the noise is measured over, run in the new one.
+    """
+
+    def __init__(
+        self, workspace: Workspace, scratch: Path, basis: str, spec: Row, progress: Progress, old: Row, new: Row
+    ) -> None:
+        self.workspace, self.scratch, self.basis, self.spec, self.progress = workspace, scratch, basis, spec, progress
+        self.steps = spec["last_step"] - spec["first_step"]
+        self.rows = {"old": old, "new": new}
+        self.precision = {side: row["recipe_json"]["precision"] for side, row in self.rows.items()}
+        self.other_precision = self.precision["old"] != self.precision["new"]
+
+    def folder(self, side: str, name: str) -> Path:
+        return self.scratch / self.basis / side / name
+
+    def run(self, side: str, code: Path, commit: str, names: Sequence[str]) -> tuple[int, str]:
+        """(exit code, what the trainer said last): 0 when every run left its result. ``names``: 'pair', 'again' or a seed."""
+        folders = [self.folder(side, name) for name in names]
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        with folder_lock(self.scratch) as lock:  # a trainer of a killed factory may still write its last checkpoint
+            for folder, name in zip(folders, names, strict=True):
+                _prepare(folder, self._spec_of(side, name) | {"code_commit": commit})
+            log = self.scratch / self.basis / side / "trainer.log"
+            title = f"certificate, {side} code"
+            with open(log, "wb") as out, self.progress.task(title, len(names) * self.steps) as task:
+                for folder in folders:
+                    forget_exit(folder)
+                process = start_trainer(self.workspace, code, ["--wait", *map(str, folders)], out, lock)
+                done = 0
+                try:
+                    over = False
+                    while not over:
+                        over = ended(process, POLL_SECONDS)
+                        now = sum(_lines(folder / "metrics.jsonl") for folder in folders)
+                        task.advance(now - done, commit[:12])
+                        done = now
+                except BaseException:
+                    stop_trainer(process)
+                    raise
+        return self._outcome(side, exit_code(process, folders), folders, log)
+
+    def _spec_of(self, side: str, name: str) -> Row:
+        kernels = computing.write_kernels(self.scratch, self.rows[side]["computing"], f"kernels-{side}.yaml")
+        same_run = name in ("pair", "again")
+        precision = self.precision[side if same_run else "new"]
+        spec = self.spec | {"kernels": kernels, "recipe": self.spec["recipe"] | {"precision": precision}}
+        if same_run:
+            return spec
+        return spec | {"data_plan": spec["data_plan"] | {"seed": int(name)}, "restart_data": True}
+
+    def _outcome(self, side: str, code: int, folders: Sequence[Path], log: Path) -> tuple[int, str]:
+        said = last_words(log) or "nothing"
+        if code == EXIT_STOPPED:
+            raise SegmentError(f"the certificate's {side} run was stopped; run the same command again to go on")
+        if code == EXIT_DISK_FULL:
+            raise SegmentError(f"the certificate's {side} run: {said}; free some space and run the same command again")
+        if code == 0 and not all((folder / "result.json").exists() for folder in folders):
+            return 1, "it ended without a result"
+        return code, f"exit {code}: {said}" if code else ""
+
+
+def _prepare(folder: Path, spec: Row) -> None:
+    """The run's folder, kept when it was begun with the same spec."""
+    try:
+        known = json.loads((folder / "segment.json").read_text())
+    except (OSError, ValueError):
+        known = None
+    if known != json.loads(json.dumps(spec)):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_spec(folder, spec)
+
+
+def _lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+# -- what the runs left ------------------------------------------------------------------------------------------------
+def compare(evidence: Evidence, start: Path, runs: Runs) -> Evidence:
+    """Fill in the traces and the distances between weights. Holds the weights of three runs at a time."""
+    from trainer.contract.checkpoint.format import load
+    from trainer.contract.errors import TrainerError
+
+    try:
+        origin = load(start).model
+        old, old_weights = _read(runs.folder("old", "pair"), origin, evidence)
+        again, weights = old, old_weights
+        if not runs.other_precision:
+            again, weights = _read(runs.folder("old", "again"), origin, evidence)
+        apart_again = _distance(old_weights, weights)
+        others, apart_seeds = _read_seeds(evidence, origin, runs)
+    except (TrainerError, OSError, ValueError, KeyError) as error:
+        return replace(evidence, old_failed=f"what it left cannot be read: {error}")
+    evidence = replace(evidence, old=old, again=again, others=others, apart_again=apart_again, apart_seeds=apart_seeds)
+    if evidence.new_failed:
+        return evidence
+    try:
+        new, weights = _read(runs.folder("new", "pair"), origin, evidence)
+    except (TrainerError, OSError, ValueError, KeyError) as error:
+        return replace(evidence, new_failed=f"what it left cannot be read: {error}")
+    return replace(evidence, new=new, apart=_distance(old_weights, weights))
+
+
+def _read(folder: Path, origin: dict[str, Tensor], evidence: Evidence) -> tuple[Trace, dict[str, Tensor]]:
+    """Raises: ValueError, KeyError, OSError, TrainerError when something is missing or of another shape."""
+    from trainer.contract.checkpoint.format import load
+
+    result = json.loads((folder / "result.json").read_text())
+    loaded = load(Path(result["checkpoint"]))
+    shapes = {name: tensor.shape for name, tensor in loaded.model.items()}
+    if shapes != {name: tensor.shape for name, tensor in origin.items()}:
+        raise ValueError("its weights have other names or shapes than the checkpoint's")
+    moved = {name: float((tensor.double() - origin[name].double()).norm()) for name, tensor in loaded.model.items()}
+    optimizer = {name: float(t.double().norm()) for name, t in loaded.optimizer.items() if t.is_floating_point()}
+    return Trace(_series(folder / "metrics.jsonl", evidence), moved, optimizer), loaded.model
+
+
+def _series(path: Path, evidence: Evidence) -> dict[str, Series]:
+    """The series of metrics.jsonl, a value a step of the run; what is not there or no number is None."""
+    found: dict[str, dict[int, float]] = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        for name in SERIES:
+            value = record.get(name)
+            if isinstance(value, int | float) and math.isfinite(value):
+                found.setdefault(name, {})[int(record["step"])] = float(value)
+    steps = range(evidence.first_step, evidence.first_step + evidence.steps)
+    return {name: [values.get(step) for step in steps] for name, values in found.items()}
+
+
+def _read_seeds(evidence: Evidence, origin: dict[str, Tensor], runs: Runs) -> tuple[tuple[Trace, ...], float]:
+    """The traces, and the root mean square of the distance of the weights over all pairs.
+
+    Σ over pairs ‖aᵢ − aⱼ‖² = k Σ‖aᵢ‖² − ‖Σ aᵢ‖²: so one run's weights at a time are enough.
+    """
+    traces = []
+    squares, count = 0.0, len(evidence.seeds)
+    sums = {name: tensor.double() * 0 for name, tensor in origin.items()}
+    for seed in evidence.seeds:
+        trace, weights = _read(runs.folder("old", str(seed)), origin, evidence)
+        traces.append(trace)
+        for name, tensor in weights.items():
+            moved = tensor.double() - origin[name].double()
+            squares += float(moved.square().sum())
+            sums[name] += moved
+    pairs = count * squares - math.fsum(float(total.square().sum()) for total in sums.values())
+    return tuple(traces), math.sqrt(max(0.0, pairs) / (count * (count - 1) / 2))
+
+
+def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return math.sqrt(math.fsum(float((a[name].double() - b[name].double()).square().sum()) for name in a))

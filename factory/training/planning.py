@@ -1,0 +1,266 @@
+"""Plans segments: over which token shards, from which checkpoint, how many steps the data can feed.
+
+A plan is a row of the ledger; nothing is started here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from factory.computing import computing
+from factory.computing.tuned_kernels import KERNELS
+from factory.core.errors import ConfigError, InputError
+from factory.core.launching import ranks
+from factory.core.progress import SILENT, Progress
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, checkpoints, data_plans, record, segments, token_shards
+
+if TYPE_CHECKING:
+    from trainer.contract.data.data_order import DataOrder
+    from trainer.contract.data.data_plan import DataPlan
+    from trainer.contract.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """The next trunk segment, as the data allows it."""
+
+    steps: int  # 0: the data cannot feed a trunk and the anneal off it
+    new_shards: int  # token shards that the trunk has not seen
+    wanted: int  # steps that the recipe asks for
+    missing_tokens: int  # how many more tokens make a first step possible; 0 when there are enough
+
+
+def next_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -> Trunk:
+    """What the trunk could do now. Shortened to what the shards hold under the recipe's epoch cap, an anneal's share kept back.
+
+    Batches are counted as full: a packing that pads leaves data over, and never runs out of it.
+    """
+    recipe = load_recipe(workspace)
+    last = trunk_parent(ledger, recipe)
+    wanted = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
+    first = last["last_step"] if last else 0
+    # positions of a trunk of that many steps and of the anneal off it, through the batch's warm-up
+    needs = lambda trunk: recipe.tokens_between(first, first + trunk + recipe.schedule.anneal_steps)
+    shards = _every_shard(ledger, last)
+    seen = {shard["id"] for shard in plan_of(ledger, last)["token_shards"]} if last else set()
+    new = sum(1 for shard in shards if shard[0] not in seen)
+    if not shards:
+        return Trunk(0, 0, wanted, needs(1))
+    plan, _ = _data_plan(ledger, recipe, "trunk", shards, first, first + wanted)
+    left = _data_order(ledger, recipe, plan, last).positions_left()
+    possible = bisect_right(range(wanted + 1), left, key=needs) - 1
+    return Trunk(max(0, possible), new, wanted, max(0, needs(1) - left) if possible < 1 else 0)
+
+
+def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None, progress: Progress = SILENT) -> int:
+    """Record the next trunk segment over every token shard there is; returns its id. ``progress`` is told how it will be computed.
+
+    Shards that the trunk has not seen join as a new generation. Raises: InputError when there is too little to train on.
+    """
+    trunk = next_trunk(workspace, ledger, steps)
+    recipe = load_recipe(workspace)
+    last = trunk_parent(ledger, recipe)
+    if not trunk.steps:
+        if not trunk.new_shards and not last:
+            raise InputError(
+                "nothing to train on: no shard has been ingested; drop one into the inbox or run 'factory ingest PATH'"
+            )
+        raise InputError(
+            f"too little to train on: recipe {recipe.name} (max_epochs {recipe.mixture.max_epochs}) needs at least "
+            f"{trunk.missing_tokens:,} tokens more; drop shards into the inbox or run 'factory ingest PATH'"
+        )
+    return _plan(workspace, ledger, "trunk", last, trunk.steps, _every_shard(ledger, last), progress)
+
+
+def plan_anneal(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT) -> int:
+    """Record an anneal branch off the trunk's last checkpoint, over the trunk's token shards; returns its id."""
+    trunk = last_segment(ledger, "trunk")
+    if trunk is None:
+        raise InputError("there is no trunk to anneal from: run 'factory train' first")
+    shards = [(s["id"], s["path"], s["generation"]) for s in plan_of(ledger, trunk)["token_shards"]]
+    return _plan(workspace, ledger, "anneal", trunk, load_recipe(workspace).schedule.anneal_steps, shards, progress)
+
+
+def last_segment(ledger: Ledger, kind: str) -> dict[str, Any] | None:
+    """The newest finished segment of that kind."""
+    done = (segments.c.kind == kind) & (segments.c.state == "done")
+    return ledger.one(sa.select(segments).where(done).order_by(segments.c.id.desc()).limit(1))
+
+
+def trunk_parent(ledger: Ledger, recipe: Recipe) -> dict[str, Any] | None:
+    """The segment that the next trunk segment goes on from; None for the first one.
+
+    With ``schedule.continue_from: anneal`` (WSD-S, arXiv 2410.05192) it is the anneal off the newest trunk segment: its
+    weights, its sampler state and its last step, so that no document is seen sooner again and steps go on counting.
+    """
+    trunk = last_segment(ledger, "trunk")
+    if trunk is None or recipe.schedule.continue_from == "trunk":
+        return trunk
+    anneal = last_segment(ledger, "anneal")
+    return anneal if anneal is not None and anneal["parent"] == trunk["id"] else trunk
+
+
+def last_checkpoint(ledger: Ledger, segment: int) -> dict[str, Any]:
+    """The checkpoint that a finished segment ended with."""
+    row = ledger.one(
+        sa.select(checkpoints).where(checkpoints.c.segment == segment).order_by(checkpoints.c.step.desc()).limit(1)
+    )
+    assert row is not None, segment
+    return row
+
+
+def plan_of(ledger: Ledger, segment: dict[str, Any]) -> dict[str, Any]:
+    """The data plan of a segment, as JSON values."""
+    row = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == segment["data_plan"]))
+    assert row is not None, segment["data_plan"]
+    return dict(row["plan"])
+
+
+def load_recipe(workspace: Workspace) -> Recipe:
+    """Raises: ConfigError naming the file and the key."""
+    from trainer.contract.errors import TrainerError
+    from trainer.contract.recipe import Recipe
+
+    try:
+        recipe = Recipe.load(workspace.recipe_path())
+    except TrainerError as error:
+        raise ConfigError(str(error)) from error
+    check_ranks(workspace, recipe)
+    return recipe
+
+
+def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
+    """Raises: ConfigError when as many ranks as would be started now cannot share the recipe's work."""
+    from trainer.contract.errors import TrainerError
+
+    count = ranks(workspace)
+    try:
+        recipe.batch.check_ranks(recipe.parallel.data_ranks(count, recipe.model))
+    except TrainerError as error:
+        hint = f"{count} ranks train ('ranks' in {workspace.root / 'factory.yaml'}, by default one for each GPU)"
+        raise ConfigError(f"recipe {recipe.name}: {error}; {hint}") from error
+
+
+def _every_shard(ledger: Ledger, last: dict[str, Any] | None) -> list[tuple[str, str, int]]:
+    """(id, path, generation) of every token shard; those that the trunk has not seen make the next generation."""
+    seen = {shard["id"]: shard["generation"] for shard in plan_of(ledger, last)["token_shards"]} if last else {}
+    newest = max(seen.values(), default=0)
+    listed = ledger.rows(
+        sa.select(token_shards.c.id, token_shards.c.path)
+        .where(token_shards.c.tokens > 0)
+        .order_by(token_shards.c.created_at, token_shards.c.id)
+    )
+    return [(row["id"], row["path"], seen.get(row["id"], newest + 1)) for row in listed]
+
+
+def _data_plan(
+    ledger: Ledger, recipe: Recipe, kind: str, shards: list[tuple[str, str, int]], first: int, last: int
+) -> tuple[DataPlan, list[str]]:
+    """The plan of the steps [first, last), and the domains it leaves out because no shard of them has arrived yet.
+
+    Raises: ConfigError naming the key, when nothing has arrived of a mixture that these steps need.
+    """
+    from trainer.contract.data.data_plan import DataPlan
+    from trainer.contract.errors import TrainerError
+
+    ids = {shard[0] for shard in shards}
+    rows = ledger.rows(sa.select(token_shards.c.id, token_shards.c.domains))
+    held = {domain for row in rows if row["id"] in ids for domain in row["domains"]}
+    plan = DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
+    try:
+        return plan.of_arrived(held, first, last)
+    except TrainerError as error:
+        raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
+
+
+def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: dict[str, Any] | None) -> DataOrder:
+    """Where the segment ``last`` left the data, or its beginning. Raises: ConfigError when plan and recipe don't fit it."""
+    from trainer.contract.data.data_order import DataOrder
+    from trainer.contract.errors import TrainerError
+
+    state = None
+    if last is not None:
+        state = json.loads((Path(last_checkpoint(ledger, last["id"])["path"]) / "state.json").read_text())["sampler"]
+    try:
+        return DataOrder(
+            plan,
+            context=recipe.model.context,
+            batch=recipe.batch,
+            vocab_size=recipe.model.vocab_size,
+            state=state,
+        )
+    except TrainerError as error:
+        raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
+
+
+def _refuse_padding(
+    ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: dict[str, Any] | None, last_step: int
+) -> None:
+    """Raises: ConfigError naming ``batch.max_padding`` when the plan cannot keep it."""
+    from trainer.contract.errors import TrainerError
+    from trainer.contract.plan.feasible import refuse_padding
+
+    if recipe.batch.max_padding is None:
+        return
+    try:
+        refuse_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
+    except TrainerError as error:
+        raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
+
+
+def _plan(
+    workspace: Workspace,
+    ledger: Ledger,
+    kind: str,
+    parent: dict[str, Any] | None,
+    length: int,
+    shards: list[tuple[str, str, int]],
+    progress: Progress,
+) -> int:
+    from factory.git.repository import file_text, live_commit
+
+    recipe = load_recipe(workspace)
+    first = parent["last_step"] if parent else 0
+    plan, left_out = _data_plan(ledger, recipe, kind, shards, first, first + length)
+    _refuse_padding(ledger, recipe, plan, parent, first + length)
+    commit = live_commit(workspace.repository)
+    kernels = file_text(workspace.repository, commit, KERNELS)
+    recipe, computed, notes = computing.decide(
+        workspace, recipe, kernels, parent["recipe_json"]["precision"] if parent else ""
+    )
+    for note in notes:
+        progress.line(f"  {note}")
+    with ledger.begin() as tx:
+        if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
+            tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
+        number = int(tx.execute(sa.select(sa.func.max(segments.c.id))).scalar() or 0) + 1
+        tx.execute(
+            segments.insert().values(
+                id=number,
+                kind=kind,
+                parent=parent and parent["id"],
+                generation=max(shard.generation for shard in plan.token_shards),
+                recipe=recipe.name,
+                recipe_json=recipe.model_dump(mode="json"),
+                recipe_sha256=recipe.sha256,
+                data_plan=plan.id,
+                code_commit=commit,
+                first_step=first,
+                last_step=first + length,
+                state="planned",
+                folder=str(workspace.segments / f"{number:05d}-{kind}"),
+                computing=computed,
+                created_at=time.time(),
+            )
+        )
+        detail = {"kind": kind, "steps": [first, first + length], "domains_not_arrived": left_out, "notes": notes}
+        record(tx, "segment_planned", f"segment:{number}", detail)
+    return number
