@@ -15,6 +15,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from agents.core.untrusted import INVISIBLE
 from agents.llm.policy import LlmPolicy
 from factory.core.policy_file import Strict, load_policy
 
@@ -30,9 +31,6 @@ LOADED_BY_NAME = {
     "tasks.py",
     "wscript.py",
 }
-# Control, format, private, surrogate characters and line separators hide code from its reader: escape sequences,
-# bidirectional overrides, zero widths.
-INVISIBLE = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
 DEVICE_NAMES = {"con", "prn", "aux", "nul", *(f"{kind}{n}" for kind in ("com", "lpt") for n in range(10))}
 
 
@@ -123,10 +121,10 @@ def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[
     if not changes:
         found.append("the patch changes nothing")
     if len(changes) > policy.max_files:
-        found.append(f"{len(changes)} files are changed, {policy.max_files} may be")
+        found.append(f"{len(changes)} files are changed; at most {policy.max_files} are allowed")
     size = sum(len(change.content or b"") for change in changes)
     if size > policy.max_patch_bytes:
-        found.append(f"the changed files hold {size} bytes, {policy.max_patch_bytes} may be")
+        found.append(f"the changed files hold {size} bytes; at most {policy.max_patch_bytes} are allowed")
     return found
 
 
@@ -164,7 +162,7 @@ def _name_problems(path: str) -> Iterable[str]:
 
 def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[str]:
     if len(content) > policy.max_file_bytes:
-        yield f"holds {len(content)} bytes, {policy.max_file_bytes} may be"
+        yield f"holds {len(content)} bytes; at most {policy.max_file_bytes} are allowed"
         return
     try:
         text = content.decode("utf-8")
@@ -172,10 +170,7 @@ def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[str]:
         yield f"is not UTF-8 text (byte {error.start})"
         return
     for number, line in enumerate(text.split("\n"), 1):
-        # Control (Cc) and format (Cf) characters hide code from a reader: escapes, bidirectional overrides, zero widths.
-        odd = next(
-            (c for c in line if c != "\t" and unicodedata.category(c) in ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")), None
-        )
+        odd = next((c for c in line if c != "\t" and unicodedata.category(c) in INVISIBLE), None)
         if odd is not None:
             yield f"line {number} holds the invisible character U+{ord(odd):04X}"
             return

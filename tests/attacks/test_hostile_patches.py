@@ -80,7 +80,7 @@ def test_paths_that_are_not_a_patchs_business(target: Path, tmp_path: Path, path
     assert repository.branch_numbers(target) == set() and not (tmp_path / "w").exists()
 
 
-CONTENTS = {"a NUL": "x = 1\0\n", "bidirectional": "x = 1  # \u202e tpircs\n", "zero width": "x\u200b = 1\n", "surrogate": "x = '\ud800'\n",
+CONTENTS = {"not assigned": "x = 1  # \u0378\n", "a NUL": "x = 1\0\n", "bidirectional": "x = 1  # \u202e tpircs\n", "zero width": "x\u200b = 1\n", "surrogate": "x = '\ud800'\n",
             "huge": "#" * 200_000, "carriage return": "x = 1\r\ny = 2\n"}  # fmt: skip
 
 
