@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from agents.core.proposal import Proposal, gain_words
 from factory.gates.release.judge import Verdict
+from kernels.contract.files import write_atomically
 
 COLOURS = {"promote": "#2a7d3f", "hold": "#a06a00", "reject": "#a02c2c"}
 STYLE = (
@@ -36,9 +36,9 @@ def write(
         "patch": patch,
     }
     reports.mkdir(parents=True, exist_ok=True)
-    _replace(reports / f"proposal-{number}.json", json.dumps(facts, indent=1, default=str))
+    write_atomically(reports / f"proposal-{number}.json", json.dumps(facts, indent=1, default=str))
     path = reports / f"proposal-{number}.html"
-    _replace(path, _page(facts))
+    write_atomically(path, _page(facts))
     return path
 
 
@@ -77,9 +77,3 @@ def _coloured(patch: str) -> str:
     kinds = {"+": "add", "-": "del"}
     lines = patch.encode("utf-8", "replace").decode().splitlines()
     return "\n".join(f"<span class={kinds.get(line[:1], 'ctx')}>{html.escape(line)}</span>" for line in lines)
-
-
-def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
