@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
 AIM = 0.01
 PAIRS, WARM_UP, SPLITS = 32, 4, 12
-MONITOR = ("half", "begin", "measure", "layer_norms", "record")
+MONITOR = ("half", "before_update", "after_update", "record")
 
 
 class Clock:
@@ -54,18 +54,17 @@ class Clock:
 
 def full_step(run: Run, metrics: Lines, clock: Clock) -> Callable[[Batch], None]:
     """As ``segment.train`` does it."""
-    throughput = run.throughput
     write = clock.around("write", metrics.write)
-    observe = clock.around("detectors", run.detector.observe)
-    observe_rate = clock.around("detectors", throughput.observe)
+    after_step = [clock.around(hook.key, hook.after_step) for hook in run.hooks]
 
     def step(batch: Batch) -> None:
         start = time.perf_counter()
         record = run.train_step(batch.to(run.ranks.device))
         rate = len(batch.rows) * run.recipe.model.context / (time.perf_counter() - start)
-        write(record | {"tokens_per_s": rate, "time": time.time()})
-        observe(batch.step, record["loss"], record["grad_norm"], record["skipped"])
-        observe_rate(batch.step, rate)
+        record |= {"tokens_per_s": rate, "time": time.time()}
+        write(record)
+        for look in after_step:
+            look(record)
 
     return step
 

@@ -126,8 +126,7 @@ def train(folder: Path, run: Run) -> None:
             run.counters["seconds"] = now - began
             record |= {"tokens_per_s": rate, "mfu": rate * flops_per_token / peak, "data_wait_s": waited}
             metrics.write(record | {"time": time.time()})
-            found = run.detector.observe(batch.step, record["loss"], record["grad_norm"], record["skipped"])
-            for anomaly in found + run.throughput.observe(batch.step, rate):
+            for anomaly in (anomaly for hook in run.hooks for anomaly in hook.after_step(record)):
                 anomalies.write(asdict(anomaly) | {"documents": document_keys(run.order, batch.rows)})
                 anomalies.flush()
             ended = run.step == spec.last_step
