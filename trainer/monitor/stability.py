@@ -48,7 +48,7 @@ class Window:
         self.values.extend(values)
 
 
-class Course:
+class LossHistory:
     """The loss from the first step on, in at most ``MOST_BLOCKS`` blocks of equal length: the mean of window medians.
 
     A plateau is judged over the last quarter of a run, and never over less than ``least`` windows: what a loss still
@@ -114,7 +114,7 @@ class Detector(Hook):
         self.loss = Window(recipe.window)
         self.grad_norm = Window(recipe.window)
         self.best = math.inf  # lowest median of a full window of losses
-        self.course = Course(recipe.plateau_windows)
+        self.course = LossHistory(recipe.plateau_windows)
         self.told: list[str] = []  # lasting states that were reported and still hold
 
     def grad_norm_limit(self) -> float:

@@ -1,6 +1,6 @@
 """What metrics, monitor and detectors add to a step of the demo recipe: less than 1 %.
 
-``python -m pytest benchmarks/test_step_overhead.py -s``. Two views of the same steps, in one process: the time spent in
+``python -m pytest benchmarks/training/test_step_overhead.py -s``. Two views of the same steps, in one process: the time spent in
 those parts, clocked one by one within real steps, as a share of the step; and whole steps with and without them in turn,
 as a ratio of medians, whose own noise on a shared machine is often wider than what is looked for.
 """
@@ -19,7 +19,7 @@ import torch
 
 import trainer.run
 from agents.line_profiler.workload import make_run
-from benchmarks.best_here import demo_recipe, tuned_kernels
+from benchmarks.support.best_here import demo_recipe, tuned_kernels
 from kernels.contract.host_memory import keep_freed_memory
 from trainer.batch import Batch, prefetch
 from trainer.contract.recipe import Recipe
@@ -28,7 +28,6 @@ from trainer.monitor.stability import Detector, clip_and_skip
 from trainer.optim.optimizer import squares
 from trainer.run import Run
 
-ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
 AIM = 0.01
 PAIRS, WARM_UP, SPLITS = 32, 4, 12
