@@ -8,7 +8,6 @@ Started again on the same folder it goes on from its newest good checkpoint, to 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from kernels.contract.files import write_atomically
 from kernels.contract.host_memory import release_freed_memory
 from kernels.contract.precision import matrix_units
 from trainer.batch import prefetch
@@ -173,12 +173,7 @@ def write_result(folder: Path, run: Run) -> None:
         "skipped_checkpoints": [asdict(bad) for bad in run.skipped],
         "domains_without_weight": [d for d in run.order.domains if not any(n.rpartition("/")[0] == d for n in shares)],
     }
-    aside = folder / ".result.json.writing"
-    with open(aside, "w") as out:
-        out.write(json.dumps(result, indent=1))
-        out.flush()
-        os.fsync(out.fileno())
-    aside.replace(folder / "result.json")
+    write_atomically(folder / "result.json", json.dumps(result, indent=1))
 
 
 def mean_of(values: list[float]) -> float | None:

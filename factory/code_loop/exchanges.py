@@ -8,7 +8,6 @@ trace with tokens and money, in MLflow; what MLflow could not be told is told wi
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, exchanges, meta
 from factory.tracking.mlflow_store import check_writable
 from factory.tracking.tracking import Tracking
+from kernels.contract.files import write_atomically
 
 DAY = 86_400  # seconds
 AWAY_SECONDS = 60.0  # MLflow is left alone after it failed
@@ -96,9 +96,7 @@ class ExchangeBooks:
         folder = self.workspace.logs / "exchanges"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{entry:06d}.json"
-        aside = path.with_suffix(".part")
-        aside.write_text(json.dumps(kept, indent=1))
-        os.replace(aside, path)
+        write_atomically(path, json.dumps(kept, indent=1))
         values = {
             "state": "failed" if exchange.reply is None else "done",
             "tokens": exchange.usage.tokens,

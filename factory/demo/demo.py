@@ -252,9 +252,7 @@ def _bad_shard(workspace: Workspace, ledger: Ledger) -> Path:
 
     path = workspace.root / "corpus" / BAD_SHARD
     if not path.exists():
-        aside = path.with_suffix(".part")
-        write_bad_shard(aside, workspace, ledger)
-        os.replace(aside, path)
+        write_bad_shard(path, workspace, ledger)
     return path
 
 

@@ -42,6 +42,7 @@ from factory.evals.tasks import (
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, candidates, data_plans, eval_items, evaluations, record, segments
+from kernels.contract.files import finite
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TokenShardError
 
@@ -255,17 +256,6 @@ def _write(ledger: Ledger, candidate_id: int, suite: Suite, summary: dict[str, A
             {"evaluation": number, "suite": suite.sha256[:16], "bpb": summary.get("bpb")},
         )
     return number
-
-
-def finite(value: Any) -> Any:
-    """The value with every NaN and infinity as None: JSON has no word for them, and the gate reads None as missing."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return value
 
 
 class _Clock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from agents.core.pages import render
 from agents.core.proposal import Proposal, gain_words
 from factory.gates.release.judge import Verdict
+from kernels.contract.files import write_atomically
 
 TEMPLATE = Path(__file__).with_name("proposal.html.jinja")
 NOT_MEASUREMENTS = ("state", "reasons", "stage_seconds")  # of a stage: they have columns of their own
@@ -33,9 +33,9 @@ def write(
         "patch": patch,
     }
     reports.mkdir(parents=True, exist_ok=True)
-    _replace(reports / f"proposal-{number}.json", json.dumps(facts, indent=1, default=str))
+    write_atomically(reports / f"proposal-{number}.json", json.dumps(facts, indent=1, default=str))
     path = reports / f"proposal-{number}.html"
-    _replace(path, page(facts))
+    write_atomically(path, page(facts))
     return path
 
 
@@ -81,9 +81,3 @@ def _gain(evidence: Mapping[str, Any]) -> str:
 def _kind(line: str) -> str:
     """The CSS class of a line of a patch."""
     return "at" if line.startswith(("+++", "---", "@")) else {"+": "add", "-": "del"}.get(line[:1], "")
-
-
-def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)

@@ -28,6 +28,7 @@ from factory.core.stopping import TRAINER_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
 from factory.training.planning import last_checkpoint, plan_of
+from kernels.contract.files import write_atomically
 
 MAX_ATTEMPTS = 3
 
@@ -48,9 +49,7 @@ def spec_of(ledger: Ledger, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_spec(folder: Path, spec: dict[str, Any]) -> None:
-    aside = folder / "segment.json.part"
-    aside.write_text(json.dumps(spec, indent=1, sort_keys=True))
-    os.replace(aside, folder / "segment.json")
+    write_atomically(folder / "segment.json", json.dumps(spec, indent=1, sort_keys=True))
 
 
 def failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int) -> NoReturn:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE_S
 
 from agents.line_profiler.sweep.work_queue import (
     MOST_TRIES,
@@ -25,6 +24,7 @@ from agents.line_profiler.sweep.work_queue import (
     longest_first,
     measure_on,
 )
+from tests.support.patience import PATIENCE_S
 
 
 def slowly(item: tuple[str, int]) -> tuple[int, int]:

@@ -9,7 +9,6 @@ code that a patch could have changed runs in the sandbox; what is believed of it
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 import traceback
@@ -38,6 +37,7 @@ from factory.git import scope as patch_scope
 from factory.git.repository import Applied
 from factory.git.scope import AgentsPolicy, Change
 from factory.ledger.ledger import Ledger, record, verdicts
+from kernels.contract.files import finite
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 
@@ -159,7 +159,7 @@ def gather(
     training = evidence["stages"].get("training", {})
     shown = told_gain(policy.training, training, tries)
     evidence["gain"] = shown.to_json() if shown else None
-    return _finite(evidence)  # type: ignore[no-any-return]
+    return finite(evidence)  # type: ignore[no-any-return]
 
 
 def _tried(name: str, stage: Callable[[Case], Stage], case: Case) -> Stage:
@@ -174,15 +174,6 @@ def _tried(name: str, stage: Callable[[Case], Stage], case: Case) -> Stage:
     except Exception as error:
         log = traceback.format_exc()
         return {"state": "missing", "reasons": [f"the {name} stage broke: {type(error).__name__}: {error}"], "log": log}
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity and no NaN: they become null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def scope(case: Case) -> Stage:

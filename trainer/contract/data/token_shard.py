@@ -25,6 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kernels.contract.files import sync_folder
 from trainer.contract.errors import TokenShardError
 
 FORMAT = 1
@@ -100,9 +101,7 @@ def write_token_shard(
         target = parent / hashlib.sha256(encoded).hexdigest()[:32]
         if not target.exists():
             os.rename(aside, target)
-            descriptor = os.open(parent, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            sync_folder(parent)
         return TokenShard(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
