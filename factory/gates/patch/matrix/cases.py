@@ -1,0 +1,166 @@
+"""The runs of the matrix: each a recipe of some hundred weights, some steps, and a place to start from.
+
+A case exists because it executes code that no other does (`tests/factory/gates/matrix/test_coverage.py` counts lines), and makes what that
+code does large: a z-loss of 0.1, an outlier at every step, a gradient clip that always acts. A patch that changes or skips it
+moves the results by far more than rounding does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trainer.contract.recipe import Recipe
+
+DOMAINS = ("chat", "code", "docs")
+VOCABULARY = 64
+BASE: dict[str, Any] = {
+    "name": "run",
+    "seed": 1,
+    "precision": "fp32",
+    "compile": False,
+    "checkpoint_every": 2,
+    "keep_checkpoints": 3,
+    "model": {
+        "vocab_size": VOCABULARY,
+        "d_model": 16,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "d_ff": 32,
+        "context": 16,
+    },
+    "mixture": {"weights": {"code": 0.5, "docs": 0.3, "chat": 0.2}, "max_epochs": 1000},
+    "batch": {"sequences": 4},
+    "optimizer": {"lr": 1e-2},
+    "schedule": {"warmup_steps": 3, "trunk_steps": {"first": 8, "later": 8}, "anneal_steps": 6},
+    "stability": {"grad_clip": 0.5, "z_loss": 0.1, "noise_scale_every": 3, "window": 8},
+}
+EXPERTS = {"count": 4, "per_token": 2, "d_ff": 8, "bias_rate": 0.05, "z_loss": 0.1}
+Begin = Literal["nothing", "trunk", "annealed", "half", "damaged", "late", "outliers", "poisoned"]
+
+
+@dataclass(frozen=True)
+class MatrixCase:
+    """One run.
+
+    begin: the checkpoint it starts from (``starts.make``); ``half`` and ``damaged`` are folders of this very run, interrupted.
+    changes: recipe keys that differ from ``BASE``, with dots.
+    generations: sets of shards in the data plan.
+    stop_after: steps after which the trainer is told to stop, as by SIGTERM; 0: never.
+    kernels: 'reference', or 'chosen': what kernels.yaml of each side says.
+    """
+
+    name: str
+    begin: Begin = "nothing"
+    kind: Literal["trunk", "anneal"] = "trunk"
+    steps: int = 6
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    generations: int = 1
+    rewarm: bool = False
+    restart_data: bool = False
+    stop_after: int = 0
+    ranks: int = 1
+    kernels: str = "reference"
+
+    def recipe(self) -> dict[str, Any]:
+        """The whole recipe."""
+        return recipe_with(self.changes)
+
+
+def recipe_with(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``BASE`` with keys changed, dots between their parts; checked and complete."""
+    raw = {key: dict(value) if isinstance(value, dict) else value for key, value in BASE.items()}
+    for path, value in changes.items():
+        *outer, last = path.split(".")
+        inner = raw
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return Recipe.parse(raw).model_dump()
+
+
+MUON = {"optimizer.name": "muon"}
+NARROW = {"model.d_model": 8, "model.heads": 1, "model.head_dim": 8, "model.d_ff": 16, "model.context": 8, "batch.sequences": 2}
+# Every detector reports something within some hundred steps.
+NERVOUS = {
+    "stability.window": 8,
+    "stability.plateau_windows": 2,
+    "stability.spike_deviations": 0.5,
+    "stability.skip_deviations": 2.0,
+    "stability.divergence": 1.0001,
+}
+LONG_STEPS = (260, 320)  # drawn between these, so that no count of steps means the gate
+
+CASES = (
+    MatrixCase("first steps"),
+    MatrixCase("next generation", "trunk", generations=2),
+    MatrixCase("data again from the start", "trunk", restart_data=True),
+    MatrixCase("resumed", "half"),
+    MatrixCase("newest checkpoint damaged", "damaged"),
+    MatrixCase("stopped and resumed", "trunk", stop_after=3),
+    MatrixCase("anneal", "trunk", "anneal"),
+    MatrixCase(
+        "anneal, linear, with a mixture of its own",
+        "trunk",
+        "anneal",
+        changes={
+            "schedule.shape": "linear",
+            "schedule.final_lr_share": 0.1,
+            "mixture.anneal_weights": {"code": 0.1, "docs": 0.1, "chat": 0.8},
+        },
+    ),
+    MatrixCase("anneal, cosine", "trunk", "anneal", changes={"schedule.shape": "cosine"}),
+    MatrixCase(
+        "trunk after an anneal",
+        "annealed",
+        rewarm=True,
+        changes={"schedule.continue_from": "anneal", "schedule.rewarmup_steps": 4},
+    ),
+    MatrixCase("cosine trunk", changes={"schedule.kind": "cosine", "schedule.cosine_steps": 5}),
+    MatrixCase(
+        "milestones and mixture phases",
+        changes={
+            "schedule.kind": "multi-step",
+            "schedule.milestones": [{"from_step": 4, "share": 0.3}],
+            "mixture.phases": [{"from_step": 3, "weights": {"chat": 1.0}}],
+        },
+    ),
+    MatrixCase(
+        "micro-batches, batch warm-up",
+        changes={"batch.micro_sequences": 2, "batch.warmup": [{"until_step": 2, "sequences": 2}]},
+    ),
+    MatrixCase("outliers are skipped", "outliers"),
+    MatrixCase("a loss that is not finite", "poisoned"),
+    MatrixCase("a hundred thousand steps on", "late", changes={"schedule.warmup_steps": 0}),
+    MatrixCase("a long run", steps=LONG_STEPS[0], changes={**NARROW, **NERVOUS, "checkpoint_every": 100}),
+    MatrixCase("Muon", changes=MUON),
+    MatrixCase("Muon without Nesterov, a wider base", changes={**MUON, "optimizer.muon.nesterov": False, "model.base_d_model": 8}),
+    MatrixCase("experts", changes={"model.experts": EXPERTS}),
+    MatrixCase(
+        "experts without a shared one, recomputed, Muon",
+        changes={**MUON, "model.experts": {**EXPERTS, "shared": 0, "dense_layers": 0}, "parallel.recompute": "block"},
+    ),
+    MatrixCase(
+        "no QK norm, layers without position, attention across documents",
+        changes={
+            "model.qk_norm": False,
+            "model.nope_every": 2,
+            "model.across_documents": True,
+            "stability.embedding_grad_share": 0.1,
+        },
+    ),
+    MatrixCase("bf16", changes={"precision": "bf16"}),
+    MatrixCase("bf16, Muon, experts", changes={**MUON, "precision": "bf16", "model.experts": EXPERTS}),
+    MatrixCase("chosen kernels", "trunk", kernels="chosen"),
+    MatrixCase("chosen kernels, bf16", changes={"precision": "bf16"}, kernels="chosen"),
+    MatrixCase("truncated rows", changes={"batch.packing": "truncate-and-concatenate"}),
+    MatrixCase("two ranks, split weights", ranks=2),
+    MatrixCase("two ranks, replicas, Muon", ranks=2, changes={**MUON, "parallel.replicas": 2}),
+    MatrixCase(
+        "two tensor ranks, recomputed", ranks=2, changes={"parallel.tensor": 2, "model.kv_heads": 2, "parallel.recompute": "block"}
+    ),
+    MatrixCase("two tensor ranks, experts", ranks=2, changes={"parallel.tensor": 2, "model.kv_heads": 2, "model.experts": {**EXPERTS, "d_ff": 16}}),
+)

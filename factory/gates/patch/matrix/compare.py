@@ -1,0 +1,176 @@
+"""Do two sides' runs of a case leave the same files? Everything but clocks is compared; nothing that a candidate wrote is trusted.
+
+Most patches leave the same bits, and then nothing else is asked. A kernel may round differently: in fp32 a number may differ by
+``ROUNDING`` of its scale. Scales are the baseline's own: of weights how far they moved, of moments and metrics their size. Every
+change in what is computed that the cases were made for moves some number by 20 times that or more (``tests/factory/gates/matrix``
+has the numbers).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from factory.gates.patch.matrix.cases import MatrixCase
+from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, tensors_of
+
+ROUNDING = {"fp32": 2e-3, "bf16": 0.15}
+FILE_BYTES = 1 << 26
+CLOCKED = {"time", "tokens_per_s", "mfu", "data_wait_s", "memory", "seconds"}
+# Of result.json: paths, and hashes of files that hold rounded numbers.
+ELSEWHERE = {"checkpoint", "manifest_sha256", "skipped_checkpoints"}
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs in one case. ``share``: the difference as a share of the number's scale; infinite where nothing may differ."""
+
+    case: str
+    what: str
+    share: float
+    allowed: float
+
+    def __str__(self) -> str:
+        if math.isinf(self.share):
+            return f"run '{self.case}': {self.what}"
+        return f"run '{self.case}': {self.what} differs by {self.share:.2g} of its scale; at most {self.allowed:g} is allowed (rounding)"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One case. ``same_bits``: all files hold the same numbers."""
+
+    same_bits: bool
+    worst: Difference | None
+
+
+def compare_case(case: MatrixCase, baseline: Path, candidate: Path, start: Weights | None) -> Compared:
+    """Compare the folders of one case. ``start``: the weights that both began with; None: they made their own."""
+    allowed = ROUNDING[case.recipe()["precision"]]
+    opened = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for folder in (baseline, candidate)]
+    try:
+        found = list(_differences(*opened, start))
+    except UntrustedFileError as error:
+        found = [(str(error), math.inf)]
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    what, share = max(found, key=lambda difference: difference[1], default=("", 0.0))
+    return Compared(not found, Difference(case.name, what, share, allowed) if share > allowed else None)
+
+
+def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[tuple[str, float]]:
+    """(what, share of its scale) of everything that is not the same."""
+    for name in ("metrics.jsonl", "anomalies.jsonl"):
+        ours, theirs = (_lines(folder, name) for folder in (baseline, candidate))
+        if name == "anomalies.jsonl":  # a throughput drop is the machine's
+            ours, theirs = ([line for line in lines if line.get("kind") != "throughput_drop"] for lines in (ours, theirs))
+        if len(ours) != len(theirs):
+            yield f"{name} has {len(theirs)} lines, the baseline's {len(ours)}", math.inf
+            continue
+        for number, (one, other) in enumerate(zip(ours, theirs)):
+            yield from _values(f"{name}, line {number + 1}", one, other, CLOCKED)
+    results = [_object(folder, ["result.json"]) for folder in (baseline, candidate)]
+    yield from _values("result.json", *results, CLOCKED | ELSEWHERE)
+    if read_bytes(baseline, ["parameters.txt"], FILE_BYTES) != read_bytes(candidate, ["parameters.txt"], FILE_BYTES):
+        yield "parameters.txt is another", math.inf
+    steps = [_checkpoints(folder) for folder in (baseline, candidate)]
+    if steps[0] != steps[1]:
+        yield f"it left the checkpoints {', '.join(steps[1]) or 'none'}, the baseline {', '.join(steps[0])}", math.inf
+        return
+    for name in steps[0]:
+        yield from _checkpoint(name, baseline, candidate, start)
+
+
+def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None) -> Iterator[tuple[str, float]]:
+    states = [_object(folder, ["checkpoints", name, "state.json"]) for folder in (baseline, candidate)]
+    yield from _values(f"{name}, state.json", *states, CLOCKED | {"throughput", "skipped"})
+    files = [sorted(_object(folder, ["checkpoints", name, "manifest.json"]).get("files", {})) for folder in (baseline, candidate)]
+    if files[0] != files[1]:
+        yield f"{name} has the files {', '.join(files[1])}, the baseline's {', '.join(files[0])}", math.inf
+        return
+    for file in files[0]:
+        if not file.endswith(".safetensors"):
+            continue
+        parts = ["checkpoints", name, file]
+        ours, theirs = (tensors_of(read_bytes(folder, parts, FILE_BYTES), file) for folder in (baseline, candidate))
+        if ours.keys() != theirs.keys():
+            yield f"{name}: {file} has other tensors: {', '.join(sorted(ours.keys() ^ theirs.keys())[:3])}", math.inf
+            continue
+        for key, tensor in ours.items():
+            other = theirs[key]
+            if tensor.shape != other.shape or tensor.dtype != other.dtype:
+                yield f"{name}: {key} has shape {list(other.shape)} and {other.dtype}", math.inf
+            elif tensor.numpy().tobytes() != other.numpy().tobytes():
+                yield f"{name}: {key}", _share(key, tensor, other, start)
+
+
+def _share(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | None) -> float:
+    """How far two tensors are apart, as a share of how far the baseline's moved, or of its size."""
+    if not ours.is_floating_point() or not torch.equal(ours.isfinite(), theirs.isfinite()):
+        return math.inf
+    where = ours.isfinite()
+    one, other = ours[where].double(), theirs[where].double()
+    begun = start.get(key) if start is not None else None
+    scale = float((one - begun[where].double()).norm()) if begun is not None else float(one.norm())
+    apart = float((one - other).norm())
+    return apart / scale if scale else (math.inf if apart else 0.0)
+
+
+def _values(where: str, one: Any, other: Any, ignored: set[str] = frozenset()) -> Iterator[tuple[str, float]]:  # type: ignore[assignment]
+    """Two JSON values. Floats differ by a share of the larger one; everything else differs wholly or not at all."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        if one.keys() != other.keys():
+            yield f"{where}: other keys: {', '.join(sorted(map(str, one.keys() ^ other.keys()))[:5])}", math.inf
+            return
+        for key in one:
+            if key not in ignored:
+                yield from _values(f"{where}: {key}", one[key], other[key], ignored)
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for number, pair in enumerate(zip(one, other)):
+            yield from _values(f"{where}[{number}]", *pair, ignored)
+    elif type(one) is float and type(other) is float:
+        if one != other and not (math.isnan(one) and math.isnan(other)):
+            both = max(abs(one), abs(other))
+            yield where, abs(one - other) / both if math.isfinite(both) else math.inf
+    elif type(one) is not type(other) or one != other:
+        yield f"{where}: {str(other)[:80]} where the baseline has {str(one)[:80]}", math.inf
+
+
+def _lines(folder: int, name: str) -> list[dict[str, Any]]:
+    text = read_bytes(folder, [name], FILE_BYTES)
+    return [_json(line, name) for line in text.splitlines()]
+
+
+def _object(folder: int, parts: list[str]) -> dict[str, Any]:
+    return _json(read_bytes(folder, parts, FILE_BYTES), parts[-1])
+
+
+def _json(text: bytes, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:200]}") from error
+    if not isinstance(found, dict):
+        raise UntrustedFileError(f"{name} holds something else than objects")
+    return found
+
+
+def _checkpoints(folder: int) -> list[str]:
+    """Names in ``checkpoints``; at most a hundred are read."""
+    try:
+        handle = os.open("checkpoints", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError as error:
+        raise UntrustedFileError(f"checkpoints is not there: {error.strerror}") from error
+    try:
+        return sorted(name for name in os.listdir(handle)[:100] if name.startswith(("step-", "bad-")))
+    finally:
+        os.close(handle)

@@ -1,0 +1,89 @@
+"""Data and checkpoints that the matrix begins with, made by approved code from a drawn seed."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from factory.gates.patch.matrix.cases import DOMAINS, VOCABULARY, MatrixCase, recipe_with
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+
+LATE_STEPS = (100_000, 900_000)
+POISONED_TOKEN = 7
+TRUNK = MatrixCase("trunk", steps=8)
+ANNEALED = MatrixCase("annealed", "trunk", "anneal")
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data plan for each number of generations."""
+
+    plans: Mapping[int, dict[str, Any]]
+    folder: Path
+
+
+def make_data(folder: Path) -> Data:
+    """Token shards of random documents, so that no run can know them."""
+    draw = np.random.default_rng(secrets.randbits(64))
+    shards = []
+    for generation in range(2):
+        documents = []
+        for number in range(90):
+            length = int(draw.integers(3, 40))
+            domain = DOMAINS[number % len(DOMAINS)]
+            tokens = (draw.integers(1, VOCABULARY) + 7 * np.arange(length) + draw.integers(0, 3, length)) % VOCABULARY
+            mask = np.ones(length, bool)
+            if domain == "chat":
+                mask[: length // 2] = False
+            key = f"{draw.integers(1 << 62):016x}:{number}"
+            documents.append(TokenizedDocument(key, key, domain, "s", "", tokens.astype(np.uint32), mask))
+        shard = write_token_shard(folder, documents, vocab_size=VOCABULARY, tokenizer_sha256=secrets.token_hex(32))
+        shards.append({"id": shard.id, "path": str(shard.path), "generation": generation})
+    seed = int(draw.integers(1 << 31))
+    weights = recipe_with({})["mixture"]["weights"]
+    plans = {
+        count: {"token_shards": shards[:count], "weights": weights, "max_epochs": 1000, "seed": seed} for count in (1, 2)
+    }
+    return Data(plans, folder)
+
+
+def derived(trunk: Path, folder: Path) -> dict[str, Path]:
+    """Checkpoints that no honest run would leave soon, each a changed copy of ``trunk``'s."""
+    draw = np.random.default_rng(secrets.randbits(64))
+    whole = checkpoints.load(trunk)
+    late = json.loads(json.dumps(whole.state))
+    late["step"] = late["sampler"]["step"] = int(draw.integers(*LATE_STEPS))
+    outliers = json.loads(json.dumps(whole.state))
+    outliers["detector"]["grad_norm"] = [1e-6] * 8
+    poisoned = {name: tensor.clone() for name, tensor in whole.model.items()}
+    embedding = next(name for name in poisoned if "embed" in name)
+    poisoned[embedding][POISONED_TOKEN] = float("nan")
+    changed = {
+        "late": replace(whole, state=late),
+        "outliers": replace(whole, state=outliers),
+        "poisoned": replace(whole, model=poisoned),
+    }
+    return {name: checkpoints.save(folder / name, checkpoint) for name, checkpoint in changed.items()}
+
+
+def interrupt(finished: Path, folder: Path, damage: bool) -> None:
+    """Copy a finished run to ``folder`` as a kill would have left it before its last checkpoint, or with that one ``damage``d."""
+    shutil.copytree(finished, folder, dirs_exist_ok=True)
+    (folder / "result.json").unlink()
+    _, newest = checkpoints.steps_in(folder / "checkpoints")[-1]
+    if damage:
+        with (newest / "model.safetensors").open("r+b") as file:
+            file.seek(-1, 2)
+            last = file.read(1)[0]
+            file.seek(-1, 2)
+            file.write(bytes([last ^ 1]))
+    else:
+        shutil.rmtree(newest)
