@@ -1,7 +1,7 @@
 """Do two sides' runs of a case leave the same files? Everything but clocks is compared; nothing that a candidate wrote is trusted.
 
-Most patches leave the same bits, and then nothing else is asked. A kernel may round differently: in fp32 a number may differ by
-``ROUNDING`` of its scale. Scales are the baseline's own: of weights how far they moved, of moments and metrics their size. Every
+Most patches leave the same bits, and then nothing else is asked. A kernel may round differently: then a number may differ by
+``MatrixCase.rounding`` of its scale. Scales are the baseline's own: of weights how far they moved, of moments and metrics their size. Every
 change in what is computed that the cases were made for moves some number by 20 times that or more (``tests/factory/gates/matrix``
 has the numbers).
 """
@@ -11,22 +11,36 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from factory.gates.patch.matrix.cases import MatrixCase
+from factory.gates.patch.matrix.cases import CHAOTIC, MatrixCase
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, tensors_of
 
-ROUNDING = {"fp32": 2e-3, "bf16": 0.15}
 FILE_BYTES = 1 << 26
 CLOCKED = {"time", "tokens_per_s", "mfu", "data_wait_s", "memory", "seconds"}
 # Of result.json: paths, and hashes of files that hold rounded numbers.
 ELSEWHERE = {"checkpoint", "manifest_sha256", "skipped_checkpoints"}
 Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One number or tensor that differs. ``total``: what it is summed into where only totals are compared."""
+
+    what: str
+    apart: float = math.inf
+    scale: float = 1.0
+    total: str = ""
+
+    @property
+    def share(self) -> float:
+        return self.apart / self.scale if self.scale else (math.inf if self.apart else 0.0)
 
 
 @dataclass(frozen=True)
@@ -54,48 +68,56 @@ class Compared:
 
 def compare_case(case: MatrixCase, baseline: Path, candidate: Path, start: Weights | None) -> Compared:
     """Compare the folders of one case. ``start``: the weights that both began with; None: they made their own."""
-    allowed = ROUNDING[case.recipe()["precision"]]
+    allowed = case.rounding
     opened = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for folder in (baseline, candidate)]
     try:
         found = list(_differences(*opened, start))
     except UntrustedFileError as error:
-        found = [(str(error), math.inf)]
+        found = [Part(str(error))]
     finally:
         for descriptor in opened:
             os.close(descriptor)
-    what, share = max(found, key=lambda difference: difference[1], default=("", 0.0))
-    return Compared(not found, Difference(case.name, what, share, allowed) if share > allowed else None)
+    judged = list(_totals(found)) if allowed >= CHAOTIC else found
+    worst = max(judged, key=lambda part: part.share, default=Part("", 0.0))
+    return Compared(
+        not found, Difference(case.name, worst.what, worst.share, allowed) if worst.share > allowed else None
+    )
 
 
-def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[tuple[str, float]]:
-    """(what, share of its scale) of everything that is not the same."""
+def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Part]:
+    """Everything that is not the same."""
     for name in ("metrics.jsonl", "anomalies.jsonl"):
         ours, theirs = (_lines(folder, name) for folder in (baseline, candidate))
         if name == "anomalies.jsonl":  # a throughput drop is the machine's
-            ours, theirs = ([line for line in lines if line.get("kind") != "throughput_drop"] for lines in (ours, theirs))
+            ours, theirs = (
+                [line for line in lines if line.get("kind") != "throughput_drop"] for lines in (ours, theirs)
+            )
         if len(ours) != len(theirs):
-            yield f"{name} has {len(theirs)} lines, the baseline's {len(ours)}", math.inf
+            yield Part(f"{name} has {len(theirs)} lines, the baseline's {len(ours)}")
             continue
         for number, (one, other) in enumerate(zip(ours, theirs)):
             yield from _values(f"{name}, line {number + 1}", one, other, CLOCKED)
     results = [_object(folder, ["result.json"]) for folder in (baseline, candidate)]
     yield from _values("result.json", *results, CLOCKED | ELSEWHERE)
     if read_bytes(baseline, ["parameters.txt"], FILE_BYTES) != read_bytes(candidate, ["parameters.txt"], FILE_BYTES):
-        yield "parameters.txt is another", math.inf
+        yield Part("parameters.txt is another")
     steps = [_checkpoints(folder) for folder in (baseline, candidate)]
     if steps[0] != steps[1]:
-        yield f"it left the checkpoints {', '.join(steps[1]) or 'none'}, the baseline {', '.join(steps[0])}", math.inf
+        yield Part(f"it left the checkpoints {', '.join(steps[1]) or 'none'}, the baseline {', '.join(steps[0])}")
         return
     for name in steps[0]:
         yield from _checkpoint(name, baseline, candidate, start)
 
 
-def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None) -> Iterator[tuple[str, float]]:
+def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None) -> Iterator[Part]:
     states = [_object(folder, ["checkpoints", name, "state.json"]) for folder in (baseline, candidate)]
     yield from _values(f"{name}, state.json", *states, CLOCKED | {"throughput", "skipped"})
-    files = [sorted(_object(folder, ["checkpoints", name, "manifest.json"]).get("files", {})) for folder in (baseline, candidate)]
+    files = [
+        sorted(_object(folder, ["checkpoints", name, "manifest.json"]).get("files", {}))
+        for folder in (baseline, candidate)
+    ]
     if files[0] != files[1]:
-        yield f"{name} has the files {', '.join(files[1])}, the baseline's {', '.join(files[0])}", math.inf
+        yield Part(f"{name} has the files {', '.join(files[1])}, the baseline's {', '.join(files[0])}")
         return
     for file in files[0]:
         if not file.endswith(".safetensors"):
@@ -103,33 +125,46 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
         parts = ["checkpoints", name, file]
         ours, theirs = (tensors_of(read_bytes(folder, parts, FILE_BYTES), file) for folder in (baseline, candidate))
         if ours.keys() != theirs.keys():
-            yield f"{name}: {file} has other tensors: {', '.join(sorted(ours.keys() ^ theirs.keys())[:3])}", math.inf
+            yield Part(f"{name}: {file} has other tensors: {', '.join(sorted(ours.keys() ^ theirs.keys())[:3])}")
             continue
         for key, tensor in ours.items():
             other = theirs[key]
             if tensor.shape != other.shape or tensor.dtype != other.dtype:
-                yield f"{name}: {key} has shape {list(other.shape)} and {other.dtype}", math.inf
+                yield Part(f"{name}: {key} has shape {list(other.shape)} and {other.dtype}")
             elif tensor.numpy().tobytes() != other.numpy().tobytes():
-                yield f"{name}: {key}", _share(key, tensor, other, start)
+                total = f"{name}: {key.partition('.')[0] if file.startswith('optimizer') else 'weights'}"
+                yield Part(f"{name}: {key}", *_apart(key, tensor, other, start), total)
 
 
-def _share(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | None) -> float:
-    """How far two tensors are apart, as a share of how far the baseline's moved, or of its size."""
+def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | None) -> tuple[float, float]:
+    """(how far two tensors are apart, how far the baseline's moved or, where that is unknown, its size); infinite: nothing to measure."""
     if not ours.is_floating_point() or not torch.equal(ours.isfinite(), theirs.isfinite()):
-        return math.inf
+        return math.inf, 1.0
     where = ours.isfinite()
     one, other = ours[where].double(), theirs[where].double()
     begun = start.get(key) if start is not None else None
     scale = float((one - begun[where].double()).norm()) if begun is not None else float(one.norm())
-    apart = float((one - other).norm())
-    return apart / scale if scale else (math.inf if apart else 0.0)
+    return float((one - other).norm()), scale
 
 
-def _values(where: str, one: Any, other: Any, ignored: set[str] = frozenset()) -> Iterator[tuple[str, float]]:  # type: ignore[assignment]
+def _totals(parts: Iterable[Part]) -> Iterator[Part]:
+    """For runs in which rounding grows: tensors together by checkpoint and kind; of other numbers the loss and the rate."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for part in parts:
+        if part.total:
+            sums[part.total][0] += part.apart**2
+            sums[part.total][1] += part.scale**2
+        elif math.isinf(part.apart) or part.what.endswith((": loss", ": lr")):
+            yield part
+    for total, (apart, scale) in sums.items():
+        yield Part(f"{total} together", math.sqrt(apart), math.sqrt(scale))
+
+
+def _values(where: str, one: Any, other: Any, ignored: set[str] = frozenset()) -> Iterator[Part]:  # type: ignore[assignment]
     """Two JSON values. Floats differ by a share of the larger one; everything else differs wholly or not at all."""
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() != other.keys():
-            yield f"{where}: other keys: {', '.join(sorted(map(str, one.keys() ^ other.keys()))[:5])}", math.inf
+            yield Part(f"{where}: other keys: {', '.join(sorted(map(str, one.keys() ^ other.keys()))[:5])}")
             return
         for key in one:
             if key not in ignored:
@@ -140,9 +175,9 @@ def _values(where: str, one: Any, other: Any, ignored: set[str] = frozenset()) -
     elif type(one) is float and type(other) is float:
         if one != other and not (math.isnan(one) and math.isnan(other)):
             both = max(abs(one), abs(other))
-            yield where, abs(one - other) / both if math.isfinite(both) else math.inf
+            yield Part(where, abs(one - other), both) if math.isfinite(both) else Part(where)
     elif type(one) is not type(other) or one != other:
-        yield f"{where}: {str(other)[:80]} where the baseline has {str(one)[:80]}", math.inf
+        yield Part(f"{where}: {str(other)[:80]} where the baseline has {str(one)[:80]}")
 
 
 def _lines(folder: int, name: str) -> list[dict[str, Any]]:

@@ -101,7 +101,9 @@ def as_ranks(count: int) -> int:
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     ranks = [
-        subprocess.Popen([sys.executable, *sys.argv], env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, *sys.argv], env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
         for rank in range(count)
     ]
     return next((code for code in [rank.wait() for rank in ranks] if code), 0)

@@ -103,7 +103,9 @@ def make_plan(code: Path, kernels: Mapping[str, Path], folder: Path, wall_second
     names = {case.name: f"{number:05d}" for case, number in zip(steps_cases(), _numbers(len(steps)))}
     plan = Plan(CASES, data, {}, names, steps, secrets.token_hex(20), folder)
     starts: dict[str, Path] = {}
-    first = run_cases(replace_starts(plan, starts), code, kernels, folder / "begin", wall_seconds, [TRUNK, *interrupted], fresh=True)
+    first = run_cases(
+        replace_starts(plan, starts), code, kernels, folder / "begin", wall_seconds, [TRUNK, *interrupted], fresh=True
+    )
     if first.failed:
         return plan, first.failed
     trunk = first.folders[TRUNK.name] / "checkpoints" / checkpoints.name_of(steps[TRUNK.name])
@@ -156,7 +158,9 @@ def run_cases(
     for ranks in (1, 2):
         chosen = [case for case in (plan.cases if cases is None else cases) if case.ranks == ranks]
         if chosen and not side.failed:
-            _run_ranks(plan, code, kernels, folder / f"ranks-{ranks}", wall_seconds, chosen, instructions, fresh, ranks, side)
+            _run_ranks(
+                plan, code, kernels, folder / f"ranks-{ranks}", wall_seconds, chosen, instructions, fresh, ranks, side
+            )
     return side
 
 

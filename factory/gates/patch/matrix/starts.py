@@ -50,7 +50,8 @@ def make_data(folder: Path) -> Data:
     seed = int(draw.integers(1 << 31))
     weights = recipe_with({})["mixture"]["weights"]
     plans = {
-        count: {"token_shards": shards[:count], "weights": weights, "max_epochs": 1000, "seed": seed} for count in (1, 2)
+        count: {"token_shards": shards[:count], "weights": weights, "max_epochs": 1000, "seed": seed}
+        for count in (1, 2)
     }
     return Data(plans, folder)
 

@@ -1,0 +1,116 @@
+"""What of a patch no run executed, instruction by instruction, so that a branch inside one line is seen too.
+
+The judge compiles the changed file (it never runs it) and looks up which instructions of changed lines the runs noted
+(``record``). Two kinds of code need no execution: a ``raise`` and an ``assert``'s message that only put words together, and
+the copies of a ``finally`` body that the compiler makes.
+
+    x = a if fast else b        # 'b' is reported when every run had ``fast``
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import types
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from factory.gates.patch.matrix.runs import Instruction
+
+# Made by the compiler, without a part of the source that could do anything.
+SILENT = {
+    "RESUME", "CACHE", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR", "EXTENDED_ARG", "POP_TOP", "PRECALL", "PUSH_NULL",
+    "PUSH_EXC_INFO", "WITH_EXCEPT_START", "RERAISE", "POP_EXCEPT", "COPY", "SWAP", "LOAD_ASSERTION_ERROR", "RAISE_VARARGS", "KW_NAMES",
+    "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "END_FOR", "END_SEND", "CLEANUP_THROW",
+    "POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE",
+}  # fmt: skip
+Span = tuple[tuple[int, int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Unexecuted:
+    """A part of one changed line that no run executed. ``line``: counted from 1."""
+
+    path: str
+    line: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.source}"
+
+
+def unexecuted(path: str, base: str, text: str, executed: Collection[Instruction]) -> list[Unexecuted]:
+    """The changed parts of a Python file that were not executed, in the order of the file. Raises: SyntaxError."""
+    new = changed_lines(base, text)
+    lines = text.splitlines()
+    found: dict[int, Unexecuted] = {}
+    exempt = list(harmless(ast.parse(text)))
+    for code in code_objects(compile(text, path, "exec", dont_inherit=True)):
+        noted = {at for name, first, at in executed if (name, first) == (code.co_qualname, code.co_firstlineno)}
+        instructions = list(dis.get_instructions(code))
+        seen = {(i.opname, i.argval, i.positions) for i in instructions if i.offset in noted}
+        for i in instructions:
+            where = i.positions
+            if i.offset in noted or i.opname in SILENT or (i.opname, i.argval, where) in seen:
+                continue
+            if where is None or where.lineno is None or where.lineno not in new or where.lineno in found:
+                continue
+            begin, end = (
+                (where.lineno, where.col_offset or 0),
+                (where.end_lineno or where.lineno, where.end_col_offset or 0),
+            )
+            if i.opname in ("LOAD_CONST", "RETURN_VALUE", "RETURN_CONST") and begin[1] == end[1]:
+                continue  # the None that a function returns by itself
+            if any(first <= begin and end <= last for first, last in exempt):
+                continue
+            inside = (
+                lines[begin[0] - 1].encode()[begin[1] : end[1] if end[0] == begin[0] else None].decode(errors="replace")
+            )
+            found[where.lineno] = Unexecuted(
+                path, where.lineno, inside.strip()[:120] or lines[begin[0] - 1].strip()[:120]
+            )
+    return [found[line] for line in sorted(found)]
+
+
+def changed_lines(base: str, text: str) -> set[int]:
+    """Numbers of the lines of ``text`` that ``base`` does not have at that place."""
+    old, new = base.splitlines(), text.splitlines()
+    blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    same = {number + 1 for block in blocks for number in range(block.b, block.b + block.size)}
+    return set(range(1, len(new) + 1)) - same
+
+
+def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A module's code and all that lies in it."""
+    pending = [code]
+    while pending:
+        code = pending.pop()
+        yield code
+        pending += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+
+
+def harmless(tree: ast.Module) -> Iterator[Span]:
+    """Spans of ``raise`` statements and of ``assert`` messages that only put words together."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and _only_words(node.exc, called=True) and _only_words(node.cause):
+            yield _span(node)
+        elif isinstance(node, ast.Assert):
+            yield _span(node) if node.msg is None else _span(node.msg)  # without a message: the failing end of the test
+
+
+def _only_words(node: ast.expr | None, called: bool = False) -> bool:
+    """Names, constants and f-strings of them; ``called``: or one call with such arguments."""
+    if called and isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and not node.keywords and all(map(_only_words, node.args))
+    if isinstance(node, ast.JoinedStr):
+        return all(map(_only_words, node.values))
+    if isinstance(node, ast.FormattedValue):
+        return _only_words(node.value)
+    if isinstance(node, ast.Attribute):
+        return _only_words(node.value)
+    return node is None or isinstance(node, ast.Constant | ast.Name)
+
+
+def _span(node: ast.stmt | ast.expr) -> Span:
+    return (node.lineno, node.col_offset), (node.end_lineno or node.lineno, node.end_col_offset or 0)
