@@ -25,10 +25,10 @@ from agents.recipe_scout.lines import changed, set_value, values
 from agents.recipe_scout.role import RecipeScout
 from agents.recipe_scout.scout import propose, tried
 from kernels.contract.strict_yaml import read_yaml
+from tests.support.paths import ROOT
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
-ROOT = Path(__file__).parents[2]
 DEMO = "policies/recipes/demo.yaml"
 RECIPES = sorted((ROOT / "policies" / "recipes").glob("*.yaml"))
 

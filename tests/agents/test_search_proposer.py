@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from agents.core.workbench import Attempt, Measurement, MeasurementError, ReadEr
 from agents.search_proposer.search_proposer import POLICY, amdahl, choose, propose
 from factory.demo.demo import plain_kernels
 from kernels.contract.registry import OPS
+from tests.support.paths import ROOT
 
-SHIPPED = plain_kernels((Path(__file__).parents[2] / POLICY).read_text())
+SHIPPED = plain_kernels((ROOT / POLICY).read_text())
 
 
 class Bench:
@@ -178,7 +178,7 @@ def test_rows_of_a_micro_batch_are_a_knob(now: int | None, a_row: dict[int, floa
     bench, profile = Bench({}), _profile()
     bench.a_row = a_row
     profile["recipe"] |= {"name": "tiny", "batch": {"sequences": 8, "micro_sequences": now}}
-    text = (Path(__file__).parents[2] / "policies/recipes/tiny.yaml").read_text()
+    text = (ROOT / "policies/recipes/tiny.yaml").read_text()
     bench.files["policies/recipes/tiny.yaml"] = text
     found = propose(profile, bench)
     assert [proposal.target for proposal in found] == (["recipe:micro_sequences"] if chosen else [])

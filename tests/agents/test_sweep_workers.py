@@ -12,10 +12,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE_S
 
 from agents.line_profiler.sweep.crew import MOST_TRIES, Lost, Processes, RayActors, SweepError, measure_on
 from agents.line_profiler.sweep.stealing import StealingQueue, busy_share
+from tests.support.patience import PATIENCE_S
 
 
 def slowly(item: tuple[str, int]) -> tuple[int, int]:

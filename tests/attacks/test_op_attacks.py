@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_loop_case import make_target
+from tests.support.factory.code_loop import make_target
 
 from factory.gates.patch import definitions as patch_definitions
 from factory.gates.patch import exploits as patch_exploits

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from factory.evals.export_config import ExportError
 from factory.evals.reference_model import ReferenceModel
-from tests.factory.evals.plant import FAMILIES, VOCAB, save_export, tiny_model
+from tests.support.factory.exports import FAMILIES, VOCAB, save_export, tiny_model
 from trainer.contract.checkpoint.architectures import ARCHITECTURES
 
 OTHERS = {"tie_word_embeddings": False, "num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-2}

@@ -13,7 +13,7 @@ from factory.evals.parity import ParityCase, _logits, _server, _smoke
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.server import Served, probe
 from factory.ingest.tokenizer import Tokenizer, train
-from tests.factory.evals.plant import FAMILIES, VOCAB, corpus, save_export, tiny_model
+from tests.support.factory.exports import FAMILIES, VOCAB, corpus, save_export, tiny_model
 
 IDS = list(range(3, 60))
 FIRST, *OTHERS = FAMILIES

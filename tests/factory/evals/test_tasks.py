@@ -17,7 +17,7 @@ from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import HeldOutDocument
 from factory.evals.tasks import ScoredText, bits_per_byte, code_in, parses_as_code, windows
-from tests.factory.evals.plant import CONTEXT, VOCAB, save_export, tiny_model
+from tests.support.factory.exports import CONTEXT, VOCAB, save_export, tiny_model
 
 
 @given(st.integers(1, 500), st.integers(2, 64), st.data())

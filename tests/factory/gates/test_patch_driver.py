@@ -21,9 +21,9 @@ from factory.gates.patch import ops as patch_ops
 from factory.gates.patch.ops import ChangedOp
 from factory.gates.patch.policy import ExploitsPolicy
 from kernels.contract.registry import OPS
+from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
 
-ROOT = Path(__file__).parents[3]
 RECIPE = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model_dump()
 CALLS = ExploitsPolicy(calls=4, recipe_calls=1)
 

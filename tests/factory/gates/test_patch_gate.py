@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from code_loop_case import Made, git, make
 
 from agents.core.proposal import Edit, Proposal
 from agents.search_proposer.search_proposer import choose
@@ -23,6 +22,7 @@ from factory.gates.patch.policy import IsolatedPolicy
 from factory.git.scope import Change
 from factory.ledger.ledger import proposals, segments, verdicts
 from factory.sandbox import sandbox
+from tests.support.factory.code_loop import Made, git, make
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 import yaml
-from code_loop_case import Made, git, make
-from engineer_case import recorded
 
 from agents.core.proposal import Edit, Proposal
 from agents.llm.replay_server import ReplayServer, Session
@@ -31,6 +29,8 @@ from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals, verdicts
 from factory.training import planning
 from factory.training.certificate_runs import changed_files
+from tests.support.factory.code_loop import Made, git, make
+from tests.support.factory.engineer import recorded
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import lr_share
 
