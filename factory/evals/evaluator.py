@@ -76,7 +76,7 @@ def evaluate_on(
         listed = [str(row["id"]) for row in ledger.rows(sa.select(candidates.c.id).order_by(candidates.c.id))]
         raise InputError(f"no candidate {candidate_id}; there are: {', '.join(listed) or 'none'}")
     if not suite.documents:
-        raise InputError("nothing is held out, so nothing can be measured: ingest more documents first")
+        raise InputError("no document is held out, so nothing can be measured: ingest more documents first")
     plan = ledger.one(
         sa.select(data_plans.c.plan)
         .join(segments, segments.c.data_plan == data_plans.c.id)
@@ -122,7 +122,9 @@ def _measure(
     }
     try:
         if folder_sha256(export) != candidate["export_sha256"]:
-            raise ExportError(f"{export} has changed since it was exported: its hash is not the candidate's")
+            raise ExportError(
+                f"{export} has changed since it was exported: its hash is not the one recorded for the candidate"
+            )
         model = ReferenceModel.load(export)
         if model.config.vocab_size < tokenizer.vocab_size:
             raise ExportError(

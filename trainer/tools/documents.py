@@ -63,10 +63,10 @@ def sampler_state(checkpoint: Path) -> dict[str, Any]:
         listed = json.loads((checkpoint / "manifest.json").read_bytes())["files"]["state.json"]["sha256"]
         encoded = (checkpoint / "state.json").read_bytes()
         if hashlib.sha256(encoded).hexdigest() != listed:
-            raise CheckpointError(f"{checkpoint / 'state.json'}: its bytes are not those its manifest names")
+            raise CheckpointError(f"{checkpoint / 'state.json'}: its SHA-256 is not the one in the manifest")
         return dict(json.loads(encoded)["sampler"])
     except OSError as error:
-        raise CheckpointError(f"{checkpoint} is no checkpoint: {error.filename}: {error.strerror}") from None
+        raise CheckpointError(f"{checkpoint} is not a checkpoint: {error.filename}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{checkpoint}: manifest.json or state.json is damaged: {error}") from None
 
