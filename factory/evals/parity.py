@@ -45,7 +45,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ParityCase:
     """What is checked."""
 
     export: Path
@@ -60,7 +60,7 @@ class Subject:
     policy: EvalPolicy
 
 
-def parity(subject: Subject) -> list[Check]:
+def parity(subject: ParityCase) -> list[Check]:
     """All checks but 'export' and 'finite_loss'. A failed check is an answer, not an exception."""
     count = subject.policy.parity_documents
     by_hash = sorted(subject.suite.documents, key=lambda document: order("parity", document.key))
@@ -95,7 +95,7 @@ def parity(subject: Subject) -> list[Check]:
 
 
 # -- trainer against evaluator -----------------------------------------------------------------------------------------
-def _tokenizer(subject: Subject) -> Check:
+def _tokenizer(subject: ParityCase) -> Check:
     named = {"the workspace": subject.tokenizer.sha256}
     path = subject.export / "tokenizer.json"
     named["the export"] = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "missing"
@@ -105,7 +105,7 @@ def _tokenizer(subject: Subject) -> Check:
     return Check("tokenizer", not others, "; ".join(others[:3]) if others else detail)
 
 
-def _trainer_tokens(subject: Subject) -> Check:
+def _trainer_tokens(subject: ParityCase) -> Check:
     listed = []
     for shard in subject.shards:
         columns = [shard.documents.column(name).to_pylist() for name in ("key", "start", "length")]
@@ -133,7 +133,7 @@ def _trainer_tokens(subject: Subject) -> Check:
     )
 
 
-def _encodes_again(subject: Subject, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> bool:
+def _encodes_again(subject: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> bool:
     tokenizer = subject.tokenizer
     try:
         if ids[0] == tokenizer.start_token:
@@ -145,7 +145,7 @@ def _encodes_again(subject: Subject, ids: npt.NDArray[np.int64], mask: npt.NDArr
     return np.array_equal(again[0], ids) and np.array_equal(again[1], mask)
 
 
-def _messages(subject: Subject, ids: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
+def _messages(subject: ParityCase, ids: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
     starts, stops = (
         np.flatnonzero(ids == subject.tokenizer.start_token),
         np.flatnonzero(ids == subject.tokenizer.stop_token),
@@ -177,7 +177,7 @@ def _unserved(name: str, served: Served, what: str = "the server side") -> Check
     return Check(name, None if served.out_of_time else False, f"{what} failed: {served.problem}")
 
 
-def _server(subject: Subject, texts: list[str], chats: list[Any], stop: list[int], served: Served) -> list[Check]:
+def _server(subject: ParityCase, texts: list[str], chats: list[Any], stop: list[int], served: Served) -> list[Check]:
     if served.problem:
         return [_unserved(name, served) for name in ("server_text", "server_chat", "stop")]
     tokenizer, answer = subject.tokenizer, served.answer
@@ -224,7 +224,7 @@ def _smoke(served: Served) -> Check:
 
 
 # -- contamination -----------------------------------------------------------------------------------------------------
-def _held_out_in_training(subject: Subject) -> Check:
+def _held_out_in_training(subject: ParityCase) -> Check:
     held, train = documents.alias("held"), documents.alias("train")
     both = sa.select(held.c.key, train.c.key.label("train")).join(
         train, held.c.content_sha256 == train.c.content_sha256
@@ -246,7 +246,7 @@ def _held_out_in_training(subject: Subject) -> Check:
     )
 
 
-def _shared_ngrams(subject: Subject) -> Check:
+def _shared_ngrams(subject: ParityCase) -> Check:
     size = subject.policy.contamination_ngram
     held = [_hashes(_all_tokens(subject.tokenizer, text), size) for text in subject.texts]
     wanted = np.unique(np.concatenate(held)) if held else np.zeros(0, np.uint64)

@@ -11,17 +11,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents.core.proposal import gain_words, is_quality
-from factory.ledger.ledger import (
-    Ledger,
-    candidates,
-    data_plans,
-    evaluations,
-    releases,
-    segments,
-    shards,
-    token_shards,
-    verdicts,
-)
+from factory.ledger.ledger import Ledger, data_plans, shards, token_shards
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.reports.report_page import (
     bars,
     code,
@@ -44,31 +35,31 @@ SAMPLES_SHOWN = 8
 
 def release_report(ledger: Ledger, candidate_id: int) -> str:
     """The page of a candidate: verdict, measurements, samples, data, lineage. What was not measured is left out or ``–``."""
-    candidate = ledger.one(sa.select(candidates).where(candidates.c.id == candidate_id))
-    assert candidate, f"no candidate {candidate_id}"
-    verdict = _newest(ledger, verdicts, verdicts.c.subject == f"candidate:{candidate_id}")
-    release = ledger.one(sa.select(releases).where(releases.c.candidate == candidate_id))
-    evaluation = _newest(ledger, evaluations, evaluations.c.candidate == candidate_id)
-    summary = evaluation["summary"] if evaluation else {}
-    other = _champion_summary(ledger, verdict)
-    lineage = _lineage(ledger, candidate["segment"])
-    name = f"Release {release['number']}" if release else f"Candidate {candidate_id}"
-    against = (verdict or {}).get("against")
+    candidate = CandidateRow.get(ledger, candidate_id)
+    verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
+    evidence = verdict.evidence(ledger) if verdict else {}
+    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate_id)
+    evaluation = EvaluationRow.newest(ledger, candidate_id)
+    summary = evaluation.summary if evaluation else {}
+    other = _champion_summary(ledger, verdict, evidence)
+    lineage = SegmentRow.lineage(ledger, candidate.segment)
+    name = f"Release {release.number}" if release else f"Candidate {candidate_id}"
+    against = verdict.against if verdict else None
     head = {
         "Candidate": candidate_id,
         "Compared with": against.replace(":", " ") if against else "absolute floors (no champion yet)",
-        "Judged": _date(verdict["created_at"]) if verdict else "not yet",
-        "Approved by": (release or {}).get("approved_by") or "–",
-        "Export": candidate["export_sha256"][:16],
+        "Judged": _date(verdict.created_at) if verdict else "not yet",
+        "Approved by": (release and release.approved_by) or "–",
+        "Export": candidate.export_sha256[:16],
     }
     return page(
         name,
         [
-            f"<h1>{text(name)}{pill(verdict['outcome'] if verdict else 'not judged')}</h1>",
-            _reasons(verdict),
+            f"<h1>{text(name)}{pill(verdict.outcome if verdict else 'not judged')}</h1>",
+            _reasons(verdict.reasons if verdict else []),
             facts(head),
             _bits_per_byte(summary, other),
-            _gains(verdict),
+            _gains(evidence),
             _cloze(summary, other),
             _checks(summary),
             _samples(summary),
@@ -97,7 +88,7 @@ def proposal_report(proposal: Mapping[str, Any], verdict: Mapping[str, Any] | No
         name,
         [
             f"<h1>{text(name)}{pill(verdict['outcome'] if verdict else proposal['state'])}</h1>",
-            _reasons(verdict),
+            _reasons(verdict["reasons"] if verdict else []),
             facts(head),
             section("Hypothesis", f"<p>{text(proposal['hypothesis'])}</p>"),
             *(_stage(str(stage), found) for stage, found in _stages(evidence)),
@@ -111,10 +102,8 @@ def _predicted(target: str, gain: float) -> str:
 
 
 # -- verdict and measurements -------------------------------------------------------------------------------------------
-def _reasons(verdict: Mapping[str, Any] | None) -> str:
-    if not verdict:
-        return ""
-    return '<ul class="why">' + "".join(f"<li>{text(reason)}</li>" for reason in verdict["reasons"]) + "</ul>"
+def _reasons(reasons: list[str]) -> str:
+    return '<ul class="why">' + "".join(f"<li>{text(reason)}</li>" for reason in reasons) + "</ul>" if reasons else ""
 
 
 def _bits_per_byte(summary: Row, other: Row) -> str:
@@ -132,8 +121,7 @@ def _bits_per_byte(summary: Row, other: Row) -> str:
     return section("Bits per byte", bars(groups, [CANDIDATE, CHAMPION, TRIGRAM, BIGRAM]), lead=lead)
 
 
-def _gains(verdict: Row | None) -> str:
-    evidence = verdict["evidence"] if verdict else {}
+def _gains(evidence: Row) -> str:
     found = {"target": evidence.get("target"), **_mapping(evidence.get("guards"))}
     rows = {
         name: (gain["gain"], gain["low95"], gain["high95"])
@@ -180,14 +168,14 @@ def _samples(summary: Row) -> str:
     return section("Chat samples", *cards, lead="Greedy answers to held-out questions, first ones first.")
 
 
-def _how(verdict: Row | None, evaluation: Row | None) -> str:
+def _how(verdict: VerdictRow | None, evaluation: EvaluationRow | None) -> str:
     if not evaluation:
         return ""
-    summary = evaluation["summary"]
+    summary = evaluation.summary
     pairs: dict[str, object] = {
-        "Evaluation": f"{evaluation['id']}, {_date(evaluation['created_at'])}",
-        "Suite": evaluation["suite_sha256"][:16],
-        "Verdict": f"{verdict['id']} by policy {verdict['policy_sha256'][:16]}" if verdict else "–",
+        "Evaluation": f"{evaluation.id}, {_date(evaluation.created_at)}",
+        "Suite": evaluation.suite_sha256[:16],
+        "Verdict": f"{verdict.id} by policy {verdict.policy_sha256[:16]}" if verdict else "–",
     }
     documents, seconds = _mapping(summary.get("documents")), _mapping(summary.get("seconds"))
     rows = [
@@ -209,27 +197,17 @@ def _how(verdict: Row | None, evaluation: Row | None) -> str:
 
 
 # -- training and data --------------------------------------------------------------------------------------------------
-def _lineage(ledger: Ledger, segment: int) -> list[Row]:
-    """The segments behind a candidate, first one first."""
-    chain: list[Row] = []
-    wanted: int | None = segment
-    while wanted is not None and (row := ledger.one(sa.select(segments).where(segments.c.id == wanted))):
-        chain.insert(0, row)
-        wanted = row["parent"]
-    return chain
-
-
-def _loss(lineage: list[Row]) -> str:
+def _loss(lineage: list[SegmentRow]) -> str:
     lines: dict[str, list[tuple[float, float]]] = {"all": []}
     for row, child in zip(lineage, [*lineage[1:], None]):
-        end = child["first_step"] if child else row["last_step"]
-        for step, losses in _metrics(Path(row["folder"]) / "metrics.jsonl"):
+        end = child.first_step if child else row.last_step
+        for step, losses in _metrics(Path(row.folder) / "metrics.jsonl"):
             if step <= end:
                 for name, loss in losses.items():
                     lines.setdefault(name, []).append((step, loss))
     if len(lines) == 2:  # a single domain is the whole
         lines.pop("all")
-    marks = [(row["first_step"], f"{row['kind']}") for row in lineage[1:]]
+    marks = [(row.first_step, row.kind) for row in lineage[1:]]
     return section("Training loss", curves(lines, marks=marks), lead="Nats a supervised token, over steps, by domain.")
 
 
@@ -251,10 +229,8 @@ def _metrics(path: Path) -> list[tuple[float, dict[str, float]]]:
     return sorted(found.items())
 
 
-def _data(ledger: Ledger, lineage: list[Row]) -> str:
-    plan = (
-        ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == lineage[-1]["data_plan"])) if lineage else None
-    )
+def _data(ledger: Ledger, lineage: list[SegmentRow]) -> str:
+    plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == lineage[-1].data_plan))
     entries = _mapping(plan and plan["plan"]).get("token_shards") or []
     used = {row["id"]: row["shard"] for row in ledger.rows(sa.select(token_shards.c.id, token_shards.c.shard))}
     trained = {used[entry["id"]] for entry in entries if entry.get("id") in used}
@@ -276,22 +252,13 @@ def _data(ledger: Ledger, lineage: list[Row]) -> str:
     )
 
 
-def _history(lineage: list[Row]) -> str:
+def _history(lineage: list[SegmentRow]) -> str:
     rows = []
     for row in lineage:
-        result = _mapping(row["result"])
-        steps = f"{row['first_step']:,} → {row['last_step']:,}"
-        hashes = [code(row["recipe_sha256"][:10]), code(row["code_commit"][:10]), code(row["data_plan"][:10])]
-        rows.append(
-            [
-                f"{row['kind']} {row['id']}",
-                row["generation"],
-                steps,
-                number(result.get("tokens")),
-                row["recipe"],
-                *hashes,
-            ]
-        )
+        tokens = number(_mapping(row.result).get("tokens"))
+        steps = f"{row.first_step:,} → {row.last_step:,}"
+        hashes = [code(sha256[:10]) for sha256 in (row.recipe_sha256, row.code_commit, row.data_plan)]
+        rows.append([f"{row.kind} {row.id}", row.generation, steps, tokens, row.recipe, *hashes])
     columns = ["segment", "generation", "steps", "tokens", "recipe", "recipe hash", "code", "data plan"]
     return section("Lineage", table(columns, rows, numeric=(1, 2, 3)))
 
@@ -336,19 +303,15 @@ def _diff(diff: str) -> str:
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------
-def _newest(ledger: Ledger, of: sa.Table, where: Any) -> Row | None:
-    return ledger.one(sa.select(of).where(where).order_by(of.c.id.desc()).limit(1))
-
-
-def _champion_summary(ledger: Ledger, verdict: Row | None) -> Row:
+def _champion_summary(ledger: Ledger, verdict: VerdictRow | None, evidence: Row) -> Row:
     """The evaluation of the champion that the verdict compared with, on the same suite; empty when there was none."""
-    if not verdict or not verdict["against"]:
+    if not verdict or not verdict.against:
         return {}
-    known = _mapping(verdict["evidence"].get("evaluations")).get("champion")
-    number = int(verdict["against"].removeprefix("candidate:"))
-    where = evaluations.c.id == known if known else evaluations.c.candidate == number
-    found = _newest(ledger, evaluations, where)
-    return found["summary"] if found else {}
+    known = _mapping(evidence.get("evaluations")).get("champion")
+    if known:
+        return EvaluationRow.get(ledger, known).summary
+    newest = EvaluationRow.newest(ledger, Subject.parse(verdict.against).number)
+    return newest.summary if newest else {}
 
 
 def _mapping(value: Any) -> dict[str, Any]:

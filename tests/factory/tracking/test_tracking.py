@@ -31,8 +31,8 @@ from factory.tracking.tracking import Tracking
 from factory.core.workspace import Workspace
 workspace = Workspace.open(Path(sys.argv[1]))
 ledger = Ledger.open(workspace.ledger_url)
-from factory.ledger.ledger import segments
-print(Tracking.open(workspace, ledger).segment_run(ledger.one(segments.select())))
+from factory.ledger.rows import SegmentRow
+print(Tracking.open(workspace, ledger).segment_run(SegmentRow.get(ledger, 1)))
 """
 
 
@@ -113,7 +113,7 @@ def test_follower_sees_lines_as_they_come_each_step_once(
     tracking: Tracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
-    path = Path(segment["folder"]) / "metrics.jsonl"
+    path = Path(segment.folder) / "metrics.jsonl"
     follower = tracking.follow_segment(segment)
     assert follower.poll() == 0, "no file yet"
     write_metrics(path, 0, 3)
@@ -137,7 +137,7 @@ def test_a_resumed_trainer_that_cut_its_file_back_adds_nothing_twice(
     tracking: Tracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
-    path = Path(segment["folder"]) / "metrics.jsonl"
+    path = Path(segment.folder) / "metrics.jsonl"
     write_metrics(path, 0, 50)
     follower = tracking.follow_segment(segment)
     assert follower.poll() == 50
@@ -151,7 +151,7 @@ def test_a_resumed_trainer_that_cut_its_file_back_adds_nothing_twice(
 
 def test_hostile_metrics_do_not_stop_the_others(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
     segment = add_segment(workspace, ledger)
-    path = Path(segment["folder"]) / "metrics.jsonl"
+    path = Path(segment.folder) / "metrics.jsonl"
     many = {f"loss/domain {i}": float(i) for i in range(2500)}
     rows: list[object] = [
         {"step": 0, "loss": math.nan, "time": math.inf},
@@ -173,7 +173,7 @@ def test_a_locked_store_never_stops_training_and_is_said_once(
     tracking: Tracking, ledger: Ledger, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segment = add_segment(workspace, ledger)
-    write_metrics(Path(segment["folder"]) / "metrics.jsonl", 0, 10)
+    write_metrics(Path(segment.folder) / "metrics.jsonl", 0, 10)
     said: list[str] = []
     asked: list[object] = []
     follower = tracking.follow_segment(segment, said.append)
