@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from factory.core.workspace import Workspace, code_root
 from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
@@ -283,3 +284,13 @@ def test_nothing_of_a_run_is_left_open_in_the_ledger(tracking: Tracking, ledger:
         tracking.segment_run(add_segment(workspace, ledger))
     subjects = ledger.rows(sa.select(tracked_runs.c.subject).order_by(tracked_runs.c.subject))
     assert [row["subject"] for row in subjects] == ["segment:1", "segment:2"]
+
+
+def test_only_the_stores_own_connections_flush_less(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+    tracking.client.search_experiments()
+    assert Ledger.open(ledger.url).rows(sa.text("PRAGMA synchronous")) == [{"synchronous": 2}]
+    other = sa.create_engine(f"sqlite:///{workspace.root / 'mlflow.db'}")
+    with other.connect() as connection:
+        assert connection.execute(sa.text("PRAGMA synchronous")).scalar() == 2
+    with SqlAlchemyStore(workspace.mlflow_uri, workspace.mlflow_artifacts.as_uri()).engine.connect() as connection:
+        assert connection.execute(sa.text("PRAGMA synchronous")).scalar() == 1
