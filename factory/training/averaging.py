@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import next_key
 from factory.training.planning import last_segment
-from factory.training.segment_folder import failed, give_up, record_done, run_tool
+from factory.training.segment_folder import export, failed, give_up, record_done, run_tool
 from kernels.contract.files import write_atomically
 
 KIND = "average"
@@ -184,7 +185,7 @@ def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress:
         weights = ",".join(repr(part["weight"]) for part in parts)
         paths = [part["path"] for part in parts]
         words = ["-m", "trainer.tools.average", str(folder / "checkpoints"), *paths, "--weights", weights]
-        _tool(workspace, ledger, row, code, *words)
+        _succeeded(workspace, ledger, row, run_tool(code, *words))
     path = folder / "checkpoints" / name_of(row.last_step)
     result = {
         "state": "done",
@@ -209,7 +210,7 @@ def _measure(
     noise = 0.0
     for part in parts:
         shutil.rmtree(scratch, ignore_errors=True)
-        _tool(workspace, ledger, row, code, "-m", "trainer.contract.checkpoint.export", part["path"], str(scratch))
+        _succeeded(workspace, ledger, row, export(code, part["path"], scratch))
         if part is parts[-1]:
             part["loss"], noise = ruler.loss_and_noise(scratch, advance)
         else:
@@ -225,8 +226,8 @@ def _measure(
     }
 
 
-def _tool(workspace: Workspace, ledger: Ledger, row: SegmentRow, code: Path, *words: str) -> None:
-    done = run_tool(code, *words)
+def _succeeded(workspace: Workspace, ledger: Ledger, row: SegmentRow, done: subprocess.CompletedProcess[str]) -> None:
+    """Raises: SegmentError when the program failed; its words are in the segment's log."""
     if done.returncode:
         with open(workspace.logs / f"segment-{row.id:05d}.log", "a") as log:
             log.write(done.stderr)

@@ -106,8 +106,15 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
         record(tx, "segment_done", Subject("segment", row.id), {"loss": result.get("loss"), "checkpoint": manifest})
 
 
+def export(code: Path, checkpoint: str, target: Path) -> subprocess.CompletedProcess[str]:
+    """Write a checkpoint in transformers' format, with the exporter of the code that trained it."""
+    old = code / "trainer" / "export.py"  # where it was before there was trainer/contract
+    module = "trainer.export" if old.is_file() else "trainer.contract.checkpoint.export"
+    return run_tool(code, "-m", module, checkpoint, str(target))
+
+
 def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a short Python program of that code (``-m trainer.contract.checkpoint.export …``); it dies with the factory."""
+    """Run a short Python program of that code (``-m trainer.tools.average …``); it dies with the factory."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=code,
