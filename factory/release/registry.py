@@ -15,7 +15,7 @@ from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.reports.report import release_report
+from factory.reports.release_report import release_report
 from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
 from factory.tracking.tracking import Tracking, averaged_tag, short
 from kernels.contract.files import write_atomically

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -11,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from factory.core.errors import SegmentError
+from factory.core.file_lock import LockedError, file_lock
 from factory.core.launching import (
     EXIT_DISK_FULL,
     EXIT_STOPPED,
@@ -129,23 +129,15 @@ def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
 # -- small parts -------------------------------------------------------------------------------------------------------
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[int]:
-    """A lock that the trainer inherits: held while either lives, so that a restarted factory waits for the old trainer to end."""
-    handle = os.open(folder / "segment.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + LOCK_SECONDS
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise SegmentError(
-                        f"{folder}: a trainer of an earlier run is still at work there; end it, then try again"
-                    ) from None
-                time.sleep(0.2)
-        yield handle
-    finally:
-        os.close(handle)
+    """A lock that the trainer is given too: held while either lives, so that a restarted factory waits for the old trainer to end."""
+    with ExitStack() as held:
+        try:
+            descriptor = held.enter_context(file_lock(folder / "segment.lock", LOCK_SECONDS))
+        except LockedError as holder:
+            raise SegmentError(
+                f"{folder}: a trainer that process {holder} started is still at work there; end it, then try again"
+            ) from None
+        yield descriptor
 
 
 def _lines(path: Path) -> list[str]:

@@ -150,7 +150,7 @@ max_file_bytes: 100000
 
 def own_policy(workspace: Workspace, more: str) -> Path:
     shipped = yaml.safe_load((ROOT / "policies" / "agents.yaml").read_text())
-    rest = yaml.safe_dump({key: shipped[key] for key in ("scope", "max_patch_bytes", "measure_seconds")})
+    rest = yaml.safe_dump({key: shipped[key] for key in ("scope", "llm")})
     path = workspace.root / "policies" / "agents.yaml"
     path.write_text(LISTED.format(more=more) + rest)
     return path
