@@ -66,7 +66,7 @@ def policy(made: Made, **llm: Any) -> None:
     """The workspace's own agents.yaml, with another ``llm``."""
     raw = yaml.safe_load((code_root() / "policies" / "agents.yaml").read_text())
     quick = {"model": "replay", "attempts": 1, "silence_seconds": 60, "reply_tokens": 4000}
-    raw["llm"] = raw["llm"] | quick | llm
+    raw["llm"] = raw.get("llm", {}) | quick | llm
     (made.workspace.root / "policies" / "agents.yaml").write_text(yaml.safe_dump(raw))
 
 

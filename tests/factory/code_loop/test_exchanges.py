@@ -108,6 +108,6 @@ def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away
 def test_the_shipped_policy_names_no_endpoint_and_a_misspelt_key_is_named(tmp_path: Path) -> None:
     shipped = code_root() / "policies" / "agents.yaml"
     assert AgentsPolicy.load(shipped).llm.endpoint == ""
-    (tmp_path / "agents.yaml").write_text(shipped.read_text().replace("  reply_tokens", "  reply_token"))
-    with pytest.raises(ConfigError, match="llm.reply_token'; did you mean 'reply_tokens'"):
+    (tmp_path / "agents.yaml").write_text(shipped.read_text().replace("  model", "  modle"))
+    with pytest.raises(ConfigError, match="llm.modle'; did you mean 'model'"):
         AgentsPolicy.load(tmp_path / "agents.yaml")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import ConfigError, WorkspaceError
+from factory.core.file_lock import LockedError, file_lock
 from factory.core.workspace import FOLDERS, Config, Workspace
 
 
@@ -39,7 +41,7 @@ def test_bad_config_is_a_config_error(tmp_path: Path, text: str) -> None:
 def test_another_version_is_refused(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w")
     (workspace.root / "factory.yaml").write_text("version: 2\n")
-    with pytest.raises(WorkspaceError, match="version 2.*speaks version 1"):
+    with pytest.raises(WorkspaceError, match="version 2.*reads version 1"):
         Workspace.open(workspace.root)
 
 
@@ -71,6 +73,26 @@ with Workspace.open(Path({str(workspace.root)!r})).lock("model-loop"):
         holder.wait()
     with workspace.lock("model-loop"):
         pass
+
+
+def test_a_child_process_does_not_inherit_a_lock(tmp_path: Path) -> None:
+    """One that is given the descriptor holds the lock until it ends, whoever started it."""
+    path = tmp_path / "x.lock"
+    sleep = [sys.executable, "-c", "print(flush=True); input()"]
+    start = lambda fds: subprocess.Popen(sleep, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds)
+    with file_lock(path) as descriptor:
+        children = [start(()), start((descriptor,))]
+        assert all(child.stdout and child.stdout.readline() for child in children)
+    try:
+        with pytest.raises(LockedError, match=str(os.getpid())), file_lock(path):
+            pass
+        children[1].communicate(b"\n")
+        with file_lock(path):
+            assert children[0].poll() is None
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 def test_a_moved_workspace_says_so(tmp_path: Path) -> None:

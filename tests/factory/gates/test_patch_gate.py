@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal
-from agents.search_proposer.search_proposer import choose
+from agents.core.yaml_edit import set_value
 from factory.code_loop.submitting import submit
 from factory.core.progress import SILENT
 from factory.core.workspace import code_root
@@ -105,7 +105,9 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     policy = (made.target / "policies" / "kernels.yaml").read_text()
     row = judged(
         made,
-        proposal("chunked loss", ("policies/kernels.yaml", choose(policy, "cpu", "linear_cross_entropy", "chunked"))),
+        proposal(
+            "chunked loss", ("policies/kernels.yaml", set_value(policy, ("cpu", "linear_cross_entropy"), "chunked"))
+        ),
     )
     stages = row["evidence"]["stages"]
     assert [stages[name]["state"] for name in STAGES[:3]] == ["passed"] * 3, stages

@@ -255,11 +255,11 @@ def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 0.9"))
     assert found.verdict["outcome"] == "reject" and "learns worse" in found.verdict["reasons"][0]
     page = Path(found.row["report"]).read_text()
-    measured = re.search(r"Measured: (-[0-9.]+) bits per byte", page)
+    measured = re.search(r"Measured</dt><dd>(-[0-9.]+) bits per byte", page)
     assert measured and float(measured[1]) == pytest.approx(
         found.verdict["evidence"]["gain"]["bits_per_byte"], abs=1e-4
     )
-    assert "Predicted: 0.0100 bits per byte better" in page
+    assert "Predicted</dt><dd>0.0100 bits per byte better" in page
     assert "Predicted: 0.0100 bits per byte better" in git(made.target, "log", "-1", "--format=%B", found.row["branch"])
 
 

@@ -12,15 +12,17 @@ import sqlalchemy as sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agents.core.pages import number, text
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, candidates, evaluations, releases, segments, shards, verdicts
-from factory.reports.report import proposal_report, release_report
-from factory.reports.report_page import bars, curves, intervals, number, page, section, table, text
+from factory.reports import proposal_report
+from factory.reports.pictures import bars, curves, intervals
+from factory.reports.release_report import release_report
 from tests.support.factory.release_scene import add_candidate, add_segment, add_shard, add_verdict, write_metrics
 
 VOID = {"meta", "rect", "line", "circle", "polyline", "br"}
 ALLOWED = {
-    "html", "head", "meta", "title", "style", "body", "main", "section", "h1", "h2", "p", "span", "ul", "li", "dl", "dt", "dd",
+    "html", "head", "meta", "title", "style", "body", "main", "section", "h1", "h2", "h3", "p", "span", "ul", "li", "dl", "dt", "dd",
     "div", "table", "thead", "tbody", "tr", "th", "td", "pre", "code", "i", "svg", "text", "rect", "line", "circle", "polyline",
 }  # fmt: skip
 
@@ -65,7 +67,7 @@ def read(page: str) -> str:
 def candidate(workspace: Workspace, ledger: Ledger) -> int:
     add_shard(ledger)
     trunk = add_segment(workspace, ledger, "trunk")
-    write_metrics(Path(trunk["folder"]) / "metrics.jsonl", 0, 100)
+    write_metrics(Path(trunk.folder) / "metrics.jsonl", 0, 100)
     found = add_candidate(workspace, ledger)
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == 2).values(parent=1, first_step=100, last_step=200))
@@ -143,37 +145,68 @@ def test_broken_files_and_odd_shapes_do_not_stop_a_report(workspace: Workspace, 
     assert "3.000" in words and "✗ x" in words
 
 
+FACTS: dict[str, Any] = {
+    "number": 3, "title": "fuse <loss>", "agent": "search", "target": "kernel:loss", "predicted_gain": 1.18,
+    "hypothesis": "line 118 takes 31 % of the step", "outcome": "reject", "reasons": ["within the noise"],
+    "patch": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-old <i>\n+new\n\n",
+    "evidence": {"gain": {"ratio": 1.0412, "lower": 0.99, "noise": 0.02}, "tries": 2, "stages": {}},
+}  # fmt: skip
+
+
+def stages(**found: Any) -> dict[str, Any]:
+    return FACTS | {"evidence": FACTS["evidence"] | {"stages": found}}
+
+
 def test_proposal_report_shows_hypothesis_stages_and_patch() -> None:
-    proposal = {
-        "number": 3, "title": "fuse <loss>", "agent": "search", "target": "trainer/model/transformer.py:118", "predicted_gain": 1.18,
-        "hypothesis": "line 118 takes 31 % of the step", "branch": "factory/search/3-fuse", "base_commit": "a" * 40,
-        "commit": None, "state": "judged",
-    }  # fmt: skip
-    stages = [
-        {"name": "scope", "passed": True, "files": ["policies/kernels.yaml"]},
-        {"name": "step_timing", "passed": False, "ratio": 1.0412345, "largest_error": 3.2e-6, "detail": "</td><b>"},
-    ]
-    verdict = {"outcome": "reject", "reasons": ["within the noise"], "evidence": {"stages": stages}}
-    diff = "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-old <i>\n+new\n\n"
-    made = proposal_report(proposal, verdict, diff)
+    scope = {"state": "passed", "reasons": ["in scope"], "files": ["policies/kernels.yaml", "kernels/x.py"]}
+    timing = {
+        "state": "failed",
+        "reasons": ["</td><b>"],
+        "ratio": 1.0412345,
+        "largest_error": 3.2e-6,
+        "stage_seconds": 4.5,
+    }
+    made = proposal_report.page(stages(scope=scope, step_timing=timing))
     words = read(made)
-    for expected in ("Proposal 3: fuse <loss>", "reject", "within the noise", "31 %", "1.180 × faster", "✓ passed"):
+    for expected in ("Proposal 3: fuse <loss>", "reject", "within the noise", "31 %", "1.180×", "in scope", "4.5"):
         assert expected in words, expected
-    for expected in ("✗ failed", "1.0412", "3.2e-06", '["policies/kernels.yaml"]', "-old <i>", "</td><b>"):
+    for expected in (
+        "at least 0.990",
+        "1.0412",
+        "3.2e-06",
+        "policies/kernels.yaml, kernels/x.py",
+        "-old <i>",
+        "</td><b>",
+    ):
         assert expected in words, expected
-    assert words.index("Scope") < words.index("Step timing")
+    assert words.index("scope") < words.index("step timing")
     assert re.search(r'<span class="at">\+\+\+ b/x', made) and '<span class="add">+new' in made
-    by_name = {"outcome": "hold", "reasons": [], "evidence": {"scope": {"ok": True}, "note": "plain words"}}
-    assert "plain words" in read(proposal_report(proposal, by_name))
-    assert "judged" in read(proposal_report(proposal, None))
+
+
+def test_a_repeated_measurement_stands_beside_the_first() -> None:
+    first = {"state": "passed", "reasons": ["a"], "drift": 0.125, "seconds": {"baseline": [1.5, 2.5]}, "noise": 0.5}
+    again = {"state": "passed", "reasons": ["b"], "drift": 0.25, "seconds": {"baseline": [3.5, 4.5]}}
+    made = proposal_report.page(stages(training=first | {"again": again}))
+    words = read(made)
+    assert "first again drift 0.125 0.25 seconds baseline 1.5, 2.5 baseline 3.5, 4.5 noise 0.5 –" in words
+    assert "{" not in made.split("</style>")[1], "no raw JSON"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=8) | st.integers(),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)))  # fmt: skip
+def test_a_proposal_report_takes_measurements_of_any_shape(value: Any) -> None:
+    assert "Proposal 3" in read(proposal_report.page(stages(oracle={"state": "passed", "reasons": [], "found": value})))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(st.characters(codec=None)))
 def test_any_text_is_carried_as_text(words: str) -> None:
-    made = page("t", [section("s", table(["a"], [[words]]))])
-    read(made)
-    assert "<" not in text(words)
+    hostile = {"title": words, "hypothesis": words, "patch": words, "reasons": [words], "agent": words}
+    made = proposal_report.page(FACTS | hostile)
+    shown = read(made)
+    assert "<" not in text(words) and made.count("<script") == 0
+    assert " ".join(words.split()).replace("\x00", "\ufffd") in shown or not words.isprintable()
 
 
 @settings(max_examples=40, deadline=None)
@@ -187,9 +220,9 @@ def test_pictures_take_any_numbers(points: list[tuple[float, float]], values: di
         bars({"<g>": values}, list(values)),
         intervals({n: (v, v, v) for n, v in values.items()}),
     ]
-    made = page("t", drawn)
+    made = "".join(drawn)
     read(made)
-    assert "nan" not in made.split("</style>")[1] and "inf" not in made.split("</style>")[1]
+    assert "nan" not in made and "inf" not in made
 
 
 def test_number_says_what_is_missing() -> None:
