@@ -46,6 +46,13 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
     lines = ledger.rows(
         sa.select(segments.c.id, segments.c.kind, segments.c.data_plan, segments.c.state).order_by(segments.c.id)
     )
+    parents = _parents(ledger)
+    released = {
+        row["number"]: set(_chain(parents, row["segment"]))
+        for row in ledger.rows(
+            sa.select(releases.c.number, candidates.c.segment).join(candidates, releases.c.candidate == candidates.c.id)
+        )
+    }
     for row in found:
         shard = ledger.one(
             sa.select(shards.c.name, shards.c.state, shards.c.path).where(shards.c.sha256 == row["shard"])
@@ -60,11 +67,7 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
             plan["id"] for plan in plans if row["token_shard"] in {s["id"] for s in plan["plan"]["token_shards"]}
         }
         row["segments"] = [line["id"] for line in lines if line["data_plan"] in holding]
-        row["releases"] = [
-            r["number"]
-            for r in ledger.rows(sa.select(releases.c.number))
-            if {s["id"] for s in _lineage_of_release(ledger, r["number"])} & set(row["segments"])
-        ]
+        row["releases"] = [number for number, behind in released.items() if behind & set(row["segments"])]
         if row["fate"] == "held_out":
             row["held_out_as"] = ledger.one(
                 sa.select(held_out.c.domain, held_out.c.source).where(held_out.c.key == row["key"])
@@ -72,14 +75,24 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
     return found
 
 
+def _parents(ledger: Ledger) -> dict[int, int | None]:
+    return {row["id"]: row["parent"] for row in ledger.rows(sa.select(segments.c.id, segments.c.parent))}
+
+
+def _chain(parents: dict[int, int | None], segment: int) -> list[int]:
+    """The segment and all its ancestors, oldest first."""
+    chain = [segment]
+    while (parent := parents[chain[0]]) is not None:
+        chain.insert(0, parent)
+    return chain
+
+
 def lineage_of(ledger: Ledger, segment: int) -> list[dict[str, Any]]:
     """The rows of a segment and all its ancestors, oldest first."""
-    rows: list[dict[str, Any]] = []
-    wanted: int | None = segment
-    while wanted is not None and (row := ledger.one(sa.select(segments).where(segments.c.id == wanted))):
-        rows.insert(0, row)
-        wanted = row["parent"]
-    return rows
+    chain = _chain(_parents(ledger), segment)
+    return sorted(
+        ledger.rows(sa.select(segments).where(segments.c.id.in_(chain))), key=lambda row: chain.index(row["id"])
+    )
 
 
 def _lineage_of_release(ledger: Ledger, release: int) -> list[dict[str, Any]]:

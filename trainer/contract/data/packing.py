@@ -56,11 +56,6 @@ Packed = tuple[Rows, list[Part]]  # the rows, and what is left over, oldest firs
 Packer = Callable[[Sequence[int], Sequence[bool], int, int, int], Packed]
 
 
-def pieces_in(tokens: int, context: int) -> int:
-    """How many pieces a document of ``tokens`` tokens has. One token alone has no pair and so no piece."""
-    return -(-(tokens - 1) // context) if tokens > 1 else 0
-
-
 def cut(tokens: int, context: int, piece: int) -> Cut:
     """The ``piece``-th piece of a document of ``tokens`` tokens."""
     start = piece * context

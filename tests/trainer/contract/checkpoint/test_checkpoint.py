@@ -66,16 +66,17 @@ def test_a_flipped_bit_or_a_torn_end_anywhere_is_found(tmp_path: Path, seed: int
         assert name == "manifest.json" and json.loads(blob)["files"] == before["files"]
 
 
-def test_the_newest_good_one_is_used_and_the_bad_said(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_missing_file_is_found_and_put_away(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         checkpoints.save(tmp_path, make(step))
     (tmp_path / "step-00000003" / "state.json").unlink()
-    found, skipped = checkpoints.newest_good(tmp_path)
-    assert found == tmp_path / "step-00000002"
-    assert len(skipped) == 1 and "step-00000003/state.json: No such file" in skipped[0].reason
-    assert (tmp_path / "bad-step-00000003").is_dir()
-    assert checkpoints.newest_good(tmp_path)[1] == []
-    assert checkpoints.newest_good(tmp_path / "none") == (None, [])
+    faults = {path: checkpoints.find_fault(path) for _, path in checkpoints.steps_in(tmp_path)}
+    assert [path.name for path, fault in faults.items() if fault] == ["step-00000003"]
+    bad, fault = list(faults.items())[-1]
+    assert "step-00000003/state.json: No such file" in fault
+    assert checkpoints.put_away(bad, fault).path == str(tmp_path / "bad-step-00000003")
+    assert [path.name for _, path in checkpoints.steps_in(tmp_path)] == ["step-00000001", "step-00000002"]
+    assert checkpoints.steps_in(tmp_path / "none") == []
 
 
 def test_a_writer_keeps_the_newest_and_its_copy_is_not_changed_by_later_steps(tmp_path: Path) -> None:
