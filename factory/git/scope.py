@@ -73,6 +73,8 @@ class AgentsPolicy(Strict):
     def kept(self, path: str) -> bool:
         """Do people keep the path for themselves? In any case, because some file systems know none.
 
+        >>> keys = ("max_files", "max_file_bytes", "max_patch_bytes", "measure_seconds")
+        >>> policy = AgentsPolicy(scope=[], out_of_scope=["trainer/contract/**"], **dict.fromkeys(keys, 1))
         >>> policy.kept("trainer/contract/recipe.py"), policy.kept("trainer/Contract/new.py"), policy.kept("trainer/run.py")
         (True, True, False)
         >>> policy.kept("trainer/__init__.py")  # importing trainer.contract runs it

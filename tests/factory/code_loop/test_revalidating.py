@@ -65,9 +65,9 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
     bench = lambda: subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
     daemon = lambda: revalidating.follow(plant.workspace, plant.ledger, SILENT)
     suite.write_text("def test_stays(): pass\n")
-    assert "told" not in bench() and daemon() == []
+    assert "noted" not in bench() and daemon() == []
     suite.write_text("def test_stays(): pass\ndef test_falls(): assert 0\n")
-    assert "1 told to the factory" in bench()
+    assert "1 failed benchmarks noted in the factory" in bench()
     assert daemon() == [2] and len(judged) == 1 and "benchmarks changed since" in plant.row(2)["hypothesis"]
     assert daemon() == []
     environment["FACTORY_HOME"] = str(tmp_path)

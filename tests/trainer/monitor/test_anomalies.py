@@ -83,9 +83,8 @@ def test_a_poisoned_shard_is_told_and_its_documents_are_among_those_named(
 
 def watched(run: Run, batch: Batch) -> tuple[dict[str, Any], list[str]]:
     """The record of a step, and the kinds of its anomalies, as ``segment.train`` finds them."""
-    record = run.train_step(batch)
-    found = run.detector.observe(batch.step, record["loss"], record["grad_norm"], record["skipped"])
-    return record, [a.kind for a in found]
+    record = run.train_step(batch) | {"tokens_per_s": 1.0}
+    return record, [anomaly.kind for hook in run.hooks for anomaly in hook.after_step(record)]
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from tests.support.trainer.models import ALONE, run_of
 from tests.support.trainer.segments import MakeShard
 from trainer.batch import Batch, make_batch
-from trainer.monitor.monitor import TURN_STEPS, Before, Monitor, layer_of
-from trainer.optim.optimizer import Optimizer
+from trainer.monitor.hook import Outcome, Update, to_host
+from trainer.monitor.monitor import TURN_STEPS, Monitor, layer_of
+from trainer.optim.optimizer import Optimizer, squares
 from trainer.run import Run
 
 SLOW = pytest.mark.slow("200 steps beside two batches each; the cheapest way to train is in the fast tier")
@@ -49,14 +50,13 @@ def test_the_noise_scale_of_a_known_gradient_and_noise(monkeypatch: pytest.Monke
         )
         for n, parameter in held.items():
             parameter.grad = one[n]
-        half = monitor.half(step, False)
+        measured = monitor.half(step, False)
         for n, parameter in held.items():
             parameter.grad = one[n] + two[n]
-        before = monitor.begin(step, half, optimizer.gradients())
-        grad_norms = {layer: norm([one[n] + two[n] for n in names]) for layer, names in monitor.layers.items()}
-        record = monitor.record(
-            before, monitor.measure(before).tolist(), grad_norms, tokens, first if half else 0, False
-        )
+        update = Update(step, optimizer.gradients(), squares(optimizer.gradients()))
+        monitor.before_update(update)
+        (numbers,) = to_host(monitor.after_update(update))
+        record = monitor.record(numbers, Outcome(tokens, first if measured else 0, False))
         if step >= 3:
             scales.append(record["noise_scale"])
     for part_of_run in (scales[60:600], scales[660:]):
@@ -213,7 +213,7 @@ def test_state_goes_through_json(tmp_path: Path, make_shard: MakeShard) -> None:
         run.train_step(make_batch(run.order))
     again = Monitor(run.optimizer, ALONE)
     again.load_state_dict(json.loads(json.dumps(run.monitor.state_dict())))
-    before = Before("blocks.0", [], [], {"blocks.0": torch.zeros(())})
-    numbers: tuple[Any, ...] = (before, [0.1, 0.2, 0.3], {"blocks.0": 1.0}, 100, 50.0, False)
-    assert again.record(*numbers) == run.monitor.record(*numbers)
-    assert again.record(*numbers) != Monitor(run.optimizer, ALONE).record(*numbers)
+    numbers = {"grad_norms": [1.0, 2.0, 3.0]}
+    outcome = Outcome(100, 0.0, False)
+    assert again.record(numbers, outcome) == run.monitor.record(numbers, outcome)
+    assert again.record(numbers, outcome) != Monitor(run.optimizer, ALONE).record(numbers, outcome)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.data_order import measure, shard_in
+from benchmarks.training.data_order import measure, shard_in
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
 
 
 @pytest.mark.slow("four fresh processes: memory is a whole process's")
 def test_memory_and_state_do_not_grow_with_the_planned_steps() -> None:
-    command = [sys.executable, "-m", "benchmarks.data_order", "--documents", "500", "--json"]
+    command = [sys.executable, "-m", "benchmarks.training.data_order", "--documents", "500", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -14,7 +14,7 @@ from trainer.contract.data.packing import (
     STRATEGIES,
     Packed,
     Part,
-    best_fit,
+    best_fit_rows,
     complete,
     cut,
     pour,
@@ -104,7 +104,7 @@ def test_the_example_of_the_docstring() -> None:
 
 @given(lengths)
 def test_best_fit_places_every_piece_once_and_overfills_no_row(sizes: list[int]) -> None:
-    rows = best_fit(sizes, CONTEXT, sorted(range(len(sizes)), key=lambda i: -sizes[i]))
+    rows = best_fit_rows(sizes, CONTEXT, sorted(range(len(sizes)), key=lambda i: -sizes[i]))
     assert sorted(i for row in rows for i in row) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in row) <= CONTEXT for row in rows)
     assert len(rows) <= max(1, 2 * -(-sum(sizes) // CONTEXT))  # never worse than twice the least possible
@@ -112,7 +112,7 @@ def test_best_fit_places_every_piece_once_and_overfills_no_row(sizes: list[int])
 
 def test_best_fit_takes_the_fullest_row_that_fits() -> None:
     # 60 and 50 open rows with 4 and 14 of room; 10 fits only the second, 4 fits the first exactly
-    assert best_fit([60, 50, 10, 4], 64, range(4)) == [[0, 3], [1, 2]]
+    assert best_fit_rows([60, 50, 10, 4], 64, range(4)) == [[0, 3], [1, 2]]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9))
@@ -133,7 +133,7 @@ def test_best_fit_takes_the_fullest_rows_when_there_is_a_choice(
         assert not sizes or found[0][0].piece == 0  # the oldest's turn
     else:
         order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-        fills = sorted((sum(sizes[i] for i in row) for row in best_fit(sizes, CONTEXT, order)), reverse=True)
+        fills = sorted((sum(sizes[i] for i in row) for row in best_fit_rows(sizes, CONTEXT, order)), reverse=True)
         assert [sum(part.positions for part in row) for row in found] == fills[:rows]
 
 

@@ -17,11 +17,11 @@ from tests.support.trainer.published import model_of, shape
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.plan_report import as_json, lines, remarks
 from trainer.contract.plan.run_plan import (
-    MACHINES,
+    GPUS,
     MFU,
     RECOMPUTED,
     Ask,
-    Machine,
+    Gpu,
     SizingError,
     batch_by_rule,
     effort_of,
@@ -32,11 +32,11 @@ from trainer.contract.plan.run_plan import (
 from trainer.contract.plan.sizing import GB, Layout, needed, shape_of
 from trainer.contract.recipe import BatchRecipe, ModelRecipe, Recipe, SmallerBatch
 
-EIGHT_BILLION = Ask(shape_of(8e9, 128_256, 4096), 300e9, 32, MACHINES["h100"])
+EIGHT_BILLION = Ask(shape_of(8e9, 128_256, 4096), 300e9, 32, GPUS["h100"])
 
 
-def gpu_hours(name: str, tokens: float, machine: str, mfu: float | None = None) -> float:
-    ask = Ask(model_of(name), tokens, 1024, MACHINES[machine], mfu=mfu)
+def gpu_hours(name: str, tokens: float, gpu: str, mfu: float | None = None) -> float:
+    ask = Ask(model_of(name), tokens, 1024, GPUS[gpu], mfu=mfu)
     return effort_of(ask, Layout(1024), 1024).gpu_hours
 
 
@@ -65,7 +65,7 @@ def test_flops_of_llama_3() -> None:
 
 def test_throughput_of_llama_3() -> None:
     """43 % on 8,192 H100 is 430 TFLOP/s each (arXiv 2407.21783 Table 4)."""
-    ask = Ask(model_of("Llama 3 405B"), 15.6e12, 8192, MACHINES["h100"], mfu=0.43)
+    ask = Ask(model_of("Llama 3 405B"), 15.6e12, 8192, GPUS["h100"], mfu=0.43)
     effort = effort_of(ask, Layout(8192, 8), 2048)
     assert effort.tokens_per_second * ask.model.flops_per_token() / 8192 == pytest.approx(430e12, rel=0.02)
 
@@ -73,7 +73,7 @@ def test_throughput_of_llama_3() -> None:
 def test_throughput_of_palm() -> None:
     """540B on 6,144 TPU v4 at 46.2 % (45.7 % without attention): 238.3 K tokens/s (arXiv 2204.02311 §4.1, appendix B)."""
     palm = model_of("PaLM 540B")
-    tpu = Machine(275e12, 32 * GB, "TPU v4")
+    tpu = Gpu(275e12, 32 * GB, "TPU v4")
     assert effort_of(Ask(palm, 780e9, 6144, tpu, mfu=0.462), Layout(6144), 2048).tokens_per_second == pytest.approx(
         238.3e3, rel=0.01
     )
@@ -99,7 +99,7 @@ def test_iteration_times_of_megatron(
         vocab_size=51200, d_model=hidden, layers=layers, heads=heads, kv_heads=heads, head_dim=hidden // heads,
         d_ff=round(8 / 3 * hidden), context=2048,
     )  # fmt: skip
-    ask = Ask(model, batch * 2048, gpus, MACHINES["a100"], mfu=mfu)
+    ask = Ask(model, batch * 2048, gpus, GPUS["a100"], mfu=mfu)
     effort = effort_of(ask, Layout(gpus, 8), batch)
     assert effort.steps == 1 and effort.days * 86400 == pytest.approx(seconds, rel=0.035)
 
@@ -129,7 +129,7 @@ def test_cost_of_deepseek_v3() -> None:
 
 def test_what_torchtitan_trained_fits() -> None:
     """Llama 3 70B with FSDP2 alone, whole blocks recomputed, 64 A100-80GB, 8192 tokens (docs/performance.md)."""
-    ask = Ask(model_of("Llama 3 70B"), 15e12, 64, MACHINES["a100"], logit_rows=None)
+    ask = Ask(model_of("Llama 3 70B"), 15e12, 64, GPUS["a100"], logit_rows=None)
     found = plan_run(ask)
     assert (found.layout.tensor, found.layout.recompute) == (1, "block")
 
@@ -144,7 +144,7 @@ def test_the_example() -> None:
 
 
 def test_blocks_are_recomputed_before_tensors_are_split() -> None:
-    smaller = replace(EIGHT_BILLION, machine=replace(MACHINES["h100"], memory=32 * GB))
+    smaller = replace(EIGHT_BILLION, gpu=replace(GPUS["h100"], memory=32 * GB))
     found = plan_run(smaller)
     assert (found.layout.tensor, found.layout.recompute) == (1, "block") and found.effort.mfu == MFU * RECOMPUTED
     long = replace(smaller, model=EIGHT_BILLION.model.model_copy(update={"context": 131_072}))
@@ -157,13 +157,13 @@ def test_many_gpus_split_rows_rather_than_outgrow_the_batch() -> None:
 
 
 def test_what_fits_nowhere_says_what_would() -> None:
-    ask = Ask(shape_of(70e9, 128_256, 4096), 1.4e12, 8, MACHINES["h100"])
+    ask = Ask(shape_of(70e9, 128_256, 4096), 1.4e12, 8, GPUS["h100"])
     with pytest.raises(SizingError, match=r"a GPU needs \d+\.\d GB of its 80 GB, most of it optimiser") as error:
         plan_run(ask)
     gpus = int(str(error.value).split("; ")[1].split()[0])
     assert plan_run(replace(ask, gpus=gpus))
     memory = float(str(error.value).split("GPUs of ")[1].split()[0])
-    assert plan_run(replace(ask, machine=replace(ask.machine, memory=memory * GB)))
+    assert plan_run(replace(ask, gpu=replace(ask.gpu, memory=memory * GB)))
 
 
 @given(
@@ -177,30 +177,30 @@ def test_what_fits_nowhere_says_what_would() -> None:
 def test_the_layout_is_the_first_that_fits(
     parameters: float, gpus: int, memory: float, context: int, rows: int | None
 ) -> None:
-    machine = replace(MACHINES["h100"], memory=memory * GB)
-    ask = Ask(shape_of(parameters, 32_000, context), 40 * parameters, gpus, machine, logit_rows=rows)
+    gpu = replace(GPUS["h100"], memory=memory * GB)
+    ask = Ask(shape_of(parameters, 32_000, context), 40 * parameters, gpus, gpu, logit_rows=rows)
     try:
         found = plan_run(ask)
     except SizingError:
         for tensor in (t for t in (1, 2, 4, 8) if gpus % t == 0 and ask.model.kv_heads % t == 0):
-            assert needed(memory_of(ask, Layout(gpus, tensor, 1, "block"))) > machine.memory
+            assert needed(memory_of(ask, Layout(gpus, tensor, 1, "block"))) > gpu.memory
         return
     layout = found.layout
-    assert layout.tensor * layout.data == gpus and needed(found.memory) <= machine.memory
+    assert layout.tensor * layout.data == gpus and needed(found.memory) <= gpu.memory
     assert found.sequences % (layout.data * layout.micro_sequences) == 0
     per_rank = max(1, round(batch_by_rule(ask.model, ask.tokens) / context / layout.data))
     if layout.micro_sequences < per_rank:
         larger = replace(layout, micro_sequences=layout.micro_sequences + 1)
-        assert needed(memory_of(ask, larger)) > machine.memory, "a larger micro-batch would fit"
+        assert needed(memory_of(ask, larger)) > gpu.memory, "a larger micro-batch would fit"
     if layout.recompute == "block":
-        assert needed(memory_of(ask, replace(layout, recompute="none", micro_sequences=1))) > machine.memory
+        assert needed(memory_of(ask, replace(layout, recompute="none", micro_sequences=1))) > gpu.memory
 
 
 @given(sequences=st.integers(1, 200), warm=st.integers(1, 200), gpus=st.integers(1, 64))
 @settings(deadline=None, max_examples=40)
 def test_a_recipes_batch_is_kept_and_divided(sequences: int, warm: int, gpus: int) -> None:
     batch = BatchRecipe(sequences=sequences, warmup=[SmallerBatch(until_step=5, sequences=warm)])
-    ask = Ask(shape_of(1e9, 128_256, 512), 2e10, gpus, MACHINES["h100"], batch=batch)
+    ask = Ask(shape_of(1e9, 128_256, 512), 2e10, gpus, GPUS["h100"], batch=batch)
     try:
         found = plan_run(ask)
     except RecipeError as error:
@@ -234,7 +234,7 @@ def test_chinchilla_is_remarked_on(tokens: float, word: str) -> None:
 
 def test_a_mixture_counts_what_is_active() -> None:
     """GLM-4.5-Air's shape: memory follows all 106 B, FLOPs and Chinchilla the 12 B that a token meets."""
-    ask = Ask(model_of("GLM-4.5-Air"), 1e12, 512, MACHINES["h100"])
+    ask = Ask(model_of("GLM-4.5-Air"), 1e12, 512, GPUS["h100"])
     found = plan_run(ask)
     weights = next(part.bytes for part in found.memory if part.name == "weights")
     assert weights == 4 * ask.model.parameters / 512
@@ -245,5 +245,5 @@ def test_a_mixture_counts_what_is_active() -> None:
 @pytest.mark.parametrize("name", ["demo", "tiny"])
 def test_our_recipes_can_be_planned(name: str) -> None:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml")
-    found = plan_run(Ask(recipe.model, 1e8, 1, MACHINES["rtx-4090"], batch=recipe.batch))
+    found = plan_run(Ask(recipe.model, 1e8, 1, GPUS["rtx-4090"], batch=recipe.batch))
     assert found.sequences == recipe.batch.sequences and found.effort.network == 0

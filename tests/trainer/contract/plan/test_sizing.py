@@ -18,7 +18,7 @@ from trainer.contract.errors import RecipeError
 from trainer.contract.plan.sizing import (
     GB,
     Layout,
-    Part,
+    MemoryPart,
     activation_part,
     kept_elements,
     memory_parts,
@@ -31,7 +31,7 @@ from trainer.model.transformer import Decoder
 GIB = 2**30
 
 
-def by_name(parts: list[Part]) -> dict[str, float]:
+def by_name(parts: list[MemoryPart]) -> dict[str, float]:
     return {part.name: part.bytes for part in parts}
 
 

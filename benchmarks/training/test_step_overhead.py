@@ -1,6 +1,6 @@
 """What metrics, monitor and detectors add to a step of the demo recipe: less than 1 %.
 
-``python -m pytest benchmarks/test_step_overhead.py -s``. Two views of the same steps, in one process: the time spent in
+``python -m pytest benchmarks/training/test_step_overhead.py -s``. Two views of the same steps, in one process: the time spent in
 those parts, clocked one by one within real steps, as a share of the step; and whole steps with and without them in turn,
 as a ratio of medians, whose own noise on a shared machine is often wider than what is looked for.
 """
@@ -19,7 +19,7 @@ import torch
 
 import trainer.run
 from agents.line_profiler.workload import make_run
-from benchmarks.best_here import demo_recipe, tuned_kernels
+from benchmarks.support.best_here import demo_recipe, tuned_kernels
 from kernels.contract.host_memory import keep_freed_memory
 from trainer.batch import Batch, prefetch
 from trainer.contract.recipe import Recipe
@@ -28,11 +28,10 @@ from trainer.monitor.stability import Detector, clip_and_skip
 from trainer.optim.optimizer import squares
 from trainer.run import Run
 
-ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
 AIM = 0.01
 PAIRS, WARM_UP, SPLITS = 32, 4, 12
-MONITOR = ("half", "begin", "measure", "layer_norms", "record")
+MONITOR = ("half", "before_update", "after_update", "record")
 
 
 class Clock:
@@ -54,18 +53,17 @@ class Clock:
 
 def full_step(run: Run, metrics: Lines, clock: Clock) -> Callable[[Batch], None]:
     """As ``segment.train`` does it."""
-    throughput = run.throughput
     write = clock.around("write", metrics.write)
-    observe = clock.around("detectors", run.detector.observe)
-    observe_rate = clock.around("detectors", throughput.observe)
+    after_step = [clock.around(hook.key, hook.after_step) for hook in run.hooks]
 
     def step(batch: Batch) -> None:
         start = time.perf_counter()
         record = run.train_step(batch.to(run.ranks.device))
         rate = len(batch.rows) * run.recipe.model.context / (time.perf_counter() - start)
-        write(record | {"tokens_per_s": rate, "time": time.time()})
-        observe(batch.step, record["loss"], record["grad_norm"], record["skipped"])
-        observe_rate(batch.step, rate)
+        record |= {"tokens_per_s": rate, "time": time.time()}
+        write(record)
+        for look in after_step:
+            look(record)
 
     return step
 

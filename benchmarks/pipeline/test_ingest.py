@@ -1,6 +1,6 @@
 """Ingest of real text beside the least that it could be: reading the shard's lines and tokenising them, in one process.
 
-``python -m pytest benchmarks/test_ingest.py -s``. The corpus is the standard library of this Python, as in the demo. Ingest also
+``python -m pytest benchmarks/pipeline/test_ingest.py -s``. The corpus is the standard library of this Python, as in the demo. Ingest also
 normalises, filters, looks for personal data, duplicates and contamination, splits off held-out documents and writes a
 ledger row for each document; its first shard also trains the tokenizer, so that it is the second that counts.
 """

@@ -1,6 +1,6 @@
 """What a checkpoint costs the demo recipe's training: the stall of one step, and of a run that saves every 50 steps.
 
-``python -m pytest benchmarks/test_checkpoint_stall.py -s``. A blocking save of the same tensors, fsync and all, beside
+``python -m pytest benchmarks/training/test_checkpoint_stall.py -s``. A blocking save of the same tensors, fsync and all, beside
 what the writer holds the step up for: handing the tensors over, and waiting before the update until they are copied.
 Then blocks of steps with and without a save, in turn, in one process: the copying, hashing and writing beside the steps
 takes cores and memory bandwidth from them, which the stall does not show.
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from agents.line_profiler.workload import make_run
-from benchmarks.best_here import demo_recipe, tuned_kernels
+from benchmarks.support.best_here import demo_recipe, tuned_kernels
 from kernels.contract.host_memory import keep_freed_memory
 from trainer.batch import prefetch
 from trainer.checkpoint_writer import Writer
@@ -23,7 +23,6 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.run import Run
 
-ROOT = Path(__file__).parents[1]
 LESS_STALL = 20
 AIM = 0.02
 EVERY = 50  # steps between saves

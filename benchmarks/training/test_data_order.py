@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from benchmarks.data_order import PLANNED, measure, shard_in
+from benchmarks.support.best_here import ROOT
+from benchmarks.training.data_order import PLANNED, measure, shard_in
 from trainer.contract.recipe import Recipe
 
-ROOT = Path(__file__).parents[1]
 ROUNDS = 15
 
 

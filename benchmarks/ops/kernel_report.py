@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.kernel_ratios import ROOT, Ratio, baseline_path, kernels, machine, measure, save_baseline
+from benchmarks.ops.kernel_ratios import ROOT, Ratio, baseline_path, kernels, machine, measure, save_baseline
 from kernels.contract.host_memory import keep_freed_memory
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
@@ -28,7 +28,7 @@ def one_round(only: Sequence[str] = ()) -> dict[str, Ratio]:
 
 def in_a_process(only: Sequence[str] = ()) -> dict[str, Ratio]:
     """A round in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.kernel_report", "--one-round", *only]
+    command = [sys.executable, "-m", "benchmarks.ops.kernel_report", "--one-round", *only]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return {key: Ratio(**value) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
 
@@ -60,7 +60,7 @@ def as_markdown(ratios: dict[str, Ratio], facts: dict[str, str], count: int) -> 
 
 
 def main(arguments: list[str] | None = None, results: Path = RESULTS) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.kernel_report", description=__doc__)
     parser.add_argument("--baseline", action="store_true", help="also write the baseline of this device class")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Liger-Kernel's functions against our oracle, in triton's interpreter: is the contender given the same task?
 
-``python -m pytest benchmarks/test_liger.py -s``. Skipped where Liger is not installed. The interpreter is chosen before triton is
+``python -m pytest benchmarks/ops/test_liger.py -s``. Skipped where Liger is not installed. The interpreter is chosen before triton is
 imported, so each check is a process of its own.
 """
 
@@ -9,20 +9,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks.liger import FUNCTIONS, installed
+from benchmarks.ops.liger import FUNCTIONS, installed
+from benchmarks.support.best_here import ROOT
 
-ROOT = Path(__file__).parents[1]
 CASES = ("small", "prime", "strided")
 SCRIPT = """
 import importlib, sys
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from benchmarks.liger import NAME, contest
+from benchmarks.ops.liger import NAME, contest
 from kernels.contract.oracle import judge
 plain = interpreter._implicit_cvt
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.best_here import PRECISION
-from benchmarks.kernel_ratios import (
+from benchmarks.ops.kernel_ratios import (
     DEVICE,
     PAIRS,
     SHAPES,
@@ -24,8 +23,9 @@ from benchmarks.kernel_ratios import (
     kernels,
     load_baseline,
 )
-from benchmarks.kernel_report import in_a_process
-from benchmarks.liger import NAME, contest, installed
+from benchmarks.ops.kernel_report import in_a_process
+from benchmarks.ops.liger import NAME, contest, installed
+from benchmarks.support.best_here import PRECISION
 from kernels.contract.bench import Setting, compare
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.op import Case

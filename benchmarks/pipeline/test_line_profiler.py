@@ -1,6 +1,6 @@
 """The line profiler on the shipped recipes: in bounded time, and its lines add up to the step.
 
-``python -m pytest benchmarks/test_line_profiler.py -s``. The sum of the lines against the step that nobody watched, and
+``python -m pytest benchmarks/pipeline/test_line_profiler.py -s``. The sum of the lines against the step that nobody watched, and
 their operations against torch.profiler's on the same batch, both in one process. What the stopwatch costs is measured on
 another run (``stopwatch.crossing``). Of the tiny recipe's step, 860 operations in 7 ms, it is as much as the step itself, and
 torch.profiler's own cost is large too: only the lines are held there.
@@ -18,8 +18,7 @@ import pytest
 
 from agents.line_profiler import Profile
 from agents.line_profiler.report.words import summary
-
-ROOT = Path(__file__).parents[1]
+from benchmarks.support.best_here import ROOT
 
 
 @pytest.mark.parametrize(("recipe", "most_seconds"), [("tiny", 60.0), ("demo", 60.0), ("llama-100m", 600.0)])

@@ -1,13 +1,11 @@
 """What the shipped kernels must gain on a CPU of two cores: the loss head at a vocabulary of 32k, and the whole step.
 
-``python -m pytest benchmarks/test_kernel_aims.py -s``. The choices are those of ``kernels.contract.tune`` on this machine.
+``python -m pytest benchmarks/ops/test_kernel_aims.py -s``. The choices are those of ``kernels.contract.tune`` on this machine.
 """
 
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +15,12 @@ import pytest
 import torch
 
 from agents.line_profiler.workload import make_run
-from benchmarks.best_here import DTYPE, PRECISION, demo_recipe, tuned_kernels
-from benchmarks.test_training_step import ROOT, resident
+from benchmarks.support.best_here import DTYPE, PRECISION, demo_recipe, tuned_kernels
+from benchmarks.support.memory import printed_by, resident, restart_peak
 from kernels.contract.bench import Setting, compare
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.op import Case, Shape
-from kernels.contract.precision import matrix_units
+from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS, load_choice
 from trainer.batch import prefetch
 from trainer.contract.plan.precision import DTYPES
@@ -37,7 +35,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the aims of C
 def test_the_loss_head_at_32k_is_faster_than_eager() -> None:
     keep_freed_memory()
     chosen = load_choice(tuned_kernels())[HEAD]
-    with matrix_units(DTYPE):
+    with bf16_matmul(DTYPE):
         found = compare(HEAD, chosen, setting=Setting(AT_32K, PRECISION, False), pairs=ROUNDS, warmup=1)
     print(f"\n{HEAD}: {chosen} {found.ratio:.2f} times eager at 32k ({found.ratio_low:.2f}–{found.ratio_high:.2f})")
     assert found.ratio >= 1.3
@@ -52,9 +50,8 @@ def test_the_loss_head_at_32k_takes_a_quarter_of_eagers_memory() -> None:
 
 def peak_memory(implementation: str) -> int:
     """Bytes of a forward and backward beyond its inputs, in a fresh process."""
-    script = f"from benchmarks.test_kernel_aims import print_peak; print_peak({implementation!r})"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(done.stdout.splitlines()[-1])
+    script = f"from benchmarks.ops.test_kernel_aims import print_peak; print_peak({implementation!r})"
+    return printed_by(script)
 
 
 def print_peak(implementation: str) -> None:
@@ -62,7 +59,7 @@ def print_peak(implementation: str) -> None:
     small, inputs = (OPS[HEAD].inputs(Case("", shape), dtype=DTYPE) for shape in (Shape(), AT_32K))
     torch.autograd.grad(function(*small)[0], small[:2])  # what is loaded and compiled once is not the op's
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    restart_peak()
     torch.autograd.grad(function(*inputs)[0], inputs[:2])
     print(resident("VmHWM") - before)
 
@@ -78,7 +75,7 @@ def test_the_whole_step_gains_by_the_choices(tmp_path: Path) -> None:
     steps = {name: step_of(path, tmp_path / name) for name, path in (("chosen", tuned_kernels()), ("plain", plain))}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(WARM_UP + ROUNDS):
-        for name, step in steps.items():  # in turn, so that what disturbs the machine disturbs both
+        for name, step in steps.items():  # alternating, so that what disturbs the machine disturbs both
             began = time.perf_counter()
             step()
             if turn >= WARM_UP:
@@ -95,7 +92,7 @@ def step_of(kernels: Path, folder: Path) -> Callable[[], Any]:
     batches = prefetch(run.order, 100)
 
     def step() -> None:
-        with matrix_units(DTYPES[recipe.precision]):
+        with bf16_matmul(DTYPES[recipe.precision]):
             run.train_step(next(batches))
 
     return step

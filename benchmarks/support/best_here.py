@@ -16,7 +16,7 @@ from kernels.contract.machine import fast_precision, here
 from trainer.contract.plan.precision import DTYPES, device_here, resolved
 from trainer.contract.recipe import Recipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CUDA = torch.cuda.is_available()
 PRECISION = fast_precision("cuda" if CUDA else "cpu")  # of what is timed alone
 DTYPE = DTYPES[PRECISION]

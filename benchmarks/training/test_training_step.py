@@ -1,6 +1,6 @@
 """The trainer's step beside that of ``transformers``: same architecture, batch, data, precision and optimiser, in turn.
 
-``python -m pytest benchmarks/test_training_step.py -s``. Prints tokens/s of both, the ratio, MFU against the measured
+``python -m pytest benchmarks/training/test_training_step.py -s``. Prints tokens/s of both, the ratio, MFU against the measured
 matmul rate, and the peak memory of each in a process of its own. Ours runs what ``kernels.contract.tune`` chooses
 here; all run in the precision that is fastest here. transformers gets the better of eager and compiled,
 the batches ready made, plain causal attention over whole rows (its fastest path), and no z-loss; ours reads its batches,
@@ -11,11 +11,7 @@ On an NVIDIA GPU the same file runs a model of the 1 B class, beside torch.compi
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,17 +23,17 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agents.line_profiler.workload import make_run
-from benchmarks.best_here import CUDA, PRECISION, demo_recipe, tuned_kernels
+from benchmarks.support.best_here import CUDA, PRECISION, ROOT, demo_recipe, tuned_kernels
+from benchmarks.support.memory import printed_by, resident, restart_peak
 from kernels.contract.host_memory import keep_freed_memory, release_freed_memory
 from kernels.contract.machine import here
-from kernels.contract.precision import matrix_units
+from kernels.contract.precision import bf16_matmul
 from trainer.batch import Batch, make_batch, prefetch
 from trainer.contract.checkpoint.export import hf_config
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.recipe import Recipe
 from trainer.monitor.metrics import matmul_rate
 
-ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "policies" / "kernels.yaml"
 ROUNDS = 9
 WARM_UP = 3
@@ -71,7 +67,7 @@ def ours(recipe: Recipe, folder: Path) -> Step:
     batches = prefetch(run.order, steps)
 
     def step() -> None:
-        with matrix_units(DTYPES[recipe.precision]):
+        with bf16_matmul(DTYPES[recipe.precision]):
             run.train_step(next(batches).to(run.ranks.device))
 
     for _ in range(
@@ -128,9 +124,8 @@ def rivals() -> list[str]:
 
 def peak_memory(name: str) -> int:
     """Bytes that building a step and running it takes at its peak beyond what was there before, in a fresh process."""
-    script = f"from benchmarks.test_training_step import print_peak_memory; print_peak_memory({name!r})"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(json.loads(done.stdout.splitlines()[-1]))
+    script = f"from benchmarks.training.test_training_step import print_peak_memory; print_peak_memory({name!r})"
+    return printed_by(script)
 
 
 def print_peak_memory(name: str) -> None:
@@ -146,17 +141,10 @@ def print_peak_memory(name: str) -> None:
             torch.cuda.reset_peak_memory_stats()
         else:  # what compiling took is left out: of both, as the trainer does after its first step
             release_freed_memory()
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            restart_peak()
         for _ in range(WARM_UP):
             step()
-        print(json.dumps(torch.cuda.max_memory_allocated() if CUDA else resident("VmHWM") - before))
-
-
-def resident(key: str) -> int:
-    """VmRSS or VmHWM (the peak) of this process, in bytes."""
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found.group(1)) * 1024
+        print(torch.cuda.max_memory_allocated() if CUDA else resident("VmHWM") - before)
 
 
 def test_training_step_beside_transformers(tmp_path: Path) -> None:
@@ -169,7 +157,7 @@ def test_training_step_beside_transformers(tmp_path: Path) -> None:
             step()
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(ROUNDS):
-        for name, step in steps.items():  # in turn, so that what disturbs the machine disturbs all
+        for name, step in steps.items():  # alternating, so that what disturbs the machine disturbs all
             start = time.perf_counter()
             step()
             seconds[name].append(time.perf_counter() - start)

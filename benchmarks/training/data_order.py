@@ -1,11 +1,11 @@
-"""``python -m benchmarks.data_order``: what the data order costs, at the demo's shape or a recipe's.
+"""``python -m benchmarks.training.data_order``: what the data order costs, at the demo's shape or a recipe's.
 
 Prints, for 10³ and for 10⁷ planned steps, each in a fresh process, how long it takes to open the data order, check that
 the plan feeds the steps and make the first batches, from the plan's beginning and as resumed just before its end; the
 process's memory; and the state's size. Then the time of one batch, which a thread makes while the step before it runs.
 
-    python -m benchmarks.data_order
-    python -m benchmarks.data_order --recipe policies/recipes/demo.yaml --json
+    python -m benchmarks.training.data_order
+    python -m benchmarks.training.data_order --recipe policies/recipes/demo.yaml --json
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, wri
 from trainer.contract.plan.feasible import refuse_impossible
 from trainer.contract.recipe import Recipe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PLANNED = (10**3, 10**7)
 BATCHES = 50
 # median positions of a document, spread of their logarithm, share of the tokens that carry loss
@@ -38,7 +38,7 @@ DOMAINS = {"code": (400, 1.0, 1.0), "docs": (150, 0.8, 1.0), "chat": (180, 0.4, 
 
 
 @dataclass(frozen=True)
-class Cost:
+class OrderCost:
     """Of one process that planned so many steps and began at one of them."""
 
     planned_steps: int
@@ -63,7 +63,7 @@ def shard_in(folder: Path, vocab_size: int, documents: int) -> TokenShard:
     return write_token_shard(folder, made, vocab_size=vocab_size, tokenizer_sha256="0" * 64)
 
 
-def measure(recipe: Recipe, shard: Path, planned: int, resumed: bool) -> Cost:
+def measure(recipe: Recipe, shard: Path, planned: int, resumed: bool) -> OrderCost:
     """In this process."""
     tokens = TokenShard(shard).manifest["tokens"]
     epochs = 8 * planned * recipe.tokens_per_step // tokens + 2  # enough for the steps, whatever the mixture
@@ -88,7 +88,7 @@ def measure(recipe: Recipe, shard: Path, planned: int, resumed: bool) -> Cost:
         start = time.perf_counter()
         make_batch(order)
         times.append(time.perf_counter() - start)
-    return Cost(
+    return OrderCost(
         planned_steps=planned,
         first_step=first,
         opened_s=opened - began,
@@ -105,21 +105,29 @@ def open_order(plan: DataPlan, recipe: Recipe, state: dict[str, object] | None) 
     )
 
 
-def costs(recipe: Path, shard: Path) -> list[Cost]:
+def costs(recipe: Path, shard: Path) -> list[OrderCost]:
     """Each in a fresh process."""
     found = []
     for planned in PLANNED:
         for resumed in (False, True):
-            command = [sys.executable, "-m", "benchmarks.data_order", "--recipe", str(recipe), "--shard", str(shard)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.training.data_order",
+                "--recipe",
+                str(recipe),
+                "--shard",
+                str(shard),
+            ]
             command += ["--planned", str(planned)] + ["--resumed"] * resumed
             done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-            found.append(Cost(**json.loads(done.stdout)))
+            found.append(OrderCost(**json.loads(done.stdout)))
     return found
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.data_order",
+        prog="python -m benchmarks.training.data_order",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

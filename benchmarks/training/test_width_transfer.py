@@ -1,6 +1,6 @@
 """Does the best rate of a narrow model serve a wide one? Loss by width and rate, with and without ``model.base_d_model``.
 
-``python -m pytest benchmarks/test_width_transfer.py -s``. Two widths of the real decoder under the real optimiser learn
+``python -m pytest benchmarks/training/test_width_transfer.py -s``. Two widths of the real decoder under the real optimiser learn
 a stream that they never see twice: a chain in which two tokens decide the next one's distribution. The narrow model is
 the base, so that it is the same with the dial and without. Asserted is that with the dial the wide model's best rate is
 within a factor of two of the narrow one's; what happens without it is printed.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.support.best_here import ROOT
 from kernels.contract.registry import bind
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Decoder
 from trainer.monitor.stability import clip_and_skip
 from trainer.optim.optimizer import Optimizer, squares
 
-ROOT = Path(__file__).parents[1]
 NARROW, WIDE = 64, 256
 STEPS, WARM_UP = 160, 16
 VOCABULARY, ROWS, CONTEXT = 128, 16, 32

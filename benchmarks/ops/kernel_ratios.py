@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.best_here import DTYPE, PRECISION
-from benchmarks.liger import contest, installed
+from benchmarks.ops.liger import contest, installed
+from benchmarks.support.best_here import DTYPE, PRECISION, ROOT
 from kernels.contract.bench import Setting, compare
 from kernels.contract.machine import here
 from kernels.contract.op import Shape
-from kernels.contract.precision import matrix_units
+from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS
 
-ROOT = Path(__file__).parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {"recipe": Shape(batch=8), "long": Shape(batch=2, context=1024)}
 PAIRS, MOST_PAIRS, SECONDS = 15, 101, 1.0  # at least, at most, and how long a measurement may take between them
@@ -65,7 +64,7 @@ def measure(name: str, implementation: str, shape: str) -> Ratio:
     setting, threads = Setting(SHAPES[shape], PRECISION, False), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with matrix_units(DTYPE):  # as the trainer does
+        with bf16_matmul(DTYPE):  # as the trainer does
             pilot = compare(contest(name), implementation, setting=setting, device=DEVICE, pairs=3, warmup=2)
             affordable = int(SECONDS / (pilot.seconds + pilot.against_seconds))
             pairs = max(PAIRS, min(MOST_PAIRS, affordable))
