@@ -20,7 +20,6 @@ from factory.evals.tasks import EvalItem
 
 REPLICATES = 10_000
 CLOZE = "cloze"
-Key = tuple[str, str]
 
 
 @dataclass(frozen=True)

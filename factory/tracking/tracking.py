@@ -134,19 +134,8 @@ class Tracking:
     def follow_segment(self, segment: SegmentRow, say: Callable[[str], None] = lambda _: None) -> MetricsFollower:
         """A follower of the segment's ``metrics.jsonl`` that also makes the run; whatever MLflow does, it never raises."""
         path = Path(segment.folder) / "metrics.jsonl"
-        return self._follow(path, lambda: self.segment_run(segment), say, lambda: self.finish_segment(segment.id))
-
-    def follow_metrics(self, path: Path, run: str, say: Callable[[str], None] = lambda _: None) -> MetricsFollower:
-        """A follower of any ``metrics.jsonl`` into a run that exists."""
-        return self._follow(path, lambda: run, say)
-
-    def _follow(
-        self,
-        path: Path,
-        run: Callable[[], str],
-        say: Callable[[str], None],
-        close: Callable[[], None] = lambda: None,
-    ) -> MetricsFollower:
+        run = lambda: self.segment_run(segment)
+        close = lambda: self.finish_segment(segment.id)
         return MetricsFollower(self.workspace, lambda: self.client, path, run, say, close)
 
     def finish_segment(self, segment_id: int) -> None:

@@ -78,14 +78,6 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(tensor)
 
-    def agree(self, value: int) -> int:
-        """The leader's value."""
-        if self.size == 1:
-            return value
-        held = torch.tensor(value, device=self.device)
-        dist.broadcast(held, 0)
-        return int(held)
-
     def wait(self) -> None:
         """Until every rank is here."""
         if self.size > 1:
