@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.newton_schulz import COEFFICIENTS, LEAST_NORM
 from kernels.newton_schulz import reference as orthogonalise
-from kernels.newton_schulz.iteration import COEFFICIENTS, LEAST_NORM
 from tests.support.trainer.models import iterated, make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.recipe import MuonRecipe
