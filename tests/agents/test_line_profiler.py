@@ -17,7 +17,7 @@ from agents.line_profiler.__main__ import write
 from agents.line_profiler.capture import Recorder
 from agents.line_profiler.report.page import html
 from agents.line_profiler.report.report import summary, table
-from agents.line_profiler.session import Session
+from agents.line_profiler.session import ProfileSession
 from agents.line_profiler.table import FORMAT
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
@@ -175,7 +175,7 @@ def test_query_and_key_are_stream_candidates(found: Profile) -> None:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Session:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> ProfileSession:
     """With kernels as tuning may choose them."""
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
     kernels = tmp_path_factory.mktemp("chosen") / "kernels.yaml"
@@ -183,7 +183,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return measure(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False)
 
 
-def test_page_and_trace_hold_the_profile(measured: Session, tmp_path: Path) -> None:
+def test_page_and_trace_hold_the_profile(measured: ProfileSession, tmp_path: Path) -> None:
     write(measured, tmp_path)
     assert json.loads((tmp_path / "profile.json").read_text())["format"] == FORMAT
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -203,7 +203,7 @@ def test_source_lines_are_escaped(found: Profile) -> None:
     assert "<script" not in page and "<img" not in page and "<b>" not in page and "<i>" not in page
 
 
-def test_a_backward_written_by_hand_belongs_to_its_op(measured: Session) -> None:
+def test_a_backward_written_by_hand_belongs_to_its_op(measured: ProfileSession) -> None:
     found = measured.profile
     assert found.kernels["attention"] == "recompute"
     backward = {op.op: op.backward_s for op in found.ops}

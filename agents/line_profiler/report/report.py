@@ -1,4 +1,4 @@
-"""A profile for people: the hottest lines and the kernel ops, as terminal tables."""
+"""A profile for people: the slowest lines and the kernel ops, as terminal tables."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["candidates", "show", "summary", "table", "tables"]
 
 
 def tables(profile: Profile, top: int = 20) -> RenderableType:
-    """The hottest ``top`` lines, the ops, and how far the table can be trusted."""
+    """The slowest ``top`` lines, the ops, and how well the table agrees with the clock."""
     lines = Table(
-        title=f"the training step, line by line (hottest {min(top, len(profile.lines))} of {len(profile.lines)})",
+        title=f"the training step, line by line (slowest {min(top, len(profile.lines))} of {len(profile.lines)})",
         title_justify="left",
     )
     lines.add_column("line", no_wrap=True, overflow="ellipsis", max_width=34)
