@@ -289,7 +289,7 @@ SAID["edits"] = [{"path": "kernels/x.py", "new_text": "x = 1\n"}]
             {"edits": [{"path": "factory/gates/release/judge.py", "find": "a", "replace": "b"}]},
             "not a file that agents may read",
         ),
-        ({"edits": [{"path": "kernels/x\n.py", "new_text": ""}]}, "not plain"),
+        ({"edits": [{"path": "kernels/x\n.py", "new_text": ""}]}, "not printable ASCII"),
         ({"edits": [{"path": "kernels/x.py", "new_text": "\ud800"}]}, "half a character"),
         ({"edits": [{"path": "kernels/x.py", "new_text": "", "find": "x"}]}, "either new_text"),
         ({"edits": [7]}, "not an object"),
