@@ -7,8 +7,3 @@ them by line; ``graph`` finds what could be fused or overlap; ``table`` is the p
 agents read); ``report`` prints it and writes ``profile.html``; ``trace`` writes ``trace.json``. Run as ``python -m agents.line_profiler --recipe R
 --kernels K --out DIR``.
 """
-
-from agents.line_profiler.session import ProfileSession, measure, profile
-from agents.line_profiler.table import Profile, ProfiledLine, ProfiledOp
-
-__all__ = ["Profile", "ProfiledLine", "ProfiledOp", "ProfileSession", "measure", "profile"]

@@ -65,9 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.json:
         print(session.profile.to_json())
     else:
-        from agents.line_profiler.report.report import show  # rich may be missing on a bare GPU image
+        from rich.console import Console  # it may be missing on a bare GPU image
 
-        show(session.profile, top=chosen.top)
+        from agents.line_profiler.report.report import table
+
+        Console().print(table(session.profile, chosen.top))
     return 0
 
 

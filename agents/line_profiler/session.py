@@ -47,11 +47,6 @@ class ProfileSession:
     events: tuple[Event, ...]
 
 
-def profile(recipe: Recipe, kernels: Path, **options: object) -> Profile:
-    """As ``measure``, the profile alone."""
-    return measure(recipe, kernels, **options).profile  # type: ignore[arg-type]
-
-
 def measure(
     recipe: Recipe,
     kernels: Path,
@@ -272,9 +267,9 @@ def _recipe_step(
     return min(times)
 
 
-def memory_rate(device: torch.device, size: int = COPY_BYTES) -> float:
+def memory_rate(device: torch.device) -> float:
     """Bytes read and written a second by a copy of 64 MiB: the best of five."""
-    source = torch.zeros(size // 4, device=device)
+    source = torch.zeros(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(6):
@@ -283,7 +278,7 @@ def memory_rate(device: torch.device, size: int = COPY_BYTES) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - began)
-    return 2 * size / best
+    return 2 * COPY_BYTES / best
 
 
 def device_name(device: torch.device) -> str:

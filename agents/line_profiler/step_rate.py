@@ -26,8 +26,8 @@ from trainer.contract.recipe import Recipe
 STEPS, SECONDS = 8, 6.0
 
 
-def rate(recipe: Recipe, kernels: Path, steps: int = STEPS, seconds: float = SECONDS) -> dict[str, float]:
-    """Seconds to the end of the first step, and of a later step: the median of ``steps``, or of as many as fit into ``seconds``.
+def rate(recipe: Recipe, kernels: Path, steps: int = STEPS) -> dict[str, float]:
+    """Seconds to the end of the first step, and of a later step: the median of ``steps``, or of as many as fit into ``SECONDS``.
 
     Raises: TrainerError, KernelError.
     """
@@ -38,7 +38,7 @@ def rate(recipe: Recipe, kernels: Path, steps: int = STEPS, seconds: float = SEC
         run.train_step(make_batch(run.order).to(run.ranks.device))
         started = time.perf_counter()
         times: list[float] = []
-        while len(times) < steps and (not times or time.perf_counter() - started < seconds):
+        while len(times) < steps and (not times or time.perf_counter() - started < SECONDS):
             before = time.perf_counter()
             run.train_step(make_batch(run.order).to(run.ranks.device))
             times.append(time.perf_counter() - before)

@@ -12,6 +12,7 @@ from agents.core.workbench import ReadError, Workbench
 from agents.core.yaml_edit import set_value
 
 Fusion = Mapping[str, Any]  # one of profile.json's ``fusion_candidates``
+NAMED = 3
 BLOCKS = "trainer/model/transformer.py"  # its lines outside of ops are compiled with their block
 
 
@@ -31,13 +32,13 @@ def _op(line: str) -> str:
     return line.partition("#")[2]
 
 
-def in_words(fusions: Sequence[Fusion], most: int = 3) -> str:
-    """The largest ``most`` by name, and how many more."""
+def in_words(fusions: Sequence[Fusion]) -> str:
+    """The largest by name, and how many more."""
     named = [
         f"{' → '.join(f['lines'])} ({f['bytes_saved'] / 1e6:,.0f} MB, {f['gain_s'] * 1e3:.1f} ms)"
-        for f in fusions[:most]
+        for f in fusions[:NAMED]
     ]
-    more = f"; and {len(fusions) - most} more" if len(fusions) > most else ""
+    more = f"; and {len(fusions) - NAMED} more" if len(fusions) > NAMED else ""
     return "; ".join(named) + more
 
 

@@ -166,7 +166,7 @@ def test_what_is_missing_is_named_a_line_each(tmp_path: Path, monkeypatch: pytes
         ("Requirement already satisfied: pip in ./.venv/lib/python3.11/site-packages (23.2.1)", ""),
         (
             "WARNING: Retrying (Retry(total=4, connect=None)) after connection broken by 'NewConnectionError(…)': /simple/a/",
-            "no answer from the package index: pip tries again",
+            "no answer from the package index; pip tries again",
         ),
     ],
 )
