@@ -35,7 +35,6 @@ from trainer.contract import stopping
 
 SAID = "profile: "  # how the profiler's lines of progress begin
 USERS = 2  # the profiler's exit code for what its user can mend
-FILES = ("profile.json", "profile.html", "trace.json")
 
 
 FORMAT = 3  # of agents.line_profiler.table, which only the profiler's own process imports

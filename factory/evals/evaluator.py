@@ -1,7 +1,7 @@
-"""Measures one candidate on the suite as it is now, and writes the evaluation down in one transaction.
+"""Measures one candidate on the suite as it is now, and records the evaluation in one transaction.
 
-Asked again for the same candidate and suite it returns what stands in the ledger. An export that cannot be loaded, or gives no finite
-loss, is a finding like any other: the evaluation is recorded with the failed check, and the gate reads it.
+For the same candidate and suite again it returns the recorded evaluation. An export that cannot be loaded, or has no finite loss, is a
+result like any other: the evaluation is recorded with the failed check, which the gate reads.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def evaluate(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: 
 def evaluate_on(
     workspace: Workspace, ledger: Ledger, candidate_id: int, suite: Suite, progress: Progress, *, released: bool = False
 ) -> int:
-    """``evaluate`` on a suite that the caller holds, so that two candidates surely get the same.
+    """``evaluate`` on a suite that the caller holds, so that two candidates are measured on the same one.
 
     ``released``: the parity checks are left out; they were passed when it was released, and its export still has that hash.
     """

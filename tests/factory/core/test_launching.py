@@ -136,7 +136,7 @@ def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Plant) ->
     """A GPU less than yesterday: the segment waits for a person."""
     workspace, ledger = plant
     number = plan_trunk(workspace, ledger, 6)
-    with pytest.raises(ConfigError, match="does not divide by the 3 ranks"):
+    with pytest.raises(ConfigError, match=r"is not a multiple of the number of ranks \(3\)"):
         run_segment(configured(workspace, "ranks: 3"), ledger, number, SILENT)
     row = SegmentRow.get(ledger, number)
     assert row.state == "planned" and row.attempts == 0
@@ -161,7 +161,7 @@ def test_a_change_of_the_code_is_certified_over_ranks(plant: Plant) -> None:
 def test_what_cannot_be_started_is_refused_when_planning(plant: Plant) -> None:
     workspace, ledger = plant
     cases = {
-        "ranks: 3": r"batch.sequences \(8\) does not divide by the 3 ranks; 3 ranks train \('ranks' in .*factory.yaml",
+        "ranks: 3": r"batch.sequences \(8\) is not a multiple of the number of ranks \(3\); 3 ranks train \('ranks' in .*factory.yaml",
         "ranks: -1": "ranks: expected a number of ranks, got -1",
         "ranks: yes": "ranks",
         "ranks: two": "expected int",
