@@ -34,7 +34,9 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.git.scope import AgentsPolicy
 from factory.ledger.engine import DRIVER
-from factory.ledger.ledger import Ledger, agent_runs, proposals, record, verdicts
+from factory.ledger.ledger import Ledger, agent_runs, record
+from factory.ledger.rows import ProposalRow, Subject
+from factory.ledger.writing import insert
 
 FILES = "files:"
 NONE = "none"  # an endpoint that says: no language model, whatever is configured
@@ -102,13 +104,9 @@ class Desk:
         """A new run."""
         values = {"agent": self.agent, "asked": asked, "base_commit": base, "profile": profile, "state": "running"}
         with self.ledger.begin() as tx:
-            made = tx.execute(agent_runs.insert().values(**values, created_at=time.time()))
-            assert made.inserted_primary_key is not None
-            number = made.inserted_primary_key[0]
-            record(tx, "agent_began", f"agent_run:{number}", {"agent": self.agent})
-        row = self.ledger.one(sa.select(agent_runs).where(agent_runs.c.id == number))
-        assert row is not None
-        return self._job(row)
+            number = insert(tx, agent_runs, **values, created_at=time.time())
+            record(tx, "agent_began", Subject("agent_run", number), {"agent": self.agent})
+        return self._job(self.ledger.read("SELECT * FROM agent_runs WHERE id = :id", id=number)[0])
 
     def _job(self, row: dict[str, Any]) -> Job:
         books = ExchangeBooks(self.workspace, self.ledger, self.policy, row["id"], self.progress.line)
@@ -185,12 +183,11 @@ def draft(
 
 def judged_already(ledger: Ledger, job: Job, drafted: Proposal) -> int | None:
     """The number under which this run's proposal was judged before a kill, if it was."""
-    rows = ledger.rows(
-        sa.select(proposals.c.number, verdicts.c.evidence)
-        .join(verdicts, verdicts.c.id == proposals.c.verdict)
-        .where(proposals.c.agent == job.agent, proposals.c.created_at >= job.began)
-    )
-    return next((row["number"] for row in rows if row["evidence"].get("patch_id") == drafted.patch_id), None)
+    which = "WHERE agent = :agent AND created_at >= :began AND verdict IS NOT NULL ORDER BY number"
+    for row in ProposalRow.select(ledger, which, agent=job.agent, began=job.began):
+        if row.evidence(ledger).get("patch_id") == drafted.patch_id:
+            return row.number
+    return None
 
 
 def finish(workspace: Workspace, ledger: Ledger, job: Job, number: int) -> None:
@@ -201,7 +198,7 @@ def finish(workspace: Workspace, ledger: Ledger, job: Job, number: int) -> None:
 def _end(workspace: Workspace, ledger: Ledger, agent: str, run: int, state: str, **values: Any) -> None:
     with ledger.begin() as tx:
         tx.execute(agent_runs.update().where(agent_runs.c.id == run).values(state=state, **values))
-        record(tx, f"agent_{state}", f"agent_run:{run}", values)
+        record(tx, f"agent_{state}", Subject("agent_run", run), values)
     # The checkpoints of a run that is over are but ballast.
     with contextlib.suppress(sqlite3.DatabaseError, CheckpointError):
         forget(saved_at(workspace), agent, run)

@@ -11,9 +11,7 @@ automatic`` in policies/gates/patch.yaml the verdict alone is enough.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import sqlalchemy as sa
 import yaml
 
 from agents.core.proposal import Edit, Proposal
@@ -27,10 +25,10 @@ from factory.gates.patch.policy import PatchPolicy
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.scope import Change
-from factory.ledger.ledger import Ledger, events, proposals, record, verdicts
+from factory.ledger.ledger import Ledger, proposals, record
+from factory.ledger.rows import ProposalRow, Subject
 from kernels.contract.choice import section_of
 
-Row = dict[str, Any]
 _told: set[str] = set()
 WORDS = ("approved", "rejected")
 
@@ -42,27 +40,25 @@ def approve(workspace: Workspace, ledger: Ledger, number: int, by: str, progress
     does not hold what was judged; RepositoryError when the checkout is in the way; either way nothing has moved.
     """
     row = _judged(ledger, number)
-    if row["outcome"] != "promote" or not row["commit"]:
-        raise InputError(
-            f"the gate says {row['outcome'].upper()} of proposal {number}: {'; '.join(row['reasons'])[:500]}"
-        )
+    if row.outcome != "promote" or not row.commit:
+        why = "; ".join(row.reasons or [])[:500]
+        raise InputError(f"the gate says {(row.outcome or '').upper()} of proposal {number}: {why}")
     code = workspace.repository
     live = repository.live_commit(code)
-    if not repository.contains(code, live, row["commit"]):
+    if not repository.contains(code, live, row.patch_commit):
         _check_patch(workspace, row)
-        if live != row["base_commit"]:
+        if live != row.base_commit:
             again = _judge_again(workspace, ledger, row, live, progress)
-            return (
-                approve(workspace, ledger, again, by, progress) if _row(ledger, again)["outcome"] == "promote" else None
-            )
+            promoted = ProposalRow.get(ledger, again).outcome == "promote"
+            return approve(workspace, ledger, again, by, progress) if promoted else None
         _say(ledger, "proposal_approved", row, by)
-        repository.advance(code, live, row["commit"])
+        repository.advance(code, live, row.patch_commit)
     _become(ledger, row, "approved")
     _settle_what_it_is_about(ledger, row)
     progress.line(
-        f"  proposal {number} is live: {row['commit'][:12]}; the next segment trains with it, once it is certified"
+        f"  proposal {number} is live: {row.patch_commit[:12]}; the next segment trains with it, once it is certified"
     )
-    return str(row["commit"])
+    return row.patch_commit
 
 
 def reject(ledger: Ledger, number: int, by: str, why: str = "") -> None:
@@ -77,14 +73,14 @@ def revert(workspace: Workspace, ledger: Ledger, number: int, by: str, why: str 
 
     Raises: InputError when it is not live; RepositoryError when the same files changed since, or the checkout is in the way.
     """
-    row = _row(ledger, number)
-    if row["state"] != "approved":
+    row = ProposalRow.get(ledger, number)
+    if row.state != "approved":
         raise InputError(f"proposal {number} is {_state(row)}, not approved: there is nothing to take back")
     code = workspace.repository
     live = repository.live_commit(code)
     reason = f"\n\n{why.strip()[:2000]}" if why.strip() else ""
-    message = f"Revert proposal {number}: {row['title'][:80]}{reason}\n\nThis takes back {row['commit']}.\n"
-    undone = repository.undoing(code, live, row["base_commit"], row["commit"], message)
+    message = f"Revert proposal {number}: {row.title[:80]}{reason}\n\nThis takes back {row.patch_commit}.\n"
+    undone = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
     _say(ledger, "proposal_reverted", row, by, why)
     repository.advance(code, live, undone)
     _become(ledger, row, "reverted")
@@ -128,80 +124,65 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
 
 def _waiting(ledger: Ledger) -> list[int]:
     """Promoted proposals that nobody has settled."""
-    joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
-    wanted = (proposals.c.state == "judged") & (verdicts.c.outcome == "promote")
-    found = ledger.rows(sa.select(proposals.c.number).select_from(joined).where(wanted).order_by(proposals.c.number))
-    return [row["number"] for row in found]
+    which = "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"
+    return [row.number for row in ProposalRow.select(ledger, which)]
 
 
-def _row(ledger: Ledger, number: int) -> Row:
-    joined = proposals.outerjoin(verdicts, verdicts.c.id == proposals.c.verdict)
-    columns = (proposals, verdicts.c.outcome, verdicts.c.reasons, verdicts.c.subject_sha256)
-    row = ledger.one(sa.select(*columns).select_from(joined).where(proposals.c.number == number))
-    if row is None:
-        known = [str(r["number"]) for r in ledger.rows(sa.select(proposals.c.number).order_by(proposals.c.number))]
-        there = f"there are: {', '.join(known)}" if known else "there is none yet: run 'factory propose'"
-        raise InputError(f"no proposal {number}; {there}")
-    return row
-
-
-def _judged(ledger: Ledger, number: int) -> Row:
-    row = _row(ledger, number)
-    if row["state"] != "judged":
+def _judged(ledger: Ledger, number: int) -> ProposalRow:
+    row = ProposalRow.get(ledger, number)
+    if row.state != "judged":
         raise InputError(f"proposal {number} is {_state(row)}: there is nothing to decide about it")
     return row
 
 
-def _state(row: Row) -> str:
-    return {"failed": "failed (it was never judged)", "drafted": "being judged"}.get(row["state"]) or str(row["state"])
+def _state(row: ProposalRow) -> str:
+    return {"failed": "failed (it was never judged)", "drafted": "being judged"}.get(row.state) or str(row.state)
 
 
-def _check_patch(workspace: Workspace, row: Row) -> None:
+def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
     """Raises: InputError when the branch does not hold the patch that the verdict is about."""
     code = workspace.repository
-    commit = repository.branch_commit(code, row["branch"])
+    commit = repository.branch_commit(code, row.branch)
     if commit is None:
-        raise InputError(f"the branch {row['branch']} is gone: there is nothing to merge")
-    judged = (row["commit"], row["subject_sha256"])
-    if (commit, repository.patch_sha256(code, row["base_commit"], commit)) != judged or row["patch_sha256"] != judged[
-        1
-    ]:
+        raise InputError(f"the branch {row.branch} is gone: there is nothing to merge")
+    judged = (row.patch_commit, row.judged_sha256)
+    if (commit, repository.patch_sha256(code, row.base_commit, commit)) != judged or row.patch_sha256 != judged[1]:
         raise InputError(
-            f"the branch {row['branch']} does not hold the patch that was judged (it was {row['commit'][:12]}, it is "
+            f"the branch {row.branch} does not hold the patch that was judged (it was {row.patch_commit[:12]}, it is "
             f"{commit[:12]}): an approval is of what was judged"
         )
 
 
-def _settle_what_it_is_about(ledger: Ledger, row: Row) -> None:
+def _settle_what_it_is_about(ledger: Ledger, row: ProposalRow) -> None:
     """A merged patch was judged in the surroundings of now; one that takes another back has done so."""
-    kind, _, number = row["target"].partition(":")
-    undone = ledger.one(sa.select(proposals).where(proposals.c.number == int(number))) if kind == UNDO else None
-    if undone is not None and undone["state"] == "approved":
+    kind, _, number = row.target.partition(":")
+    undone = ProposalRow.get(ledger, int(number)) if kind == UNDO else None
+    if undone is not None and undone.state == "approved":
         _become(ledger, undone, "reverted")
     elif start := find_start(ledger):
-        note_validated(ledger, row["number"], start)
+        note_validated(ledger, row.number, start)
 
 
-def _judge_again(workspace: Workspace, ledger: Ledger, row: Row, live: str, progress: Progress) -> int:
+def _judge_again(workspace: Workspace, ledger: Ledger, row: ProposalRow, live: str, progress: Progress) -> int:
     """The same patch on top of newer code, as a proposal of its own; returns its number. Raises: InputError."""
     from factory.code_loop.submitting import submit
 
     code = workspace.repository
-    changes = repository.changes(code, row["base_commit"], row["commit"])
-    moved = {change.path for change in repository.changes(code, row["base_commit"], live)}
+    changes = repository.changes(code, row.base_commit, row.patch_commit)
+    moved = {change.path for change in repository.changes(code, row.base_commit, live)}
     if both := sorted(moved & {change.path for change in changes} - {KERNELS}):
         raise InputError(
-            f"{', '.join(both)} changed since proposal {row['number']} was judged: it has to be proposed anew"
+            f"{', '.join(both)} changed since proposal {row.number} was judged: it has to be proposed anew"
         )
-    progress.line(f"  the code moved on to {live[:12]} since proposal {row['number']} was judged: the gate runs again")
+    progress.line(f"  the code moved on to {live[:12]} since proposal {row.number} was judged: the gate runs again")
     edits = tuple(Edit(change.path, _moved_on(code, row, change, live)) for change in changes)
-    same = {key: row[key] for key in ("agent", "target", "title", "hypothesis", "predicted_gain")}
+    same = row.only("agent target title hypothesis predicted_gain")
     number = submit(workspace, ledger, progress, Proposal(**same, edits=edits), live)
     _become(ledger, row, "superseded")
     return number
 
 
-def _moved_on(code: Path, row: Row, change: Change, live: str) -> str:
+def _moved_on(code: Path, row: ProposalRow, change: Change, live: str) -> str:
     """A file as the patch makes it of the live one. In kernels.yaml, a line an op, what other patches chose meanwhile stays.
 
     Raises: InputError where both chose for the same op, or the patch changed more there than choices.
@@ -209,8 +190,8 @@ def _moved_on(code: Path, row: Row, change: Change, live: str) -> str:
     text = (change.content or b"").decode()
     if change.path != KERNELS:
         return text
-    base, now = (repository.file_text(code, commit, KERNELS) for commit in (row["base_commit"], live))
-    anew = f"{KERNELS} changed since proposal {row['number']} was judged"
+    base, now = (repository.file_text(code, commit, KERNELS) for commit in (row.base_commit, live))
+    anew = f"{KERNELS} changed since proposal {row.number} was judged"
     replayed = base
     for device in yaml.safe_load(text):
         old, new, held = (section_of(version, device) for version in (base, text, now))
@@ -223,18 +204,16 @@ def _moved_on(code: Path, row: Row, change: Change, live: str) -> str:
     return now
 
 
-def _say(ledger: Ledger, kind: str, row: Row, by: str, why: str = "") -> None:
+def _say(ledger: Ledger, kind: str, row: ProposalRow, by: str, why: str = "") -> None:
     """Record a person's word, once, with the hash of what it is about."""
-    detail = {"sha256": row["patch_sha256"], "base": row["base_commit"], "by": by} | (
-        {"why": why[:2000]} if why else {}
-    )
-    subject = f"proposal:{row['number']}"
-    same = (events.c.kind == kind) & (events.c.subject == subject)
-    if all(event["detail"] != detail for event in ledger.rows(sa.select(events.c.detail).where(same))):
+    detail = {"sha256": row.patch_sha256, "base": row.base_commit, "by": by} | ({"why": why[:2000]} if why else {})
+    subject = Subject("proposal", row.number)
+    sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject"
+    if all(event["detail"] != detail for event in ledger.read(sql, kind=kind, subject=str(subject))):
         with ledger.begin() as tx:
             record(tx, kind, subject, detail)
 
 
-def _become(ledger: Ledger, row: Row, state: str) -> None:
+def _become(ledger: Ledger, row: ProposalRow, state: str) -> None:
     with ledger.begin() as tx:
-        tx.execute(proposals.update().where(proposals.c.number == row["number"]).values(state=state))
+        tx.execute(proposals.update().where(proposals.c.number == row.number).values(state=state))

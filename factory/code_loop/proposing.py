@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import sqlalchemy as sa
-
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.loop.role import Role
 from agents.recipe_scout import scout
@@ -31,7 +29,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.gates.training_start import find_start
 from factory.git import repository
-from factory.ledger.ledger import Ledger, profiles
+from factory.ledger.ledger import Ledger
 
 
 def propose(
@@ -70,9 +68,9 @@ def _search(
 ) -> list[int]:
     if replace(hire, endpoint="") != NOBODY or hire.endpoint not in ("", agent_runs.NONE):
         raise InputError("an endpoint, a model, a target and a person are for a language model, not for 'search'")
-    found = ledger.one(sa.select(profiles).where(profiles.c.id == profile(workspace, ledger, progress, QUICK)))
-    assert found is not None
-    drafts = search_proposer.propose(read_profile(Path(found["path"])), replace(bench, count=count), count)
+    number = profile(workspace, ledger, progress, QUICK)
+    profiled = Path(ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
+    drafts = search_proposer.propose(read_profile(profiled), replace(bench, count=count), count)
     if not drafts:
         progress.line("  nothing proposed: no change was found that measures faster than what runs now")
     return side_by_side([partial(submit, workspace, ledger, progress, drafted, bench.base) for drafted in drafts])

@@ -24,7 +24,9 @@ from factory.gates.release.judge import Verdict
 from factory.git import repository
 from factory.git.repository import ScopeError
 from factory.git.scope import AgentsPolicy
-from factory.ledger.ledger import Ledger, proposals, record, verdicts
+from factory.ledger.ledger import Ledger, proposals, record
+from factory.ledger.rows import ProposalRow, Subject
+from factory.ledger.writing import insert, record_verdict
 from factory.reports import proposal_report
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
@@ -47,7 +49,7 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
         gate = recipe_gate.decide if recipe_gate.concerns(workspace, applied) else decide
         with devices.one():
             same = (drafted.target, drafted.patch_id)  # the same edits, under another target, are another try as well
-            tries = 1 + sum(row["target"] == same[0] or row["patch_id"] == same[1] for row in history(ledger))
+            tries = 1 + sum(row.target == same[0] or patch_id == same[1] for row, patch_id in history(ledger))
             verdict_id, verdict, evidence = gate(
                 workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id
             )
@@ -84,13 +86,13 @@ def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> Non
     """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
     for leftover in (workspace.root / "cache").glob("check-*"):  # a quick check that was killed
         shutil.rmtree(leftover, ignore_errors=True)
-    for row in ledger.rows(sa.select(proposals).where(proposals.c.state == "drafted")):
-        worktree = workspace.worktrees / f"proposal-{row['number']}"
+    for row in ProposalRow.select(ledger, "WHERE state = 'drafted' ORDER BY number"):
+        worktree = workspace.worktrees / f"proposal-{row.number}"
         repository.remove_worktree(workspace.repository, worktree)
         shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
-        repository.remove_branch(workspace.repository, row["branch"])
-        _failed(ledger, row["number"], "the factory was killed while it was judged")
-        progress.line(f"  proposal {row['number']} was left unjudged by a killed process: cleared away")
+        repository.remove_branch(workspace.repository, row.branch)
+        _failed(ledger, row.number, "the factory was killed while it was judged")
+        progress.line(f"  proposal {row.number} was left unjudged by a killed process: cleared away")
 
 
 def refuse_without_isolation(workspace: Workspace) -> None:
@@ -107,21 +109,21 @@ def _draft(workspace: Workspace, ledger: Ledger, drafted: Proposal, base: str) -
         )
         number = max(taken, default=0) + 1
         branch = repository.branch_name(drafted.agent, number, drafted.title)
-        tx.execute(
-            proposals.insert().values(
-                number=number,
-                agent=drafted.agent,
-                target=drafted.target,
-                title=drafted.title,
-                hypothesis=drafted.hypothesis,
-                predicted_gain=drafted.predicted_gain,
-                base_commit=base,
-                branch=branch,
-                state="drafted",
-                created_at=time.time(),
-            )
+        insert(
+            tx,
+            proposals,
+            number=number,
+            agent=drafted.agent,
+            target=drafted.target,
+            title=drafted.title,
+            hypothesis=drafted.hypothesis,
+            predicted_gain=drafted.predicted_gain,
+            base_commit=base,
+            branch=branch,
+            state="drafted",
+            created_at=time.time(),
         )
-        record(tx, "drafted", f"proposal:{number}", {"branch": branch})
+        record(tx, "drafted", Subject("proposal", number), {"branch": branch})
     return number, branch
 
 
@@ -140,7 +142,7 @@ def _judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, 
 def _failed(ledger: Ledger, number: int, why: str) -> None:
     with ledger.begin() as tx:
         tx.execute(proposals.update().where(proposals.c.number == number).values(state="failed"))
-        record(tx, "proposal_failed", f"proposal:{number}", {"why": why[:2000]})
+        record(tx, "proposal_failed", Subject("proposal", number), {"why": why[:2000]})
 
 
 def _out_of_scope(
@@ -163,21 +165,17 @@ def _out_of_scope(
     verdict = Verdict("reject", tuple(reasons))
     sha256 = drafted.patch_id
     with ledger.begin() as tx:
-        row = tx.execute(
-            verdicts.insert().values(
-                gate="patch",
-                subject=f"proposal:{number}",
-                against=base,
-                policy_sha256="",
-                subject_sha256=sha256,
-                outcome=verdict.outcome,
-                reasons=reasons,
-                evidence=evidence,
-                created_at=time.time(),
-            )  # fmt: skip
+        verdict_id = record_verdict(
+            tx,
+            "patch",
+            Subject("proposal", number),
+            against=base,
+            policy_sha256="",
+            subject_sha256=sha256,
+            outcome=verdict.outcome,
+            reasons=reasons,
+            evidence=evidence,
         )
-        assert row.inserted_primary_key is not None
-        verdict_id = int(row.inserted_primary_key[0])
     report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, "")
     _judged(ledger, number, None, sha256, verdict_id, report)
     progress.line(f"  REJECT: {reasons[0]}")

@@ -19,7 +19,6 @@ VERSION = 1
 FOLDERS = (
     "inbox",
     "shards",
-    "checkpoints",
     "exports",
     "segments",
     "worktrees",
@@ -57,51 +56,30 @@ def code_root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
+class Folder:
+    """A folder of a workspace, of the attribute's name."""
+
+    def __set_name__(self, owner: type[Workspace], name: str) -> None:
+        self.name = name
+
+    def __get__(self, workspace: Workspace, owner: type[Workspace]) -> Path:
+        return workspace.root / self.name
+
+
 @dataclass(frozen=True)
 class Workspace:
     root: Path
     config: Config
 
-    # -- where things lie -------------------------------------------------------------------------------------------
-    @property
-    def inbox(self) -> Path:
-        return self.root / "inbox"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.root / "quarantine"
-
-    @property
-    def shards(self) -> Path:
-        return self.root / "shards"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.root / "tokenizer"
-
-    @property
-    def segments(self) -> Path:
-        return self.root / "segments"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def exports(self) -> Path:
-        return self.root / "exports"
-
-    @property
-    def worktrees(self) -> Path:
-        return self.root / "worktrees"
-
-    @property
-    def reports(self) -> Path:
-        return self.root / "reports"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
+    inbox = Folder()
+    quarantine = Folder()
+    shards = Folder()
+    tokenizer = Folder()
+    segments = Folder()
+    exports = Folder()
+    worktrees = Folder()
+    reports = Folder()
+    logs = Folder()
 
     @property
     def repository(self) -> Path:
@@ -183,8 +161,8 @@ class Workspace:
         config = _read_config(path)
         if config.version != VERSION:
             raise WorkspaceError(
-                f"{root} is a workspace of version {config.version}, this factory speaks version {VERSION}: "
-                "use the factory that made it, or start a new workspace and ingest the same shards"
+                f"{root} is a workspace of version {config.version}; this factory reads version {VERSION}: "
+                f"use the {'newer ' if config.version > VERSION else ''}factory that made it"
             )
         made = root / "root"
         if made.exists() and (old := made.read_text().strip()) != str(root):

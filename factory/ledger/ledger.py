@@ -17,10 +17,9 @@ import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
 from factory.ledger.engine import SERIAL, PlainText, engine
+from factory.ledger.rows import Subject, decoded
+from factory.ledger.version import SCHEMA, refuse_other_version
 
-SCHEMA_VERSION = "2"
-# What an older ledger lacks: version → the next one's columns, which may be empty. They are added when it is opened.
-ADDED = {"1": (("segments", "computing", "JSON"),)}
 metadata = sa.MetaData()
 T, N, F, J, C = PlainText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
 
@@ -32,7 +31,7 @@ events = sa.Table(
     C("id", SERIAL, primary_key=True),
     C("at", F, nullable=False),  # seconds since 1970
     C("kind", T, nullable=False),  # 'ingested', 'segment_done', 'promoted', …
-    C("subject", T, nullable=False),  # what it happened to: 'shard:ab12…', 'segment:3', 'release:1'
+    C("subject", T, nullable=False),  # what it happened to: a Subject ('segment:3'), 'shard:ab12…', 'daemon'
     C("detail", J),
 )
 
@@ -150,15 +149,13 @@ segments = sa.Table(
     C("code_commit", T, nullable=False),
     C("first_step", N, nullable=False),
     C("last_step", N, nullable=False),  # the step after which it ends
-    C(
-        "state", T, nullable=False
-    ),  # 'planned' | 'done' | 'failed' | 'uncertified' (its code may not go on; not started)
+    # 'planned' | 'done' | 'failed' | 'uncertified' (not started: its code has no certificate)
+    C("state", T, nullable=False),
     C("attempts", N, nullable=False, default=0),  # tries that failed; being stopped or killed is no failure
     C("folder", T, nullable=False),
-    C(
-        "computing", J(none_as_null=True)
-    ),  # precision, kernels and machine (factory.computing.computing); null: an older factory's
-    C("result", J),  # what result.json said, once done
+    # precision, kernels and machine (factory.computing.computing); null: an older factory's
+    C("computing", J(none_as_null=True)),
+    C("result", J),  # the content of result.json, once done
     C("created_at", F, nullable=False),
     C("finished_at", F),
 )
@@ -190,9 +187,8 @@ evaluations = sa.Table(
     C("id", SERIAL, primary_key=True),
     C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False),
     C("suite_sha256", T, nullable=False),  # identity of the held-out items and task versions
-    C(
-        "summary", J, nullable=False
-    ),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
+    # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
+    C("summary", J, nullable=False),
     C("created_at", F, nullable=False),
     sa.UniqueConstraint("candidate", "suite_sha256"),
 )
@@ -271,9 +267,8 @@ proposals = sa.Table(
     C("branch", T, nullable=False),
     C("commit", T),
     C("patch_sha256", T),
-    C(
-        "state", T, nullable=False
-    ),  # 'drafted' → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
+    # 'drafted' → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
+    C("state", T, nullable=False),
     C("verdict", N, sa.ForeignKey("verdicts.id")),
     C("report", T),
     C("created_at", F, nullable=False),
@@ -304,10 +299,10 @@ exchanges = sa.Table(  # every request to a language model, from before it was s
     C("tokens", N, nullable=False),  # the most that it can be; once settled, what it was
     C("usd", F, nullable=False),
     C("file", T),  # the whole exchange as JSON
-    C("trace", T),  # MLflow's, once it was told
+    C("trace", T),  # MLflow's, once MLflow has it
 )
 
-# What MLflow was told already: a run per segment / candidate / proposal.
+# The runs that MLflow has: one per segment, candidate, proposal, profile.
 tracked_runs = sa.Table("tracked_runs", metadata, C("subject", T, primary_key=True), C("run_id", T, nullable=False))
 
 
@@ -325,38 +320,25 @@ class Ledger:
         with ledger.begin() as tx:
             metadata.create_all(tx)
             if tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar() is None:
-                tx.execute(meta.insert().values(key="schema", value=SCHEMA_VERSION))
+                tx.execute(meta.insert().values(key="schema", value=SCHEMA))
         return ledger
 
     @classmethod
     def open(cls, url: str) -> Ledger:
         """Raises: WorkspaceError when there is no ledger at the address, or one of another version."""
         ledger = cls(url)
-        try:
-            found = ledger.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
-        except sa.exc.DBAPIError as error:
-            raise WorkspaceError(
-                f"the ledger at {ledger.engine.url!r} cannot be read: {error.orig}; run 'factory init'"
-            ) from error
-        version = found and found["value"]
-        if version in ADDED:
-            ledger._add_columns(version)
-            version = SCHEMA_VERSION
-        if version != SCHEMA_VERSION:
-            raise WorkspaceError(
-                f"the ledger at {ledger.engine.url!r} is of version {version}, this factory speaks {SCHEMA_VERSION}"
-            )
+        refuse_other_version(ledger.version(), f"the ledger at {ledger.engine.url!r}")
         return ledger
 
-    def _add_columns(self, version: str) -> None:
-        """Bring an older ledger up to date; in one transaction, and by one process where several open it at once."""
-        with self.begin() as tx:
-            found = tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar()
-            if found != version:
-                return  # another process did
-            for table, column, kind in ADDED[version]:
-                tx.execute(sa.text(f"ALTER TABLE {table} ADD COLUMN {column} {kind}"))
-            tx.execute(meta.update().where(meta.c.key == "schema").values(value=SCHEMA_VERSION))
+    def version(self) -> str | None:
+        """Of its tables. Raises: WorkspaceError when there is no ledger at the address."""
+        try:
+            found = self.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
+        except sa.exc.DBAPIError as error:
+            raise WorkspaceError(
+                f"the ledger at {self.engine.url!r} cannot be read: {error.orig}; run 'factory init'"
+            ) from error
+        return found["value"] if found else None
 
     @contextmanager
     def begin(self) -> Iterator[sa.Connection]:
@@ -374,7 +356,11 @@ class Ledger:
         rows = self.rows(statement)
         return rows[0] if rows else None
 
+    def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
+        """As ``factory.ledger.rows`` reads: plain SQL, the same on either database."""
+        return [decoded(row) for row in self.rows(sa.text(sql), parameters)]
 
-def record(tx: sa.Connection, kind: str, subject: str, detail: dict[str, Any] | None = None) -> None:
+
+def record(tx: sa.Connection, kind: str, subject: Subject | str, detail: dict[str, Any] | None = None) -> None:
     """Append an event in the caller's transaction."""
     tx.execute(events.insert().values(at=time.time(), kind=kind, subject=subject, detail=detail))

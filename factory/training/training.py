@@ -1,7 +1,7 @@
 """Runs the trainer: once a segment, from the worktree of the live code (DESIGN §2, §5).
 
-The ledger row of a segment is written before its folder, and says all that the folder needs; a killed factory runs the same segment
-again and the trainer resumes from its newest good checkpoint. What the trainer says is read from files; its exit ends the segment.
+The ledger row of a segment is written before its folder, and holds all that the folder needs; a killed factory runs the same segment
+again and the trainer resumes from its newest good checkpoint. Results are read from files that the trainer leaves; its exit ends the segment.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import json
 import os
 from pathlib import Path
 from typing import Any, Protocol
-
-import sqlalchemy as sa
 
 from factory.computing.computing import write_kernels
 from factory.core.launching import (
@@ -23,7 +21,8 @@ from factory.core.launching import (
 )
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, segments
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
 from factory.training.planning import check_ranks
 from factory.training.segment_folder import failed, folder_lock, record_done, spec_of, write_spec
 
@@ -31,38 +30,36 @@ POLL_SECONDS = 1.0
 
 
 class Follower(Protocol):
-    """Somebody who wants to see metrics while they are written (MLflow)."""
+    """Reads metrics while they are written (MLflow)."""
 
     def poll(self) -> object: ...
 
 
-# -- running -----------------------------------------------------------------------------------------------------------
 def run_segment(
     workspace: Workspace, ledger: Ledger, number: int, progress: Progress, follower: Follower | None = None
 ) -> dict[str, Any]:
-    """Run, or resume, a planned segment to its end; returns what result.json says.
+    """Run, or resume, a planned segment to its end; returns the content of result.json.
 
     An average (``factory.training.averaging``) is made, not trained.
 
     Raises: NotCertified when the code changed and may not go on (nothing was started); SegmentError when the trainer fails
     (its log is named). A segment that fails ``MAX_ATTEMPTS`` times is marked 'failed'.
     """
-    row = ledger.one(sa.select(segments).where(segments.c.id == number))
-    assert row is not None, number
-    if row["state"] == "done":
-        return dict(row["result"])
-    if row["kind"] == "average":
+    row = SegmentRow.get(ledger, number)
+    if row.state == "done":
+        return dict(row.result or {})
+    if row.kind == "average":
         from factory.training.averaging import run_average
 
         return run_average(workspace, ledger, row, progress)
     from factory.training.certifying import ensure_certified
     from trainer.contract.recipe import Recipe
 
-    check_ranks(workspace, Recipe.parse(row["recipe_json"]))  # planned on another number of GPUs, say
+    check_ranks(workspace, Recipe.parse(row.recipe_json))  # planned on another number of GPUs, say
     ensure_certified(workspace, ledger, row, progress)
-    folder = Path(row["folder"])
+    folder = Path(row.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_spec(folder, spec_of(ledger, row) | {"kernels": write_kernels(folder, row["computing"])})
+    write_spec(folder, spec_of(ledger, row) | {"kernels": write_kernels(folder, row.computing)})
     code = _run_trainer(workspace, row, folder, progress, follower)
     result_path = folder / "result.json"
     if code != 0 or not result_path.exists():
@@ -73,21 +70,21 @@ def run_segment(
 
 
 def _run_trainer(
-    workspace: Workspace, row: dict[str, Any], folder: Path, progress: Progress, follower: Follower | None
+    workspace: Workspace, row: SegmentRow, folder: Path, progress: Progress, follower: Follower | None
 ) -> int:
     from factory.git.repository import checkout_live
 
-    code = checkout_live(workspace, row["code_commit"])
-    log = workspace.logs / f"segment-{row['id']:05d}.log"
-    title = f"{row['kind']} {row['first_step']}–{row['last_step']}"
+    code = checkout_live(workspace, row.code_commit)
+    log = workspace.logs / f"segment-{row.id:05d}.log"
+    title = f"{row.kind} {row.first_step}–{row.last_step}"
     with (
         folder_lock(folder) as lock,
         open(log, "ab") as out,
-        progress.task(title, row["last_step"] - row["first_step"]) as task,
+        progress.task(title, row.last_step - row.first_step) as task,
     ):
         forget_exit(folder)
         process = start_trainer(workspace, code, [str(folder)], out, lock)
-        watch = _StepWatch(folder / "metrics.jsonl", row["first_step"])
+        watch = _StepWatch(folder / "metrics.jsonl", row.first_step)
         task.advance(0, "starting (the first time, the model is compiled)")
         try:
             while not ended(process, POLL_SECONDS):

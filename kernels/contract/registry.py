@@ -61,8 +61,7 @@ class Ops:
 
 
 class _Registered(Mapping[str, Op]):
-    """The ops that ``Ops`` names, each found in its folder when it is first asked for: importing this module runs none of
-    their code."""
+    """The ops that ``Ops`` names, each imported from its folder at first use: importing this module runs no op's code."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Op] = {}
@@ -86,7 +85,7 @@ OPS: Mapping[str, Op] = _Registered()
 
 
 class KernelWarning(UserWarning):
-    """A chosen implementation does not work here, and the policy says to go on with the reference."""
+    """A chosen implementation does not work here, and ``fallback: reference`` replaces it with the reference."""
 
 
 def get(name: str) -> Op:
@@ -121,7 +120,7 @@ def _read(path: Path | str) -> dict[str, Any]:
     for key, value in document.items():
         if key == "fallback":
             if value not in FALLBACKS:
-                raise KernelError(f"{path}: fallback: {value!r} is none of {', '.join(FALLBACKS)}")
+                raise KernelError(f"{path}: fallback: expected one of {', '.join(FALLBACKS)}, got {value!r}")
             continue
         if key not in DEVICE_CLASSES:
             raise KernelError(f"{path}: unknown device class {key!r}; there are: {', '.join(DEVICE_CLASSES)}")
@@ -151,7 +150,7 @@ def check(name: str | Op, implementation: str, device_class: str) -> Implementat
 def failure(name: str, implementation: str, device_class: str, dtype: torch.dtype, compile: bool = True) -> str | None:
     """What goes wrong when an implementation runs once, forward and backward, on small sizes; None: nothing does.
 
-    A kernel is compiled when it is first called: without a trial it would fail in the midst of a training step.
+    A kernel is compiled when it is first called: without a trial it would fail during a training step.
     """
     op = get(name)
     inputs = op.inputs(CASES[0], device=device_class, dtype=dtype)
@@ -168,7 +167,7 @@ def _function(implementation: Implementation, compile: bool) -> Callable[..., An
 
 @dataclass(frozen=True)
 class Computing:
-    """What computes an op here. ``by`` is ``chosen`` where nothing stands in for it, and empty where nothing can."""
+    """What computes an op here. ``by`` is ``chosen``, or its replacement, or empty where no replacement is allowed."""
 
     op: str
     chosen: str

@@ -1,9 +1,8 @@
 """The output head and its loss in one op: logits = x weightᵀ, loss = Σ weights · (nll + z_loss · logsumexp²).
 
-Eager keeps the logits [N, V] in fp32, and reads and writes them some ten times. ``chunked`` makes the gradients in
-the forward pass,
-a thousand tokens at a time, so that logits are never whole in memory, and never computed for tokens that carry no loss.
-The z-loss term keeps the logits' normaliser near one (PaLM, Chowdhery et al. 2022, arXiv:2204.02311 §5).
+Eager keeps the logits [N, V] in fp32, and reads and writes them some ten times. ``chunked`` computes the gradients in the
+forward pass, a thousand tokens at a time: the logits of the batch are never all in memory, and not computed for tokens
+without loss. The z-loss term keeps the logits' normaliser near one (PaLM, Chowdhery et al. 2022, arXiv:2204.02311 §5).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kernels import native as native_library
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, lazily_compiled, normal, op
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, in_triton, lazily_compiled, normal, op
 from kernels.linear_cross_entropy import cpp as linear_cross_entropy_native
 
 Z_LOSS = 1e-4
@@ -235,20 +234,10 @@ def native(
     return loss, nll_N.detach()
 
 
-def fused(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
-) -> tuple[Tensor, Tensor]:
-    from kernels.linear_cross_entropy.triton import linear_cross_entropy  # triton is imported only where it is used
-
-    return linear_cross_entropy(x_ND, weight_VD, targets_N, weights_N, z_loss)
-
-
-TRITON = Implementation(
-    "triton",
-    fused,
+TRITON = in_triton(
+    "kernels.linear_cross_entropy.triton",
+    "linear_cross_entropy",
     "chunks of tokens, gradients made forward in the logits' place, in Triton",
-    devices=("cuda",),
-    needs_triton=True,
 )
 NATIVE = Implementation(
     "native",

@@ -10,10 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
-from kernels.newton_schulz.iteration import COEFFICIENTS, begin
+from kernels.contract.op import Cost, Inputs, Shape, compiled, in_triton, normal, op
 
 STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic; Jordan 2024
+LEAST_NORM = 1e-7
+
+
+def begin(matrices: Tensor) -> tuple[Tensor, bool]:
+    """(the matrices rounded, lying and of norm one; were they tall?)"""
+    x = matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    return x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM), tall
 
 
 def reference(matrices: Tensor, steps: int) -> Tensor:
@@ -44,15 +53,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return normal(generator, (shape.batch, shape.d_ff, shape.d_model), device, dtype), STEPS
 
 
-def fused(matrices: Tensor, steps: int) -> Tensor:
-    from kernels.newton_schulz.triton import newton_schulz  # triton is imported only where it is used
-
-    return newton_schulz(matrices, steps)
-
-
-TRITON = Implementation(
-    "triton", fused, "half of each symmetric product, in Triton", devices=("cuda",), needs_triton=True
-)
+TRITON = in_triton("kernels.newton_schulz.triton", "newton_schulz", "half of each symmetric product, in Triton")
 OP = op(
     "newton_schulz",
     reference,

@@ -36,7 +36,9 @@ from factory.git import repository
 from factory.git import scope as patch_scope
 from factory.git.repository import Applied
 from factory.git.scope import AgentsPolicy, Change
-from factory.ledger.ledger import Ledger, record, verdicts
+from factory.ledger import writing
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import Subject
 from kernels.contract.files import finite
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
@@ -96,23 +98,20 @@ def record_verdict(
     ledger: Ledger, gate: str, number: int, applied: Applied, policy: str, verdict: Verdict, evidence: dict[str, Any]
 ) -> int:
     """Bound to the patch's hash; ``policy`` is the SHA-256 of the policy that judged. Returns the verdict's id."""
+    subject = Subject("proposal", number)
     with ledger.begin() as tx:
-        row = tx.execute(
-            verdicts.insert().values(
-                gate=gate,
-                subject=f"proposal:{number}",
-                against=applied.base,
-                policy_sha256=policy,
-                subject_sha256=applied.patch_sha256,
-                outcome=verdict.outcome,
-                reasons=list(verdict.reasons),
-                evidence=evidence,
-                created_at=time.time(),
-            )
+        record(tx, "judged", subject, {"outcome": verdict.outcome})
+        return writing.record_verdict(
+            tx,
+            gate,
+            subject,
+            against=applied.base,
+            policy_sha256=policy,
+            subject_sha256=applied.patch_sha256,
+            outcome=verdict.outcome,
+            reasons=verdict.reasons,
+            evidence=evidence,
         )
-        assert row.inserted_primary_key is not None
-        record(tx, "judged", f"proposal:{number}", {"outcome": verdict.outcome})
-        return int(row.inserted_primary_key[0])
 
 
 def gather(

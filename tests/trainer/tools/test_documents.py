@@ -35,7 +35,7 @@ def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
     assert [documents_of(trunk, step) for step in range(13)] == expected[:13]
     assert [documents_of(anneal, step) for step in range(13, 18)] == expected[13:]
     for folder, step, steps in ((trunk, 13, "0 to 12"), (anneal, 12, "13 to 17")):
-        with pytest.raises(SpecError, match=f"step {step} is none of this segment's: it has steps {steps}"):
+        with pytest.raises(SpecError, match=f"step {step} is not in this segment, which has steps {steps}"):
             documents_of(folder, step)
 
     assert main([str(trunk), "10", "--json"]) == 0
@@ -49,11 +49,11 @@ def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
     assert documents_of(trunk, 10) == expected[10]
     state = end / "state.json"
     state.write_text(state.read_text() + " ")
-    with pytest.raises(CheckpointError, match="state.json: its bytes are not those"):
+    with pytest.raises(CheckpointError, match="state.json: its SHA-256 is not the one"):
         documents_of(anneal, 14)
 
 
-def test_a_segment_that_restarts_its_data_begins_the_plan_anew(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_a_segment_that_restarts_its_data_starts_the_plan_again(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     trunk = write_spec(tmp_path / "trunk", plan, last_step=4)
     assert train_here(trunk) == (0, "")
