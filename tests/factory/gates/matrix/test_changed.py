@@ -1,0 +1,70 @@
+"""Which parts of a patch no run executed, told by instruction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from factory.gates.patch.matrix.changed import unexecuted
+from factory.gates.patch.matrix.record import Recorder
+
+
+def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
+    """Run ``call`` against ``text``, as a run of the matrix would; what of the change it did not execute."""
+    path = folder / "trainer" / "part.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(dedent(text))
+    recorder = Recorder(str(folder), ["trainer/part.py"])
+    names: dict[str, object] = {}
+    recorder.start()
+    try:
+        exec(compile(path.read_text(), str(path), "exec"), names)
+        eval(call, names)
+    finally:
+        recorder.stop()
+    found = unexecuted("trainer/part.py", dedent(base), dedent(text), recorder.instructions[str(path)])
+    return [f"{part.line}: {part.source}" for part in found]
+
+
+BASE = """
+    def rate(step):
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("def rate(step):\n    return 2.0\n", []),
+        ("def rate(step):\n    return 0.5 if step > 100 else 1.0\n", ["2: 0.5"]),
+        ("def rate(step):\n    return step > 100 and step // 2 or 1.0\n", ["2: step"]),
+        ("def rate(step):\n    if step > 100:\n        return 0.5\n    return 1.0\n", ["3: 0.5"]),
+        ("def rate(step):\n    return 1.0\ndef other():\n    return 2\n", ["4: 2"]),
+        ("def rate(step):\n    return max([1.0] + [s for s in range(step) if s > 100])\n", ["2: s"]),
+        ("def rate(step):\n    assert step < 100, f'{step} is too late'\n    return 1.0\n", []),
+        ("def rate(step):\n    assert step < 100\n    assert bool(step)\n    return 1.0\n", []),
+        ("def rate(step):\n    if step > 100:\n        raise ValueError(f'{step} is too late')\n    return 1.0\n", []),
+        ("def rate(step):\n    if step > 100:\n        raise ValueError(print('x'))\n    return 1.0\n", ["3: ValueError"]),
+        ("def rate(step):\n    try:\n        return 1.0\n    finally:\n        step = 0\n", []),
+        ("def rate(step):\n    try:\n        return 1.0\n    except ValueError:\n        return 0.0\n", ["4: ValueError", "5: 0.0"]),
+        ("def rate(step):\n    with open('/dev/null'):\n        return 1.0\n", []),
+        ("f = lambda x: x + 1\ndef rate(step):\n    return 1.0\n", ["1: x"]),
+        ("def rate(step):\n    match step:\n        case 3:\n            return 1.0\n        case _:\n            return 2.0\n", ["6: 2.0"]),
+    ],
+)  # fmt: skip
+def test_what_no_run_executed_is_named(tmp_path: Path, text: str, missing: list[str]) -> None:
+    assert parts(tmp_path, BASE, text, "rate(3)") == missing
+
+
+def test_what_the_base_has_is_not_asked_for(tmp_path: Path) -> None:
+    base = "def rate(step):\n    return 0.5 if step > 100 else 1.0\n"
+    assert parts(tmp_path, base, base + "\n\nTAIL = rate(1)\n", "rate(3)") == []
+
+
+def test_every_copy_of_a_line_counts(tmp_path: Path) -> None:
+    """A line that moved into a branch is a changed line, though its words are the base's."""
+    base = "def rate(step):\n    step = step * 2\n    return step\n"
+    text = "def rate(step):\n    if step > 100:\n        step = step * 2\n    return step\n"
+    assert parts(tmp_path, base, text, "rate(3)") == ["3: step"]
