@@ -87,7 +87,7 @@ class LedgerRow:
         return {name: getattr(self, name) for name in names.split()}
 
 
-# What the columns mean is said at the tables, in ``factory.ledger.ledger``.
+# The columns are documented at the tables, in ``factory.ledger.ledger``.
 @dataclass(frozen=True)
 class SegmentRow(LedgerRow):
     noun, source = "segment", "segments"

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.packing import pieces_in
 from trainer.contract.data.permutation import BLOCK, Permutation
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import DataPlanError, TokenShardError
@@ -50,8 +51,7 @@ class Stream:
         supervised = np.concatenate([t["supervised_tokens"] for t in tables])
         self.supervised_tokens = int(supervised.sum())
         self.unmasked = supervised == self.length  # documents all of whose tokens carry loss: their mask is not read
-        # one token alone has no pair and so no piece
-        self.ends = np.cumsum(np.maximum(0, -(-(self.length - 1) // context)))
+        self.ends = np.cumsum(pieces_in(self.length, context))
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
         self.positions = int(np.maximum(0, self.length - 1).sum())
         self.fingerprint = hashlib.sha256(":".join([str(seed), *(s.id for s in shards)]).encode()).hexdigest()[:16]

@@ -35,7 +35,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy.typing as npt
 
 OLDEST_EVERY = 2  # steps; then best-fit takes the piece that has waited longest, whatever its row's fill
 CRUMBS = 32  # a thirty-second of a row is too little context to cut off, and to pad it costs little
@@ -62,6 +64,18 @@ class Part(NamedTuple):
 Rows = list[list[Part]]
 Packed = tuple[Rows, list[Part]]  # the rows, and what is left over, oldest first
 Packer = Callable[[Sequence[int], Sequence[bool], int, int, int], Packed]
+
+
+Count = TypeVar("Count", int, npt.NDArray[Any])
+
+
+def pieces_in(tokens: Count, context: int) -> Count:
+    """How many pieces a document of ``tokens`` tokens has: 0 for a single token, which has no pair. Also of an array.
+
+    >>> [pieces_in(tokens, context=4) for tokens in (1, 2, 5, 6)]
+    [0, 1, 1, 2]
+    """
+    return -(-(tokens - 1) // context) * (tokens > 1)
 
 
 def cut(tokens: int, context: int, piece: int) -> Cut:
