@@ -35,7 +35,6 @@ CALLED_BY_LIBRARIES = {
 ALLOWED = {
     "OP": "kernels.contract.registry imports the folder of each op by name",
     "cut": "says which positions a piece of a document has; document_stream computes the same for whole arrays",
-    **dict.fromkeys(("revision", "down_revision", "upgrade"), "alembic reads them from factory/ledger/migrations"),
 }
 
 
