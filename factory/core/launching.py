@@ -13,8 +13,9 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from factory.core import devices
@@ -127,6 +128,21 @@ def last_words(log: Path) -> str:
         if found := [line for line in lines[-200:] if line.startswith(start)]:
             return found[-1][:400]
     return lines[-1][:400] if lines else ""
+
+
+def run_tool(
+    code: Path, *words: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
+    """Run a short Python program of that code (``-m trainer.tools.average …``) to its end; it dies with the factory."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=code,
+        env=os.environ | {"PYTHONPATH": str(code)} | dict(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        preexec_fn=die_with(os.getpid()),
+    )
 
 
 def die_with(parent: int) -> Callable[[], None]:

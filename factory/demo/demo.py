@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.console import Terminal
 from factory.core.errors import FactoryError, InputError, WorkspaceError
-from factory.core.launching import die_with
+from factory.core.launching import run_tool
 from factory.core.workspace import Config, Workspace, code_root
 from factory.demo import demo_size
 from factory.demo.demo_size import LADDER, Seen, Shape, Size
@@ -171,21 +169,10 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     given.write_text(yaml.safe_dump(recipe))
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
     words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    environment = {
-        "PYTHONPATH": str(code_root()),
-        "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root)),
-    }
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root))}
     began = time.monotonic()
     with terminal.task(f"timing steps of {title} (the first compiles)"):
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=code_root(),
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            preexec_fn=die_with(os.getpid()),
-        )
+        done = run_tool(code_root(), *words, environment=environment)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise FactoryError(f"a step of the demo's recipe could not be timed: {said}")

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from factory.core.errors import ConfigError, InputError
+from factory.core.launching import run_tool
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import next_key
 from factory.training.planning import last_segment
-from factory.training.segment_folder import export, failed, give_up, record_done, run_tool
+from factory.training.segment_folder import export, failed, give_up, record_done
 from kernels.contract.files import write_atomically
 
 KIND = "average"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,8 +17,8 @@ from factory.core.file_lock import LockedError, file_lock
 from factory.core.launching import (
     EXIT_DISK_FULL,
     EXIT_STOPPED,
-    die_with,
     last_words,
+    run_tool,
 )
 from factory.core.stopping import TRAINER_SECONDS
 from factory.core.workspace import Workspace
@@ -111,19 +109,6 @@ def export(code: Path, checkpoint: str, target: Path) -> subprocess.CompletedPro
     old = code / "trainer" / "export.py"  # where it was before there was trainer/contract
     module = "trainer.export" if old.is_file() else "trainer.contract.checkpoint.export"
     return run_tool(code, "-m", module, checkpoint, str(target))
-
-
-def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a short Python program of that code (``-m trainer.tools.average …``); it dies with the factory."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=code,
-        env=os.environ | {"PYTHONPATH": str(code)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        preexec_fn=die_with(os.getpid()),
-    )
 
 
 # -- small parts -------------------------------------------------------------------------------------------------------
