@@ -21,7 +21,7 @@ from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.console import Terminal
 from factory.core.errors import FactoryError, InputError, WorkspaceError
-from factory.core.launching import run_tool
+from factory.core.launching import run_python
 from factory.core.workspace import Config, Workspace, code_root
 from factory.demo import demo_size
 from factory.demo.demo_size import LADDER, Seen, Shape, Size
@@ -169,10 +169,10 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     given.write_text(yaml.safe_dump(recipe))
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
     words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root))}
+    cache = str(devices.compiled(workspace.root))
     began = time.monotonic()
     with terminal.task(f"timing steps of {title} (the first compiles)"):
-        done = run_tool(code_root(), *words, environment=environment)
+        done = run_python(code_root(), *words, TORCHINDUCTOR_CACHE_DIR=cache)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise FactoryError(f"a step of the demo's recipe could not be timed: {said}")

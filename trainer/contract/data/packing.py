@@ -20,8 +20,8 @@ of 4, two rows wanted (``.`` is padding, and what is left waits for the next ste
 Only the last cuts a document that would fit a row; best-fit may cut pieces of longer ones once more, to fill gaps.
 No strategy loses a position or holds one twice. As calls:
 
-    >>> [[cut(tokens, 4, piece) for piece in range(pieces_in(tokens, 4))] for tokens in (4, 7)]
-    [[Cut(start=0, positions=3)], [Cut(start=0, positions=4), Cut(start=4, positions=2)]]
+    >>> cut(4, context=4, piece=0), cut(7, context=4, piece=0), cut(7, context=4, piece=1)
+    (Cut(start=0, positions=3), Cut(start=0, positions=4), Cut(start=4, positions=2))
     >>> rows, left = STRATEGIES["truncate-and-concatenate"].pack([3, 2, 4, 2], [False] * 4, 4, 2, 0)
     >>> [[tuple(part) for part in row] for row in rows]  # (piece, first position of it, positions)
     [[(0, 0, 3), (1, 0, 1)], [(1, 1, 1), (2, 0, 3)]]
