@@ -33,7 +33,7 @@ TOOLS = (
     tool("graph", "Which lines feed which, and what could be fused.", line=TEXT | {"description": "file:line; empty: all"}),
     tool("roofline", "The machine's measured rates, and every op's share of the step."),
     tool("earlier_proposals", "What was proposed for this target before, and why it was kept or not."),
-    tool(TRY, "Check edits, and time the ops that they choose anew, alone, on the recipe's shapes; no proposal.", ("edits",), edits=EDITS),
+    tool(TRY, "Check edits, and time the ops that they change, alone, on the recipe's shapes. This is no proposal yet.", ("edits",), edits=EDITS),
     tool(
         PROPOSE,
         "Propose the patch.",
