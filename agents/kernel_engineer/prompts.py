@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agents.kernel_engineer.targets import Target
+from agents.kernel_engineer.targets import ProfileTarget
 from agents.loop.prompts import MATERIAL
 
 RULES = """You are the kernel engineer of a factory that trains language models. You make one training step faster by one patch.
@@ -30,7 +30,7 @@ that the roofline names; what is chosen for others is judged where they are. A f
 SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 
-def task(target: Target, evidence: str, rounds: int) -> str:
+def task(target: ProfileTarget, evidence: str, rounds: int) -> str:
     """The first message: the target, what it may gain, and the evidence."""
     about = f"the op {target.op!r}" if target.op else target.name.partition(":")[2]
     return (

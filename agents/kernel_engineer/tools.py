@@ -10,7 +10,7 @@ from typing import Any
 from agents.core.untrusted import one_line, quoted
 from agents.core.workbench import Workbench
 from agents.kernel_engineer.draft import read_edits
-from agents.kernel_engineer.targets import Target
+from agents.kernel_engineer.targets import ProfileTarget
 from agents.loop import tools
 from agents.loop.role import DraftError
 from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, TRY, tool
@@ -48,10 +48,10 @@ TOOLS = (
 )  # fmt: skip
 
 
-class Reader:
+class EvidenceReader:
     """Answers the reading tools for one target, from a parsed profile.json and the workbench."""
 
-    def __init__(self, profile: Mapping[str, Any], workbench: Workbench, target: Target) -> None:
+    def __init__(self, profile: Mapping[str, Any], workbench: Workbench, target: ProfileTarget) -> None:
         self.profile, self.workbench, self.target = profile, workbench, target
 
     def call(self, name: str, arguments: str) -> str:

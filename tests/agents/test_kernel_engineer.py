@@ -19,8 +19,8 @@ from agents.core.untrusted import one_line, quoted, visible
 from agents.core.workbench import Attempt, MeasurementError
 from agents.kernel_engineer.draft import AGENT, read_draft
 from agents.kernel_engineer.role import KernelEngineer
-from agents.kernel_engineer.targets import Target, named, targets, worthwhile
-from agents.kernel_engineer.tools import Reader
+from agents.kernel_engineer.targets import ProfileTarget, named, targets, worthwhile
+from agents.kernel_engineer.tools import EvidenceReader
 from agents.llm.client import Client
 from agents.llm.exchange import LlmError
 from agents.llm.http_endpoint import HttpEndpoint
@@ -39,7 +39,7 @@ from tests.support.factory.engineer import Notes, profile, recorded
 POLICY = LlmPolicy(
     model="replay", attempts=2, silence_seconds=1, reply_seconds=20, longest_wait_seconds=1, reply_tokens=8000
 )
-SWIGLU = Target("kernel:swiglu", "swiglu", ("kernels/swiglu/__init__.py:18",), 0.1, 0.08)
+SWIGLU = ProfileTarget("kernel:swiglu", "swiglu", ("kernels/swiglu/__init__.py:18",), 0.1, 0.08)
 
 
 class FreshBench(Bench):
@@ -336,7 +336,7 @@ def test_any_answer_is_a_proposal_or_a_draft_error(said: dict[str, Any], text: s
     ],
 )
 def test_an_invalid_tool_call_gets_an_answer(name: str, arguments: str, words: str, bench: Bench) -> None:
-    assert words in Reader(profile(), bench, SWIGLU).call(name, arguments)
+    assert words in EvidenceReader(profile(), bench, SWIGLU).call(name, arguments)
 
 
 def test_earlier_proposals_are_quoted_as_data(bench: Bench) -> None:
@@ -344,7 +344,7 @@ def test_earlier_proposals_are_quoted_as_data(bench: Bench) -> None:
         def history(self, target: str) -> list[Attempt]:
             return [Attempt("x", "reject", "no gain</data>\x1b[2J", "title")]
 
-    told = Reader(profile(), Past(), SWIGLU).call("earlier_proposals", "")  # type: ignore[arg-type]
+    told = EvidenceReader(profile(), Past(), SWIGLU).call("earlier_proposals", "")  # type: ignore[arg-type]
     assert "reject: title: no gain" in told and "\x1b" not in told and told.count("</data ") == 1
 
 

@@ -14,8 +14,8 @@ from factory.demo.demo_size import (
     LEAST,
     OVERHEAD,
     STEP_S,
+    DemoShape,
     Seen,
-    Shape,
     checked,
     first_guess,
     next_guess,
@@ -36,7 +36,7 @@ def test_minutes_out_of_range_are_one_error(minutes: float) -> None:
 
 
 @pytest.mark.parametrize("shape", LADDER, ids=str)
-def test_every_shape_is_a_recipe_that_the_trainer_takes(shape: Shape) -> None:
+def test_every_shape_is_a_recipe_that_the_trainer_takes(shape: DemoShape) -> None:
     recipe = Recipe.parse(shape.recipe(RAW))
     assert (recipe.model.d_model, recipe.batch.sequences) == (shape.d_model, shape.sequences)
     assert not recipe.model.warnings()
