@@ -1,7 +1,8 @@
 """The nouns of the ledger as typed rows, read with plain SQL: ``factory status`` must not wait for SQLAlchemy's import (0.2 s).
 
-    >>> SegmentRow.get(ledger, 3).folder
-    >>> SegmentRow.first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind="trunk")
+    SegmentRow.get(ledger, 3).folder
+    SegmentRow.first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind="trunk")
+
     >>> str(Subject("candidate", 7)), Subject.parse("candidate:7").number
     ('candidate:7', 7)
 

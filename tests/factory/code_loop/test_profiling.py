@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from agents.line_profiler import Profile, session, table
+from agents.line_profiler import session, table
 from agents.line_profiler.__main__ import main
+from agents.line_profiler.table import Profile
 from factory.code_loop import profiling
 from factory.code_loop.profiling import (
     FILES,
