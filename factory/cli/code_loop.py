@@ -70,7 +70,7 @@ def propose(
         called = agent_runs.called(workspace, hire)
         agent = AGENT if called else "search"
         if not called:
-            terminal.line("  no LLM endpoint is configured: the search proposer works")
+            terminal.line("  no LLM endpoint is configured: the search proposer is used")
     with workspace.lock("code-loop"):
         numbers = propose_patch(workspace, ledger, terminal, agent=agent, hire=hire, count=count)
     for number in numbers:
@@ -83,7 +83,7 @@ def _ask(question: str) -> str:
     try:
         return input("> ")
     except EOFError:
-        raise InputError("standard input ended before an answer; the same command goes on with the run") from None
+        raise InputError("standard input ended before an answer: run the same command again to go on") from None
 
 
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
