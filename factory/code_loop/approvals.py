@@ -19,10 +19,10 @@ import yaml
 from agents.core.proposal import Edit, Proposal
 from agents.search_proposer.search_proposer import choose
 from factory.code_loop.revalidating import UNDO, note_validated
+from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.gates.patch.gate import KERNELS
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.training_start import find_start
 from factory.git import repository

@@ -18,7 +18,7 @@ from factory.core import devices
 from factory.core.errors import FactoryError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.gates.patch.gate import decide
+from factory.gates.patch.stages.gate import decide
 from factory.gates.recipe import gate as recipe_gate
 from factory.gates.release.judge import Verdict
 from factory.git import repository

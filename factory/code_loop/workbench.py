@@ -22,19 +22,18 @@ import yaml
 
 from agents.core.proposal import Edit
 from agents.core.workbench import Attempt, Checked, Measurement, MeasurementError, ReadError
+from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.gates.patch import ops as patch_ops
-from factory.gates.patch import static as patch_static
-from factory.gates.patch.gate import KERNELS
-from factory.gates.patch.ops import ChangedOp
+from factory.gates.patch.changed_ops import ChangedOp, changed_ops, other_devices
 from factory.gates.patch.policy import PatchPolicy
+from factory.gates.patch.source_rules import problems as source_problems
+from factory.gates.patch.stages.oracle import quick_check
 from factory.gates.training_start import Start
 from factory.git import repository
-from factory.git import scope as patch_scope
-from factory.git.scope import AgentsPolicy, Change
+from factory.git.scope import AgentsPolicy, Change, problems
 from factory.ledger.ledger import Ledger, proposals, verdicts
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
@@ -96,12 +95,14 @@ class Bench:
         if timed and self.left < 1:
             return Checked("budget", ("the seconds for trying are spent: propose",))
         changes = repository.proposed(self.modes, [(edit.path, edit.new_text) for edit in edits])
-        if found := patch_scope.problems(self.agents, changes, self.modes):
+        if found := problems(self.agents, changes, self.modes):
             return Checked("scope", tuple(found))
         baseline = repository.checkout_live(self.workspace, self.base)
         for change in changes:
             base = (baseline / change.path).read_bytes() if change.path in self.modes else None
-            if found := patch_static.problems(change, base) or _elsewhere(change, base):
+            found = source_problems(change, base)
+            found += other_devices(base, change.content) if change.path == KERNELS else []
+            if found:
                 return Checked("static", tuple(found))
         with devices.one():
             began, spent = time.monotonic(), self.spent
@@ -126,15 +127,13 @@ class Bench:
     def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str, timed: bool) -> Checked:
         device = devices.kind()
         before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
-        ops = patch_ops.changed_ops(before, after, paths, device, self.start.kernels)
+        ops = changed_ops(before, after, paths, device, self.start.kernels)
         quick = [changed for changed in ops if changed.op == op or changed.before != changed.after]
         policy = PatchPolicy.load(self.workspace.policy("gates/patch.yaml")).oracle
         if quick:
             once = policy.patience.model_copy(update={"again": 1.0})  # an agent can try again; the gate will
             policy = policy.model_copy(update={"cases": policy.cases[:1], "patience": once})
-            found = patch_ops.oracle(
-                policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle"
-            )
+            found = quick_check(policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle")
             if found["state"] != "passed":
                 return Checked("oracle", tuple(found["reasons"]))
             return Checked("oracle", (), self._times(candidate, work / "times", ops) if timed else ())
@@ -211,13 +210,6 @@ class Bench:
             Attempt(row["patch_id"] or "", row["outcome"], "; ".join(row["reasons"])[:500], row["title"])
             for row in rows
         ]
-
-
-def _elsewhere(change: Change, base: bytes | None) -> list[str]:
-    """Choices of kernels that the gate could not judge here."""
-    keys = patch_ops.changed_sections(base, change.content) if change.path == KERNELS else []
-    others = [key for key in keys if key != devices.kind()]
-    return [f"{KERNELS}: change the choice for {devices.kind()} alone: {key} cannot be judged here" for key in others]
 
 
 def history(ledger: Ledger) -> list[dict[str, Any]]:

@@ -1,0 +1,160 @@
+"""A gate of patches: run its stages from cheap to expensive until one does not pass, judge the evidence, record the verdict."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol
+
+from agents.core.untrusted import one_line
+from factory.core.errors import FactoryError
+from factory.core.policy_file import policy_sha256
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.gates.case import Case, Policy, Stage, StageResult, failed, missing
+from factory.gates.release.judge import Verdict
+from factory.gates.training_start import find_start
+from factory.git import repository
+from factory.git.repository import Applied
+from factory.git.scope import AgentsPolicy
+from factory.ledger.ledger import Ledger, record, verdicts
+
+
+class Gain(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class StagedGate(Generic[Policy]):
+    """``judge`` decides from ``{"stages": {name: evidence}, "tries": n, …}``; ``gain`` is what reports show of the stages' evidence."""
+
+    name: str
+    policy: Policy
+    stages: Sequence[Stage]
+    judge: Callable[[Policy, Mapping[str, Any]], Verdict]
+    gain: Callable[[Policy, Mapping[str, Any], int], Gain | None]
+
+    def decide(
+        self,
+        workspace: Workspace,
+        ledger: Ledger,
+        number: int,
+        applied: Applied,
+        progress: Progress,
+        *,
+        tries: int,
+        patch_id: str,
+    ) -> tuple[int, Verdict, dict[str, Any]]:
+        """Judge a proposal: (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; nothing is recorded then."""
+        evidence = self.gather(workspace, ledger, applied, progress, tries) | {"gate": self.name, "patch_id": patch_id}
+        verdict = self.judge(self.policy, evidence)
+        recorded = record_verdict(
+            ledger, self.name, number, applied, policy_sha256(self.policy), verdict, evidence
+        )  # fmt: skip
+        return recorded, verdict, evidence
+
+    def gather(
+        self, workspace: Workspace, ledger: Ledger, applied: Applied, progress: Progress, tries: int
+    ) -> dict[str, Any]:
+        """The evidence of every stage up to the first that did not pass."""
+        repo = workspace.repository
+        work = applied.worktree.with_name(applied.worktree.name + "-gate")
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        with ExitStack() as after_stages:
+            after_stages.callback(shutil.rmtree, work, ignore_errors=True)
+            case = Case(
+                workspace,
+                ledger,
+                self.policy,
+                AgentsPolicy.load(workspace.policy("agents.yaml")),
+                applied,
+                repository.changes(repo, applied.base, applied.commit),
+                repository.checkout_live(workspace, applied.base),
+                work,
+                find_start(ledger),
+                progress,
+                tries,
+                after_stages=after_stages,
+            )
+            found = self._run_stages(case)
+        if repository.patch_sha256(repo, applied.base, applied.commit) != applied.patch_sha256:
+            found["scope"] = failed("the branch does not hold the patch that was proposed")
+        gain = self.gain(self.policy, found, tries)
+        evidence: dict[str, Any] = {
+            "base": applied.base,
+            "patch_sha256": applied.patch_sha256,
+            "tries": tries,
+            "stages": found,
+            "files": case.paths,
+            "gain": gain.to_json() if gain else None,
+        }
+        return _finite(evidence)  # type: ignore[no-any-return]
+
+    def _run_stages(self, case: Case[Policy]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for stage in self.stages:
+            name = stage.__name__.rpartition(".")[2]
+            began = time.monotonic()
+            with case.progress.task(f"gate: {name}"):
+                result = _run(stage, name, case)
+            case = replace(case, handed_on={**case.handed_on, name: result.handed_on})
+            reasons = [one_line(reason, 1000) for reason in result.evidence["reasons"]]  # some quote the patch
+            seconds = round(time.monotonic() - began, 2)
+            found[name] = result.evidence | {"reasons": reasons, "stage_seconds": seconds}
+            state = found[name]["state"]
+            case.progress.line(f"  {name:<9} {state:<10} {'; '.join(reasons)[:160]}")
+            if state not in ("passed", "not needed"):
+                break
+        return found
+
+
+def _run(stage: Stage, name: str, case: Case[Any]) -> StageResult:
+    """An exception that a stage did not expect is evidence that is missing: it holds the patch back and says where.
+
+    Raises: FactoryError.
+    """
+    try:
+        return stage.run(case)
+    except FactoryError:
+        raise
+    except Exception as error:
+        reason = f"the {name} stage ended with an error: {type(error).__name__}: {error}"
+        return StageResult(missing(reason, log=traceback.format_exc()))
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity and no NaN: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def record_verdict(
+    ledger: Ledger, gate: str, number: int, applied: Applied, policy: str, verdict: Verdict, evidence: dict[str, Any]
+) -> int:
+    """Bound to the patch's hash; ``policy`` is the SHA-256 of the policy that judged. Returns the verdict's id."""
+    with ledger.begin() as tx:
+        row = tx.execute(
+            verdicts.insert().values(
+                gate=gate,
+                subject=f"proposal:{number}",
+                against=applied.base,
+                policy_sha256=policy,
+                subject_sha256=applied.patch_sha256,
+                outcome=verdict.outcome,
+                reasons=list(verdict.reasons),
+                evidence=evidence,
+                created_at=time.time(),
+            )
+        )
+        assert row.inserted_primary_key is not None
+        record(tx, "judged", f"proposal:{number}", {"outcome": verdict.outcome})
+        return int(row.inserted_primary_key[0])
