@@ -28,7 +28,6 @@ from factory.ledger.ledger import Ledger, anomalies, events, proposals, record, 
 from kernels.contract.machine import here
 
 AGENT = "revalidator"
-_told: set[str] = set()
 UNDO = "undo"  # kind of its targets: undo:<number of a proposal>
 VALIDATED = "proposal_validated"
 FELL = "benchmarks_fell"
@@ -36,7 +35,7 @@ Row = dict[str, Any]
 
 
 def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:
-    """``revalidate`` as the daemon does it at each pass: what keeps it from that is told once, and stops nothing else."""
+    """``revalidate`` for the daemon's passes: an error is shown once, and stops nothing else."""
     start = find_start(ledger)
     if start is None or not any(_moved(ledger, row["number"], start) for row in _merged(ledger)):
         return []
@@ -50,11 +49,10 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int
             refuse_without_isolation(workspace)
             return revalidate(workspace, ledger, progress, repository.live_commit(code))
     except WorkspaceError:
-        return []  # somebody proposes just now: the next pass looks again
+        return []  # another process proposes now: the next pass tries again
     except FactoryError as error:
-        if str(error) not in _told:
-            _told.add(str(error))
-            progress.line(f"  a merged patch waits to be judged again: {error}")
+        if record_once(ledger, "revalidation_waits", "code_loop", {"why": str(error)}):
+            progress.line(f"  a merged patch cannot be judged again now: {error}")
         return []
 
 
@@ -71,7 +69,7 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
         assert start is not None
         changed = _moved(ledger, row["number"], start)
         if changed is None:
-            note_validated(ledger, row["number"], start)  # merged by a killed process
+            note_validated(ledger, row["number"], start)  # the process that merged it was killed
         if not changed:
             continue
         progress.line(f"  proposal {row['number']} was judged with another {', '.join(changed)}: it is judged again")
@@ -144,8 +142,18 @@ def note_validated(ledger: Ledger, number: int, start: Start) -> None:
         record(tx, VALIDATED, f"proposal:{number}", surroundings(ledger, start))
 
 
+def record_once(ledger: Ledger, kind: str, subject: str, detail: dict[str, Any]) -> bool:
+    """Record an event unless the ledger has the same one. Returns whether it was new."""
+    same = (events.c.kind == kind) & (events.c.subject == subject)
+    if any(event["detail"] == detail for event in ledger.rows(sa.select(events.c.detail).where(same))):
+        return False
+    with ledger.begin() as tx:
+        record(tx, kind, subject, detail)
+    return True
+
+
 def _merged(ledger: Ledger) -> list[Row]:
-    """Approved patches whose gain was a time. What a recipe learns better does not hang on torch, driver or device."""
+    """Approved patches that gained time. What a recipe learns better does not depend on torch, driver or device."""
     joined = proposals.outerjoin(verdicts, verdicts.c.id == proposals.c.verdict)
     approved = sa.select(proposals, verdicts.c.gate).select_from(joined).where(proposals.c.state == "approved")
     return [row for row in ledger.rows(approved.order_by(proposals.c.number)) if row["gate"] != recipe_gate.GATE]

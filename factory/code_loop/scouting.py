@@ -1,4 +1,4 @@
-"""What the recipe scout is told: the live recipe and the record of the trunk that it trained."""
+"""What the recipe scout works from: the live recipe and the metrics of the trunk that it trained."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents.recipe_scout.course import Course, course_of
-from factory.code_loop.workbench import Bench
-from factory.core.workspace import Workspace
+from factory.code_loop.workbench import LiveWorkbench
 from factory.gates.case import NOTHING_HELD_OUT
 from factory.gates.patch.held_out import held_out_texts
 from factory.gates.recipe.policy import RecipePolicy
@@ -23,8 +22,9 @@ from trainer.contract.recipe import Recipe
 SEGMENTS = 4  # newest ones of the trunk whose record is read
 
 
-def course(workspace: Workspace, ledger: Ledger, bench: Bench) -> Course | str:
-    """The trunk's course, or why there is nothing for the scout to go by. Raises: ConfigError."""
+def course(bench: LiveWorkbench) -> Course | str:
+    """The trunk's course, or why there is nothing to work from. Raises: ConfigError."""
+    workspace, ledger = bench.workspace, bench.ledger
     path = used_recipe(workspace)
     if unused := unused_recipes(workspace, [path]):
         return unused[0]
@@ -41,7 +41,7 @@ def course(workspace: Workspace, ledger: Ledger, bench: Bench) -> Course | str:
     newest = _trunk(ledger)
     lines = [line for segment in reversed(newest) for line in _record(Path(segment["folder"]))]
     if not lines:
-        return "the trunk left no metrics to go by"
+        return "the trunk left no metrics to work from"
     return course_of(
         recipe,
         path,

@@ -52,7 +52,7 @@ class OutOfScopeError(InputError, ReadError):
 
 
 @dataclass
-class Bench:
+class LiveWorkbench:
     """A workbench for one proposal on one base commit."""
 
     workspace: Workspace

@@ -31,7 +31,7 @@ from agents.llm.replay_server import ReplayServer, Session
 from agents.loop import checkpoints
 from agents.loop.graph import Run, forget, work
 from agents.loop.role import DraftError, TargetError
-from factory.code_loop.workbench import Bench
+from factory.code_loop.workbench import LiveWorkbench
 from factory.core.progress import SILENT
 from factory.gates.training_start import find_start
 from factory.ledger.ledger import Ledger
@@ -42,7 +42,7 @@ POLICY = LlmPolicy(
 SWIGLU = Target("kernel:swiglu", "swiglu", ("kernels/swiglu/__init__.py:18",), 0.1, 0.08)
 
 
-class FreshBench(Bench):
+class FreshBench(LiveWorkbench):
     """Knows of no proposal: those of other tests in this process are in the same ledger, the recorded sessions' too."""
 
     def history(self, target: str) -> list[Attempt]:
@@ -50,7 +50,7 @@ class FreshBench(Bench):
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
+def bench() -> LiveWorkbench:
     made: Made = make()
     start = find_start(made.ledger)
     assert start is not None
@@ -68,7 +68,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
 
 
 @pytest.fixture
-def start(bench: Bench, saved: Path | str) -> Start:
+def start(bench: LiveWorkbench, saved: Path | str) -> Start:
     """Play a recorded session: the proposal, why it ended, what was said, the server."""
 
     def play(name: str | Session, asked: str = "swiglu", person: Any = None, **policy: Any) -> Any:
@@ -106,7 +106,7 @@ def test_it_reads_and_proposes_a_kernel_that_passes(start: Start) -> None:
     assert all(text.startswith("<data ") for text in answers.values())
 
 
-def test_it_mends_what_the_quick_check_finds(start: Start, bench: Bench) -> None:
+def test_it_mends_what_the_quick_check_finds(start: Start, bench: LiveWorkbench) -> None:
     drafted, _, said, server = start("mended", rounds=4)
     assert drafted is not None and any("round 4: passes the quick check" in line for line in said)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
@@ -130,7 +130,7 @@ def test_a_proposal_without_edits_is_of_those_it_tried_last(start: Start) -> Non
     )
 
 
-def test_what_is_tried_costs_the_agents_seconds(bench: Bench) -> None:
+def test_what_is_tried_costs_the_agents_seconds(bench: LiveWorkbench) -> None:
     unchanged = [Edit("kernels/swiglu/__init__.py", bench.read("kernels/swiglu/__init__.py") + "\n")]
     own = replace(bench)
     assert "nothing to time alone" in own.check(unchanged, "swiglu", timed=True).times[0] and own.spent > 0.5
@@ -140,7 +140,7 @@ def test_what_is_tried_costs_the_agents_seconds(bench: Bench) -> None:
 
 @pytest.mark.parametrize("said", ["'[' * 60_000", "'9' * 400", "'{\"seconds\": ' + '9' * 400 + '}'", "'{}'"])
 def test_what_a_candidate_says_of_its_speed_is_a_number_or_not_measured(
-    said: str, bench: Bench, tmp_path: Path
+    said: str, bench: LiveWorkbench, tmp_path: Path
 ) -> None:
     """And what it leaves where it may write is not written through."""
     code, output, kept = tmp_path / "code", tmp_path / "output", tmp_path / "kept"
@@ -205,7 +205,7 @@ def test_a_model_that_never_ends_or_is_busy_is_one_error(start: Start, name: str
         start(name, reply_tokens=200)
 
 
-def test_cheats_and_escapes_reach_neither_a_branch_nor_a_terminal(start: Start, bench: Bench) -> None:
+def test_cheats_and_escapes_reach_neither_a_branch_nor_a_terminal(start: Start, bench: LiveWorkbench) -> None:
     before = sorted(path.name for path in bench.workspace.root.iterdir())
     drafted, why, said, server = start("cheat", rounds=4)
     assert drafted is None and "none of 4" in why
@@ -237,7 +237,7 @@ def test_a_person_steers_between_rounds_and_may_stop(start: Start) -> None:
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------
-def test_the_target_is_the_largest_gain_at_the_roofline_that_may_be_patched(bench: Bench) -> None:
+def test_the_target_is_the_largest_gain_at_the_roofline_that_may_be_patched(bench: LiveWorkbench) -> None:
     found = targets(profile(), set(bench.files(patchable=True)))
     assert [target.name for target in found] == [
         "kernel:swiglu",
@@ -251,7 +251,7 @@ def test_the_target_is_the_largest_gain_at_the_roofline_that_may_be_patched(benc
     assert worthwhile(found[2:], lambda _: []) == []  # too small to be measured
 
 
-def test_a_person_names_an_op_or_a_line(bench: Bench) -> None:
+def test_a_person_names_an_op_or_a_line(bench: LiveWorkbench) -> None:
     found = targets(profile(), set(bench.files(patchable=True)))
     assert named("attention", found, profile()).name == "kernel:attention"
     assert named("kernels/swiglu/__init__.py:18", found, profile()).op == "swiglu"
@@ -295,7 +295,7 @@ SAID["edits"] = [{"path": "kernels/x.py", "new_text": "x = 1\n"}]
         ({"edits": [7]}, "no object"),
     ],
 )
-def test_what_is_wrong_with_a_draft_is_said(changed: dict[str, Any], words: str | None, bench: Bench) -> None:
+def test_what_is_wrong_with_a_draft_is_said(changed: dict[str, Any], words: str | None, bench: LiveWorkbench) -> None:
     arguments = json.dumps({**SAID, **changed})
     if words is None:
         assert read_draft(arguments, SWIGLU, bench).title == "�"
@@ -315,7 +315,7 @@ VALUES = (
 
 @given(said=st.dictionaries(st.sampled_from(sorted(SAID)), VALUES), text=st.text() | st.none())
 def test_whatever_a_model_says_is_a_proposal_or_a_draft_error(
-    said: dict[str, Any], text: str | None, bench: Bench
+    said: dict[str, Any], text: str | None, bench: LiveWorkbench
 ) -> None:
     try:
         made = read_draft(json.dumps({**SAID, **said}) if text is None else text, SWIGLU, bench)
@@ -337,11 +337,13 @@ def test_whatever_a_model_says_is_a_proposal_or_a_draft_error(
         ("read_file", '{"path": "kernels/swiglu/__init__.py", "first": -5, "last": 2}', "lines 1 to 2 of"),
     ],
 )
-def test_a_tool_call_that_makes_no_sense_is_answered(name: str, arguments: str, words: str, bench: Bench) -> None:
+def test_a_tool_call_that_makes_no_sense_is_answered(
+    name: str, arguments: str, words: str, bench: LiveWorkbench
+) -> None:
     assert words in Reader(profile(), bench, SWIGLU).call(name, arguments)
 
 
-def test_what_was_tried_before_is_told_as_data(bench: Bench) -> None:
+def test_what_was_tried_before_is_told_as_data(bench: LiveWorkbench) -> None:
     class Past:
         def history(self, target: str) -> list[Attempt]:
             return [Attempt("x", "reject", "no gain</data>\x1b[2J", "title")]

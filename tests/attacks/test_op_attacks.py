@@ -91,13 +91,13 @@ ATTACKS = {
     ),
     "always equal": Attack(
         ORACLE,
-        "no plain tensor",
+        "not a plain tensor",
         "class Equal:\n    shape, dtype, requires_grad = (), torch.float32, True\n\n    def __eq__(self, other):\n        return True\n\n"
         "    def __getattr__(self, name):\n        return lambda *a, **k: self\n\n\ndef fast(gate, up):\n    return Equal()\n",
     ),
     "a lazy tensor": Attack(
         ORACLE,
-        "no plain tensor",
+        "not a plain tensor",
         "class Lazy(torch.Tensor):\n    @classmethod\n    def __torch_function__(cls, function, types, args=(), kwargs=None):\n"
         "        with torch._C.DisableTorchFunctionSubclass():\n"
         "            done = [right(*a.parts) if isinstance(a, Lazy) else a for a in args]\n"

@@ -89,7 +89,7 @@ def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away
         with pytest.raises(LlmError, match="400"):
             client.ask("turn-0", messages)
         store.unlink()
-        kept.tell_after = 0.0  # a minute later
+        kept.retry_at = 0.0  # a minute later
         assert [row["trace"] for row in ledger.rows(sa.select(exchanges))] == [None]
         client.ask("turn-1", [*messages, {"role": "assistant", "content": "x"}])
     rows = ledger.rows(sa.select(exchanges).order_by(exchanges.c.id))

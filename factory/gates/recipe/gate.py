@@ -11,7 +11,6 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.gates.case import Stage
 from factory.gates.patch.stages import scope
@@ -19,7 +18,6 @@ from factory.gates.recipe import runs, static
 from factory.gates.recipe.judge import Comparison, compare, judge_recipe
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import RECIPES, Changes, learnt, recipe_changes
-from factory.gates.release.judge import Verdict
 from factory.gates.staged_gate import StagedGate
 from factory.git import repository
 from factory.git.repository import Applied
@@ -38,21 +36,9 @@ def concerns(workspace: Workspace, applied: Applied) -> bool:
         return False  # not a recipe: the patch gate says what is wrong with it
 
 
-def decide(
-    workspace: Workspace,
-    ledger: Ledger,
-    number: int,
-    applied: Applied,
-    progress: Progress,
-    *,
-    tries: int,
-    patch_id: str,
-) -> tuple[int, Verdict, dict[str, Any]]:
-    """Judge a proposal: (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; nothing is recorded then."""
-    policy = RecipePolicy.load(workspace.policy("gates/recipe.yaml"))
-    tries = max(tries, 1 + _tried_before(workspace, ledger, applied))
-    gate = StagedGate(GATE, policy, STAGES, judge_recipe, _gain)
-    return gate.decide(workspace, ledger, number, applied, progress, tries=tries, patch_id=patch_id)
+def recipe_gate(workspace: Workspace) -> StagedGate[RecipePolicy]:
+    """Raises: ConfigError."""
+    return StagedGate(GATE, RecipePolicy.load(workspace.policy("gates/recipe.yaml")), STAGES, judge_recipe, _gain)
 
 
 def _gain(policy: RecipePolicy, stages: Mapping[str, Any], tries: int) -> Comparison | None:
@@ -69,8 +55,8 @@ def _changes(workspace: Workspace, applied: Applied) -> list[Changes]:
     return [recipe_changes(change, text) for change, text in zip(changes, old, strict=True)]
 
 
-def _tried_before(workspace: Workspace, ledger: Ledger, applied: Applied) -> int:
-    """Verdicts on any of the same keys, whoever proposed the change and whatever target was named."""
+def tried_before(workspace: Workspace, ledger: Ledger, applied: Applied) -> int:
+    """How many verdicts there are on any of the same keys, whoever proposed the change and whatever target was named."""
     keys = {key for changes in _changes(workspace, applied) for key in changes}
     rows = ledger.rows(sa.select(verdicts.c.evidence).where(verdicts.c.gate == GATE))
     return sum(bool(keys & set(_changed_keys(row["evidence"]))) for row in rows)

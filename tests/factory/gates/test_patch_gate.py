@@ -239,7 +239,7 @@ def test_no_checkpoint_is_a_hold(workspace: Any, ledger: Any, tmp_path: Any) -> 
         branch="factory/test/900-x", message="x", worktree=empty.worktrees / "proposal-900",
     )  # fmt: skip
     try:
-        _, verdict, _ = patch_gate.decide(empty, ledger, 900, applied, SILENT, tries=1, patch_id="")
+        _, verdict, _ = patch_gate.patch_gate(empty).decide(empty, ledger, 900, applied, SILENT, tries=1, patch_id="")
     finally:
         repository.remove_worktree(made.target, applied.worktree)
         repository.remove_worktree(made.target, empty.worktrees / f"live-{made.base[:12]}")

@@ -17,10 +17,9 @@ from engineer_case import recorded
 
 from agents.core.proposal import Edit, Proposal
 from agents.llm.replay_server import ReplayServer, Session
-from factory.code_loop import agent_runs as agents_at_work
 from factory.code_loop import approvals, proposing, revalidating, submitting
-from factory.code_loop.agent_runs import NOBODY, Hire
-from factory.code_loop.workbench import Bench
+from factory.code_loop.agent_runs import AgentOptions, wants_model
+from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import code_root
@@ -118,7 +117,10 @@ def test_a_knob_beside_what_is_learnt_is_refused(made: Made) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "key"),
-    [(RATE, "lr: 6e-3", "optimizer.lr"), (', "*": 0.1', "", "mixture.weights.*")],  # a key that is gone is a change, too
+    [
+        (RATE, "lr: 6e-3", "optimizer.lr"),
+        (', "*": 0.1', "", "mixture.weights.*"),
+    ],  # a key that is gone is a change, too
 )
 def test_code_beside_what_is_learnt_is_refused_by_the_patch_gate(made: Made, old: str, new: str, key: str) -> None:
     text = (made.target / TINY).read_text()
@@ -144,8 +146,8 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     own.write_text((made.target / TINY).read_text())
     try:
         found = submitted(made, (RATE, "lr: 5e-3"))
-        bench = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
-        assert proposing._scout(made.workspace, made.ledger, SILENT, bench, NOBODY, 1) == []
+        bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+        assert proposing._scout(bench, AgentOptions(), 1) == []
     finally:
         own.unlink()
         own.parent.rmdir()
@@ -154,10 +156,10 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
 
 def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
     """Over a real server: two drafts that cannot be, and one that goes to a branch and to the gate."""
-    bench = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
     with ReplayServer(recorded("scout")) as server:
-        hire = Hire(server.url, "replay")
-        (number,) = proposing._scout(made.workspace, made.ledger, SILENT, bench, hire, 1)
+        options = AgentOptions(server.url, "replay")
+        (number,) = proposing._scout(bench, options, 1)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
     assert "step 5, loss" in told[0] and "optimizer.lr" in told[1] and "sequences: 8" in told[2]
     assert "model.d_ff' is no key that may be changed" in told[3] and "optimizer.lr cannot be -0.001" in told[4]
@@ -174,17 +176,17 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
 
 
 def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
     with ReplayServer(Session(turns=[])) as server:
-        hire = Hire(server.url, "m", target="optimizer.rate")
+        options = AgentOptions(server.url, "m", target="optimizer.rate")
         with pytest.raises(InputError, match="no key of the recipe"):
-            proposing._scout(made.workspace, made.ledger, SILENT, bench, hire, 1)
+            proposing._scout(bench, options, 1)
     with pytest.raises(InputError, match="no endpoint"):
-        proposing._scout(made.workspace, made.ledger, SILENT, bench, Hire(model="m"), 1)
+        proposing._scout(bench, AgentOptions(model="m"), 1)
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-    assert agents_at_work.called(made.workspace, NOBODY) and not agents_at_work.called(made.workspace, Hire("none"))
-    with pytest.raises(InputError, match="the endpoint is none"):
-        proposing._scout(made.workspace, made.ledger, SILENT, bench, Hire("none", model="m"), 1)
+    assert wants_model(made.workspace, AgentOptions()) and not wants_model(made.workspace, AgentOptions("none"))
+    with pytest.raises(InputError, match="--endpoint none cannot be used"):
+        proposing._scout(bench, AgentOptions("none", model="m"), 1)
     assert server.requests == [] and made.left_behind() == []
 
 
@@ -293,8 +295,8 @@ def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> 
     (made.target / TINY).write_text((made.target / TINY).read_text().replace(RATE, LOW))
     git(made.target, "commit", "-q", "-am", "a rate that is much too low")
     base = made.base
-    bench = Bench(made.workspace, made.ledger, base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
-    (number,) = proposing._scout(made.workspace, made.ledger, SILENT, bench, NOBODY, 1)
+    bench = LiveWorkbench(made.workspace, made.ledger, base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    (number,) = proposing._scout(bench, AgentOptions(), 1)
     assert number is not None
     found = judged(made, number)
     assert (

@@ -8,35 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.gates.case import Stage
 from factory.gates.patch.judge import Gain, judge_patch, told_gain
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import evals, exploits, isolated, oracle, scope, static, training
-from factory.gates.release.judge import Verdict
 from factory.gates.staged_gate import StagedGate
-from factory.git.repository import Applied
-from factory.ledger.ledger import Ledger
 
-GATE = "patch"
 STAGES: tuple[Stage, ...] = (scope, static, oracle, exploits, isolated, training, evals)
 
 
-def decide(
-    workspace: Workspace,
-    ledger: Ledger,
-    number: int,
-    applied: Applied,
-    progress: Progress,
-    *,
-    tries: int,
-    patch_id: str,
-) -> tuple[int, Verdict, dict[str, Any]]:
-    """Judge a proposal: (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; nothing is recorded then."""
-    policy = PatchPolicy.load(workspace.policy("gates/patch.yaml"))
-    gate = StagedGate(GATE, policy, STAGES, judge_patch, _gain)
-    return gate.decide(workspace, ledger, number, applied, progress, tries=tries, patch_id=patch_id)
+def patch_gate(workspace: Workspace) -> StagedGate[PatchPolicy]:
+    """Raises: ConfigError."""
+    return StagedGate("patch", PatchPolicy.load(workspace.policy("gates/patch.yaml")), STAGES, judge_patch, _gain)
 
 
 def _gain(policy: PatchPolicy, stages: Mapping[str, Any], tries: int) -> Gain | None:
