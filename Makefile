@@ -40,10 +40,10 @@ bench: setup-dev
 
 # Three processes over every op × implementation × shape; some minutes.
 bench-report: setup-dev
-	@$(BIN)/python -m benchmarks.kernel_report
+	@$(BIN)/python -m benchmarks.ops.kernel_report
 
 bench-baseline: setup-dev
-	@$(BIN)/python -m benchmarks.kernel_report --baseline
+	@$(BIN)/python -m benchmarks.ops.kernel_report --baseline
 
 clean:
 	rm -rf $(VENV) workspace .pytest_cache .mypy_cache .ruff_cache

@@ -12,15 +12,15 @@ import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
-import postgres_server
 import pytest
 
 from factory.core import devices
 from factory.core.workspace import Config, Workspace
 from factory.demo.demo import plain_kernels
 from factory.ledger.ledger import Ledger
+from tests.support import postgres_server
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 GIT = [
     "git",
     "-c",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from factory.git.scope import AgentsPolicy
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
     "kernels": {"kernels"},
     "trainer": {"trainer", "kernels"},
@@ -125,7 +125,9 @@ def test_no_circle_between_folders() -> None:
 
 
 def test_no_folder_holds_too_much() -> None:
-    count = Counter(path.parent for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
+    folders = (*MAY_IMPORT, "tests", "benchmarks", "policies", "docs")
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    count = Counter(path.parent for path in files if "__pycache__" not in path.parts)
     assert {str(folder): n for folder, n in count.items() if n > 15} == {}
 
 
@@ -193,3 +195,12 @@ def test_what_judges_imports_nothing_that_agents_may_patch() -> None:
     ]:
         ways = _reached(name, graph)
         assert not (found := (PATCHABLE | RUN_PATCHABLE) & set(ways)), " → ".join(ways[min(found)])
+
+
+def test_tests_import_no_test() -> None:
+    """What tests share lies in tests/support."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for imported in imports(path):
+            last = imported.split(".")
+            shared = last[0] != "tests" or last[1:2] in ([], ["support"])
+            assert shared and not last[0].startswith("test_"), f"{path.relative_to(ROOT)} imports {imported}"

@@ -19,7 +19,7 @@ PADDING = -1  # document number of positions that hold nothing
 
 @dataclass(frozen=True)
 class Batch:
-    """The part of a global batch that one rank trains on. B rows of T positions."""
+    """The part of a global batch that one rank trains on: B rows of T = ``model.context`` positions (see ``make_batch``)."""
 
     step: int
     tokens_BT: Tensor  # int64, inputs
@@ -48,7 +48,39 @@ class Batch:
 
 
 def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
-    """Move ``order`` one step on and read the rows of ``rank``: every ``ranks``-th, from ``rank`` on."""
+    """Move ``order`` one step on and read the rows of ``rank``: every ``ranks``-th, from ``rank`` on.
+
+    A loss is Σ weight · nll. A weight is 1 / (supervised targets of the global batch), 0 where the target carries no loss,
+    so that the sum over rows, micro-batches and ranks is the mean over the batch's supervised tokens. A text of 5 tokens and
+    a chat of 4, of which only the last two carry loss, in one row of 8 positions:
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from trainer.contract.data.data_plan import DataPlan
+    >>> from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+    >>> from trainer.contract.recipe import BatchRecipe
+    >>> text, text_mask = np.array([11, 12, 13, 14, 0], np.uint32), np.ones(5, bool)
+    >>> chat, chat_mask = np.array([21, 22, 23, 24], np.uint32), np.array([False, False, True, True])
+    >>> documents = [TokenizedDocument("text", "1", "all", "us", "MIT", text, text_mask)]
+    >>> documents += [TokenizedDocument("chat", "2", "all", "us", "MIT", chat, chat_mask)]
+    >>> with TemporaryDirectory() as folder:
+    ...     shard = write_token_shard(Path(folder), documents, vocab_size=32, tokenizer_sha256="")
+    ...     planned = {"id": shard.id, "path": str(shard.path), "generation": 0}
+    ...     plan = DataPlan.from_json({"token_shards": [planned], "weights": {"all": 1.0}})
+    ...     batch = make_batch(DataOrder(plan, context=8, batch=BatchRecipe(sequences=1), vocab_size=32))
+    >>> batch.tokens_BT.tolist()
+    [[11, 12, 13, 14, 21, 22, 23, 0]]
+    >>> batch.targets_BT.tolist()
+    [[12, 13, 14, 0, 22, 23, 24, 0]]
+    >>> batch.documents_BT.tolist()
+    [[0, 0, 0, 0, 1, 1, 1, -1]]
+    >>> batch.positions_BT.tolist()
+    [[0, 1, 2, 3, 0, 1, 2, 0]]
+    >>> (batch.weights_BT * batch.supervised).tolist()
+    [[1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0]]
+    >>> batch.supervised, batch.used
+    (6, 7)
+    """
     step = order.step
     rows = order.next_rows()
     mine = rows[rank::ranks]

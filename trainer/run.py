@@ -21,12 +21,29 @@ from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.model.transformer import Decoder
+from trainer.monitor.hook import Hook, Outcome, Update, to_host
 from trainer.monitor.metrics import device_name, memory_bytes
-from trainer.monitor.monitor import Half, Monitor
+from trainer.monitor.monitor import Monitor
 from trainer.monitor.stability import Detector, ThroughputDetector, clip_and_skip
 from trainer.optim.optimizer import Optimizer, squares
 from trainer.optim.schedule import lr_share
 from trainer.parallel.ranks import Ranks, first_holder, local
+
+
+class Sums:
+    """Over rows of a batch: views of one fp32 tensor on the device, so that one message sums them over the ranks."""
+
+    def __init__(self, all: Tensor) -> None:
+        """``all``: [loss, nll by domain…, supervised tokens by domain…, supervised tokens of the first half]."""
+        domains = (len(all) - 2) // 2
+        self.all = all
+        self.loss = all[0]  # with the auxiliary losses
+        self.nll_D = all[1 : 1 + domains]
+        self.supervised_D = all[1 + domains : -1]
+        self.supervised_in_half = all[-1]  # 0 where the monitor keeps nothing of the first half
+
+    def named(self) -> dict[str, Tensor]:
+        return {name: view for name, view in vars(self).items() if name != "all"}
 
 
 class Run:
@@ -53,6 +70,7 @@ class Run:
         self.monitor = Monitor(self.optimizer, ranks)
         self.detector = Detector(recipe.stability)
         self.throughput = ThroughputDetector(recipe.stability, f"{ranks.size} × {device_name(ranks.device)}")
+        self.hooks: list[Hook] = [self.monitor, self.detector, self.throughput]
         self.counters: dict[str, Any] = {
             "tokens": 0,
             "supervised_tokens": 0,
@@ -89,65 +107,62 @@ class Run:
             self.model.compile(2 * (1 + len(recipe.batch.warmup)))  # each whole and halved
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
-        """One update. Returns the record of the step."""
+        """One update. Returns the record of the step, without rates and times."""
         recipe, spec = self.recipe, self.spec
         lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
-        sums, load, half = self._backward(batch)
+        sums, load = self._backward(batch)
         gradients = self.optimizer.gradients()
-        domains = len(self.order.domains)
-        # one message: the sums, the square of each gradient, and whether any rank was asked to stop
-        asked = sums.new_full((1,), float(self.stop_asked))
-        message = torch.cat((sums, squares(gradients) * self.monitor.shares, asked))
-        self.ranks.sum_(message)
-        sums, squares_P, asked = message.split((len(sums), len(gradients), 1))
+        sums, squares_P, stop = self._over_ranks(sums, squares(gradients) * self.monitor.shares)
         norm = squares_P.sum().sqrt()
-        divide_by, skip = clip_and_skip(sums[0], norm, recipe.stability.grad_clip, self.detector.grad_norm_limit())
-        before = self.monitor.begin(batch.step, half, gradients)
+        divide_by, skip = clip_and_skip(sums.loss, norm, recipe.stability.grad_clip, self.detector.grad_norm_limit())
+        update = Update(batch.step, gradients, squares_P)
+        for hook in self.hooks:
+            hook.before_update(update)
         if self.writer is not None:
             self.writer.wait_until_copied()
         self.optimizer.step(lr, divide_by, skip)
         self._balance(load, skip)
         self.optimizer.zero_grad()
-        measured = self.monitor.measure(before)
-        layer_norms = self.monitor.layer_norms(squares_P)
-        numbers = torch.cat((torch.stack((norm, skip)), layer_norms, measured, asked, sums)).tolist()
-        grad_norm, skipped, numbers = numbers[0], bool(numbers[1]), numbers[2:]
-        by_layer, numbers = dict(zip(self.monitor.layers, numbers)), numbers[len(layer_norms) :]
-        measured_here, (stop, total, *by_domain) = numbers[: len(measured)], numbers[len(measured) :]
-        nll, count, half_tokens = by_domain[:domains], by_domain[domains:-1], by_domain[-1]
-        loss = sum(nll) / max(1.0, sum(count))
-        self.stop_asked = bool(stop)
+        own = {"grad_norm": norm, "skipped": skip, "stop": stop, **sums.named()}
+        host, *of_hooks = to_host(own, *(hook.after_update(update) for hook in self.hooks))  # the step's one wait
+        (grad_norm,), (skipped,), (stop_asked,) = host["grad_norm"], map(bool, host["skipped"]), host["stop"]
+        (total,), (in_half,) = host["loss"], host["supervised_in_half"]
+        by_domain = list(zip(self.order.domains, host["nll_D"], host["supervised_D"], strict=True))
+        loss = sum(host["nll_D"]) / max(1.0, sum(host["supervised_D"]))
+        outcome = Outcome(batch.supervised, in_half, skipped)
+        self.stop_asked = bool(stop_asked)
         self.counters["tokens"] += batch.used
         self.counters["supervised_tokens"] += batch.supervised
         self.counters["documents"] = batch.state_after["documents_begun"]
         self.counters["updates"] += not skipped
         self.step, self.sampler = batch.step + 1, batch.state_after
-        return {
+        record = {
             "step": batch.step,
             "kind": spec.kind,
             "tokens": self.counters["tokens"],
             "supervised_tokens": self.counters["supervised_tokens"],
             "loss": loss,
             "z_loss": total - loss,
-            **{f"loss/{name}": n / c for name, n, c in zip(self.order.domains, nll, count) if c},
+            **{f"loss/{name}": nll / count for name, nll, count in by_domain if count},
             "grad_norm": grad_norm,
-            **{f"grad_norm/{layer}": value for layer, value in by_layer.items()},
-            **self.monitor.record(before, measured_here, by_layer, batch.supervised, half_tokens, skipped),
-            "lr": lr,
-            "skipped": skipped,
-            "memory": memory_bytes(self.ranks.device),
         }
+        for hook, numbers in zip(self.hooks, of_hooks, strict=True):
+            record |= hook.record(numbers, outcome)
+        return record | {"lr": lr, "skipped": skipped, "memory": memory_bytes(self.ranks.device)}
 
-    def _backward(self, batch: Batch) -> tuple[Tensor, Tensor | None, Half | None]:
-        """Gradients of this rank's rows.
+    def _over_ranks(self, sums: Sums, squares_P: Tensor) -> tuple[Sums, Tensor, Tensor]:
+        """The sums over all ranks of both and of ``stop_asked`` (above 0: some rank was asked to stop), in one message."""
+        stop = sums.all.new_full((1,), float(self.stop_asked))
+        message = torch.cat((sums.all, squares_P, stop))
+        self.ranks.sum_(message)
+        summed, squares_P, stop = message.split((len(sums.all), len(squares_P), 1))
+        return Sums(summed), squares_P, stop
 
-        Returns ([loss, nll by domain…, supervised tokens by domain…, those of the first half], fp32; tokens [expert
-        layers, experts] or None; what the monitor keeps of the first half of several micro-batches).
-        """
+    def _backward(self, batch: Batch) -> tuple[Sums, Tensor | None]:
+        """Gradients of this rank's rows. Returns (sums of its rows, tokens [expert layers, experts] or None)."""
         domains = len(self.order.domains)
-        sums = torch.zeros(2 + 2 * domains, device=self.ranks.device)
+        sums = Sums(torch.zeros(2 + 2 * domains, device=self.ranks.device))
         numbers_D1 = torch.arange(domains, device=self.ranks.device)[:, None]
-        half: Half | None = None
         load: Tensor | None = None
         part_of = self.model.tensor.part
         experts = self.recipe.model.experts
@@ -163,14 +178,14 @@ class Run:
             carries_N = part_of(part["weights_BT"]).flatten() > 0
             # no indexing by a mask, which would wait for the device; no scattered adds, whose order may change
             counts_DN = (domains_BS.flatten() == numbers_D1) & carries_N
-            sums[0] += loss.detach()
-            sums[1 : 1 + domains] += torch.where(counts_DN, nll_BS.flatten(), 0.0).sum(1)
-            sums[1 + domains : -1] += counts_DN.sum(1)
-            if done == len(parts) // 2 and (half := self.monitor.half(batch.step, split)) is not None:
-                sums[-1] = sums[1 + domains : -1].sum()
+            sums.loss.add_(loss.detach())
+            sums.nll_D.add_(torch.where(counts_DN, nll_BS.flatten(), 0.0).sum(1))
+            sums.supervised_D.add_(counts_DN.sum(1))
+            if done == len(parts) // 2 and self.monitor.half(batch.step, split):
+                sums.supervised_in_half.copy_(sums.supervised_D.sum())
             if found is not None:
                 load = found if load is None else load + found
-        return sums, load, half
+        return sums, load
 
     def _rows_at_once(self, batch: Batch) -> tuple[int, bool]:
         """(rows of a micro-batch, were they one micro-batch that is split in two for the noise scale's sake?)."""
@@ -203,9 +218,7 @@ class Run:
             "code_commit": self.spec.code_commit,
             "first_step": self.spec.first_step,
             "sampler": self.sampler,
-            "detector": self.detector.state_dict(),
-            "throughput": self.throughput.state_dict(),
-            "monitor": self.monitor.state_dict(),
+            **{hook.key: hook.state_dict() for hook in self.hooks},
             "counters": dict(self.counters),
             "at_start": self.at_start,
             "skipped": [asdict(bad) for bad in self.skipped],
@@ -263,9 +276,9 @@ class Run:
         except KeyError as missing:
             raise CheckpointError(f"recipe.optimizer does not fit the checkpoint: it has no {missing}") from None
         state = checkpoints.read_state(start)
-        self.detector.load_state_dict(state["detector"])
-        self.throughput.load_state_dict(state["throughput"])
-        self.monitor.load_state_dict(state["monitor"])
+        for hook in self.hooks:
+            if hook.key in state:
+                hook.load_state_dict(state[hook.key])
         self.counters = dict(state["counters"])
         same_segment = (state["kind"], state["first_step"]) == (self.spec.kind, self.spec.first_step)
         if same_segment and state["step"] > self.spec.first_step:

@@ -8,7 +8,6 @@ Started again on the same folder it goes on from its newest good checkpoint, to 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import asdict
@@ -16,8 +15,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from kernels.contract.files import write_atomically
 from kernels.contract.host_memory import release_freed_memory
-from kernels.contract.precision import matrix_units
+from kernels.contract.precision import bf16_matmul
 from trainer.batch import prefetch
 from trainer.checkpoint_writer import Writer
 from trainer.contract import stopping
@@ -57,7 +57,7 @@ def run_segment(folder: Path) -> None:
                 print(f"recipe: {warning}", file=sys.stderr, flush=True)
             if others := "; ".join(str(kernel) for kernel in run.kernels if kernel.by != kernel.chosen):
                 print(f"kernels: {others}", flush=True)  # what the policy allows is no error
-        with matrix_units(DTYPES[spec.recipe.precision]):
+        with bf16_matmul(DTYPES[spec.recipe.precision]):
             train(folder, run)
     finally:
         ranks.leave()
@@ -126,8 +126,7 @@ def train(folder: Path, run: Run) -> None:
             run.counters["seconds"] = now - began
             record |= {"tokens_per_s": rate, "mfu": rate * flops_per_token / peak, "data_wait_s": waited}
             metrics.write(record | {"time": time.time()})
-            found = run.detector.observe(batch.step, record["loss"], record["grad_norm"], record["skipped"])
-            for anomaly in found + run.throughput.observe(batch.step, rate):
+            for anomaly in (anomaly for hook in run.hooks for anomaly in hook.after_step(record)):
                 anomalies.write(asdict(anomaly) | {"documents": document_keys(run.order, batch.rows)})
                 anomalies.flush()
             ended = run.step == spec.last_step
@@ -173,12 +172,7 @@ def write_result(folder: Path, run: Run) -> None:
         "skipped_checkpoints": [asdict(bad) for bad in run.skipped],
         "domains_without_weight": [d for d in run.order.domains if not any(n.rpartition("/")[0] == d for n in shares)],
     }
-    aside = folder / ".result.json.writing"
-    with open(aside, "w") as out:
-        out.write(json.dumps(result, indent=1))
-        out.flush()
-        os.fsync(out.fileno())
-    aside.replace(folder / "result.json")
+    write_atomically(folder / "result.json", json.dumps(result, indent=1))
 
 
 def mean_of(values: list[float]) -> float | None:

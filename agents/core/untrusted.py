@@ -1,6 +1,6 @@
-"""Text that nobody vouches for: files, logs, and whatever a model says. It is bounded, stripped of what a terminal obeys, and marked as data.
+"""Untrusted text: files, logs, and whatever a model writes. It is bounded, cleared of what a terminal obeys, and marked as data.
 
-What a model reads of the world stands between two lines that carry the text's own hash, so that no text can contain its own end.
+What a model reads stands between two lines that carry the hash of the text, so that no text can contain its own end.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ import unicodedata
 INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 
 
+def shown(text: str) -> str:
+    """The text with every invisible character except tab and newline replaced by ``�``."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c in "\t\n" or unicodedata.category(c) not in INVISIBLE else "\ufffd" for c in text)
+
+
 def visible(text: str, limit: int) -> str:
-    """At most ``limit`` characters (and a note of how many are missing); invisible ones but tab and newline become ``�``."""
-    cut = text[:limit]
-    shown = "".join(c if c in "\t\n" or unicodedata.category(c) not in INVISIBLE else "\ufffd" for c in cut)
-    return shown if len(text) <= limit else f"{shown}\n[{len(text) - limit} characters more are left out]"
+    """As ``shown``, at most ``limit`` characters, and a note of how many are left out."""
+    cut = shown(text[:limit])
+    return cut if len(text) <= limit else f"{cut}\n[{len(text) - limit} characters more are left out]"
 
 
 def one_line(text: str, limit: int) -> str:
@@ -27,6 +33,6 @@ def one_line(text: str, limit: int) -> str:
 
 def quoted(what: str, text: str, limit: int = 16_000) -> str:
     """``text`` as data for a model: bounded, named, between marks that it cannot contain."""
-    shown = visible(text, limit)
-    mark = hashlib.sha256(shown.encode("utf-8", "replace")).hexdigest()[:16]
-    return f"<data {mark}: {one_line(what, 200)}>\n{shown}\n</data {mark}>"
+    bounded = visible(text, limit)
+    mark = hashlib.sha256(bounded.encode("utf-8", "replace")).hexdigest()[:16]
+    return f"<data {mark}: {one_line(what, 200)}>\n{bounded}\n</data {mark}>"

@@ -23,7 +23,7 @@ from agents.line_profiler.stopwatch import Lap, crossing, laps, no_collector, se
 from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
 from agents.line_profiler.traced_lines import traced_lines
 from agents.line_profiler.workload import make_run, smallest
-from kernels.contract.precision import matrix_units
+from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
 from trainer.contract.plan.precision import DTYPES, device_here, resolved
@@ -68,7 +68,7 @@ def measure(
     Raises: TrainerError, KernelError.
     """
     recipe = resolved(recipe, device_here())
-    with matrix_units(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
+    with bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
         report("eager step")
         run = make_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
         device = run.ranks.device

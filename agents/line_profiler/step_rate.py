@@ -17,7 +17,7 @@ from pathlib import Path
 from agents.line_profiler.workload import make_run
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.op import KernelError
-from kernels.contract.precision import matrix_units
+from kernels.contract.precision import bf16_matmul
 from trainer.batch import make_batch
 from trainer.contract.errors import TrainerError
 from trainer.contract.plan.precision import DTYPES, device_here, resolved
@@ -33,7 +33,7 @@ def rate(recipe: Recipe, kernels: Path, steps: int = STEPS, seconds: float = SEC
     """
     began = time.perf_counter()
     recipe = resolved(recipe, device_here())
-    with matrix_units(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="rate-") as folder:
+    with bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="rate-") as folder:
         run = make_run(recipe, kernels, Path(folder), steps=steps + 2, compile=recipe.compile)
         run.train_step(make_batch(run.order).to(run.ranks.device))
         started = time.perf_counter()

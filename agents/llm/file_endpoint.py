@@ -18,6 +18,7 @@ from typing import Any
 
 from agents.llm.exchange import LlmError, Reply, Request, SendError, read_reply
 from agents.llm.policy import LlmPolicy
+from kernels.contract.files import write_atomically
 
 POLL_SECONDS = 0.2
 
@@ -40,7 +41,7 @@ class FileEndpoint:
         asked, answered = (self.folder / f"{name}.{kind}.json" for kind in ("request", "reply"))
         try:
             if not asked.exists():
-                _write(asked, body)
+                write_atomically(asked, body)
         except OSError as error:
             raise SendError(f"{asked}: {error.strerror}", again=False, charged=False) from None
         deadline, told = time.monotonic() + self.policy.file_wait_seconds, ""
@@ -59,16 +60,6 @@ class FileEndpoint:
                 why = f"no usable reply after {self.policy.file_wait_seconds:g} s ({wrong}); run the same command again to go on"
                 raise SendError(why, again=False, charged=False)
             time.sleep(POLL_SECONDS)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """There whole or not at all, also after a power cut."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with open(aside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
 
 
 def _read(path: Path, limit: int) -> Reply:

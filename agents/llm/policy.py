@@ -15,6 +15,7 @@ class Budget(Strict):
     tokens: int = Field(gt=0)
     """In and out together."""
     usd: float = Field(ge=0, allow_inf_nan=False)
+    """At the prices of this policy."""
 
 
 class LlmPolicy(Strict):
@@ -24,10 +25,13 @@ class LlmPolicy(Strict):
     """A base URL like ``https://host/v1``, or ``files:FOLDER``. Empty: what ``--endpoint`` or ``OPENAI_BASE_URL`` says. The
     key is never written down: it is ``OPENAI_API_KEY``."""
     model: str = ""
+    """Name of the model, as the endpoint knows it."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     """None: the model's own (some accept no other)."""
     usd_per_million_input_tokens: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """The provider's price."""
     usd_per_million_output_tokens: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """The provider's price."""
     reply_tokens: int = Field(default=16_000, gt=0)
     """A reply of more is cut off."""
     limit_parameter: Literal["max_completion_tokens", "max_tokens"] = "max_completion_tokens"

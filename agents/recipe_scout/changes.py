@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from agents.core.yaml_edit import Scalar, written
 from agents.recipe_scout.course import Course
-from agents.recipe_scout.lines import Scalar, written
 from trainer.contract.plan.run_plan import lr_by_rule
 
 STEPS_OF_RATE = (2.0, 1.4)  # factors that the rate is moved by, the larger one first

@@ -7,10 +7,10 @@ from typing import Any
 
 from agents.core.proposal import QUALITY, Edit, Proposal
 from agents.core.untrusted import one_line
+from agents.core.yaml_edit import Scalar, change_recipe, values, written
 from agents.loop.role import DraftError
 from agents.loop.said import number, read_object, text
 from agents.recipe_scout.course import Course
-from agents.recipe_scout.lines import Scalar, changed, values, written
 from agents.recipe_scout.prompts import MOST_CHANGES
 from agents.recipe_scout.scout import AGENT
 from trainer.contract.errors import RecipeError
@@ -37,7 +37,7 @@ def read_change(arguments: str, course: Course, recipe: str, asked: str) -> Prop
     new = recipe
     for key, value in new_values.items():
         try:
-            new, made = changed(new, key.split("."), value)
+            new, made = change_recipe(new, key.split("."), value)
         except RecipeError as error:
             raise DraftError(f"{key} cannot be {written(value)}: {one_line(str(error), 300)}") from None
     after = values(made)

@@ -9,6 +9,7 @@ from functools import partial
 from agents.core.proposal import QUALITY, Proposal, gain_words
 from agents.core.untrusted import quoted
 from agents.core.workbench import Workbench
+from agents.core.yaml_edit import values
 from agents.loop import tools
 from agents.loop.role import Aim, JsonObject, TargetError
 from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, tool
@@ -16,7 +17,6 @@ from agents.recipe_scout import prompts
 from agents.recipe_scout.changes import all_changes
 from agents.recipe_scout.course import Course
 from agents.recipe_scout.draft import read_change
-from agents.recipe_scout.lines import values
 from agents.recipe_scout.scout import AGENT, tried
 
 MOST_IDEAS = 12

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from agents.core.proposal import QUALITY, Edit, Proposal
 from agents.core.workbench import Attempt, Workbench
+from agents.core.yaml_edit import change_recipe, written
 from agents.recipe_scout.changes import Change, Tried, all_changes
 from agents.recipe_scout.course import Course
-from agents.recipe_scout.lines import changed, written
 from trainer.contract.errors import RecipeError
 
 AGENT = "recipe-scout"
@@ -29,7 +29,7 @@ def propose(course: Course, workbench: Workbench) -> Proposal | None:
         if worth < course.least_gain or not course.may_change(change.key) or _waits(change, history):
             continue
         try:
-            new_text, _ = changed(text, change.path, change.new)
+            new_text, _ = change_recipe(text, change.path, change.new)
         except RecipeError:
             continue  # a value that no recipe may have, such as a batch that its micro-batches do not divide
         drafted = _write(course, change, worth, new_text, history)

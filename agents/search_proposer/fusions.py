@@ -3,14 +3,12 @@ model's blocks (the recipe's knob ``compile``)."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from agents.core.proposal import Edit, Proposal
 from agents.core.workbench import ReadError, Workbench
+from agents.core.yaml_edit import set_value
 
 Fusion = Mapping[str, Any]  # one of profile.json's ``fusion_candidates``
 BLOCKS = "trainer/model/transformer.py"  # its lines outside of any op are compiled with the block they stand in
@@ -52,12 +50,9 @@ def compile_blocks(profile: Mapping[str, Any], workbench: Workbench, agent: str)
         return None
     path = f"policies/recipes/{recipe['name']}.yaml"
     try:
-        text = workbench.read(path)
-    except ReadError:
+        changed = set_value(workbench.read(path), ("compile",), True)
+    except (ReadError, ValueError):
         return None  # the recipe is the workspace's own: no patch of the repository changes it
-    changed, found = re.subn(r"(?m)^compile:[ \t]*\w+", "compile: true", text)
-    if found != 1 or yaml.safe_load(changed) != yaml.safe_load(text) | {"compile": True}:
-        return None
     share = min(0.9, sum(f["gain_share"] for f in fusions))
     gain = 1 / (1 - share)
     megabytes = sum(f["bytes_saved"] for f in fusions) / 1e6

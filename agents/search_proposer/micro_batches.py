@@ -11,7 +11,7 @@ from typing import Any
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.workbench import MeasurementError, ReadError, Workbench
-from agents.recipe_scout.lines import changed
+from agents.core.yaml_edit import change_recipe
 from trainer.contract.errors import RecipeError
 
 LEAST_SHARE = 0.05  # of the step: what takes less says nothing of it
@@ -26,16 +26,16 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Pro
     now = batch.get("micro_sequences") or whole
     path = f"policies/recipes/{recipe.get('name')}.yaml"
     others = [rows for rows in (now // 2, 2 * now) if 0 < rows <= whole and whole % rows == 0]
+    if not others:
+        return None
     try:
-        text = workbench.read(path) if others else ""
+        text = workbench.read(path)
         gains = {rows: _gain(profile, workbench, now, rows) for rows in others}
-        best = max(gains, key=lambda rows: gains[rows], default=now)
-        edited, _ = (
-            changed(text, ("batch", "micro_sequences"), best if best < whole else "null") if others else ("", None)
-        )
+        best = max(gains, key=lambda rows: gains[rows])
+        edited, _ = change_recipe(text, ("batch", "micro_sequences"), best if best < whole else None)
     except (MeasurementError, ReadError, RecipeError):
-        return None  # no seconds left; a recipe of the workspace's own; one that cannot be said in a line
-    if not others or gains[best] <= 1:
+        return None  # no seconds left; a recipe of the workspace's own; one that cannot be edited in place
+    if gains[best] <= 1:
         return None
     return Proposal(
         agent=agent,

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from agents.core.proposal import Edit, Proposal
 from agents.core.workbench import Measurement, MeasurementError, Workbench
+from agents.core.yaml_edit import set_value
 from agents.search_proposer import fusions, micro_batches
 from kernels.contract.choice import automatic, section_of
 
@@ -122,27 +121,5 @@ def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device:
         title=f"{c.op}: {c.before} → {c.after} on {device}",
         hypothesis=hypothesis,
         predicted_gain=c.predicted_gain,
-        edits=(Edit(POLICY, choose(policy, device, c.op, c.after)),),
+        edits=(Edit(POLICY, set_value(policy, (device, c.op), c.after)),),
     )
-
-
-def choose(policy: str, device: str, op: str, implementation: str) -> str:
-    """kernels.yaml with one choice changed: only that line differs, comments stay."""
-    lines = policy.splitlines()
-    section = ""
-    for number, line in enumerate(lines):
-        if line and not line[0].isspace() and not line.startswith("#"):
-            section = line.split(":")[0]
-        if section == device and line.strip().startswith(f"{op}:"):
-            indent = line[: len(line) - len(line.lstrip())]
-            lines[number] = f"{indent}{op}: {implementation}"
-            break
-    else:
-        at = next((n for n, line in enumerate(lines) if line.startswith(f"{device}:")), None)
-        if at is None:
-            lines += [f"{device}:", f"  {op}: {implementation}"]
-        else:
-            lines.insert(at + 1, f"  {op}: {implementation}")
-    text = "\n".join(lines) + "\n"
-    assert yaml.safe_load(text)[device][op] == implementation, text
-    return text

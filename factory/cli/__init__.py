@@ -7,6 +7,7 @@ from factory.cli import code_loop  # noqa: F401
 from factory.cli import profiling  # noqa: F401
 from factory.cli import plan  # noqa: F401
 from factory.cli import look  # noqa: F401
+from factory.cli import config  # noqa: F401
 
 # isort: on
 from factory.cli.app import main

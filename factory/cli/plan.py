@@ -41,13 +41,13 @@ def plan(
     """Plan a run: memory by part, parallelism, batch, steps, days and cost, each with its formula and source."""
     from trainer.contract.errors import TrainerError
     from trainer.contract.plan.plan_report import as_json as plan_json
-    from trainer.contract.plan.run_plan import MACHINES, PRICE, Ask, SizingError, active, plan_run
+    from trainer.contract.plan.run_plan import GPUS, PRICE, Ask, SizingError, active, plan_run
     from trainer.contract.plan.sizing import GB, shape_of
 
     if bool(params) == bool(recipe):
         raise InputError("name one: --params 8e9 or --recipe NAME")
-    if gpu not in MACHINES:
-        raise InputError(f"--gpu: no {gpu!r} in the table{nearest(gpu, MACHINES)}")
+    if gpu not in GPUS:
+        raise InputError(f"--gpu: no {gpu!r} in the table{nearest(gpu, GPUS)}")
     given = {"--gpus": gpus, "--memory": memory, "--mfu": mfu, "--price": price, "--context": context, "--vocab": vocab}
     for flag, value in given.items():
         if value is not None and not value > 0:
@@ -58,7 +58,7 @@ def plan(
         raise InputError(f"--mfu: {mfu:g} is more than the whole peak, which is 1")
     if context is not None and context < 8:
         raise InputError(f"--context: {context} is less than 8")
-    machine = MACHINES[gpu] if memory is None else replace(MACHINES[gpu], memory=memory * GB)
+    chosen_gpu = GPUS[gpu] if memory is None else replace(GPUS[gpu], memory=memory * GB)
     wanted = _number("--tokens", tokens)
     size = _number("--params", params) if params else 0.0
     try:
@@ -66,9 +66,9 @@ def plan(
         shape = (
             asked.model if asked else shape_of(size, vocab or (128_256 if size >= LARGE else 32_000), context or 4096)
         )
-        ask = Ask(shape, wanted, gpus, machine, logit_rows=_logit_rows(), mfu=mfu, price=price or PRICE)
+        ask = Ask(shape, wanted, gpus, chosen_gpu, logit_rows=_logit_rows(), mfu=mfu, price=price or PRICE)
         if asked:
-            rounded = asked.precision != "fp32"  # every machine of the table has bf16, and auto takes it there
+            rounded = asked.precision != "fp32"  # every GPU of the table has bf16, and auto takes it there
             ask = replace(
                 ask,
                 batch=asked.batch,
@@ -153,7 +153,7 @@ def _show(plan: RunPlan) -> None:
     run = table("the run")
     for line in lines(plan):
         run.add_row(line.name, line.text, line.formula, line.source)
-    there = plan.ask.machine.memory
+    there = plan.ask.gpu.memory
     memory = table(f"memory of one GPU of {there / GB:g} GB")
     for part in plan.memory:
         memory.add_row(part.name, f"{part.bytes / GB:.2f} GB", part.formula, part.source)

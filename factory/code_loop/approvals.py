@@ -17,7 +17,7 @@ import sqlalchemy as sa
 import yaml
 
 from agents.core.proposal import Edit, Proposal
-from agents.search_proposer.search_proposer import choose
+from agents.core.yaml_edit import set_value
 from factory.code_loop.revalidating import UNDO, note_validated, record_once
 from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import FactoryError, InputError, WorkspaceError
@@ -213,7 +213,7 @@ def _moved_on(code: Path, row: Row, change: Change, live: str) -> str:
         for op in (op for op in new if old.get(op) != new[op]):
             if held.get(op) != old.get(op):
                 raise InputError(f"{anew}, in its choice of {op}: propose it again")
-            replayed, now = (choose(version, device, op, new[op]) for version in (replayed, now))
+            replayed, now = (set_value(version, (device, op), new[op]) for version in (replayed, now))
     if yaml.safe_load(replayed) != yaml.safe_load(text):
         raise InputError(f"{anew}, and the patch changes more there than choices: propose it again")
     return now

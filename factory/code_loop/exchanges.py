@@ -8,7 +8,6 @@ and money, in MLflow; a trace that failed is made with the next exchange.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, exchanges, meta
 from factory.tracking.mlflow_store import check_writable, waiting_lock
 from factory.tracking.tracking import Tracking
+from kernels.contract.files import write_atomically
 
 DAY = 86_400  # seconds
 RETRY_SECONDS = 60.0  # after MLflow failed: it may take minutes to fail
@@ -92,9 +92,7 @@ class ExchangeBooks:
         folder = self.workspace.logs / "exchanges"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{entry:06d}.json"
-        aside = path.with_suffix(".part")
-        aside.write_text(json.dumps(stored, indent=1))
-        os.replace(aside, path)
+        write_atomically(path, json.dumps(stored, indent=1))
         values = {
             "state": "failed" if exchange.reply is None else "done",
             "tokens": exchange.usage.tokens,

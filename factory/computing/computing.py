@@ -27,6 +27,7 @@ from factory.core import devices
 from factory.core.errors import ConfigError
 from factory.core.launching import die_with
 from factory.core.workspace import Workspace, code_root
+from kernels.contract.files import write_atomically
 
 if TYPE_CHECKING:
     from trainer.contract.recipe import Recipe
@@ -121,10 +122,8 @@ def write_kernels(folder: Path, computing: Computing | None, name: str = "kernel
     kept: dict[str, Any] = {computing["machine"]["device"]: computing["kernels"]}
     if computing["fallback"]:
         kept["fallback"] = computing["fallback"]
-    path, aside = folder / name, folder / f"{name}.part"
-    aside.write_text(yaml.safe_dump(kept, sort_keys=False))
-    os.replace(aside, path)
-    return str(path)
+    write_atomically(folder / name, yaml.safe_dump(kept, sort_keys=False))
+    return str(folder / name)
 
 
 def describe(computing: Computing | None) -> str:

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core.errors import ConfigError, WorkspaceError, nearest
+from factory.core.file_lock import LockedError, file_lock
 from factory.core.yaml_file import load_yaml
 
 VERSION = 1
@@ -33,23 +33,23 @@ FOLDERS = (
 
 @dataclass(frozen=True)
 class Config:
-    """``factory.yaml``. Every key is optional.
-
-    recipe: name of a file in ``policies/recipes/``.
-    repository: the git repository whose code is trained with and patched, relative to the workspace; the factory's own by default.
-    ledger_url, mlflow_uri: SQLAlchemy / MLflow addresses; SQLite files of the workspace by default.
-    ranks: how many ranks train; 0, the default: one for each GPU of this machine, one without any.
-    launcher: what starts the ranks in place of torchrun on this machine, for several machines that share the workspace:
-        ``srun --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500``.
-    """
+    """``factory.yaml``. Every key is optional."""
 
     version: int = VERSION
+    """Of the workspace's layout."""
     recipe: str = "demo"
+    """Name of a file in ``policies/recipes/``."""
     repository: str = ""
+    """The git repository whose code is trained with and patched, relative to the workspace; the factory's own by default."""
     ledger_url: str = ""
+    """SQLAlchemy address; an SQLite file of the workspace by default."""
     mlflow_uri: str = ""
+    """MLflow's address; an SQLite file of the workspace by default."""
     ranks: int = 0
+    """How many ranks train; 0: one for each GPU of this machine, one without any."""
     launcher: str = ""
+    """What starts the ranks in place of torchrun on this machine, for several machines that share the workspace:
+    ``srun --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500``."""
 
 
 def code_root() -> Path:
@@ -195,26 +195,19 @@ class Workspace:
         return cls(root, config)
 
     @contextmanager
-    def lock(self, name: str) -> Iterator[None]:
-        """Hold ``<name>.lock`` for this process; it is the kernel's and dies with the process.
+    def lock(self, name: str, patience: float = 0.0) -> Iterator[None]:
+        """Hold ``<name>.lock`` for this process (``file_lock``).
 
-        Raises: WorkspaceError that names the other process when somebody holds it.
+        Raises: WorkspaceError that names the other process when one holds it for longer than ``patience`` seconds.
         """
-        path = self.root / f"{name}.lock"
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
+        with ExitStack() as held:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
+                held.enter_context(file_lock(self.root / f"{name}.lock", patience))
+            except LockedError as holder:
                 raise WorkspaceError(
-                    f"{self.root} is in use: process {holder} holds {path.name}; wait for it, or stop it first"
+                    f"{self.root} is in use: process {holder} holds {name}.lock; wait for it, or stop it first"
                 ) from None
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
             yield
-        finally:
-            os.close(handle)
 
 
 def _write_config(path: Path, config: Config) -> None:

@@ -20,6 +20,7 @@ from factory.corpus.library import Module, read_module, source_files
 from factory.corpus.shards import LICENSE
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out, token_shards
+from kernels.contract.files import write_atomically
 from trainer.contract.data.token_shard import TokenShard
 
 _OF_EACH = 8
@@ -64,9 +65,7 @@ def write_bad_shard(path: Path, workspace: Workspace, ledger: Ledger) -> Path:
     lines += [_shuffled(line, rng) for line in lines[_OF_EACH // 2 : _OF_EACH]]
     rng.shuffle(lines)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_bytes(b"\n".join(lines) + b"\n")
-    aside.replace(path)
+    write_atomically(path, b"\n".join(lines) + b"\n")
     return path
 
 

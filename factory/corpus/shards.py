@@ -11,6 +11,7 @@ from factory.core.progress import Progress
 from factory.corpus.chat import chats
 from factory.corpus.library import Module, read_module, source_files
 from factory.corpus.pages import describe, paginate, render, split_long, topics
+from kernels.contract.files import write_atomically
 
 LICENSE = "PSF-2.0"
 _LATER = 0.3  # share of the modules that arrive later
@@ -76,8 +77,4 @@ def _draw(text: str) -> float:
 
 def _write_shard(path: Path, documents: list[dict[str, Any]]) -> None:
     documents.sort(key=lambda document: (_draw(document["id"]), document["id"]))
-    aside = path.with_name(f".{path.name}.writing")
-    with open(aside, "w", encoding="utf-8", newline="\n") as out:
-        for document in documents:
-            out.write(json.dumps(document) + "\n")
-    aside.replace(path)
+    write_atomically(path, "".join(json.dumps(document) + "\n" for document in documents))

@@ -221,12 +221,12 @@ def _write_policies(workspace: Workspace, size: Size) -> None:
 
 def plain_kernels(policy: str) -> str:
     """kernels.yaml with what runs untuned in place of ``auto``: where a factory stands before it has measured anything."""
-    from agents.search_proposer.search_proposer import choose
+    from agents.core.yaml_edit import set_value
     from kernels.contract.choice import UNTUNED
 
     for device, choice in yaml.safe_load(policy).items():
         for op in choice if isinstance(choice, dict) else ():
-            policy = choose(policy, device, op, UNTUNED.get(op, "reference"))
+            policy = set_value(policy, (device, op), UNTUNED.get(op, "reference"))
     return policy
 
 
@@ -252,9 +252,7 @@ def _bad_shard(workspace: Workspace, ledger: Ledger) -> Path:
 
     path = workspace.root / "corpus" / BAD_SHARD
     if not path.exists():
-        aside = path.with_suffix(".part")
-        write_bad_shard(aside, workspace, ledger)
-        os.replace(aside, path)
+        write_bad_shard(path, workspace, ledger)
     return path
 
 

@@ -21,13 +21,13 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.evals.baselines import baselines, baselines_key, open_shards
 from factory.evals.export_config import ExportError
-from factory.evals.parity import Check, Subject, parity
+from factory.evals.parity import Check, ParityCase, parity
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import TASK_VERSIONS, Suite, build_suite
 from factory.evals.tasks import (
     DISTRACTORS,
-    Item,
+    EvalItem,
     Sample,
     ScoredText,
     bits_per_byte,
@@ -42,6 +42,7 @@ from factory.evals.tasks import (
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, candidates, data_plans, eval_items, evaluations, record, segments
+from kernels.contract.files import finite
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TokenShardError
 
@@ -94,10 +95,10 @@ def evaluation_of(ledger: Ledger, candidate_id: int, suite: Suite) -> dict[str, 
     return ledger.one(sa.select(evaluations).where(mine))
 
 
-def items_of(ledger: Ledger, evaluation_id: int) -> list[Item]:
+def items_of(ledger: Ledger, evaluation_id: int) -> list[EvalItem]:
     """The items of a recorded evaluation."""
     columns = [eval_items.c[name] for name in ("task", "item", "domain", "cluster", "value", "weight")]
-    return [Item(**row) for row in ledger.rows(sa.select(*columns).where(eval_items.c.evaluation == evaluation_id))]
+    return [EvalItem(**row) for row in ledger.rows(sa.select(*columns).where(eval_items.c.evaluation == evaluation_id))]
 
 
 def _measure(
@@ -109,7 +110,7 @@ def _measure(
     policy: EvalPolicy,
     progress: Progress,
     released: bool,
-) -> tuple[dict[str, Any], list[Item]]:
+) -> tuple[dict[str, Any], list[EvalItem]]:
     export = Path(candidate["export_path"])
     tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
     clock = _Clock()
@@ -167,7 +168,7 @@ def _measure(
         try:
             if not released:
                 checks += parity(
-                    Subject(
+                    ParityCase(
                         export, tokenizer, workspace.tokenizer, token_bytes, model, suite, texts, shards, ledger, policy
                     )
                 )
@@ -180,7 +181,7 @@ def _measure(
 
 
 def _results(
-    bpb_items: list[Item], noise: dict[str, float], cloze_items: list[Item], samples: list[Sample]
+    bpb_items: list[EvalItem], noise: dict[str, float], cloze_items: list[EvalItem], samples: list[Sample]
 ) -> dict[str, Any]:
     right: dict[str, list[float]] = {}
     for item in cloze_items:
@@ -236,7 +237,7 @@ def _parity_summary(checks: list[Check]) -> dict[str, Any]:
     return {"parity": {check.name: {"ok": check.ok, "detail": check.detail} for check in checks}}
 
 
-def _write(ledger: Ledger, candidate_id: int, suite: Suite, summary: dict[str, Any], items: list[Item]) -> int:
+def _write(ledger: Ledger, candidate_id: int, suite: Suite, summary: dict[str, Any], items: list[EvalItem]) -> int:
     with ledger.begin() as tx:
         mine = (evaluations.c.candidate == candidate_id) & (evaluations.c.suite_sha256 == suite.sha256)
         known = tx.execute(sa.select(evaluations.c.id).where(mine)).scalar()
@@ -255,17 +256,6 @@ def _write(ledger: Ledger, candidate_id: int, suite: Suite, summary: dict[str, A
             {"evaluation": number, "suite": suite.sha256[:16], "bpb": summary.get("bpb")},
         )
     return number
-
-
-def finite(value: Any) -> Any:
-    """The value with every NaN and infinity as None: JSON has no word for them, and the gate reads None as missing."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return value
 
 
 class _Clock:

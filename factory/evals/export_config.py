@@ -1,7 +1,7 @@
 """``config.json`` of an export, read as hostile input: every key it may have, what each may say, and the tensors that follow.
 
-Four architectures are known: those whose maths the trainer has. What transformers would assume where a key is missing is
-assumed here too, or the key is asked for. A key that is not listed is refused: some make a server fetch or run code.
+The architectures are those of ``trainer.contract.checkpoint.architectures``. A missing key means what transformers assumes,
+or is an error. A key that is not listed is refused: some make a server fetch or run code.
 """
 
 from __future__ import annotations
@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import InputError
+from trainer.contract.checkpoint.architectures import ARCHITECTURES, Architecture
 
-ARCHITECTURES = {
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-}
 MOST_EXPERTS = 1 << 16  # over all layers; each is three tensors
 
 
@@ -127,20 +122,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (None,),
     "hidden_act": ("silu",),
 }
-_FIXED_OF: dict[str, dict[str, tuple[Any, ...]]] = {
-    "qwen3": {"partial_rotary_factor": (1.0,)},
-    "llama": {"partial_rotary_factor": (1.0,), "mlp_bias": (False,), "pretraining_tp": (1,)},
-    "smollm3": {"partial_rotary_factor": (1.0,), "mlp_bias": (False,)},
-    "glm4_moe": {
-        "n_group": (1,),
-        "topk_group": (1,),
-        "norm_topk_prob": (True,),
-        "routed_scaling_factor": (1.0,),
-        "partial_rotary_factor": (1.0,),  # missing it would be a half, were it not asked for in rope_parameters
-        "num_nextn_predict_layers": (0,),  # missing it would be one, which no tensor here could be of
-        "output_router_logits": (False,),
-    },
-}
 # Keys that change nothing that is measured: names, versions, defaults of training and of a tokenizer.
 _IDLE = {
     "architectures", "model_type", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
@@ -152,19 +133,22 @@ _READ = {"layer_types", "no_rope_layers", "rms_norm_eps", "rope_parameters", "ro
 def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
     """Raises: ExportError naming ``where`` and the key."""
     kind = data.get("model_type")
-    if not isinstance(kind, str) or kind not in ARCHITECTURES or data.get("architectures") != [ARCHITECTURES[kind]]:
-        known = ", ".join(f"{name} ({other})" for other, name in ARCHITECTURES.items())
+    architecture = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if architecture is None or data.get("architectures") != [architecture.class_name]:
+        known = ", ".join(f"{known.class_name} ({name})" for name, known in ARCHITECTURES.items())
         found = f"{str(data.get('architectures'))[:80]} ({str(kind)[:40]})"
         raise ExportError(f"{where}: architectures: expected one of {known}, got {found}")
-    whole = _WHOLE | (_WHOLE_OF_EXPERTS if kind == "glm4_moe" else {})
-    fixed = _FIXED | _FIXED_OF[kind]
+    whole = _WHOLE | (_WHOLE_OF_EXPERTS if architecture.has_experts else {})
+    fixed = _FIXED | architecture.only
     for key, allowed in fixed.items():
         value = data.get(key, allowed[0])
         if value not in allowed or type(value) not in {type(other) for other in allowed}:
             raise ExportError(f"{where}: {key}: expected {allowed[0]!r}, got {str(value)[:80]}")
-    known_keys = _IDLE | _READ | whole.keys() | fixed.keys() | ({"use_qk_norm"} if kind == "glm4_moe" else set())
+    known_keys = (
+        _IDLE | _READ | whole.keys() | fixed.keys() | ({"use_qk_norm"} if architecture.qk_norm is None else set())
+    )
     if strange := sorted(data.keys() - known_keys):
-        raise ExportError(f"{where}: {strange[0][:80]}: no such key is known of {ARCHITECTURES[kind]}")
+        raise ExportError(f"{where}: {strange[0][:80]}: no such key is known of {architecture.class_name}")
     for key in sorted(_IDLE & data.keys() - {"architectures"}):
         values = data[key] if isinstance(data[key], list) else [data[key]]
         if len(values) > 16 or any(isinstance(value, dict | list) or len(str(value)) > 80 for value in values):
@@ -173,7 +157,7 @@ def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
     if fields["heads"] % fields["kv_heads"] or fields["head_dim"] % 2:
         raise ExportError(f"{where}: heads must be a multiple of key-value heads, head_dim must be even")
     experts = None
-    if kind == "glm4_moe":
+    if architecture.has_experts:
         experts = ExpertsConfig(**_whole(where, data, _WHOLE_OF_EXPERTS))
         if experts.per_token > experts.count:
             raise ExportError(
@@ -186,21 +170,25 @@ def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
             )
     return ExportConfig(
         **fields,
-        rope_theta=_rope_theta(where, data, kind),
+        rope_theta=_rope_theta(where, data, architecture),
         norm_eps=_positive(where, "rms_norm_eps", data.get("rms_norm_eps")),
         tied_embeddings=_truth(where, "tie_word_embeddings", data.get("tie_word_embeddings")),
-        qk_norm=_truth(where, "use_qk_norm", data.get("use_qk_norm")) if kind == "glm4_moe" else kind == "qwen3",
-        rope_layers=_rope_layers(where, data, kind, fields["layers"]),
+        qk_norm=(
+            _truth(where, "use_qk_norm", data.get("use_qk_norm"))
+            if architecture.qk_norm is None
+            else architecture.qk_norm
+        ),
+        rope_layers=_rope_layers(where, data, architecture, fields["layers"]),
         experts=experts,
     )
 
 
-def _rope_theta(where: Path | str, data: dict[str, Any], kind: str) -> float:
+def _rope_theta(where: Path | str, data: dict[str, Any], architecture: Architecture) -> float:
     rope = data.get("rope_parameters") or {}
     allowed = {"rope_type", "rope_theta", "partial_rotary_factor"}
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default" or rope.keys() - allowed:
         raise ExportError(f"{where}: rope_parameters: only plain RoPE is known, got {str(rope)[:80]}")
-    share = rope.get("partial_rotary_factor", None if kind == "glm4_moe" else 1.0)
+    share = rope.get("partial_rotary_factor", architecture.rotary_share)
     if type(share) not in (int, float) or share != 1.0:
         raise ExportError(
             f"{where}: rope_parameters: partial_rotary_factor: only RoPE of the whole head is known, got {str(share)[:40]}"
@@ -212,14 +200,14 @@ def _rope_theta(where: Path | str, data: dict[str, Any], kind: str) -> float:
     return _positive(where, "rope_theta", rope.get("rope_theta", data.get("rope_theta")))
 
 
-def _rope_layers(where: Path | str, data: dict[str, Any], kind: str, layers: int) -> tuple[bool, ...]:
+def _rope_layers(where: Path | str, data: dict[str, Any], architecture: Architecture, layers: int) -> tuple[bool, ...]:
     kinds = data.get("layer_types")
     if kinds is not None and kinds != ["full_attention"] * layers:
         raise ExportError(f"{where}: layer_types: expected full_attention {layers} times, got {str(kinds)[:80]}")
     has_rope = data.get("no_rope_layers")
-    if kind != "smollm3":
+    if not architecture.has_nope:
         if has_rope is not None:
-            raise ExportError(f"{where}: no_rope_layers: {ARCHITECTURES[kind]} has none")
+            raise ExportError(f"{where}: no_rope_layers: {architecture.class_name} has none")
         return (True,) * layers
     if (
         not isinstance(has_rope, list)

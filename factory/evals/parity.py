@@ -45,7 +45,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ParityCase:
     """What is checked."""
 
     export: Path
@@ -60,10 +60,10 @@ class Subject:
     policy: EvalPolicy
 
 
-def parity(subject: Subject) -> list[Check]:
+def parity(case: ParityCase) -> list[Check]:
     """All checks but 'export' and 'finite_loss'. A failed check is an answer, not an exception."""
-    count = subject.policy.parity_documents
-    by_hash = sorted(subject.suite.documents, key=lambda document: order("parity", document.key))
+    count = case.policy.parity_documents
+    by_hash = sorted(case.suite.documents, key=lambda document: order("parity", document.key))
     # A document that spells a special token has other ids wherever special tokens are matched in text; its export template defuses it.
     texts = [d.content["text"][:2000] for d in by_hash if d.messages is None and not holds_special(d.content["text"])][
         :count
@@ -71,54 +71,54 @@ def parity(subject: Subject) -> list[Check]:
     chats = [d.messages for d in by_hash if d.messages and not any(holds_special(m["content"]) for m in d.messages)][
         :count
     ]
-    longest = max(subject.texts, key=lambda text: (len(text.tokens), text.document.key))
-    ids = longest.tokens[: subject.model.config.context].tolist()
-    prompt = ids[: max(1, min(16, subject.model.config.context - NEW_TOKENS))]
-    stop = [subject.tokenizer.end_token, subject.tokenizer.stop_token]
+    longest = max(case.texts, key=lambda text: (len(text.tokens), text.document.key))
+    ids = longest.tokens[: case.model.config.context].tolist()
+    prompt = ids[: max(1, min(16, case.model.config.context - NEW_TOKENS))]
+    stop = [case.tokenizer.end_token, case.tokenizer.stop_token]
     served = probe(
         {
-            "export": str(subject.export), "texts": texts, "chats": chats, "logits_of": ids, "generate": prompt, "stop_ids": stop,
-            "max_new_tokens": NEW_TOKENS, "memory_mib": subject.policy.probe_memory_mib,
+            "export": str(case.export), "texts": texts, "chats": chats, "logits_of": ids, "generate": prompt, "stop_ids": stop,
+            "max_new_tokens": NEW_TOKENS, "memory_mib": case.policy.probe_memory_mib,
         },
-        subject.policy.probe_seconds,
+        case.policy.probe_seconds,
     )  # fmt: skip
     return [
-        _tokenizer(subject),
-        _trainer_tokens(subject),
-        *_server(subject, texts, chats, stop, served),
-        _round_trip(subject.tokenizer, texts, served),
-        _held_out_in_training(subject),
-        _shared_ngrams(subject),
-        _logits(subject.model, ids, served),
+        _tokenizer(case),
+        _trainer_tokens(case),
+        *_server(case, texts, chats, stop, served),
+        _round_trip(case.tokenizer, texts, served),
+        _held_out_in_training(case),
+        _shared_ngrams(case),
+        _logits(case.model, ids, served),
         _smoke(served),
     ]
 
 
 # -- trainer against evaluator -----------------------------------------------------------------------------------------
-def _tokenizer(subject: Subject) -> Check:
-    named = {"the workspace": subject.tokenizer.sha256}
-    path = subject.export / "tokenizer.json"
+def _tokenizer(case: ParityCase) -> Check:
+    named = {"the workspace": case.tokenizer.sha256}
+    path = case.export / "tokenizer.json"
     named["the export"] = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "missing"
-    named |= {f"token shard {shard.id[:8]}": shard.manifest["tokenizer_sha256"] for shard in subject.shards}
-    others = [f"{who} has {sha[:12]}" for who, sha in named.items() if sha != subject.tokenizer.sha256]
-    detail = f"{subject.tokenizer.sha256[:12]} in workspace, export and {len(subject.shards)} token shards"
+    named |= {f"token shard {shard.id[:8]}": shard.manifest["tokenizer_sha256"] for shard in case.shards}
+    others = [f"{who} has {sha[:12]}" for who, sha in named.items() if sha != case.tokenizer.sha256]
+    detail = f"{case.tokenizer.sha256[:12]} in workspace, export and {len(case.shards)} token shards"
     return Check("tokenizer", not others, "; ".join(others[:3]) if others else detail)
 
 
-def _trainer_tokens(subject: Subject) -> Check:
+def _trainer_tokens(case: ParityCase) -> Check:
     listed = []
-    for shard in subject.shards:
+    for shard in case.shards:
         columns = [shard.documents.column(name).to_pylist() for name in ("key", "start", "length")]
         listed += [
             (order("parity", key), key, shard, start, length) for key, start, length in zip(*columns, strict=True)
         ]
     listed.sort(key=lambda entry: entry[0])
-    sample = listed[: 2 * subject.policy.parity_documents]
+    sample = listed[: 2 * case.policy.parity_documents]
     wrong, tokens = [], 0
     for _, key, shard, start, length in sample:
         ids, mask = shard.tokens[start : start + length].astype(np.int64), shard.loss_mask(start, start + length)
         tokens += length
-        if not _encodes_again(subject, ids, mask):
+        if not _encodes_again(case, ids, mask):
             wrong.append(key)
     if wrong or not sample:
         return Check(
@@ -133,24 +133,24 @@ def _trainer_tokens(subject: Subject) -> Check:
     )
 
 
-def _encodes_again(subject: Subject, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> bool:
-    tokenizer = subject.tokenizer
+def _encodes_again(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> bool:
+    tokenizer = case.tokenizer
     try:
         if ids[0] == tokenizer.start_token:
-            again = tokenizer.encode_messages(_messages(subject, ids))
+            again = tokenizer.encode_messages(_messages(case, ids))
         else:
-            again = tokenizer.encode_text(_text(subject.token_bytes, ids[:-1]))
+            again = tokenizer.encode_text(_text(case.token_bytes, ids[:-1]))
     except (UnicodeDecodeError, ValueError):
         return False
     return np.array_equal(again[0], ids) and np.array_equal(again[1], mask)
 
 
-def _messages(subject: Subject, ids: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
+def _messages(case: ParityCase, ids: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
     starts, stops = (
-        np.flatnonzero(ids == subject.tokenizer.start_token),
-        np.flatnonzero(ids == subject.tokenizer.stop_token),
+        np.flatnonzero(ids == case.tokenizer.start_token),
+        np.flatnonzero(ids == case.tokenizer.stop_token),
     )
-    turns = [_text(subject.token_bytes, ids[a + 1 : b]) for a, b in zip(starts, stops, strict=True)]
+    turns = [_text(case.token_bytes, ids[a + 1 : b]) for a, b in zip(starts, stops, strict=True)]
     parts = [turn.split("\n", 1) for turn in turns]
     return [{"role": role, "content": content} for role, content in parts]
 
@@ -177,10 +177,10 @@ def _unserved(name: str, served: Served, what: str = "the server side") -> Check
     return Check(name, None if served.out_of_time else False, f"{what} failed: {served.problem}")
 
 
-def _server(subject: Subject, texts: list[str], chats: list[Any], stop: list[int], served: Served) -> list[Check]:
+def _server(case: ParityCase, texts: list[str], chats: list[Any], stop: list[int], served: Served) -> list[Check]:
     if served.problem:
         return [_unserved(name, served) for name in ("server_text", "server_chat", "stop")]
-    tokenizer, answer = subject.tokenizer, served.answer
+    tokenizer, answer = case.tokenizer, served.answer
     wrong_texts = _differences(answer["texts"], [tokenizer.encode_text(text)[0][:-1].tolist() for text in texts])
     wrong_chats = _differences(answer["chats"], [tokenizer.encode_messages(chat)[0][:-1].tolist() for chat in chats])
     wrong_prompts = _differences(answer["prompts"], [tokenizer.prompt(chat[:1]).tolist() for chat in chats])
@@ -224,15 +224,13 @@ def _smoke(served: Served) -> Check:
 
 
 # -- contamination -----------------------------------------------------------------------------------------------------
-def _held_out_in_training(subject: Subject) -> Check:
+def _held_out_in_training(case: ParityCase) -> Check:
     held, train = documents.alias("held"), documents.alias("train")
     both = sa.select(held.c.key, train.c.key.label("train")).join(
         train, held.c.content_sha256 == train.c.content_sha256
     )
-    found = subject.ledger.rows(both.where(held.c.fate == "held_out", train.c.fate == "train").limit(1000))
-    total = subject.ledger.rows(
-        sa.select(sa.func.count()).select_from(documents).where(documents.c.fate == "held_out")
-    )[0]
+    found = case.ledger.rows(both.where(held.c.fate == "held_out", train.c.fate == "train").limit(1000))
+    total = case.ledger.rows(sa.select(sa.func.count()).select_from(documents).where(documents.c.fate == "held_out"))[0]
     if found:
         return Check(
             "no_held_out_in_training",
@@ -246,20 +244,20 @@ def _held_out_in_training(subject: Subject) -> Check:
     )
 
 
-def _shared_ngrams(subject: Subject) -> Check:
-    size = subject.policy.contamination_ngram
-    held = [_hashes(_all_tokens(subject.tokenizer, text), size) for text in subject.texts]
+def _shared_ngrams(case: ParityCase) -> Check:
+    size = case.policy.contamination_ngram
+    held = [_hashes(_all_tokens(case.tokenizer, text), size) for text in case.texts]
     wanted = np.unique(np.concatenate(held)) if held else np.zeros(0, np.uint64)
     seen = np.zeros(len(wanted), bool)
-    for shard in subject.shards:
+    for shard in case.shards:
         for start in range(0, len(shard.tokens), 1 << 21):
             found = _hashes(shard.tokens[start : start + (1 << 21) + size - 1], size)
             if len(wanted) and len(found):
                 place = np.searchsorted(wanted, found).clip(max=len(wanted) - 1)
                 seen[place[wanted[place] == found]] = True
     shares = [float(seen[np.searchsorted(wanted, hashes)].mean()) if len(hashes) else 0.0 for hashes in held]
-    limit = subject.policy.contamination_overlap
-    over = [text.document.key for text, share in zip(subject.texts, shares, strict=True) if share > limit]
+    limit = case.policy.contamination_overlap
+    over = [text.document.key for text, share in zip(case.texts, shares, strict=True) if share > limit]
     words = f"{len(held)} held-out documents, {size}-token runs: largest share also in training data {max(shares, default=0):.0%} (limit {limit:.0%})"
     return Check("no_shared_ngrams", not over, words + (f"; {len(over)} over it, first {over[0]}" if over else ""))
 

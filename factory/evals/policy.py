@@ -17,9 +17,13 @@ class EvalPolicy(Strict):
     window_overlap: Share = 0.25
     """Share of a window that is context only, so that no token but a document's first is predicted from nearly nothing."""
     cloze_items_per_domain: Count = 40
+    """Questions how a held-out passage goes on, a domain."""
     cloze_context_bytes: Count = 256
+    """Bytes of the passage that are shown."""
     cloze_continuation_bytes: Count = 64
+    """Bytes of each answer to choose from."""
     chat_samples: Count = 12
+    """Held-out questions that the model answers."""
     chat_tokens: Count = 96
     """Longest greedy answer."""
     baseline_bytes_per_domain: Count = 4_000_000
@@ -36,6 +40,7 @@ class EvalPolicy(Strict):
     probe_seconds: Count = 120
     """Time limit of the load-and-generate test; the machine may be busy, it takes about 10 s alone."""
     probe_memory_mib: Count = 6144
+    """Memory limit of that test."""
 
     @classmethod
     def load(cls, path: Path) -> EvalPolicy:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from factory.core.launching import die_with
+from trainer.contract.checkpoint.architectures import ARCHITECTURES
 
 PROBE = Path(__file__).with_name("server_probe.py")
 AGAIN = 5  # times as long as the first attempt's is the second's limit
@@ -42,7 +43,9 @@ def _attempt(request: dict[str, Any], seconds: int) -> Served:
     with tempfile.TemporaryDirectory(prefix="factory-probe-") as name:
         folder = Path(name)
         asked, answered = folder / "request.json", folder / "answer.json"
-        asked.write_text(json.dumps(request | {"cpu_seconds": max(4, os.cpu_count() or 1) * seconds}), encoding="utf-8")
+        cpu_seconds = max(4, os.cpu_count() or 1) * seconds
+        classes = {model_type: known.class_name for model_type, known in ARCHITECTURES.items()}
+        asked.write_text(json.dumps(request | {"cpu_seconds": cpu_seconds, "classes": classes}), encoding="utf-8")
         environment = {
             "PATH": os.defpath, "HOME": name, "HF_HOME": name, "TMPDIR": name, "LANG": "C.UTF-8",
             "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false",

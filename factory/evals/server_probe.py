@@ -1,7 +1,7 @@
 """What a server would see: loads an export with transformers, as vLLM's users do, and says what came of it.
 
 Run as ``python -I server_probe.py REQUEST ANSWER`` in a process of its own, with a clean environment; knows nothing of the factory. Reads
-REQUEST (JSON: export, texts, chats, logits_of, generate, max_new_tokens, stop_ids, memory_mib, cpu_seconds), writes ANSWER (JSON) and
+REQUEST (JSON: export, classes, texts, chats, logits_of, generate, max_new_tokens, stop_ids, memory_mib, cpu_seconds), writes ANSWER (JSON) and
 ANSWER.npy (fp32 logits [T, V] of ``logits_of``). The limits are set before anything of the export is read.
 """
 
@@ -13,14 +13,6 @@ import resource
 import sys
 import time
 from typing import Any
-
-# What may be loaded, by the model_type that an export names: classes of transformers itself, never code of the export.
-ARCHITECTURES = {
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-}
 
 
 def main(request_path: str, answer_path: str) -> None:
@@ -40,7 +32,8 @@ def main(request_path: str, answer_path: str) -> None:
     export = request["export"]
     with open(os.path.join(export, "config.json"), encoding="utf-8") as file:
         config = json.load(file)
-    name = ARCHITECTURES.get(str(config.get("model_type")))
+    # by model_type: classes of transformers itself, never code of the export
+    name = request["classes"].get(str(config.get("model_type")))
     if name is None or config.get("architectures") != [name]:
         raise SystemExit(f"no known architecture: {str(config.get('architectures'))[:80]}")
     model_class = getattr(transformers, name)

@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from factory.evals.tasks import Item
+from factory.evals.tasks import EvalItem
 
 REPLICATES = 10_000
 CLOZE = "cloze"
@@ -36,7 +36,11 @@ class Bounds:
 
 
 def compare(
-    candidate: Sequence[Item], champion: Sequence[Item], weights: Mapping[str, float], suite_sha256: str, alpha: float
+    candidate: Sequence[EvalItem],
+    champion: Sequence[EvalItem],
+    weights: Mapping[str, float],
+    suite_sha256: str,
+    alpha: float,
 ) -> tuple[Bounds, dict[str, Bounds]] | None:
     """(target, {measure: bounds}) where measures are the domains (bits per byte) and 'cloze' (share right); None when items differ.
 
@@ -88,7 +92,7 @@ def holm(lower: Mapping[str, Mapping[int, float]], floor: Mapping[str, float]) -
         shown |= dict.fromkeys(passed, True)
 
 
-def _measure(item: Item) -> str:
+def _measure(item: EvalItem) -> str:
     return CLOZE if item.task == CLOZE else item.domain
 
 

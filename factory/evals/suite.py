@@ -23,7 +23,7 @@ TASK_VERSIONS = {"bpb": 1, "cloze": 1, "chat": 2, "baselines": 1, "noise": 1}
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutDocument:
     """One held-out document. ``content`` is {"text": …} or {"messages": […]}."""
 
     key: str
@@ -39,13 +39,13 @@ class HeldOut:
 @dataclass(frozen=True)
 class Suite:
     sha256: str
-    documents: tuple[HeldOut, ...]  # sorted by domain, then by hash
+    documents: tuple[HeldOutDocument, ...]  # sorted by domain, then by hash
 
     @property
     def domains(self) -> list[str]:
         return sorted({document.domain for document in self.documents})
 
-    def of(self, domain: str) -> list[HeldOut]:
+    def of(self, domain: str) -> list[HeldOutDocument]:
         return [document for document in self.documents if document.domain == domain]
 
 
@@ -61,7 +61,7 @@ def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Su
         by_domain[row["domain"]].append((order("suite", row["content_sha256"] or row["key"]), row["key"]))
     chosen = [key for domain in by_domain for _, key in sorted(by_domain[domain])[: policy.documents_per_domain]]
     rows = [row for start in range(0, len(chosen), 500) for row in _fetch(ledger, chosen[start : start + 500])]
-    found = [HeldOut(row["key"], row["domain"], row["source"] or row["key"], row["content"]) for row in rows]
+    found = [HeldOutDocument(row["key"], row["domain"], row["source"] or row["key"], row["content"]) for row in rows]
     found.sort(key=lambda document: (document.domain, order("suite", document.key)))
     identity = {
         "tasks": TASK_VERSIONS,

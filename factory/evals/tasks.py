@@ -21,7 +21,7 @@ import torch
 
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.suite import HeldOut, Suite, order
+from factory.evals.suite import HeldOutDocument, Suite, order
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ Advance = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Item:
+class EvalItem:
     """One row of eval_items."""
 
     task: str
@@ -46,7 +46,7 @@ class Item:
 class ScoredText:
     """A held-out document as tokens; ``scored`` says which of them are predicted and counted."""
 
-    document: HeldOut
+    document: HeldOutDocument
     tokens: npt.NDArray[np.int64]  # [L]
     scored: npt.NDArray[np.bool_]  # [L], never the first
     bytes: int  # of the scored tokens
@@ -104,7 +104,7 @@ def windows(length: int, context: int, overlap: int, first: int | None = None) -
 
 def bits_per_byte(
     model: ReferenceModel, texts: Sequence[ScoredText], policy: EvalPolicy, advance: Advance, shifted: bool = False
-) -> list[Item]:
+) -> list[EvalItem]:
     """An item a document: value = nats, weight = UTF-8 bytes. ``shifted`` halves the first window, which moves all others."""
     context = model.config.context
     overlap = min(max(1, int(policy.window_overlap * context)), context - 1)
@@ -120,7 +120,7 @@ def bits_per_byte(
     nats = np.zeros(len(texts))
     np.add.at(nats, np.array(owner, np.int64), sequence_nats(model, sequences, advance))
     return [
-        Item("bpb", text.document.key, text.document.domain, text.document.cluster, float(n), float(text.bytes))
+        EvalItem("bpb", text.document.key, text.document.domain, text.document.cluster, float(n), float(text.bytes))
         for text, n in zip(texts, nats, strict=True)
     ]
 
@@ -145,7 +145,7 @@ def sequence_nats(
     return nats
 
 
-def ratio_bits(items: Sequence[Item]) -> dict[str, float]:
+def ratio_bits(items: Sequence[EvalItem]) -> dict[str, float]:
     """Bits per byte a domain: summed nats over summed bytes."""
     nats: dict[str, float] = defaultdict(float)
     weight: dict[str, float] = defaultdict(float)
@@ -156,7 +156,11 @@ def ratio_bits(items: Sequence[Item]) -> dict[str, float]:
 
 
 def noise_floor(
-    model: ReferenceModel, texts: Sequence[ScoredText], measured: Sequence[Item], policy: EvalPolicy, advance: Advance
+    model: ReferenceModel,
+    texts: Sequence[ScoredText],
+    measured: Sequence[EvalItem],
+    policy: EvalPolicy,
+    advance: Advance,
 ) -> dict[str, float]:
     """How far two measurements of the *same* weights on the same documents lie apart, a domain, in bits per byte.
 
@@ -175,7 +179,7 @@ def noise_floor(
 # -- cloze -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Cloze:
-    document: HeldOut
+    document: HeldOutDocument
     context: npt.NDArray[np.int64]
     choices: tuple[npt.NDArray[np.int64], ...]  # the true one first
     bytes: tuple[int, ...]
@@ -201,8 +205,8 @@ def build_cloze(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[
 
 
 def _piece(
-    document: HeldOut, tokenizer: Tokenizer, policy: EvalPolicy
-) -> tuple[HeldOut, npt.NDArray[np.int64], str] | None:
+    document: HeldOutDocument, tokenizer: Tokenizer, policy: EvalPolicy
+) -> tuple[HeldOutDocument, npt.NDArray[np.int64], str] | None:
     long = policy.cloze_continuation_bytes
     if document.messages is not None:
         last = max((i for i, message in enumerate(document.messages) if message["role"] == "assistant"), default=0)
@@ -224,7 +228,7 @@ def _piece(
     return (document, context.astype(np.int64), text[at : at + long]) if len(context) else None
 
 
-def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance) -> list[Item]:
+def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance) -> list[EvalItem]:
     """value 1 when the true continuation has strictly the fewest nats a byte, else 0."""
     sequences = []
     for item in items:
@@ -237,14 +241,16 @@ def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance)
     for item, four in zip(items, nats, strict=True):
         cost = four / np.array(item.bytes)
         right = bool(np.isfinite(cost).all() and cost[0] < cost[1:].min())
-        rows.append(Item("cloze", item.document.key, item.document.domain, item.document.cluster, float(right), 1.0))
+        rows.append(
+            EvalItem("cloze", item.document.key, item.document.domain, item.document.cluster, float(right), 1.0)
+        )
     return rows
 
 
 # -- chat --------------------------------------------------------------------------------------------------------------
 def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[Sample]:
     """Greedy answers to held-out questions, about two in three of them truly answered with code."""
-    asked: list[tuple[HeldOut, list[dict[str, Any]], list[int], bool]] = []
+    asked: list[tuple[HeldOutDocument, list[dict[str, Any]], list[int], bool]] = []
     for document in suite.documents:
         messages = document.messages or []
         at = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
@@ -268,8 +274,10 @@ def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, poli
     return samples
 
 
-def chat_items(samples: Sequence[Sample]) -> list[Item]:
-    return [Item("chat", s.item, s.domain, s.cluster, float(s.parses), 1.0) for s in samples if s.parses is not None]
+def chat_items(samples: Sequence[Sample]) -> list[EvalItem]:
+    return [
+        EvalItem("chat", s.item, s.domain, s.cluster, float(s.parses), 1.0) for s in samples if s.parses is not None
+    ]
 
 
 def code_in(text: str) -> str | None:

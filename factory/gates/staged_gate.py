@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 import traceback
@@ -23,6 +22,7 @@ from factory.git import repository
 from factory.git.repository import Applied
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, record, verdicts
+from kernels.contract.files import finite
 
 
 class Gain(Protocol):
@@ -94,7 +94,7 @@ class StagedGate(Generic[Policy]):
             "files": case.paths,
             "gain": gain.to_json() if gain else None,
         }
-        return _finite(evidence)  # type: ignore[no-any-return]
+        return finite(evidence)  # type: ignore[no-any-return]
 
     def _run_stages(self, case: Case[Policy]) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -126,15 +126,6 @@ def _run(stage: Stage, name: str, case: Case[Any]) -> StageResult:
     except Exception as error:
         reason = f"the {name} stage ended with an error: {type(error).__name__}: {error}"
         return StageResult(missing(reason, log=traceback.format_exc()))
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity and no NaN: they become null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def record_verdict(

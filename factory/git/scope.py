@@ -17,7 +17,7 @@ from pydantic import Field
 
 from agents.core.untrusted import INVISIBLE
 from agents.llm.policy import LlmPolicy
-from factory.core.policy_file import Strict, load_policy
+from factory.core.policy_file import Count, Strict, load_policy
 
 # Plain ASCII names: no control characters, look-alikes, back slashes, drive letters or alternate streams to argue about.
 COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -46,14 +46,20 @@ class ScopeRule(Strict):
 
 
 class AgentsPolicy(Strict):
-    """``policies/agents.yaml``: each field is documented there."""
+    """``policies/agents.yaml``."""
 
     scope: list[ScopeRule]
+    """Where a patch may write; everything else is out of scope."""
     out_of_scope: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]+/\*\*$")]] = []
-    max_files: int = Field(gt=0)
-    max_file_bytes: int = Field(gt=0)
-    max_patch_bytes: int = Field(gt=0)
-    measure_seconds: float = Field(gt=0)
+    """Folders inside the scope that agents may read but not patch."""
+    max_files: Count = 8
+    """Files that one patch may change."""
+    max_file_bytes: Count = 100_000
+    """Of a file, as the patch leaves it."""
+    max_patch_bytes: Count = 200_000
+    """Of all files of a patch together."""
+    measure_seconds: float = Field(default=60.0, gt=0)
+    """Seconds that an agent may spend on measuring implementations before it proposes."""
     llm: LlmPolicy = LlmPolicy()
 
     @classmethod
@@ -67,6 +73,8 @@ class AgentsPolicy(Strict):
     def kept(self, path: str) -> bool:
         """Do people keep the path for themselves? In any case, because some file systems know none.
 
+        >>> keys = ("max_files", "max_file_bytes", "max_patch_bytes", "measure_seconds")
+        >>> policy = AgentsPolicy(scope=[], out_of_scope=["trainer/contract/**"], **dict.fromkeys(keys, 1))
         >>> policy.kept("trainer/contract/recipe.py"), policy.kept("trainer/Contract/new.py"), policy.kept("trainer/run.py")
         (True, True, False)
         >>> policy.kept("trainer/__init__.py")  # importing trainer.contract runs it

@@ -1,15 +1,16 @@
 """Shard files as a stream of rows, in bounded memory: JSONL (plain, .gz, .zst), Parquet, plain text and code.
 
-A row that cannot be read is still a row: it is handed on as a ``BadRow`` and gets its fate like any other. What is
-wrong with the file as a whole (not of a known kind, cut off inside its compression, a bomb …) raises
-``ShardProblem``, and the shard is quarantined."""
+``READERS`` names the reader of each suffix. A row that cannot be read is still a row: it is passed on as a ``BadRow`` and
+gets its fate like any other. What is wrong with the file as a whole (not of a known kind, cut off inside its compression,
+a decompression bomb …) raises ``ShardProblem``, and the shard is quarantined.
+"""
 
 from __future__ import annotations
 
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pyarrow.parquet as pq
 from factory.ingest.document import BadRow
 from factory.ingest.rules.policy import Limits
 
-CODE = {
+CODE = (
     ".py",
     ".pyi",
     ".c",
@@ -36,9 +37,10 @@ CODE = {
     ".sql",
     ".toml",
     ".yaml",
-}
-TEXT = {".txt", ".md", ".rst"}
-JSONL = {".jsonl", ".ndjson", ".json"}
+)
+TEXT = (".txt", ".md", ".rst")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+COLUMNS = {"id", "text", "messages", "domain", "source", "license", "created"}  # of Parquet; others are not read
 SUPPORTED = (
     "JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet (.parquet), text (.txt, .md, .rst) and code (.py, .c, .rs …)"
 )
@@ -61,34 +63,14 @@ class ShardProblem(Exception):
 
 def read_rows(path: Path, limits: Limits) -> Iterator[RawRow]:
     """The rows of a shard, in order. Raises: ShardProblem."""
-    kind, compression = _kind(path)
-    if kind == "parquet":
-        yield from _parquet(path, limits)
-    elif kind == "jsonl":
-        with _opened(path, compression, limits) as stream:
-            yield from _lines(stream, limits.max_row_bytes)
-    else:
-        with _opened(path, compression, limits) as stream:
-            yield _whole(path, stream, kind, limits)
-
-
-def _kind(path: Path) -> tuple[str, str]:
-    suffixes = [s.lower() for s in path.suffixes]
-    compression = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}.get(suffixes[-1] if suffixes else "", "")
-    suffix = (suffixes[:-1] if compression else suffixes)[-1:] or [""]
-    with open(path, "rb") as handle:
-        head = handle.read(4)
-    if not head:
+    suffixes = [s.lower() for s in path.suffixes] or [""]
+    compression = COMPRESSIONS.get(suffixes[-1], "")
+    read = READERS.get((suffixes[:-1] or [""])[-1] if compression else suffixes[-1])
+    if path.stat().st_size == 0:
         raise ShardProblem("the file is empty")
-    if suffix[0] in JSONL:
-        return "jsonl", compression
-    if suffix[0] == ".parquet" and not compression:
-        return "parquet", ""
-    if suffix[0] in CODE:
-        return "code", compression
-    if suffix[0] in TEXT:
-        return "text", compression
-    raise ShardProblem(f"not a kind of file that can be ingested: {path.name}; supported: {SUPPORTED}")
+    if read is None or (compression and read is _parquet):
+        raise ShardProblem(f"not a kind of file that can be ingested: {path.name}; supported: {SUPPORTED}")
+    yield from read(path, compression, limits)
 
 
 class _Bounded(io.RawIOBase):
@@ -135,6 +117,22 @@ def _opened(path: Path, compression: str, limits: Limits) -> _Bounded:
     return _Bounded(inner, path, limits)
 
 
+def _jsonl(path: Path, compression: str, limits: Limits) -> Iterator[RawRow]:
+    with _opened(path, compression, limits) as stream:
+        yield from _lines(stream, limits.max_row_bytes)
+
+
+def _text(path: Path, compression: str, limits: Limits) -> Iterator[RawRow]:
+    """A text file is one document whose source is the file's name."""
+    with _opened(path, compression, limits) as stream:
+        yield {"text": _whole(stream, limits), "source": path.name}
+
+
+def _code(path: Path, compression: str, limits: Limits) -> Iterator[RawRow]:
+    with _opened(path, compression, limits) as stream:
+        yield {"text": _whole(stream, limits), "source": path.name, "domain": "code"}
+
+
 def _lines(stream: _Bounded, max_bytes: int) -> Iterator[RawRow]:
     """Lines without their ends; a line over ``max_bytes`` is passed over without being held in memory."""
     rest = b""
@@ -167,8 +165,7 @@ def _too_long(size: int, limit: int) -> BadRow:
     return BadRow("row_too_long", f"a row of {size} bytes; limits.max_row_bytes is {limit}")
 
 
-def _whole(path: Path, stream: _Bounded, kind: str, limits: Limits) -> RawRow:
-    """A text or code file is one document whose source is the file's name."""
+def _whole(stream: _Bounded, limits: Limits) -> str:
     blocks: list[bytes] = []
     size = 0
     while block := stream.read(_BLOCK):
@@ -179,10 +176,9 @@ def _whole(path: Path, stream: _Bounded, kind: str, limits: Limits) -> RawRow:
     data = b"".join(blocks)
     _refuse_other_encodings(data)
     try:
-        text = data.decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ShardProblem(f"not UTF-8 at byte {error.start}: convert it, for example with iconv") from error
-    return {"text": text, "source": path.name} | ({"domain": "code"} if kind == "code" else {})
 
 
 def _refuse_other_encodings(head: bytes) -> None:
@@ -191,18 +187,10 @@ def _refuse_other_encodings(head: bytes) -> None:
             raise ShardProblem(f"encoded as {name}, not UTF-8: convert it, for example with iconv")
 
 
-def _parquet(path: Path, limits: Limits) -> Iterator[RawRow]:
+def _parquet(path: Path, compression: str, limits: Limits) -> Iterator[RawRow]:
     try:
         with pq.ParquetFile(path) as file:
-            columns = set(file.schema_arrow.names) & {
-                "id",
-                "text",
-                "messages",
-                "domain",
-                "source",
-                "license",
-                "created",
-            }
+            columns = set(file.schema_arrow.names) & COLUMNS
             if not columns & {"text", "messages"}:
                 raise ShardProblem(
                     f"Parquet with neither 'text' nor 'messages'; columns: {file.schema_arrow.names[:10]}"
@@ -228,3 +216,12 @@ def _parquet_row(batch: pa.RecordBatch, row: int, max_bytes: int) -> RawRow:
     if isinstance(text, str) and len(text) > max_bytes:
         return _too_long(len(text), max_bytes)
     return {name: value for name, value in values.items() if value is not None}
+
+
+Reader = Callable[[Path, str, Limits], Iterator[RawRow]]  # of (file, its compression or '', limits)
+READERS: dict[str, Reader] = {  # by suffix, without that of a compression
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _jsonl),
+    **dict.fromkeys(TEXT, _text),
+    **dict.fromkeys(CODE, _code),
+    ".parquet": _parquet,
+}

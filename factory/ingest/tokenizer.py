@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from factory.core.errors import InputError
+from kernels.contract.files import write_atomically
 
 END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END, IM_START, IM_END)  # their ids are 0, 1, 2
@@ -209,22 +209,13 @@ def train(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
     }
     names = {"eos_token": IM_END, "pad_token": END, "additional_special_tokens": [IM_START]}
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "chat_template.jinja", CHAT_TEMPLATE)
-    _write(folder / "special_tokens_map.json", json.dumps(names, indent=1))
-    _write(folder / "tokenizer_config.json", json.dumps(config, indent=1))
-    _write(folder / "tokenizer.json", inner.to_str(pretty=True))
+    write_atomically(folder / "chat_template.jinja", CHAT_TEMPLATE)
+    write_atomically(folder / "special_tokens_map.json", json.dumps(names, indent=1))
+    write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=1))
+    write_atomically(folder / "tokenizer.json", inner.to_str(pretty=True))
     return Tokenizer.load(folder)
 
 
 def holds_special(text: str) -> bool:
     """Does the text spell a special token? Programs that match them in text give other ids for it than we do."""
     return any(token in text for token in SPECIAL)
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.writing")
-    with open(aside, "w", encoding="utf-8", newline="") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(aside, path)

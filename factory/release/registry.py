@@ -6,7 +6,6 @@ whatever the ledger says it is. A version is found by its tags, so that register
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
@@ -17,9 +16,10 @@ from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, candidates, evaluations, releases, segments, verdicts
-from factory.reports.report import release_report
+from factory.reports.release_report import release_report
 from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
 from factory.tracking.tracking import Tracking, averaged_tag, short
+from kernels.contract.files import write_atomically
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -82,9 +82,7 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
 def write_report(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate_id: int, run: str) -> Path:
     """Write ``reports/candidate-N.html`` and put it beside the candidate's run."""
     path = workspace.reports / f"candidate-{candidate_id}.html"
-    aside = path.with_suffix(".new")
-    aside.write_text(release_report(ledger, candidate_id), encoding="utf-8")
-    os.replace(aside, path)
+    write_atomically(path, release_report(ledger, candidate_id))
     tracking.log_report(run, path)
     return path
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
+from kernels.contract.files import sync_folder, write_atomically
 
 LINK, NOTE = "champion", "serving.json"
 MODEL_NAME = "factory-lm"
@@ -28,21 +29,12 @@ def publish(workspace: Workspace, release: int, export: Path, sha256: str) -> No
     folder = workspace.exports
     target = os.path.relpath(export, folder)  # relative: a workspace that is moved stays whole
     note = {"release": release, "export": target, "export_sha256": sha256, "model_name": MODEL_NAME}
-    new_note, new_link = folder / f".{NOTE}.new", folder / f".{LINK}.new"
-    for left_over in (new_note, new_link):  # of a process that was killed here; one publishes at a time
-        left_over.unlink(missing_ok=True)
-    with open(new_note, "w", encoding="utf-8") as file:
-        json.dump(note, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+    new_link = folder / f".{LINK}.new"
+    new_link.unlink(missing_ok=True)  # of a process that was killed here; one publishes at a time
     os.symlink(target, new_link)
-    os.replace(new_note, folder / NOTE)
+    write_atomically(folder / NOTE, json.dumps(note, indent=2))
     os.replace(new_link, folder / LINK)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(folder)
 
 
 def served(workspace: Workspace) -> dict[str, Any] | None:

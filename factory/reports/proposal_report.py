@@ -1,28 +1,25 @@
-"""What a person reads of a proposal: ``proposal-N.html`` and, for programs, ``proposal-N.json``."""
+"""What a person reads of a proposal, ``proposal-N.html`` (from ``proposal.html.jinja``), and for programs ``proposal-N.json``."""
 
 from __future__ import annotations
 
-import html
 import json
-import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agents.core.pages import render
 from agents.core.proposal import Proposal, gain_words
 from factory.gates.release.judge import Verdict
+from kernels.contract.files import write_atomically
 
-COLOURS = {"promote": "#2a7d3f", "hold": "#a06a00", "reject": "#a02c2c"}
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
-    "table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #ddd;"
-    "vertical-align:top}pre{background:#f6f6f6;padding:1rem;overflow:auto;font-size:13px}.add{color:#2a7d3f}.del{color:#a02c2c}"
-)
+TEMPLATE = Path(__file__).with_name("proposal.html.jinja")
+NOT_MEASUREMENTS = ("state", "reasons", "stage_seconds")  # of a stage: they have columns of their own
 
 
 def write(
     reports: Path, number: int, drafted: Proposal, verdict: Verdict, evidence: dict[str, Any], patch: str
 ) -> Path:
-    """Write both files; returns the HTML one. Everything an agent wrote is escaped: it is text, never markup."""
+    """Write both files; returns the path of the HTML one."""
     facts = {
         "number": number,
         "agent": drafted.agent,
@@ -36,50 +33,51 @@ def write(
         "patch": patch,
     }
     reports.mkdir(parents=True, exist_ok=True)
-    _replace(reports / f"proposal-{number}.json", json.dumps(facts, indent=1, default=str))
+    write_atomically(reports / f"proposal-{number}.json", json.dumps(facts, indent=1, default=str))
     path = reports / f"proposal-{number}.html"
-    _replace(path, _page(facts))
+    write_atomically(path, page(facts))
     return path
 
 
-def _page(facts: dict[str, Any]) -> str:
-    e = lambda value: html.escape(str(value))
-    stages = "".join(
-        f"<tr><td>{e(name)}</td><td>{e(stage['state'])}</td><td>{'<br>'.join(e(r) for r in stage['reasons'])}</td>"
-        f"<td>{e(stage.get('stage_seconds', ''))}</td></tr>"
-        for name, stage in facts["evidence"]["stages"].items()
-    )
-    reasons = "".join(f"<li>{e(reason)}</li>" for reason in facts["reasons"])
-    predicted = gain_words(facts["target"], facts["predicted_gain"]) if facts["predicted_gain"] else "not given"
-    colour = COLOURS.get(facts["outcome"], "#222")
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>Proposal {facts['number']}</title><style>{STYLE}</style>"
-        f"<h1>Proposal {facts['number']}: {e(facts['title'])}</h1>"
-        f"<p><b style='color:{colour}'>{e(facts['outcome']).upper()}</b></p><ul>{reasons}</ul>"
-        f"<p>{e(facts['hypothesis'])}</p><p>By {e(facts['agent'])}, on {e(facts['target'])}. Predicted: {predicted}. "
-        f"Measured: {_measured(facts['evidence'])}.</p>"
-        f"<h2>Evidence</h2><table><tr><th>stage<th>state<th>what it found<th>seconds</tr>{stages}</table>"
-        f"<h2>Patch</h2><pre>{_coloured(facts['patch'])}</pre>"
-        f"<h2>All measurements</h2><pre>{e(json.dumps(facts['evidence'], indent=1, default=str))}</pre></html>"
+def page(facts: Mapping[str, Any]) -> str:
+    """The HTML page of what ``proposal-N.json`` holds."""
+    predicted, evidence = facts["predicted_gain"], facts["evidence"]
+    return render(
+        TEMPLATE,
+        **facts,
+        head={
+            "Agent": facts["agent"],
+            "Target": facts["target"],
+            "Predicted": gain_words(facts["target"], predicted) if predicted else "not given",
+            "Measured": _gain(evidence),
+        },
+        stages=evidence["stages"],
+        measurements={name: _measurements(stage) for name, stage in evidence["stages"].items()},
+        others={name: value for name, value in evidence.items() if name != "stages"},
+        lines=[(_kind(line), line) for line in facts["patch"].splitlines()],
     )
 
 
-def _measured(evidence: dict[str, Any]) -> str:
+def _measurements(stage: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
+    """(name, values): one value, or two where the stage measured ``again``."""
+    again = stage.get("again", {})
+    names = [name for name in {**stage, **again} if name not in (*NOT_MEASUREMENTS, "again")]
+    empty: tuple[Any, ...] = (None, "", [], {}, "–")
+    rows = [(name, [one.get(name, "–") for one in (stage, again)[: 1 + bool(again)]]) for name in names]
+    return [(name, values) for name, values in rows if any(value not in empty for value in values)]
+
+
+def _gain(evidence: Mapping[str, Any]) -> str:
     gain = evidence.get("gain")
-    if gain and "bits_per_byte" in gain:
-        by_domain = ", ".join(f"{html.escape(name)} {found['mean']:+.4f}" for name, found in gain["domains"].items())
-        bounds = f"{gain['lower']:+.4f} at least, noise {gain['noise']:.4f}"
+    if not gain:
+        return "not measured"
+    if "bits_per_byte" in gain:
+        by_domain = ", ".join(f"{name} {found['mean']:+.4f}" for name, found in gain["domains"].items())
+        bounds = f"at least {gain['lower']:+.4f}, noise {gain['noise']:.4f}"
         return f"{gain['bits_per_byte']:+.4f} bits per byte ({bounds}; {by_domain})"
-    return f"{gain['ratio']:.3f}× ({gain['lower']:.3f} at least, noise {gain['noise']:.3f})" if gain else "not measured"
+    return f"{gain['ratio']:.3f}× (at least {gain['lower']:.3f}, noise {gain['noise']:.3f})"
 
 
-def _coloured(patch: str) -> str:
-    kinds = {"+": "add", "-": "del"}
-    lines = patch.encode("utf-8", "replace").decode().splitlines()
-    return "\n".join(f"<span class={kinds.get(line[:1], 'ctx')}>{html.escape(line)}</span>" for line in lines)
-
-
-def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+def _kind(line: str) -> str:
+    """The CSS class of a line of a patch."""
+    return "at" if line.startswith(("+++", "---", "@")) else {"+": "add", "-": "del"}.get(line[:1], "")

@@ -20,6 +20,10 @@ from factory.ledger.ledger import (
     verdicts,
 )
 
+SEGMENT_KEYS = (
+    "id", "kind", "parent", "first_step", "last_step", "recipe", "recipe_sha256", "data_plan", "code_commit",
+)  # fmt: skip
+
 
 def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
     """Every document with that id or key: its shard, fate, what it matched, and the segments and releases that could train on it.
@@ -59,7 +63,7 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
         row["releases"] = [
             r["number"]
             for r in ledger.rows(sa.select(releases.c.number))
-            if set(lineage(ledger, r["number"])) & set(row["segments"])
+            if {s["id"] for s in _lineage_of_release(ledger, r["number"])} & set(row["segments"])
         ]
         if row["fate"] == "held_out":
             row["held_out_as"] = ledger.one(
@@ -68,11 +72,18 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def lineage(ledger: Ledger, release: int) -> list[int]:
-    """The segments behind a release, oldest first.
+def lineage_of(ledger: Ledger, segment: int) -> list[dict[str, Any]]:
+    """The rows of a segment and all its ancestors, oldest first."""
+    rows: list[dict[str, Any]] = []
+    wanted: int | None = segment
+    while wanted is not None and (row := ledger.one(sa.select(segments).where(segments.c.id == wanted))):
+        rows.insert(0, row)
+        wanted = row["parent"]
+    return rows
 
-    Raises: InputError that lists the releases when there is no such one.
-    """
+
+def _lineage_of_release(ledger: Ledger, release: int) -> list[dict[str, Any]]:
+    """Raises: InputError that lists the releases when there is none with this number."""
     row = ledger.one(
         sa.select(candidates.c.segment)
         .join(releases, releases.c.candidate == candidates.c.id)
@@ -81,18 +92,12 @@ def lineage(ledger: Ledger, release: int) -> list[int]:
     if row is None:
         known = [str(r["number"]) for r in ledger.rows(sa.select(releases.c.number).order_by(releases.c.number))]
         raise InputError(f"no release {release}; there {'are: ' + ', '.join(known) if known else 'is none yet'}")
-    parents = {r["id"]: r["parent"] for r in ledger.rows(sa.select(segments.c.id, segments.c.parent))}
-    chain: list[int] = []
-    step: int | None = row["segment"]
-    while step is not None:
-        chain.append(step)
-        step = parents[step]
-    return chain[::-1]
+    return lineage_of(ledger, row["segment"])
 
 
 def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
     """What a release was made of: verdict, segments with recipe, code and data plan, token shards, shards, document counts by domain."""
-    chain = lineage(ledger, number)
+    lineage = _lineage_of_release(ledger, number)
     release = ledger.one(sa.select(releases).where(releases.c.number == number))
     assert release is not None
     verdict = ledger.one(
@@ -102,25 +107,12 @@ def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
     )
     steps = []
     used: dict[str, int] = {}
-    for segment in chain:
-        row = ledger.one(sa.select(segments).where(segments.c.id == segment))
-        assert row is not None
+    for row in lineage:
         plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == row["data_plan"]))
         assert plan is not None
         used |= {s["id"]: s["generation"] for s in plan["plan"]["token_shards"]}
-        kept = (
-            "id",
-            "kind",
-            "parent",
-            "first_step",
-            "last_step",
-            "recipe",
-            "recipe_sha256",
-            "data_plan",
-            "code_commit",
-        )
         averaged = (row["result"] or {}).get("averaged")
-        steps.append({key: row[key] for key in kept} | ({"averaged": averaged} if averaged else {}))
+        steps.append({key: row[key] for key in SEGMENT_KEYS} | ({"averaged": averaged} if averaged else {}))
     listed = ledger.rows(
         sa.select(*(token_shards.c[name] for name in ("id", "shard", "documents", "tokens", "domains")), shards.c.name)
         .join(shards, shards.c.sha256 == token_shards.c.shard).where(token_shards.c.id.in_(used)).order_by(token_shards.c.created_at)

@@ -58,7 +58,10 @@ def set_up(
 
 @contextmanager
 def _journal(venv: Path, say: Callable[[str], None]) -> Iterator[Journal]:
-    """``.venv/set-up.log``, locked: two set-ups at once would install into one another."""
+    """``.venv/set-up.log``, locked: two set-ups at once would install into one another.
+
+    Not ``factory.core.file_lock``: set-up runs before its library is installed.
+    """
     venv.mkdir(exist_ok=True)
     with (venv / "set-up.log").open("a", buffering=1) as log:
         began = time.monotonic()

@@ -10,15 +10,14 @@ import logging
 import os
 import sqlite3
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from factory.core.errors import FactoryError, WorkspaceError
+from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -42,23 +41,9 @@ class TrackingError(FactoryError):
     exit_code = 6
 
 
-@contextmanager
-def waiting_lock(workspace: Workspace, name: str, patience: float = PATIENCE) -> Iterator[None]:
-    """``workspace.lock``, but in line behind whoever holds it.
-
-    Raises: WorkspaceError that names the holder when the lock is not free after ``patience`` seconds.
-    """
-    deadline = time.monotonic() + patience
-    with ExitStack() as held:
-        while True:
-            try:
-                held.enter_context(workspace.lock(name))
-                break
-            except WorkspaceError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
-        yield
+def waiting_lock(workspace: Workspace, name: str, patience: float = PATIENCE) -> AbstractContextManager[None]:
+    """``workspace.lock``, which waits ``patience`` seconds for whoever holds it."""
+    return workspace.lock(name, patience)
 
 
 @contextmanager

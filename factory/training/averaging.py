@@ -23,6 +23,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, checkpoints, events, record, segments
 from factory.training.segment_folder import failed, give_up, record_done, run_tool
+from kernels.contract.files import write_atomically
 
 KIND = "average"
 AT_MOST = 5  # checkpoints, when nobody says how many
@@ -195,9 +196,7 @@ def run_average(workspace: Workspace, ledger: Ledger, row: dict[str, Any], progr
         "manifest_sha256": manifest_sha256(path),
         "averaged": {"rule": plan["rule"], "sources": parts, **measured},
     }
-    aside = folder / ".result.json.writing"
-    aside.write_text(json.dumps(result, indent=1))
-    aside.replace(folder / "result.json")
+    write_atomically(folder / "result.json", json.dumps(result, indent=1))
     record_done(ledger, row, folder, result)
     return result
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 import shutil
 import time
 from dataclasses import asdict
@@ -27,6 +25,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, events, record, segments, verdicts
 from factory.training.certificate import CertificatePolicy, Evidence, Judgement, judge_certificate
 from factory.training.planning import last_checkpoint
+from kernels.contract.files import finite, finite_json, write_atomically
 
 GATE = "code"
 ACCEPTED = "certificate_accepted"
@@ -176,24 +175,8 @@ def _write_file(folder: Path, evidence: Evidence, judgement: Judgement) -> Row:
         "measures": measured,
         "file": str(folder / "certificate.json"),
     }
-    shown = _plain(shown)
+    shown = finite(shown)
     folder.mkdir(parents=True, exist_ok=True)
-    whole = shown | {"outcome": judgement.outcome, "reasons": judgement.reasons, "evidence": _plain(asdict(evidence))}
-    aside = folder / ".certificate.json.writing"
-    with open(aside, "w") as out:
-        out.write(json.dumps(whole, indent=1))
-        out.flush()
-        os.fsync(out.fileno())
-    aside.replace(folder / "certificate.json")
+    whole = shown | {"outcome": judgement.outcome, "reasons": judgement.reasons, "evidence": asdict(evidence)}
+    write_atomically(folder / "certificate.json", finite_json(whole, indent=1))
     return shown
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return value

@@ -18,7 +18,7 @@ from factory.evals.evaluator import current_suite
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import Suite, build_suite
-from factory.evals.tasks import Item, ScoredText, bits_per_byte, encode_suite, noise_floor, ratio_bits
+from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte, encode_suite, noise_floor, ratio_bits
 from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.policy import ReleasePolicy
 from factory.ingest.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class Ruler:
         noise = noise_floor(model, self.texts, items, self.policy, advance)
         return loss, sum(share * noise[domain] for domain, share in self.shares.items())
 
-    def _measure(self, model: ReferenceModel, advance: Advance, export: Path) -> tuple[float, list[Item]]:
+    def _measure(self, model: ReferenceModel, advance: Advance, export: Path) -> tuple[float, list[EvalItem]]:
         items = bits_per_byte(model, self.texts, self.policy, advance)
         bits = ratio_bits(items)
         loss = sum(share * bits[domain] for domain, share in self.shares.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -11,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import sqlalchemy as sa
 
 from factory.core.errors import SegmentError
+from factory.core.file_lock import LockedError, file_lock
 from factory.core.launching import (
     EXIT_DISK_FULL,
     EXIT_STOPPED,
@@ -28,6 +28,7 @@ from factory.core.stopping import TRAINER_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
 from factory.training.planning import last_checkpoint, plan_of
+from kernels.contract.files import write_atomically
 
 MAX_ATTEMPTS = 3
 
@@ -48,9 +49,7 @@ def spec_of(ledger: Ledger, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_spec(folder: Path, spec: dict[str, Any]) -> None:
-    aside = folder / "segment.json.part"
-    aside.write_text(json.dumps(spec, indent=1, sort_keys=True))
-    os.replace(aside, folder / "segment.json")
+    write_atomically(folder / "segment.json", json.dumps(spec, indent=1, sort_keys=True))
 
 
 def failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int) -> NoReturn:
@@ -125,23 +124,15 @@ def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
 # -- small parts -------------------------------------------------------------------------------------------------------
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[int]:
-    """A lock that the trainer inherits: held while either lives, so that a restarted factory waits for the old trainer to end."""
-    handle = os.open(folder / "segment.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + LOCK_SECONDS
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise SegmentError(
-                        f"{folder}: a trainer of an earlier run is still at work there; end it, then try again"
-                    ) from None
-                time.sleep(0.2)
-        yield handle
-    finally:
-        os.close(handle)
+    """A lock that the trainer is given too: held while either lives, so that a restarted factory waits for the old trainer to end."""
+    with ExitStack() as held:
+        try:
+            descriptor = held.enter_context(file_lock(folder / "segment.lock", LOCK_SECONDS))
+        except LockedError as holder:
+            raise SegmentError(
+                f"{folder}: a trainer that process {holder} started is still at work there; end it, then try again"
+            ) from None
+        yield descriptor
 
 
 def _lines(path: Path) -> list[str]:

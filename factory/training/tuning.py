@@ -27,6 +27,7 @@ from factory.git.repository import checkout_live, live_commit
 from factory.ledger.ledger import Ledger
 from factory.training.planning import load_recipe, trunk_parent
 from kernels.contract.choice import automatic, section_of
+from kernels.contract.files import write_atomically
 from kernels.contract.machine import here
 
 SECONDS = 60.0
@@ -103,9 +104,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
     found = json.loads(answer.splitlines()[-1]) | {"recipe": recipe.name, "at": time.time()}
     path = path_of(workspace, found["machine"]["name"], precision)
     path.parent.mkdir(exist_ok=True)
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(found, indent=1))
-    os.replace(aside, path)
+    write_atomically(path, json.dumps(found, indent=1))
     return path
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.machine import fast_precision
 from kernels.contract.op import Case, KernelError, Op, Shape
-from kernels.contract.precision import matrix_units
+from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import DEVICE_CLASSES, OPS, check, get
 from kernels.contract.strict_yaml import read_yaml
 
@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
         setting = Setting.of_recipe(chosen.recipe) if chosen.recipe else Setting()
         given = chosen.precision or setting.precision
         setting = replace(setting, precision=fast_precision(chosen.device) if given == "auto" else given)
-        with matrix_units(DTYPES[setting.precision]):  # as the trainer does
+        with bf16_matmul(DTYPES[setting.precision]):  # as the trainer does
             found = compare(
                 chosen.op,
                 chosen.implementation,

@@ -9,7 +9,7 @@ import torch
 
 
 @contextmanager
-def matrix_units(dtype: torch.dtype) -> Iterator[None]:
+def bf16_matmul(dtype: torch.dtype) -> Iterator[None]:
     """While training in bf16, let fp32 products go through the bf16 matrix units, which sum in fp32.
 
     Attention's scores and a router's logits are fp32 products of bf16 values: nothing is rounded by it. On a CPU with

@@ -26,7 +26,7 @@ from kernels.contract.choice import UNTUNED, Choice
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.op import CASES, Implementation, KernelError, Op
 from kernels.contract.oracle import judge
-from kernels.contract.precision import matrix_units
+from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS
 
 SECONDS = 60.0
@@ -144,7 +144,7 @@ def _time(op: Op, implementation: Implementation, setting: Setting, device: str,
         checked = judge(op, name, CASES[0], dtype=dtype, device=device)
         if not checked.ok:
             return Timed(op.name, name, None, None, None, None, f"not timed: it is wrong here: {checked.failures()}")
-        with matrix_units(dtype):
+        with bf16_matmul(dtype):
             found: Comparison = compare(
                 op, name, setting=setting, device=device, pairs=PAIRS, warmup=2, seconds=seconds
             )

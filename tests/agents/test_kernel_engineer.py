@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from code_loop_case import Made, make
-from engineer_case import Notes, profile, recorded
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +33,8 @@ from factory.code_loop.workbench import LiveWorkbench
 from factory.core.progress import SILENT
 from factory.gates.training_start import find_start
 from factory.ledger.ledger import Ledger
+from tests.support.factory.code_loop import Made, make
+from tests.support.factory.engineer import Notes, profile, recorded
 
 POLICY = LlmPolicy(
     model="replay", attempts=2, silence_seconds=1, reply_seconds=20, longest_wait_seconds=1, reply_tokens=8000
@@ -116,7 +116,7 @@ def test_it_mends_what_the_quick_check_finds(start: Start, bench: LiveWorkbench)
 
 
 def test_a_proposal_without_edits_is_of_those_it_tried_last(start: Start) -> None:
-    """Here they are wrong, and it was told so; tests/sessions/rotated.yaml has good ones, timed."""
+    """Here they are wrong, and it was told so; tests/support/sessions/rotated.yaml has good ones, timed."""
     wrong = recorded("mended").answer(2, 0)
     assert wrong is not None
     said = dict(wrong.calls[0].arguments)

@@ -19,9 +19,8 @@ from agents.line_profiler.report.page import html
 from agents.line_profiler.report.report import summary, table
 from agents.line_profiler.session import Session
 from agents.line_profiler.table import FORMAT
+from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)

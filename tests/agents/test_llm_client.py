@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patience import PATIENCE_S
 
 from agents.llm.client import Client
 from agents.llm.exchange import BudgetError, Exchange, LlmError, Usage, read_reply
@@ -21,6 +20,7 @@ from agents.llm.file_endpoint import FileEndpoint
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
 from agents.llm.replay_server import ReplayServer, Session
+from tests.support.patience import PATIENCE_S
 from trainer.contract.errors import TrainerError
 
 KEY = "sk-a-secret-of-mine"

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 
 from agents.core.proposal import Proposal, gain_words
 from agents.core.workbench import Attempt, Checked, ReadError
+from agents.core.yaml_edit import change_recipe, set_value, values
 from agents.loop.role import Aim, DraftError, TargetError
 from agents.recipe_scout.changes import Tried, all_changes
 from agents.recipe_scout.course import LEAST_SLOPE, Course, course_of, slope
 from agents.recipe_scout.draft import read_change
-from agents.recipe_scout.lines import changed, set_value, values
 from agents.recipe_scout.role import RecipeScout
 from agents.recipe_scout.scout import propose, tried
 from kernels.contract.strict_yaml import read_yaml
+from tests.support.paths import ROOT
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
-ROOT = Path(__file__).parents[2]
 DEMO = "policies/recipes/demo.yaml"
 RECIPES = sorted((ROOT / "policies" / "recipes").glob("*.yaml"))
 
@@ -61,7 +61,7 @@ def record(steps: int = 110, **fixed: Any) -> list[dict[str, Any]]:
 
 
 def course(text: str = "", anomalies: dict[str, int] | None = None, lines: Any = None, **kwargs: Any) -> Course:
-    said = changed(text or (ROOT / DEMO).read_text(), ("name",), "demo")[1]
+    said = change_recipe(text or (ROOT / DEMO).read_text(), ("name",), "demo")[1]
     return course_of(said, DEMO, lines or record(), anomalies or {}, 4.0, 64, 0.002, **kwargs)
 
 
@@ -82,7 +82,7 @@ def course(text: str = "", anomalies: dict[str, int] | None = None, lines: Any =
 )
 def test_one_line_changes_and_every_comment_stays(path: Path, key: str, value: float | str) -> None:
     text = path.read_text()
-    new, recipe = changed(text, key.split("."), value)
+    new, recipe = change_recipe(text, key.split("."), value)
     lines = [line for line in difflib.ndiff(text.splitlines(), new.splitlines()) if line[:1] in "+-"]
     assert sum(line[0] == "+" for line in lines) == 1 and sum(line[0] == "-" for line in lines) <= 1
     assert [line for line in text.splitlines() if "#" in line] == [line for line in new.splitlines() if "#" in line]
@@ -97,8 +97,10 @@ def test_one_line_changes_and_every_comment_stays(path: Path, key: str, value: f
 def test_a_comment_behind_the_value_stays_and_nonsense_is_refused() -> None:
     assert set_value("a:  # x\n  b: 1  # y\n", ("a", "b"), 2.5) == "a:  # x\n  b: 2.5  # y\n"
     for path in (("a", "b", "c"), ("a",)):
-        with pytest.raises(RecipeError):
+        with pytest.raises(ValueError, match="is no"):
             set_value("a:\n  b: 1\n", path, 3)
+        with pytest.raises(RecipeError, match="is no"):
+            change_recipe("a:\n  b: 1\n", path, 3)
 
 
 # -- the record -------------------------------------------------------------------------------------------------------

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from agents.core.workbench import Attempt, Measurement, MeasurementError, ReadError
-from agents.search_proposer.search_proposer import POLICY, amdahl, choose, propose
+from agents.core.yaml_edit import set_value
+from agents.search_proposer.search_proposer import POLICY, amdahl, propose
 from factory.demo.demo import plain_kernels
 from kernels.contract.registry import OPS
+from tests.support.paths import ROOT
 
-SHIPPED = plain_kernels((Path(__file__).parents[2] / POLICY).read_text())
+SHIPPED = plain_kernels((ROOT / POLICY).read_text())
 
 
 class Bench:
@@ -178,7 +179,7 @@ def test_rows_of_a_micro_batch_are_a_knob(now: int | None, a_row: dict[int, floa
     bench, profile = Bench({}), _profile()
     bench.a_row = a_row
     profile["recipe"] |= {"name": "tiny", "batch": {"sequences": 8, "micro_sequences": now}}
-    text = (Path(__file__).parents[2] / "policies/recipes/tiny.yaml").read_text()
+    text = (ROOT / "policies/recipes/tiny.yaml").read_text()
     bench.files["policies/recipes/tiny.yaml"] = text
     found = propose(profile, bench)
     assert [proposal.target for proposal in found] == (["recipe:micro_sequences"] if chosen else [])
@@ -195,10 +196,13 @@ def test_nothing_worth_a_branch() -> None:
 
 
 def test_only_the_chosen_line_changes() -> None:
-    text = choose(SHIPPED, "cpu", "attention", "recompute")
+    text = set_value(SHIPPED, ("cpu", "attention"), "recompute")
     differing = [(a, b) for a, b in zip(SHIPPED.splitlines(), text.splitlines(), strict=True) if a != b]
     assert differing == [("  attention: reference", "  attention: recompute")]
-    assert yaml.safe_load(choose("cuda: {}\n", "cpu", "swiglu", "compiled"))["cpu"] == {"swiglu": "compiled"}
+    for before in ("cuda: {}\n", "", "# none\n", "cpu:\n", "cpu: # none\n", "cpu: {}\n", "cpu: {rms_norm: auto}\n"):
+        after = set_value(before, ("cpu", "swiglu"), "compiled")
+        expected = {"cpu": {}} | (yaml.safe_load(before) or {})
+        assert yaml.safe_load(after) == expected | {"cpu": (expected["cpu"] or {}) | {"swiglu": "compiled"}}, after
 
 
 def test_amdahl() -> None:

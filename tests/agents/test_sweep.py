@@ -11,11 +11,11 @@ import torch
 
 from agents.line_profiler.isolation import measure
 from agents.line_profiler.lines import Roof
-from agents.line_profiler.sweep.crew import Processes, SweepError
 from agents.line_profiler.sweep.shapes import PARAMETERS, SHAPES, slice_of
 from agents.line_profiler.sweep.slices import Slice, events
 from agents.line_profiler.sweep.sweep import Sweep, parse_slices, sweep, text
 from agents.line_profiler.sweep.sweep_items import Limits, collect, fit, measure_item
+from agents.line_profiler.sweep.work_queue import Processes, SweepError
 
 ROOF = Roof(1e12, 1e10)
 

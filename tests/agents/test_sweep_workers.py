@@ -1,7 +1,8 @@
-"""The sweep's workers: real processes, one of them killed; the queue on a simulated clock."""
+"""The sweep's workers: real processes, one of them killed; the order of the work queue on a simulated clock."""
 
 from __future__ import annotations
 
+import heapq
 import importlib.util
 import json
 import os
@@ -9,13 +10,21 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE_S
 
-from agents.line_profiler.sweep.crew import MOST_TRIES, Lost, Processes, RayActors, SweepError, measure_on
-from agents.line_profiler.sweep.stealing import StealingQueue, busy_share
+from agents.line_profiler.sweep.work_queue import (
+    MOST_TRIES,
+    Lost,
+    Processes,
+    RayActors,
+    SweepError,
+    longest_first,
+    measure_on,
+)
+from tests.support.patience import PATIENCE_S
 
 
 def slowly(item: tuple[str, int]) -> tuple[int, int]:
@@ -63,22 +72,39 @@ def test_an_item_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("1-*"))) == MOST_TRIES
 
 
-def test_every_item_is_taken_once_and_the_idle_steal() -> None:
-    queue = StealingQueue([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], workers=2)
-    assert queue.take(0) == 0
-    taken = [queue.take(1) for _ in range(5)]
-    assert sorted(taken) == [1, 2, 3, 4, 5] and queue.take(1) is None and queue.stolen == 0
-    other = StealingQueue([1.0] * 6, workers=3)
-    assert sorted(other.take(2) for _ in range(6)) == list(range(6)) and other.stolen == 4  # type: ignore[type-var]
-    other.give_back(4)
-    assert other.take(0) == 4 and other.take(0) is None
+def fail(item: int) -> int:
+    if item == 1:
+        raise ArithmeticError(f"item {item}")
+    return item
 
 
-def test_without_stealing_the_simulation_would_show_idleness() -> None:
+def test_an_error_of_the_function_ends_the_sweep() -> None:
+    """It is not taken for a worker that died, and not measured again."""
+    with pytest.raises(ArithmeticError, match="item 1"):
+        measure_on(Processes(fail, 2), range(3), [1.0] * 3)
+
+
+def test_progress_is_reported_once_for_each_item() -> None:
+    seen: list[tuple[int, int]] = []
+    assert measure_on(Processes(abs, 2), [-1, -2, -3], [1.0] * 3, lambda done, of: seen.append((done, of))) == [1, 2, 3]
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def busy_share(durations: Sequence[float], estimates: Sequence[float], workers: int) -> float:
+    """Share of the workers' time until the last item ends that goes into items, were these their durations."""
+    free = [0.0] * workers  # when each is free again
+    for item in longest_first(estimates):
+        heapq.heappush(free, heapq.heappop(free) + durations[item])
+    return sum(durations) / (workers * max(free))
+
+
+def test_the_longest_items_are_started_first() -> None:
+    assert longest_first([1.0, 5.0, 3.0, 5.0]) == [1, 3, 2, 0]
     assert busy_share([1.0] * 4, [1.0] * 4, workers=4) == 1.0
     assert busy_share([1.0] * 5, [1.0] * 5, workers=4) == pytest.approx(5 / 8)
-    wrong = [100.0] + [1.0] * 99  # one estimate is off by a hundred: the others' items are stolen
-    assert busy_share([1.0] * 100, wrong, workers=4) == pytest.approx(1.0)
+    known, unknown = [1.0] * 99 + [33.0], [1.0] * 100
+    assert busy_share(known, known, workers=4) == 1.0
+    assert busy_share(known, unknown, workers=4) < 0.6  # the long one, started last, is what all wait for
 
 
 def test_a_queue_keeps_32_workers_busy_with_recorded_durations() -> None:

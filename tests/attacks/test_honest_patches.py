@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import sqlalchemy as sa
-from code_loop_case import Made, make
+from tests.support.factory.code_loop import Made, make
 
 from agents.core.proposal import Edit, Proposal
 from factory.git import repository

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from code_loop_case import make_target
+from tests.support.factory.code_loop import make_target
 
 from factory.git import repository
 from factory.git import scope as patch_scope
@@ -33,7 +33,7 @@ PATHS = {
     "the judge": "factory/gates/release/judge.py",
     "the thresholds": "policies/gates/patch.yaml",
     "its own scope": "policies/agents.yaml",
-    "the tests": "tests/factory/test_sandbox.py",
+    "the tests": "tests/factory/sandbox/test_sandbox.py",
     "the build": ".ci/run",
     "the oracle": "kernels/contract/oracle.py",
     "the op's words": "kernels/contract/op.py",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import sqlalchemy as sa
-from code_loop_case import Made, git, make
+from tests.support.factory.code_loop import Made, git, make
 from rich.console import Console
 from typer.testing import CliRunner
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_loop_case import make_target
+from tests.support.factory.code_loop import make_target
 
 from factory.gates.patch import op_answers, op_tests, source_rules
 from factory.gates.patch.changed_ops import ChangedOp

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_loop_case import Made, make
+from tests.support.factory.code_loop import Made, make
 
 from factory.git import repository
 from factory.gates.patch.judge import STAGES, judge_patch

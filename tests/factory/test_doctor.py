@@ -12,9 +12,9 @@ from factory.core.workspace import Workspace
 from kernels import native as native_library
 from kernels.attention import cpp as attention_native
 from kernels.contract import registry
+from tests.support.paths import ROOT
 from trainer.contract.plan import precision
 
-ROOT = Path(__file__).parents[2]
 RECIPE = (ROOT / "policies" / "recipes" / "tiny.yaml").read_text()
 
 

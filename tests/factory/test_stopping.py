@@ -21,13 +21,13 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
-from tests.code_loop_case import make_target
-from tests.factory.trained_plant import commit_edit, make_plant, segment_row
-from tests.stopping_case import SLOW_STEP, WITHIN, left_of, started_by, wait_for
+from tests.support.factory.code_loop import make_target
+from tests.support.factory.trained_plant import commit_edit, make_plant, segment_row
+from tests.support.paths import ROOT
+from tests.support.stopping import SLOW_STEP, WITHIN, left_of, started_by, wait_for
 from trainer.contract import stopping
 from trainer.contract.json_lines import read_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 FACTORY = [sys.executable, "-m", "factory"]
 GO_ON = "factory: stopped; run the same command again to go on"
 STEP = "        recipe, spec = self.recipe, self.spec\n        lr ="

@@ -9,8 +9,8 @@ import yaml
 
 from kernels.contract.choice import automatic, resolve, resolved_text, section_of
 from kernels.contract.registry import OPS, KernelError, load_choice
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = "fallback: reference\ncpu:\n  attention: auto\n  adamw: auto\n  swiglu: native\ncuda:\n  attention: flex\n"
 
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 import torch
-from interpreter_rounding import to_bf16
+
+from tests.support.interpreter_rounding import to_bf16
 
 
 def test_rounds_as_torch_does() -> None:

@@ -24,8 +24,9 @@ from kernels.contract.registry import (
     load_choice,
     load_fallback,
 )
+from tests.support.paths import ROOT
 
-SHIPPED = Path(__file__).parents[2] / "policies" / "kernels.yaml"
+SHIPPED = ROOT / "policies" / "kernels.yaml"
 
 
 def test_the_shipped_choice_names_every_op_and_binds() -> None:

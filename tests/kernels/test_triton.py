@@ -8,19 +8,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from kernels.contract.registry import OPS
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 Run = Callable[..., None]
 BY_TOKEN = ("add_rms_norm", "qk_norm_rope", "embedding")
 SLOW = pytest.mark.slow("a program a token, some hundred a second; rms_norm's are in the fast tier")
 SERVE = """
 import contextlib, io, json, sys, traceback
-import interpreter_rounding
+from tests.support import interpreter_rounding
 interpreter_rounding.use()
 for line in sys.stdin:
     script, *arguments = json.loads(line)
@@ -37,10 +36,7 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Runs a script in the interpreter's process; what it raises fails the test."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(Path(__file__).parent))),
-    }
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SERVE]
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT

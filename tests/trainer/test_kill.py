@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.conftest import make_documents, plan_of, recipe_with, train_here, write_spec
-from tests.trainer.segment_case import assert_same_run, die, records
+from tests.support.trainer.segment_runs import assert_same_run, die, records
+from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import write_token_shard

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.conftest import (
-    ROOT,
+from tests.support.paths import ROOT
+from tests.support.trainer.segment_runs import assert_same_run, die, result
+from tests.support.trainer.segments import (
     MakeShard,
     plan_of,
     recipe_with,
@@ -21,7 +22,6 @@ from tests.trainer.conftest import (
     train_here,
     write_spec,
 )
-from tests.trainer.segment_case import assert_same_run, die, result
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.json_lines import read_lines
 

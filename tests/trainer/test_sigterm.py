@@ -12,9 +12,17 @@ from textwrap import indent
 
 import pytest
 
-from tests.stopping_case import SLOW_STEP, WITHIN, left_of, started_by, wait_for
-from tests.trainer.conftest import MakeShard, plan_of, recipe_with, run_trainer, start_trainer, train_here, write_spec
-from tests.trainer.segment_case import assert_same_run, records
+from tests.support.stopping import SLOW_STEP, WITHIN, left_of, started_by, wait_for
+from tests.support.trainer.segment_runs import assert_same_run, records
+from tests.support.trainer.segments import (
+    MakeShard,
+    plan_of,
+    recipe_with,
+    run_trainer,
+    start_trainer,
+    train_here,
+    write_spec,
+)
 from trainer.contract import stopping
 from trainer.contract.checkpoint import format as checkpoints
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -40,18 +41,13 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
         raise error(f"{where}: {at}{message}{got}") from None
 
 
-def _fields_at(schema: Any, path: list[str]) -> list[str]:
-    """The field names of the schema found by walking ``path`` down from ``schema``, through lists and optionals."""
+def _fields_at(annotation: Any, path: list[str]) -> list[str]:
+    """The field names of the schema that lies at ``path`` below, through ``list[...]``, ``dict[str, ...]`` and ``... | None``."""
     for part in path:
-        if part.isdigit():
-            continue
-        schema = _inner(schema.model_fields[part].annotation)
-    return list(schema.model_fields)
-
-
-def _inner(annotation: Any) -> Any:
-    """The schema inside ``Schema``, ``Schema | None``, ``list[Schema]``."""
-    if isinstance(annotation, type) and not get_args(annotation):
-        return annotation
-    found = [_inner(part) for part in get_args(annotation)]
-    return next(part for part in found if isinstance(part, type) and issubclass(part, Strict))
+        if get_origin(annotation) in (list, dict):
+            annotation = get_args(annotation)[-1]
+        else:
+            annotation = annotation.model_fields[part].annotation
+        if get_origin(annotation) in (Union, UnionType):
+            annotation = next(inner for inner in get_args(annotation) if inner is not NoneType)
+    return list(annotation.model_fields)

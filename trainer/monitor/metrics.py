@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kernels.contract.files import finite_json, write_atomically
 from trainer.contract.json_lines import read_lines
 
 FLUSH_SECONDS = 1.0
@@ -30,9 +30,7 @@ class Lines:
             return
         if path.exists():
             kept = [record for record in read_lines(path) if record["step"] < step]
-            aside = path.with_name(f".{path.name}.writing")
-            aside.write_text("".join(map(encode, kept)))
-            aside.replace(path)
+            write_atomically(path, "".join(map(encode, kept)))
         self._file = open(path, "a", buffering=1 << 16)  # noqa: SIM115 - closed by close()
 
     def write(self, record: dict[str, Any]) -> None:
@@ -53,9 +51,7 @@ class Lines:
 
 
 def encode(record: dict[str, Any]) -> str:
-    """Strict JSON: what is not finite becomes null, because JSON has no number for it."""
-    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(plain, allow_nan=False) + "\n"
+    return finite_json(record) + "\n"
 
 
 def device_name(device: torch.device) -> str:

@@ -21,12 +21,13 @@ they are too few.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.monitor.hook import Hook, Outcome, Update
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.ranks import Ranks, copies, local
 
@@ -51,15 +52,17 @@ class Half:
 class Before:
     """Of the layer whose turn it is, before the update."""
 
-    layer: str | None  # None: no layer's turn
-    weights: list[Tensor]  # by parameter, this rank's share
-    norms: list[Tensor]  # of each
-    agreements: dict[str, Tensor]  # by layer measured: h₁ · h₂, this rank's share, fp32 scalar; none without halves
+    layer: str | None = None  # None: no layer's turn
+    weights: list[Tensor] = field(default_factory=list)  # by parameter, this rank's share
+    norms: list[Tensor] = field(default_factory=list)  # of each
+    # by layer measured: h₁ · h₂, this rank's share, fp32 scalar; none without halves
+    agreements: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Monitor:
-    """``half`` amid the backward passes, ``begin`` before the update, ``measure`` after it, and ``record`` with the rest
-    of the step's numbers on the host. Its state is in the checkpoint."""
+class Monitor(Hook):
+    """A hook that is also called amid the backward passes: ``half``."""
+
+    key = "monitor"
 
     def __init__(self, optimizer: Optimizer, ranks: Ranks) -> None:
         self.optimizer, self.ranks = optimizer, ranks
@@ -76,6 +79,8 @@ class Monitor:
             [[layer_of(name) == layer for name in optimizer.parameters] for layer in self.layers]
         )
         self.sums: dict[str, list[float]] = {}  # layer → [tr(Σ), |G|², 1], smoothed from zero on
+        self._half: Half | None = None  # of the step that is under way
+        self._before = Before()
 
     def layer_at(self, step: int) -> str | None:
         """Whose turn it is; None: nobody's."""
@@ -85,14 +90,14 @@ class Monitor:
         """Gradient norm by layer, in the order of ``layers``, from Σ gradient² by parameter."""
         return torch.where(self._is_in, squares, 0.0).sum(1).sqrt()
 
-    def half(self, step: int, split: bool) -> Half | None:
-        """To be called once half of the step's rows are through. None: no layer's turn.
+    def half(self, step: int, split: bool) -> bool:
+        """Called when half of the step's rows are through. Returns whether it keeps anything of them: not in every step.
 
-        ``split``: were they one micro-batch, split for this? Then all layers are measured.
+        ``split``: the rows were one micro-batch, split for this; then all layers are measured.
         """
         turn = self.layer_at(step)
         if not split and turn is None:
-            return None
+            return False
         gradients = self.optimizer.gradients()
         flat: dict[str, list[Tensor]] = {}
         squares: dict[str, Tensor] = {}
@@ -102,66 +107,61 @@ class Monitor:
                 flat[layer].append(gradients[name].flatten().clone())
                 found.append(flat[layer][-1] @ flat[layer][-1])  # at once, while it is in the cache
             squares[layer] = torch.stack(found)
-        return Half(flat, squares)
+        self._half = Half(flat, squares)
+        return True
 
     @torch.no_grad()
-    def begin(self, step: int, half: Half | None, gradients: dict[str, Tensor]) -> Before:
+    def before_update(self, update: Update) -> None:
+        half, self._half = self._half, None
         agreements: dict[str, Tensor] = {}
-        for measured, firsts in half.gradients.items() if half is not None else ():
-            assert half is not None
-            wholes = (gradients[name].flatten() for name in self.layers[measured])
-            across = torch.stack([first @ whole for first, whole in zip(firsts, wholes)])
-            agreements[measured] = (self._shares[measured] * (across - half.squares[measured])).sum()
-        layer = self.layer_at(step)
+        if half is not None:
+            for measured, firsts in half.gradients.items():
+                wholes = (update.gradients[name].flatten() for name in self.layers[measured])
+                across = torch.stack([first @ whole for first, whole in zip(firsts, wholes)])
+                agreements[measured] = (self._shares[measured] * (across - half.squares[measured])).sum()
+        layer = self.layer_at(update.step)
         weights, norms = [], []
         for name in self.layers[layer] if layer else ():
             weights.append(local(self.optimizer.parameters[name]).clone())
             norms.append(weights[-1].norm())
-        return Before(layer, weights, norms, agreements)
+        self._before = Before(layer, weights, norms, agreements)
 
     @torch.no_grad()
-    def measure(self, before: Before) -> Tensor:
-        """[h₁ · h₂ of each layer measured, Σ update², Σ weight² of the layer whose turn it is] over all ranks, fp32, left on
-        the device. Uses up the copies of the weights.
+    def after_update(self, update: Update) -> dict[str, Tensor]:
+        """``agreements``: h₁ · h₂ of each layer measured. ``lengths``: Σ update², Σ weight² of the layer whose turn it is.
+        ``grad_norms``: by layer, unclipped. All over all ranks. Uses up the copies of the weights.
         """
+        before = self._before
         found = list(before.agreements.values())
         if before.layer is not None:
             moved = before.weights
             torch._foreach_sub_(moved, [local(self.optimizer.parameters[name]) for name in self.layers[before.layer]])
             norms = torch.stack((torch.stack(torch._foreach_norm(moved)), torch.stack(before.norms)))
             found += (norms.square() * self._shares[before.layer]).sum(1)
-        if not found:
-            return torch.zeros(0, device=self.ranks.device)
-        sums = torch.stack(found)
-        self.ranks.sum_(sums)
-        return sums
+        numbers = {}
+        if found:
+            sums = torch.stack(found)
+            self.ranks.sum_(sums)
+            numbers = {"agreements": sums[: len(before.agreements)], "lengths": sums[len(before.agreements) :]}
+        return numbers | {"grad_norms": self.layer_norms(update.squares_P)}
 
     def _on_device(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, device=self.ranks.device)
 
-    def record(
-        self,
-        before: Before,
-        measured: list[float],
-        grad_norms: dict[str, float],
-        tokens: int,
-        half_tokens: float,
-        skipped: bool,
-    ) -> dict[str, Any]:
-        """``update_ratio/<layer>`` in its turn and, once every layer had its turn, ``noise_scale``.
-
-        ``measured``: what ``measure`` gave. ``grad_norms``: by layer, unclipped. ``half_tokens``: how many of the batch's
-        supervised ``tokens`` are in the first half.
-        """
-        record: dict[str, Any] = {}
-        agreements, lengths = measured[: len(before.agreements)], measured[len(before.agreements) :]
+    def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
+        """``grad_norm/<layer>``; ``update_ratio/<layer>`` in its turn; once every layer had its turn, ``noise_scale``."""
+        before, self._before = self._before, Before()
+        grad_norms = dict(zip(self.layers, numbers["grad_norms"]))
+        record: dict[str, Any] = {f"grad_norm/{layer}": norm for layer, norm in grad_norms.items()}
         if before.layer is not None:
-            record[f"update_ratio/{before.layer}"] = (lengths[0] / max(lengths[1], 1e-30)) ** 0.5
-        if not skipped and 0 < half_tokens < tokens:
-            for layer, agreement in zip(before.agreements, agreements):
+            moved, held = numbers["lengths"]
+            record[f"update_ratio/{before.layer}"] = (moved / max(held, 1e-30)) ** 0.5
+        tokens, half_tokens = outcome.supervised, outcome.supervised_in_half
+        if not outcome.skipped and 0 < half_tokens < tokens:
+            for layer, agreement in zip(before.agreements, numbers.get("agreements", ())):
                 signal = agreement * tokens**2 / (half_tokens * (tokens - half_tokens))
-                held, found = self.sums.get(layer, [0.0] * 3), (tokens * (grad_norms[layer] ** 2 - signal), signal, 1.0)
-                self.sums[layer] = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(held, found)]
+                old, new = self.sums.get(layer, [0.0] * 3), (tokens * (grad_norms[layer] ** 2 - signal), signal, 1.0)
+                self.sums[layer] = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(old, new)]
         if len(self.sums) == len(self.layers):
             noise, signal = self.noise_and_signal()
             # without agreement there is no signal to tell from the noise

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -16,24 +15,13 @@ import torch
 from torch import Tensor
 
 from trainer.contract.recipe import StabilityRecipe
+from trainer.monitor.hook import Anomaly, Hook
 
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution: Rousseeuw and Croux 1993
 MOST_BLOCKS = 64  # that a run's course is kept in
 MAY_FALL, FALLS = 1.0, 3.0  # standard errors of a fall: below the first begins a plateau, above the second ends it
 RECENT_SHARE = 4  # a fourth of the run so far is what a plateau is judged by
 LEAST_DEVIATION = 0.02  # share of the median: a window that hardly moves must not call every ripple a spike
-
-
-@dataclass(frozen=True)
-class Anomaly:
-    """Something a person or the loss doctor should look at."""
-
-    step: int
-    kind: str  # non_finite · skipped_outlier · loss_spike · grad_norm_jump · divergence · plateau · throughput_drop
-    value: float
-    usual: float  # what it is compared with: the window's median, the best one so far, what was before a plateau
-    deviations: float  # robust deviations above it; of a throughput drop the share of the usual that is left
-    skipped: bool  # was the update skipped?
 
 
 class Window:
@@ -60,7 +48,7 @@ class Window:
         self.values.extend(values)
 
 
-class Course:
+class LossHistory:
     """The loss from the first step on, in at most ``MOST_BLOCKS`` blocks of equal length: the mean of window medians.
 
     A plateau is judged over the last quarter of a run, and never over less than ``least`` windows: what a loss still
@@ -116,15 +104,17 @@ class Course:
         self.windows, self.seen = state["windows"], state["seen"]
 
 
-class Detector:
-    """Watches loss and gradient norm, step by step and over windows. Its state is in the checkpoint."""
+class Detector(Hook):
+    """Watches loss and gradient norm, step by step and over windows."""
+
+    key = "detector"
 
     def __init__(self, recipe: StabilityRecipe) -> None:
         self.recipe = recipe
         self.loss = Window(recipe.window)
         self.grad_norm = Window(recipe.window)
         self.best = math.inf  # lowest median of a full window of losses
-        self.course = Course(recipe.plateau_windows)
+        self.course = LossHistory(recipe.plateau_windows)
         self.told: list[str] = []  # lasting states that were reported and still hold
 
     def grad_norm_limit(self) -> float:
@@ -133,6 +123,9 @@ class Detector:
             return math.inf
         center, deviation = self.grad_norm.center_and_deviation()
         return center + self.recipe.skip_deviations * deviation
+
+    def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
+        return self.observe(record["step"], record["loss"], record["grad_norm"], record["skipped"])
 
     def observe(self, step: int, loss: float, grad_norm: float, skipped: bool) -> list[Anomaly]:
         """Anomalies of this step, judged by those before it. Finite values join the window, so that it can follow."""
@@ -198,9 +191,10 @@ class Detector:
         self.told = list(state["told"])
 
 
-class ThroughputDetector:
-    """Watches tokens/s. Its state is in the checkpoint, and holds where it was found: on as many devices of one name."""
+class ThroughputDetector(Hook):
+    """Watches tokens/s. Its state is valid on the machine that it was measured on: as many devices of the same name."""
 
+    key = "throughput"
     RECENT = 8  # steps whose median is compared with the usual
 
     def __init__(self, recipe: StabilityRecipe, machine: str) -> None:
@@ -210,6 +204,9 @@ class ThroughputDetector:
         self.usual = Window(recipe.window)
         self.recent = Window(self.RECENT)
         self.low = False
+
+    def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
+        return self.observe(record["step"], record["tokens_per_s"])
 
     def observe(self, step: int, tokens_per_s: float) -> list[Anomaly]:
         """A drop is told once, until the rate has come back."""

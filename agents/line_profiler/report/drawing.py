@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
+from agents.core.pages import text
 from agents.line_profiler.table import Profile, ProfiledLine
 
 ROW, LEFT, WIDE = 22, 330, 1100  # pixels: a row of the graph, where its boxes begin, the whole width
@@ -38,18 +38,18 @@ def graph(profile: Profile) -> str:
         about = f"{edge.source} → {edge.target}: {edge.bytes / 1e6:.1f} MB" + (", conditional" * edge.conditional)
         parts.append(
             f'<path class="edge" d="M{x} {y1:.0f} C{x + bend:.0f} {y1:.0f} {x + bend:.0f} {y2:.0f} {x} {y2:.0f}"{dash}>'
-            f"<title>{escape(about)}</title></path>"
+            f"<title>{text(about)}</title></path>"
         )
     for name in names:
         line, y = by_name.get(name), row[name] * ROW
         share = line.share if line else 0.0
-        text = f"{name}  {line.source}" if line else name
+        label = f"{name}  {line.source}" if line else name
         parts.append(
             f'<rect x="{LEFT}" y="{y + 2}" width="480" height="{ROW - 4}" fill="{heat(share, hottest)}" stroke="#999"/>'
-            f'<text x="{LEFT + 6}" y="{y + 15}">{escape(text[:62])}<title>{escape(text)}</title></text>'
+            f'<text x="{LEFT + 6}" y="{y + 15}">{text(label[:62])}<title>{text(label)}</title></text>'
             f'<text x="{right - 6}" y="{y + 15}" text-anchor="end">{share:.1%}</text>'
         )
-    return f'<svg viewBox="0 0 {WIDE} {len(names) * ROW + 4}" width="{WIDE}" role="img">{"".join(parts)}</svg>'
+    return f'<svg class="graph" viewBox="0 0 {WIDE} {len(names) * ROW + 4}" role="img">{"".join(parts)}</svg>'
 
 
 def roofline(profile: Profile) -> str:
@@ -78,8 +78,10 @@ def roofline(profile: Profile) -> str:
         x, y = at(line.flops / line.bytes, _rate(line))
         about = f"{line.name}: {line.source}\n{_rate(line) / 1e9:.1f} GFLOP/s, {line.roofline:.0%} of the roofline"
         radius = 3 + 9 * math.sqrt(line.share / hottest if hottest else 0.0)
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"><title>{escape(about)}</title></circle>')
-    return f'<svg viewBox="0 0 {PLOT_W} {PLOT_H}" width="{PLOT_W}" role="img">{"".join(parts)}</svg>'
+        parts.append(
+            f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"><title>{text(about)}</title></circle>'
+        )
+    return f'<svg viewBox="0 0 {PLOT_W} {PLOT_H}" role="img">{"".join(parts)}</svg>'
 
 
 def _rate(line: ProfiledLine) -> float:

@@ -1,7 +1,7 @@
 """``python -m agents.line_profiler.sweep.sweep --out DIR``: batch × sequence × model shapes, one layer of each, line by line.
 
-Every different operation is measured once, on whichever worker is free; what does not fit in memory or time stands at its
-roofline, and every line says which. Writes DIR/sweep.json (``Sweep``).
+Every different operation is measured once, on whichever worker is free; what does not fit in memory or time is estimated by
+its roofline, and every line says which. Writes DIR/sweep.json (``Sweep``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from agents.line_profiler.capture import ROOT, moves_nothing
 from agents.line_profiler.isolation import Isolated
 from agents.line_profiler.lines import Roof, source
 from agents.line_profiler.session import device_name, memory_rate
-from agents.line_profiler.sweep.crew import Crew, Lost, Processes, RayActors, SweepError, measure_on, require_ray
 from agents.line_profiler.sweep.shapes import SHAPES
 from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, events
 from agents.line_profiler.sweep.sweep_items import (
@@ -36,6 +35,15 @@ from agents.line_profiler.sweep.sweep_items import (
     collect,
     fit,
     measure_item,
+)
+from agents.line_profiler.sweep.work_queue import (
+    Lost,
+    Processes,
+    RayActors,
+    SweepError,
+    Workers,
+    measure_on,
+    require_ray,
 )
 from agents.line_profiler.table import line_name
 from kernels.contract.registry import KernelError, load_choice
@@ -111,12 +119,15 @@ class Sweep:
 def sweep(
     slices: Sequence[Slice],
     limits: Limits,
-    crew: Callable[[], Crew],
+    start: Callable[[], Workers],
     workers: int,
     attention: str,
     report: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
-    """Raises: SweepError."""
+    """Measure all slices. ``start`` starts the ``workers`` workers; it is called when there is anything to measure.
+
+    Raises: SweepError.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     roof = Roof(matmul_rate(device, DTYPE), memory_rate(device))
     items = fit(collect(slices, roof), limits, workers)
@@ -129,7 +140,7 @@ def sweep(
     results: list[tuple[Isolated, float] | Lost] = []
     if wanted:
         tasks = [Task(item, device.type, attention, limits) for item in wanted]
-        results = measure_on(crew(), tasks, [item.estimated_s for item in wanted], _every_two_seconds(report))
+        results = measure_on(start(), tasks, [item.estimated_s for item in wanted], _every_two_seconds(report))
     seconds = time.perf_counter() - began
     by_item = dict(zip(wanted, results))
     swept = {_key(item): _swept(item, by_item.get(item)) for item in items}
@@ -169,7 +180,7 @@ def _swept(item: Item, result: tuple[Isolated, float] | Lost | None) -> SweptIte
     if result is None:
         return missing(item.fits, 0.0)
     if isinstance(result, Lost):
-        return missing(f"killed its worker {result.tries} times", 0.0)
+        return missing(f"its worker died {result.tries} times", 0.0)
     one, took = result
     if one.why_not:
         return missing(one.why_not, took)
@@ -248,12 +259,12 @@ def main(arguments: list[str] | None = None) -> int:
         workers = max(1, chosen.workers)
         memory = chosen.memory_gb * 1e9 if chosen.memory_gb else MEMORY_SHARE * free_memory() / workers
         limits = Limits(memory, chosen.item_seconds, chosen.budget, max(1, torch.get_num_threads() // workers))
-        crew: Callable[[], Crew] = lambda: (
+        start: Callable[[], Workers] = lambda: (
             RayActors(measure_item, workers, chosen.ray) if chosen.ray else Processes(measure_item, workers)
         )
         kernels = load_choice(chosen.kernels, "cuda" if torch.cuda.is_available() else "cpu")
         report = lambda said: print(f"profile: {said}", file=sys.stderr, flush=True)
-        found = sweep(slices, limits, crew, workers, kernels[ATTENTION], report)
+        found = sweep(slices, limits, start, workers, kernels[ATTENTION], report)
         chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / "sweep.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     except (SweepError, KernelError, OSError) as error:

@@ -15,7 +15,7 @@ from agents.line_profiler.lines import Roof
 from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, events
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.op import Case
-from kernels.contract.precision import matrix_units
+from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS, check
 
 FILL_BYTES_PER_S = 4e8  # making random inputs on one core
@@ -114,7 +114,7 @@ def measure_item(task: Task) -> tuple[Isolated, float]:
     _prepare_worker()
     if device.type == "cpu":
         torch.set_num_threads(task.limits.threads)
-    with matrix_units(DTYPE):
+    with bf16_matmul(DTYPE):
         if task.item.index < 0:
             found = _attention(task, device)
         else:

@@ -13,7 +13,7 @@ from factory.evals.export_config import parse_config
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import build_suite
-from factory.evals.tasks import Item, ScoredText, bits_per_byte, encode_suite, ratio_bits
+from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte, encode_suite, ratio_bits
 from factory.evals.token_bytes import TokenBytes
 from factory.gates.patch.session import Weights
 from factory.ingest.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ def reference_model(weights: Weights, recipe: dict[str, Any]) -> ReferenceModel:
     return ReferenceModel(parse_config(hf_config(shape, "float32"), "recipe"), hf_tensors(weights, shape))
 
 
-def scores(weights: Weights, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy) -> list[Item]:
+def scores(weights: Weights, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy) -> list[EvalItem]:
     """An item a document: its nats, and its bytes as weight."""
     return bits_per_byte(reference_model(weights, recipe), texts, policy, lambda amount: None)
 
@@ -52,7 +52,7 @@ def weights_bits(
     return ratio_bits(scores(weights, recipe, texts, policy))
 
 
-def gains(ours: Sequence[Item], theirs: Sequence[Item]) -> dict[str, list[float]]:
+def gains(ours: Sequence[EvalItem], theirs: Sequence[EvalItem]) -> dict[str, list[float]]:
     """By domain, one number a source document: how many bits per byte fewer ``ours`` needs for its held-out items."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for mine, other in zip(ours, theirs, strict=True):

@@ -14,7 +14,7 @@ from factory.gates.patience import Patience, Ratio, Seconds
 class OraclePolicy(Strict):
     """Every op that the patch changes, against the reference in fp64."""
 
-    cases: list[str] = Field(default=["small"], min_length=1)
+    cases: list[str] = Field(default=["small", "prime", "strided", "empty"], min_length=1)
     """Names of kernels.contract.op.CASES; hostile values and fp32 are tried on the first of them. The recipe's own sizes are for the
     next stage."""
     wall_seconds: Seconds = 3600.0
@@ -38,6 +38,7 @@ class IsolatedPolicy(Strict):
     """An op's new implementation against its old one, alone, on the recipe's shapes; both are approved code."""
 
     pairs: Count = 9
+    """Timings of the old and the new implementation, one after the other."""
     min_ratio: Annotated[float, Field(gt=0)] = 1.0
     """Old time over new time that the upper quartile of the pairs must reach: below it, the op is slower beyond the noise."""
     tries: Count = 3
@@ -99,6 +100,7 @@ class EvalsPolicy(Strict):
     documents: Count = 60
     """Of a domain, at most."""
     document_bytes: Count = 2048
+    """Bytes scored of one document."""
     margin: Annotated[float, Field(gt=0)] = 0.02
     """Bits per byte by which no domain may be worse: its lower bound must be above minus this."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95

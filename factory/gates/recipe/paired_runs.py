@@ -37,6 +37,7 @@ from factory.gates.recipe.policy import RunsPolicy
 from factory.gates.training_start import Start
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
+from kernels.contract.files import write_atomically
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError
@@ -293,5 +294,4 @@ def _lines(path: Path) -> list[str]:
 
 def _reveal(folder: Path, text: str) -> None:
     if folder.is_dir() and not (folder / "segment.json").exists():
-        (folder / "segment.json.part").write_text(text)
-        (folder / "segment.json.part").rename(folder / "segment.json")
+        write_atomically(folder / "segment.json", text)

@@ -43,6 +43,7 @@ class RunsPolicy(Strict):
     held_out_documents: Count = 16
     """Documents a domain that weights are scored on, by the judge's own model."""
     held_out_bytes: Count = 2048
+    """Bytes scored of one document."""
 
 
 class RecipePolicy(Strict):

@@ -18,13 +18,14 @@ from factory.core.errors import InputError
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
-from factory.evals.evaluator import current_suite, evaluate_on, finite, items_of
+from factory.evals.evaluator import current_suite, evaluate_on, items_of
 from factory.evals.statistics import Bounds, compare
 from factory.evals.suite import Suite
 from factory.gates.release.judge import FIRST_RELEASE, Evidence, Gain, judge
 from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.champion import champion
 from factory.ledger.ledger import Ledger, candidates, evaluations, record, releases, verdicts
+from kernels.contract.files import finite
 
 GATE = "release"
 

@@ -1,93 +1,113 @@
-"""The data policy: one strict schema for ``policies/data.yaml``. Each key is documented where it is defined."""
+"""``policies/data.yaml``: what may become training data, and what must never."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from factory.core.errors import ConfigError, nearest
-from factory.core.yaml_file import load_yaml
+from factory.core.policy_file import Count, Share, Strict, load_policy
 
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
+NotNegative = Annotated[int, Field(ge=0)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DomainRules(_Strict):
+class DomainRules(Strict):
     """What a document of one domain must be like; the rules are in ``filters.py`` under the same names."""
 
-    min_chars: int = Field(default=40, ge=0)  # rule 'too_short'
-    max_chars: int = Field(default=2_000_000, ge=1)  # rule 'too_long'
-    min_alphabetic: float = Field(
-        0.25, ge=0, le=1
-    )  # share of letters among non-blank characters; rule 'low_alphabetic'
-    max_line: int = Field(default=100_000, ge=1)  # characters of the longest line; rule 'long_lines'
-    max_repeated_lines: float = Field(
-        default=1.0, ge=0, le=1
-    )  # share of lines that repeat an earlier one; rule 'repetition'
-    max_encoded: float = Field(
-        default=1.0, ge=0, le=1
-    )  # share of characters in base64- or hex-like runs; rule 'encoded_data'
-    generated: bool = True  # may a file say that a program wrote it? rule 'generated'
-    must_parse: bool = False  # Python sources must parse; rule 'does_not_parse'
-    pii: tuple[PiiKind, ...] = ("email", "ip", "phone", "card", "secret")  # what is replaced, see pii.py
-    # Held out are whole sources (all domains of one source together) or single documents. By source is the stronger
-    # split
-    # where documents of one source quote each other; it needs many sources.
+    min_chars: NotNegative = 40
+    """Rule 'too_short'."""
+    max_chars: Count = 2_000_000
+    """Rule 'too_long'."""
+    min_alphabetic: Share = 0.25
+    """Share of letters among non-blank characters; rule 'low_alphabetic'."""
+    max_line: Count = 100_000
+    """Characters of the longest line; rule 'long_lines'."""
+    max_repeated_lines: Share = 1.0
+    """Share of lines that repeat an earlier one; rule 'repetition'."""
+    max_encoded: Share = 1.0
+    """Share of characters in base64- or hex-like runs; rule 'encoded_data'."""
+    generated: bool = True
+    """May a file say that a program wrote it? Rule 'generated'."""
+    must_parse: bool = False
+    """Python sources must parse; rule 'does_not_parse'."""
+    pii: list[PiiKind] = ["email", "ip", "phone", "card", "secret"]
+    """What is replaced, see pii.py."""
     hold_out_by: Literal["source", "content"] = "content"
-    hold_out_at_most: int = Field(default=400, ge=0)  # documents of this domain, for ever
+    """Held out are whole sources (all domains of one source together) or single documents. By source is the stronger split
+    where documents of one source quote each other; it needs many sources."""
+    hold_out_at_most: NotNegative = 400
+    """Documents of this domain, over all shards."""
 
 
-class NearDuplicates(_Strict):
-    threshold: float = Field(default=0.8, gt=0, le=1)
+class NearDuplicates(Strict):
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Estimated Jaccard similarity of 5-word shingles from which two documents are near-duplicates."""
 
 
-class Decontamination(_Strict):
-    ngram: int = Field(default=13, ge=8, le=50)
-    sample_window: int = Field(default=32, ge=1, le=256)
-    common: int = Field(default=10, ge=1)
-    margin: int = Field(default=100, ge=0)
-    max_trimmed: float = Field(default=0.3, ge=0, le=1)
+class Decontamination(Strict):
+    ngram: Annotated[int, Field(ge=8, le=50)] = 13
+    """Words that a training document may not share with a held-out one (GPT-3, appendix C)."""
+    sample_window: Annotated[int, Field(ge=1, le=256)] = 32
+    """Training documents are indexed by winnowing: overlaps of ngram + window - 1 words are always found."""
+    common: Count = 10
+    """An n-gram of more documents than this is a common phrase, not a leak."""
+    margin: NotNegative = 100
+    """Characters removed on either side of a collision."""
+    max_trimmed: Share = 0.3
+    """Share of a document that may be removed; more, and it is dropped."""
 
 
-class HeldOut(_Strict):
-    share: float = Field(default=0.02, ge=0, le=0.5)
+class HeldOut(Strict):
+    share: Annotated[float, Field(ge=0, le=0.5)] = 0.02
+    """Of sources or documents, as ``hold_out_by`` says."""
 
 
-class Licence(_Strict):
+class Licence(Strict):
     train: bool
     release: bool
 
 
-class Licences(_Strict):
+class Licences(Strict):
     default: Licence = Licence(train=True, release=False)
+    """Of a licence that ``known`` does not list."""
     missing: Licence = Licence(train=True, release=False)
+    """Of a document that names no licence."""
     known: dict[str, Licence] = {}
+    """What each licence allows: to train on a document, to release a model that was."""
 
     def of(self, name: str | None) -> Licence:
         return self.missing if not name else self.known.get(name, self.default)
 
 
-class TokenizerRules(_Strict):
-    vocab_size: int = Field(default=4096, ge=300, le=1 << 20)
-    sample_bytes: int = Field(default=6_000_000, ge=1000)
+class TokenizerRules(Strict):
+    vocab_size: Annotated[int, Field(ge=300, le=1 << 20)] = 4096
+    """Must be the recipe's."""
+    sample_bytes: Annotated[int, Field(ge=1000)] = 6_000_000
+    """Of text that the tokenizer is trained on."""
 
 
-class Limits(_Strict):
-    max_row_bytes: int = Field(default=8_000_000, ge=1000)
-    max_rows: int = Field(default=500_000, ge=1)
-    max_shard_bytes: int = Field(default=8_000_000_000, ge=1000)
-    max_expansion: float = Field(default=200, gt=1)
-    max_bad_rows: float = Field(default=0.5, ge=0, le=1)
+class Limits(Strict):
+    max_row_bytes: Annotated[int, Field(ge=1000)] = 8_000_000
+    """A longer line is one dropped row."""
+    max_rows: Count = 500_000
+    """A shard with more must be split."""
+    max_shard_bytes: Annotated[int, Field(ge=1000)] = 8_000_000_000
+    """After decompression."""
+    max_expansion: Annotated[float, Field(gt=1)] = 200.0
+    """Decompressed over compressed bytes, beyond the first 64 MB: more is a decompression bomb."""
+    max_bad_rows: Share = 0.5
+    """Share of rows that cannot be read; with more the whole shard is quarantined."""
 
 
-class DataPolicy(_Strict):
+class DataPolicy(Strict):
+    """Every key is optional."""
+
     default_domain: str = "text"
+    """Of a row or file that names none; a row with 'messages' becomes 'chat'."""
     domains: dict[str, DomainRules] = {}
+    """By name; 'default' is for every domain that is not listed."""
     near_duplicates: NearDuplicates = NearDuplicates()
     decontamination: Decontamination = Decontamination()
     held_out: HeldOut = HeldOut()
@@ -96,31 +116,9 @@ class DataPolicy(_Strict):
     limits: Limits = Limits()
 
     def rules(self, domain: str) -> DomainRules:
-        return self.domains.get(domain) or self.domains.get("default") or DomainRules.model_validate({})
+        return self.domains.get(domain) or self.domains.get("default") or DomainRules()
 
     @classmethod
     def load(cls, path: Path) -> DataPolicy:
         """Raises: ConfigError that names the file and the key, and the nearest known key for an unknown one."""
-        data = load_yaml(path) or {}
-        if not isinstance(data, dict):
-            raise ConfigError(f"{path}: expected 'key: value' lines, got {type(data).__name__}")
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            if first["type"] == "extra_forbidden":
-                hint = nearest(str(first["loc"][-1]), _known_keys(cls, first["loc"][:-1]))
-                raise ConfigError(f"{path}: unknown key {where!r}{hint}") from None
-            raise ConfigError(f"{path}: {where}: {first['msg'].lower()}, got {first['input']!r}") from None
-
-
-def _known_keys(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    """The keys that may stand at a location of the document."""
-    here: Any = model
-    for part in location:
-        if get_origin(here) is dict:
-            here = get_args(here)[1]
-        else:
-            here = here.model_fields[part].annotation
-    return list(here.model_fields)
+        return load_policy(cls, path)

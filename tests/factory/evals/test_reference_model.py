@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from factory.evals import export_config, server_probe
 from factory.evals.export_config import ExportError
 from factory.evals.reference_model import ReferenceModel
-from tests.factory.evals.plant import FAMILIES, VOCAB, save_export, tiny_model
+from tests.support.factory.exports import FAMILIES, VOCAB, save_export, tiny_model
+from trainer.contract.checkpoint.architectures import ARCHITECTURES
 
 OTHERS = {"tie_word_embeddings": False, "num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-2}
 
@@ -41,8 +41,8 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[st
     torch.testing.assert_close(ours.logits(tokens), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_probe_loads_what_the_evaluator_knows() -> None:
-    assert server_probe.ARCHITECTURES == export_config.ARCHITECTURES
+def test_every_architecture_is_compared_with_transformers() -> None:
+    assert set(FAMILIES) == set(ARCHITECTURES)
 
 
 def test_nll_is_the_cross_entropy_of_the_scored_tokens(tmp_path: Path) -> None:

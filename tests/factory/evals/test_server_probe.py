@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 
 from factory.evals import server
-from factory.evals.parity import Subject, _logits, _server, _smoke
+from factory.evals.parity import ParityCase, _logits, _server, _smoke
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.server import Served, probe
 from factory.ingest.tokenizer import Tokenizer, train
-from tests.factory.evals.plant import FAMILIES, VOCAB, corpus, save_export, tiny_model
+from tests.support.factory.exports import FAMILIES, VOCAB, corpus, save_export, tiny_model
 
 IDS = list(range(3, 60))
 FIRST, *OTHERS = FAMILIES
@@ -74,7 +74,7 @@ def test_what_a_time_limit_ends_says_nothing_of_the_export(monkeypatch: pytest.M
     monkeypatch.setattr(server, "AGAIN", 2)
     served = probe({}, 1)
     assert served.out_of_time and "no end after 2 s" in served.problem and "probe_seconds" in served.problem
-    checks = [*_server(cast(Subject, None), [], [], [], served), _smoke(served)]
+    checks = [*_server(cast(ParityCase, None), [], [], [], served), _smoke(served)]
     assert [check.ok for check in checks] == [None] * 4 and "no end after 2 s" in checks[-1].detail
     refused = Served({}, None, "exit 1: no known architecture")
-    assert [check.ok for check in _server(cast(Subject, None), [], [], [], refused)] == [False] * 3
+    assert [check.ok for check in _server(cast(ParityCase, None), [], [], [], refused)] == [False] * 3

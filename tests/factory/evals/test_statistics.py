@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 
 from factory.evals.statistics import CLOZE, compare, expanded, holm
-from factory.evals.tasks import Item
+from factory.evals.tasks import EvalItem
 
 SUITE = "ab" * 32
 
 
-def items(nats: dict[str, list[float]], cloze: list[float] | None = None) -> list[Item]:
+def items(nats: dict[str, list[float]], cloze: list[float] | None = None) -> list[EvalItem]:
     rows = [
-        Item("bpb", f"{d}{i}", d, f"source{i}", n, 100.0) for d, values in nats.items() for i, n in enumerate(values)
+        EvalItem("bpb", f"{d}{i}", d, f"source{i}", n, 100.0)
+        for d, values in nats.items()
+        for i, n in enumerate(values)
     ]
-    return rows + [Item("cloze", f"c{i}", "code", f"source{i}", value, 1.0) for i, value in enumerate(cloze or [])]
+    return rows + [EvalItem("cloze", f"c{i}", "code", f"source{i}", value, 1.0) for i, value in enumerate(cloze or [])]
 
 
 def test_gain_is_champion_minus_candidate_in_bits_per_byte_and_cloze_the_other_way() -> None:
@@ -59,8 +61,8 @@ def test_interval_of_many_documents_is_the_normal_one() -> None:
 
 
 def test_a_cluster_counts_once_however_many_items_it_has() -> None:
-    ours = [Item("bpb", f"{i}", "code", f"source{i % 4}", 100.0, 100.0) for i in range(400)]
-    theirs = [Item("bpb", f"{i}", "code", f"source{i % 4}", 100.0 + (i % 4), 100.0) for i in range(400)]
+    ours = [EvalItem("bpb", f"{i}", "code", f"source{i % 4}", 100.0, 100.0) for i in range(400)]
+    theirs = [EvalItem("bpb", f"{i}", "code", f"source{i % 4}", 100.0 + (i % 4), 100.0) for i in range(400)]
     target, guards = compare(ours, theirs, {}, SUITE, 0.025)
     assert target.clusters == guards["code"].clusters == 4
     assert target.lower[1] <= 0.001  # one of the four sources shows no gain, and four are few

@@ -15,9 +15,9 @@ from factory.core.errors import ConfigError
 from factory.evals.baselines import ByteNgrams, _chunks
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.suite import HeldOut
+from factory.evals.suite import HeldOutDocument
 from factory.evals.tasks import ScoredText, bits_per_byte, code_in, parses_as_code, windows
-from tests.factory.evals.plant import CONTEXT, VOCAB, save_export, tiny_model
+from tests.support.factory.exports import CONTEXT, VOCAB, save_export, tiny_model
 
 
 @given(st.integers(1, 500), st.integers(2, 64), st.data())
@@ -38,7 +38,9 @@ def test_bits_per_byte_of_windows_is_that_of_each_token_in_its_window(tmp_path: 
         scored = np.ones(length, bool)
         scored[0] = False
         texts.append(
-            ScoredText(HeldOut(f"d{index}", "code", "s", {}), rng.integers(0, VOCAB, length), scored, 7 * length)
+            ScoredText(
+                HeldOutDocument(f"d{index}", "code", "s", {}), rng.integers(0, VOCAB, length), scored, 7 * length
+            )
         )
     items = bits_per_byte(model, texts, EvalPolicy(window_overlap=0.5), lambda n: None)
     for text, item in zip(texts, items, strict=True):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 import torch
-from code_loop_case import make
 from safetensors.torch import save_file
 
 from agents.core.proposal import Edit, Proposal
@@ -24,6 +23,7 @@ from factory.gates.patch.stages import oracle, static
 from factory.git.scope import Change
 from factory.ledger.ledger import proposals, verdicts
 from kernels.contract.strict_yaml import read_yaml
+from tests.support.factory.code_loop import make
 from trainer.contract.errors import RecipeError
 
 

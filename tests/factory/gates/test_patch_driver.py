@@ -21,9 +21,9 @@ from factory.gates.patch.op_answers import compare
 from factory.gates.patch.policy import ExploitsPolicy
 from factory.gates.patch.stages import exploits
 from kernels.contract.registry import OPS
+from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
 
-ROOT = Path(__file__).parents[3]
 RECIPE = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model_dump()
 CALLS = ExploitsPolicy(calls=4, recipe_calls=1)
 

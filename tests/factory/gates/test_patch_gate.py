@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from code_loop_case import Made, git, make
 
 from agents.core.proposal import Edit, Proposal
-from agents.search_proposer.search_proposer import choose
+from agents.core.yaml_edit import set_value
 from factory.code_loop.submitting import submit
 from factory.core.progress import SILENT
 from factory.core.workspace import code_root
@@ -26,6 +25,7 @@ from factory.gates.recipe import judge as recipe_judge
 from factory.git.scope import Change
 from factory.ledger.ledger import proposals, segments, verdicts
 from factory.sandbox import sandbox
+from tests.support.factory.code_loop import Made, git, make
 
 
 @pytest.mark.parametrize(("gate", "judge"), [(patch_gate, STAGES), (recipe_gate, recipe_judge.STAGES)])
@@ -114,7 +114,9 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     policy = (made.target / "policies" / "kernels.yaml").read_text()
     row = judged(
         made,
-        proposal("chunked loss", ("policies/kernels.yaml", choose(policy, "cpu", "linear_cross_entropy", "chunked"))),
+        proposal(
+            "chunked loss", ("policies/kernels.yaml", set_value(policy, ("cpu", "linear_cross_entropy"), "chunked"))
+        ),
     )
     stages = row["evidence"]["stages"]
     assert [stages[name]["state"] for name in STAGES[:3]] == ["passed"] * 3, stages

@@ -16,8 +16,8 @@ from factory.gates.patch.likeness import differs, squares
 from factory.gates.patch.session import Rest, read_rest
 from factory.gates.patch.training import alone
 from kernels.contract.registry import bind
-from tests.trainer.conftest import recipe_with
-from tests.trainer.families import FAMILIES, ODD
+from tests.support.trainer.families import FAMILIES, ODD
+from tests.support.trainer.segments import recipe_with
 from trainer.contract.checkpoint.format import Checkpoint, save
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe

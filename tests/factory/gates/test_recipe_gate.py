@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 import yaml
-from code_loop_case import Made, git, make
-from engineer_case import recorded
 
 from agents.core.proposal import Edit, Proposal
 from agents.llm.replay_server import ReplayServer, Session
@@ -30,6 +28,8 @@ from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals, verdicts
 from factory.training import planning
 from factory.training.certificate_runs import changed_files
+from tests.support.factory.code_loop import Made, git, make
+from tests.support.factory.engineer import recorded
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import lr_share
 
@@ -263,11 +263,11 @@ def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 0.9"))
     assert found.verdict["outcome"] == "reject" and "learns worse" in found.verdict["reasons"][0]
     page = Path(found.row["report"]).read_text()
-    measured = re.search(r"Measured: (-[0-9.]+) bits per byte", page)
+    measured = re.search(r"Measured</dt><dd>(-[0-9.]+) bits per byte", page)
     assert measured and float(measured[1]) == pytest.approx(
         found.verdict["evidence"]["gain"]["bits_per_byte"], abs=1e-4
     )
-    assert "Predicted: 0.0100 bits per byte better" in page
+    assert "Predicted</dt><dd>0.0100 bits per byte better" in page
     assert "Predicted: 0.0100 bits per byte better" in git(made.target, "log", "-1", "--format=%B", found.row["branch"])
 
 

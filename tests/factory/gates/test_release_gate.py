@@ -19,7 +19,7 @@ from factory.evals.parity import CHECKS
 from factory.gates.release.gate import decide
 from factory.ledger.champion import champion
 from factory.ledger.ledger import Ledger, documents, eval_items, evaluations, held_out, record, releases, verdicts
-from tests.factory.evals.plant import SHARD, Plant, build_plant, save_export, tiny_model, trained
+from tests.support.factory.exports import SHARD, Plant, build_plant, save_export, tiny_model, trained
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_text import use_small_vocabulary
 
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ledger.ledger import Ledger
+from tests.support.factory.made_up_text import use_small_vocabulary
 
 
 @pytest.fixture

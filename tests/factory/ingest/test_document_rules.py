@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up_text import prose
 
 from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
 from factory.ingest.rules.policy import DomainRules
 from factory.ingest.rules.words import runs, winnow, word_hashes, word_spans
+from tests.support.factory.made_up_text import prose
 
 RULES = DomainRules(
     min_chars=10,

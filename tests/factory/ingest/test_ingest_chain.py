@@ -16,8 +16,6 @@ import pytest
 import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_up_text import prose, use_policy, use_small_vocabulary
-from patience import PATIENCE_S
 
 from factory.core.errors import ConfigError, FactoryError, InputError, WorkspaceError
 from factory.core.progress import SILENT
@@ -27,6 +25,8 @@ from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.rules.words import word_hashes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out, metadata, near_dup_bands, ngrams, shards
+from tests.support.factory.made_up_text import prose, use_policy, use_small_vocabulary
+from tests.support.patience import PATIENCE_S
 from trainer.contract.data.token_shard import TokenShard
 
 Ingest = Callable[..., ShardReport]

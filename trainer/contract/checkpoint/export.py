@@ -1,8 +1,5 @@
 """``python -m trainer.contract.checkpoint.export CHECKPOINT OUT``: a checkpoint as a Hugging Face folder.
 
-Dense models are ``Qwen3ForCausalLM``; without QK-norm ``LlamaForCausalLM``; with NoPE layers ``SmolLM3ForCausalLM``;
-with experts ``Glm4MoeForCausalLM``, whose head is stored apart: vLLM's class of that name ties none.
-
 Writes config.json, generation_config.json and model.safetensors; the tokenizer's files are the caller's to add.
 """
 
@@ -17,18 +14,13 @@ import torch
 from torch import Tensor
 
 from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.architectures import ARCHITECTURES, model_type_of
 from trainer.contract.errors import exit_code_of
 from trainer.contract.recipe import ModelRecipe, Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
 END_OF_TURN = 2  # <|im_end|>
 KEPT_IN_FP32 = "e_score_correction_bias"  # rounded, it would choose other experts; transformers keeps it so too
-ARCHITECTURES = {
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-}
 
 
 def export(source: Path, out: Path) -> None:
@@ -49,11 +41,12 @@ def export(source: Path, out: Path) -> None:
 
 
 def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
-    """config.json of the class whose maths is the trainer's (see ``family_of``)."""
-    family = family_of(shape)
+    """config.json of the class whose maths a model of this shape has."""
+    model_type = model_type_of(shape)
+    architecture = ARCHITECTURES[model_type]
     return {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
+        "architectures": [architecture.class_name],
+        "model_type": model_type,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.d_model,
         "num_hidden_layers": shape.layers,
@@ -69,7 +62,7 @@ def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "tie_word_embeddings": family != "glm4_moe",
+        "tie_word_embeddings": architecture.tied_embeddings,
         "use_sliding_window": False,
         "use_cache": True,
         "bos_token_id": None,
@@ -77,44 +70,8 @@ def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
         "pad_token_id": END_TOKEN,
         "dtype": dtype,
         "torch_dtype": dtype,
-        **_family_config(shape, family),
+        **architecture.own_keys(shape),
     }
-
-
-def family_of(shape: ModelRecipe) -> str:
-    """The ``model_type`` of a shape."""
-    if shape.experts is not None:
-        return "glm4_moe"
-    if shape.nope_every is not None:
-        return "smollm3"
-    return "qwen3" if shape.qk_norm else "llama"
-
-
-def _family_config(shape: ModelRecipe, family: str) -> dict[str, Any]:
-    if family == "smollm3":
-        assert shape.nope_every is not None
-        has_rope = [int((layer + 1) % shape.nope_every != 0) for layer in range(shape.layers)]
-        return {"no_rope_layers": has_rope, "no_rope_layer_interval": shape.nope_every}
-    if family == "glm4_moe":
-        assert shape.experts is not None
-        experts = shape.experts
-        rope = {"rope_type": "default", "rope_theta": shape.rope_theta, "partial_rotary_factor": 1.0}
-        return {
-            "n_routed_experts": experts.count,
-            "num_experts_per_tok": experts.per_token,
-            "moe_intermediate_size": experts.d_ff,
-            "n_shared_experts": experts.shared,
-            "first_k_dense_replace": experts.dense_layers,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-            "use_qk_norm": shape.qk_norm,
-            "num_nextn_predict_layers": 0,
-            "partial_rotary_factor": 1.0,
-            "rope_parameters": rope,
-        }
-    return {}
 
 
 def generation_config() -> dict[str, Any]:
@@ -161,7 +118,7 @@ def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor
             projection = key.removeprefix("experts_")
             for number, expert in enumerate(tensor.unbind()):
                 found[f"{theirs}mlp.experts.{number}.{projection}_proj.weight"] = expert
-    if shape.experts is not None:
+    if not ARCHITECTURES[model_type_of(shape)].tied_embeddings:
         found["lm_head.weight"] = model["embedding"]
     if shape.experts is not None and not shape.experts.shared:  # Glm4Moe has a shared expert whatever its width
         sizes = {"shared_gate": (0, shape.d_model), "shared_up": (0, shape.d_model), "shared_down": (shape.d_model, 0)}

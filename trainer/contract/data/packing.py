@@ -8,17 +8,25 @@ input and never a target, and no pair spans two documents. With context 4:
     pairs      3         2       6 → pieces of 4 and 2        targets b c e     y e | q r s t | u e
 
 A document longer than a row is cut every ``context`` positions, and every pair stays in exactly one piece. Pieces are
-then drawn in random order, and a strategy says how they become rows. Pieces of 3, 2, 4 and 2, drawn in that order, rows
+then drawn in random order, and a strategy makes rows of them. Pieces of 3, 2, 4 and 2, drawn in that order, rows
 of 4, two rows wanted (``.`` is padding, and what is left waits for the next step):
 
     document                  a a a . | b b . .          left  c c c c, d d    one piece a row
     token-budget              a a a . | b b . .          left  c c c c, d d    in the order drawn; here b and c won't fit
     best-fit                  b b d d | c c c c          left  a a a           the fullest rows; the default
-    length-bucketed           a a a . | c c c c          left  b b, d d        pieces about as long as the oldest
+    length-bucketed           a a a . | c c c c          left  b b, d d        pieces of about the oldest one's length
     truncate-and-concatenate  a a a b | b c c c          left  c, d d          b and c are cut where their rows end
 
 Only the last cuts a document that would fit a row; best-fit may cut pieces of longer ones once more, to fill gaps.
-No strategy loses a position or holds one twice.
+No strategy loses a position or holds one twice. As calls:
+
+    >>> [[cut(tokens, 4, piece) for piece in range(pieces_in(tokens, 4))] for tokens in (4, 7)]
+    [[Cut(start=0, positions=3)], [Cut(start=0, positions=4), Cut(start=4, positions=2)]]
+    >>> rows, left = STRATEGIES["truncate-and-concatenate"].pack([3, 2, 4, 2], [False] * 4, 4, 2, 0)
+    >>> [[tuple(part) for part in row] for row in rows]  # (piece, first position of it, positions)
+    [[(0, 0, 3), (1, 0, 1)], [(1, 1, 1), (2, 0, 3)]]
+    >>> [tuple(part) for part in left]
+    [(2, 3, 1), (3, 0, 2)]
 """
 
 from __future__ import annotations
@@ -57,12 +65,16 @@ Packer = Callable[[Sequence[int], Sequence[bool], int, int, int], Packed]
 
 
 def pieces_in(tokens: int, context: int) -> int:
-    """How many pieces a document of ``tokens`` tokens has. One token alone has no pair and so no piece."""
+    """How many pieces a document of ``tokens`` tokens has: 0 for a single token, which has no pair.
+
+    >>> [pieces_in(tokens, context=4) for tokens in (1, 2, 5, 6)]
+    [0, 1, 1, 2]
+    """
     return -(-(tokens - 1) // context) if tokens > 1 else 0
 
 
 def cut(tokens: int, context: int, piece: int) -> Cut:
-    """The ``piece``-th piece of a document of ``tokens`` tokens."""
+    """The ``piece``-th piece (from 0) of a document of ``tokens`` tokens."""
     start = piece * context
     return Cut(start, min(context, tokens - 1 - start))
 
@@ -71,13 +83,13 @@ def cut(tokens: int, context: int, piece: int) -> Cut:
 # wanted, step) → rows and what is left over. Given ``enough`` pieces (below), exactly the rows wanted, none of them empty.
 
 
-def one_a_row(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def one_per_row(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
     """Every piece alone, in the order drawn."""
     return _whole(lengths, ([i] for i in range(min(rows, len(lengths)))))
 
 
-def in_turn(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
-    """Pieces in the order drawn; where the next one doesn't fit, the next row begins (next-fit)."""
+def next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+    """Next-fit: pieces in the order drawn; where one does not fit, the next row begins."""
     found: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
@@ -91,32 +103,32 @@ def in_turn(lengths: Sequence[int], long: Sequence[bool], context: int, rows: in
     return _whole(lengths, found)
 
 
-def run_on(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
-    """Pieces end to end in the order drawn; one that doesn't fit is cut, and its rest opens the next row."""
+def concatenate(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+    """Pieces end to end in the order drawn; one that does not fit is cut, and its rest opens the next row."""
     found: Rows = [[] for _ in range(min(rows, -(-sum(lengths) // context)))]
     pour(found, lengths, range(len(lengths)), context)
     return found, _left(found, lengths)
 
 
-def alike(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def length_bucketed(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
     """The oldest piece and those nearest to it in length, best-fit into rows until one finds no room.
 
     As in Dataset Decomposition (arXiv 2405.13226 §3.2), a batch holds sequences of one length bucket. There, documents
-    are cut into powers of two so that the buckets fill rows without padding; here nothing that fits is cut, and
-    a bucket is what lies nearest to the oldest piece, so that none waits for ever.
+    are cut into powers of two so that the buckets fill rows without padding; here nothing that fits is cut, and the bucket
+    is centred on the oldest piece, so that every piece is packed at some step.
     """
     ratio = lambda i: max(lengths[i], lengths[0]) / min(lengths[i], lengths[0])
     nearest = sorted(range(len(lengths)), key=lambda i: (ratio(i), i))
-    return _whole(lengths, best_fit(lengths, context, nearest, rows))
+    return _whole(lengths, best_fit_rows(lengths, context, nearest, rows))
 
 
-def fullest(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
     """The fullest rows of a best-fit-decreasing packing (arXiv 2404.10830), their gaps filled from long documents.
 
     A piece of at least half a row may have no partner; where many documents are so long, no packing of whole pieces
     fills the rows. But a document longer than a row is cut anyway, so where is free: once there are no more full rows,
-    such pieces are poured into the gaps. Every ``OLDEST_EVERY`` steps, the last of them first, one row is
-    built around the oldest piece: fuller rows could otherwise come in for ever.
+    such pieces are poured into the gaps. At the last of every ``OLDEST_EVERY`` steps one row is built around the oldest
+    piece, which would otherwise wait as long as others fill rows better.
     """
     crumb = max(1, context // CRUMBS)
     filled = lambda row: sum(lengths[i] for i in row)
@@ -129,7 +141,7 @@ def fullest(lengths: Sequence[int], long: Sequence[bool], context: int, rows: in
         waiting = [i for i in waiting if i not in taken]
     liquid = [i for i in waiting if long[i] and 2 * lengths[i] >= context]
     solid = [i for i in waiting if not (long[i] and 2 * lengths[i] >= context)]
-    packed = best_fit(lengths, context, sorted(solid, key=lambda i: (-lengths[i], i)))
+    packed = best_fit_rows(lengths, context, sorted(solid, key=lambda i: (-lengths[i], i)))
     packed.sort(key=fullest_first)
     full = [row for row in packed if filled(row) > context - crumb]
     whole = sorted([*full, *([i] for i in liquid if lengths[i] == context)], key=fullest_first)[: rows - len(chosen)]
@@ -154,9 +166,14 @@ def fullest(lengths: Sequence[int], long: Sequence[bool], context: int, rows: in
 
 
 def pour(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context: int, crumb: int = 1) -> None:
-    """Fill the gaps of rows with pieces, one after the other, each cut where its row ends.
+    """Fill the gaps of ``rows`` in place with pieces, one after the other, each cut where its row ends.
 
-    No gap of fewer than ``crumb`` positions is filled, and no part made of fewer.
+    No gap of fewer than ``crumb`` positions is filled, and no part of a piece gets fewer.
+
+    >>> rows = [[Part(0, 0, 6)], [Part(1, 0, 5)]]
+    >>> pour(rows, [6, 5, 4], [2], context=8)
+    >>> rows[0][1:], rows[1][1:]
+    ([Part(piece=2, start=0, positions=2)], [Part(piece=2, start=2, positions=2)])
     """
     supply = [(piece, 0) for piece in reversed(pieces)]
     for row in rows:
@@ -174,11 +191,16 @@ def pour(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context: int
                 supply.append((piece, start + positions))
 
 
-def best_fit(lengths: Sequence[int], context: int, order: Iterable[int], rows: int | None = None) -> list[list[int]]:
+def best_fit_rows(
+    lengths: Sequence[int], context: int, order: Iterable[int], rows: int | None = None
+) -> list[list[int]]:
     """Rows of indices into ``lengths``, each piece in the fullest row that can still hold it, in the order given.
 
     Each row's lengths sum to at most ``context``. With ``rows``, it ends before the first piece that would open
     one row more; without, every index of ``order`` appears exactly once.
+
+    >>> best_fit_rows([60, 50, 10, 4], context=64, order=range(4))
+    [[0, 3], [1, 2]]
     """
     found: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (room, row), sorted: the fullest first
@@ -202,12 +224,13 @@ def best_fit(lengths: Sequence[int], context: int, order: Iterable[int], rows: i
 def complete(lengths: Sequence[int], context: int, first: int, others: Sequence[int]) -> list[int]:
     """``first`` and those of ``others`` that together fill a row best; of equals, with the longest pieces.
 
-    A subset-sum table; bit s of an entry says whether the pieces so far can sum to s.
+    >>> complete([5, 3, 2, 1], context=8, first=0, others=[1, 2, 3])
+    [0, 1]
     """
     room = context - lengths[first]
     mask = (1 << (room + 1)) - 1
     longest_first = sorted(others, key=lambda i: (-lengths[i], i))
-    reachable = [1]
+    reachable = [1]  # subset sums: bit s of an entry is set if some of the pieces so far sum to s
     for index in longest_first:
         reachable.append(reachable[-1] | reachable[-1] << lengths[index] & mask)
     total = reachable[-1].bit_length() - 1
@@ -238,7 +261,7 @@ def _left(rows: Rows, lengths: Sequence[int]) -> list[Part]:
 # ---- how many pieces must wait before a strategy packs: (pieces, their positions, context, rows) → is it enough?
 
 
-def a_piece_a_row(pieces: int, positions: int, context: int, rows: int) -> bool:
+def one_piece_per_row(pieces: int, positions: int, context: int, rows: int) -> bool:
     return pieces >= rows
 
 
@@ -246,12 +269,12 @@ def full_rows(pieces: int, positions: int, context: int, rows: int) -> bool:
     return positions >= rows * context
 
 
-def a_row_more(pieces: int, positions: int, context: int, rows: int) -> bool:
+def one_row_to_spare(pieces: int, positions: int, context: int, rows: int) -> bool:
     """So that the last row ends because the next piece doesn't fit, not because there is none."""
     return positions >= (rows + 1) * context
 
 
-def a_choice(pieces: int, positions: int, context: int, rows: int) -> bool:
+def spare_pieces(pieces: int, positions: int, context: int, rows: int) -> bool:
     """``SPARE_ROWS`` or ``SPARE_PIECES`` beyond what fills the rows."""
     spare = positions - rows * context
     return spare >= SPARE_ROWS * context or spare * pieces >= SPARE_PIECES * positions > 0
@@ -268,10 +291,10 @@ class Strategy:
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(  # by the recipe's batch.packing
     {
-        "document": Strategy(one_a_row, a_piece_a_row),
-        "token-budget": Strategy(in_turn, a_row_more),
-        "truncate-and-concatenate": Strategy(run_on, full_rows, cuts=True),
-        "length-bucketed": Strategy(alike, a_choice),
-        "best-fit": Strategy(fullest, a_choice),
+        "document": Strategy(one_per_row, one_piece_per_row),
+        "token-budget": Strategy(next_fit, one_row_to_spare),
+        "truncate-and-concatenate": Strategy(concatenate, full_rows, cuts=True),
+        "length-bucketed": Strategy(length_bucketed, spare_pieces),
+        "best-fit": Strategy(best_fit, spare_pieces),
     }
 )

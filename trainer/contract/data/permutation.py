@@ -17,7 +17,11 @@ BLOCK = 1024  # indices worked out at once, because numpy is slow one at a time
 
 
 class Permutation:
-    """``permutation[i]`` for i in [0, n): every value of [0, n) exactly once, in an order set by ``key``."""
+    """``permutation[i]`` for i in [0, n): every value of [0, n) exactly once, in an order set by ``key``.
+
+    >>> [[Permutation(6, key)[i] for i in range(6)] for key in ("epoch 0", "epoch 1")]
+    [[5, 0, 4, 3, 2, 1], [2, 5, 4, 3, 0, 1]]
+    """
 
     def __init__(self, n: int, key: str) -> None:
         assert n > 0
@@ -37,7 +41,7 @@ class Permutation:
         return int(self._block[offset])
 
     def at(self, indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """The values at many indices."""
+        """The values at many indices, [N] → [N]."""
         values = self._encrypt(indices)
         while (outside := values >= self.n).any():
             values[outside] = self._encrypt(values[outside])

@@ -5,7 +5,23 @@
 ``documents.parquet``  id, key, start, length, supervised_tokens, domain, source, license; one row a document
 ``manifest.json``   counts, SHA-256 of the three files, tokenizer hash; its canonical JSON's SHA-256 is the shard's id
 
-Immutable and memory-mapped: written aside and renamed, then only ever read.
+Immutable and memory-mapped: written aside and renamed, then only read. A chat, of which the assistant's tokens and the
+``<|im_end|>`` after them carry loss, and a text, of which every token does (0 is the end token):
+
+    >>> from tempfile import TemporaryDirectory
+    >>> #                  <|im_start|> user  \\n  Hi <|im_end|> <|im_start|> assistant \\n Hello <|im_end|> <|endoftext|>
+    >>> chat_tokens = np.array([      1,  20, 10, 31,         2,           1,       21, 10,   32,         2,            0])
+    >>> chat_mask = np.array([        0,   0,  0,  0,         0,           0,        0,  0,    1,         1,            0])
+    >>> chat = TokenizedDocument("key-1", "1", "chat", "us", "MIT", chat_tokens.astype(np.uint32), chat_mask.astype(bool))
+    >>> text = TokenizedDocument("key-2", "2", "text", "us", "MIT", np.array([40, 41, 0], np.uint32), np.ones(3, bool))
+    >>> with TemporaryDirectory() as folder:
+    ...     shard = write_token_shard(Path(folder), [chat, text], vocab_size=64, tokenizer_sha256="")
+    ...     shard.tokens.tolist()
+    ...     shard.loss_mask(8, 14).tolist()
+    ...     shard.documents.select(["start", "length", "supervised_tokens"]).to_pylist()
+    [1, 20, 10, 31, 2, 1, 21, 10, 32, 2, 0, 40, 41, 0]
+    [True, True, False, True, True, True]
+    [{'start': 0, 'length': 11, 'supervised_tokens': 2}, {'start': 11, 'length': 3, 'supervised_tokens': 3}]
 """
 
 from __future__ import annotations
@@ -25,6 +41,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kernels.contract.files import sync_folder
 from trainer.contract.errors import TokenShardError
 
 FORMAT = 1
@@ -33,21 +50,24 @@ FILES = ("tokens.bin", "loss_mask.bin", "documents.parquet")
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """One document ready to be stored. ``tokens`` and ``loss_mask`` have the same length."""
+    """One document ready to be stored, of L > 0 tokens."""
 
-    key: str
-    id: str
+    key: str  # unlike that of any other document of the factory
+    id: str  # what the data's owner calls it
     domain: str
     source: str
     license: str
-    tokens: npt.NDArray[np.uint32]  # [L]
-    loss_mask: npt.NDArray[np.bool_]  # [L]
+    tokens: npt.NDArray[np.uint32]  # [L], the end token last
+    loss_mask: npt.NDArray[np.bool_]  # [L]: does the token carry loss as a target?
 
 
 def write_token_shard(
     parent: Path, documents: Iterable[TokenizedDocument], *, vocab_size: int, tokenizer_sha256: str
 ) -> TokenShard:
-    """Write ``parent/<id>`` atomically and return it open. Writing the same content again gives the same id and keeps the old one."""
+    """Write ``parent/<id>`` atomically and return it open. The same content again has the same id; the folder there stays.
+
+    Tokens are stored as uint16 where ``vocab_size`` allows it. Raises: OSError.
+    """
     dtype = np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
     aside = parent / f".writing-{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
@@ -100,16 +120,14 @@ def write_token_shard(
         target = parent / hashlib.sha256(encoded).hexdigest()[:32]
         if not target.exists():
             os.rename(aside, target)
-            descriptor = os.open(parent, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            sync_folder(parent)
         return TokenShard(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 class TokenShard:
-    """An open token shard; nothing is read until asked for."""
+    """An open token shard; a file is read when it is first used. Raises: TokenShardError, on reading, for a wrong manifest."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -148,7 +166,7 @@ class TokenShard:
         return np.fromfile(self.path / "loss_mask.bin", np.uint8)
 
     def loss_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """The mask of tokens [start, stop)."""
+        """Which of the tokens [start, stop) carry loss as targets, [stop - start]."""
         first = start // 8
         bits = np.unpackbits(self._mask_bits[first : (stop + 7) // 8])
         return bits[start - first * 8 : stop - first * 8].astype(bool)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainer.contract.plan.run_plan import (
-    MACHINES,
+    GPUS,
     NODE,
     PRICE,
     RECOMPUTED,
@@ -153,8 +153,8 @@ def _effort_lines(plan: RunPlan) -> list[Line]:
             "throughput",
             effort.tokens_per_second,
             f"{effort.tokens_per_second:,.0f} tokens/s",
-            f"{layout.gpus} × {ask.machine.peak_flops / 1e12:g} TFLOP/s × MFU {effort.mfu:.2g} / FLOPs a token",
-            f"{ask.machine.source}; {mfu}",
+            f"{layout.gpus} × {ask.gpu.peak_flops / 1e12:g} TFLOP/s × MFU {effort.mfu:.2g} / FLOPs a token",
+            f"{ask.gpu.source}; {mfu}",
         ),
         Line("time", effort.days, f"{effort.days:,.1f} days", "tokens / throughput", "no failure and no pause counted"),
         Line("GPU hours", effort.gpu_hours, f"{effort.gpu_hours:,.0f}", "GPUs × time", ""),
@@ -209,14 +209,14 @@ def remarks(plan: RunPlan) -> list[str]:
 def as_json(plan: RunPlan) -> dict[str, Any]:
     """Everything, for programs; bytes, FLOP/s, days and dollars as plain numbers."""
     model, layout = plan.ask.model, plan.layout
-    names = [name for name, machine in MACHINES.items() if machine.source == plan.ask.machine.source]
+    names = [name for name, gpu in GPUS.items() if gpu.source == plan.ask.gpu.source]
     return {
         "gpu": names[0] if names else None,
         "model": model.model_dump() | {"parameters": model.parameters, "active": active(model)},
         "layout": asdict(layout) | {"data": layout.data, "pipeline": 1, "sequences": plan.sequences},
         "memory": [asdict(part) for part in plan.memory],
         "memory_needed": needed(plan.memory),
-        "memory_there": plan.ask.machine.memory,
+        "memory_there": plan.ask.gpu.memory,
         "effort": asdict(plan.effort),
         "lines": [asdict(line) for line in lines(plan)],
         "remarks": remarks(plan),

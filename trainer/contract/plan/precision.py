@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contract.precision import matrix_units
+from kernels.contract.precision import bf16_matmul
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import AUTO, ModelRecipe, Recipe
 
@@ -39,7 +39,7 @@ SMALLEST = 64  # side of the first product, which only says how large the next m
 
 
 @dataclass(frozen=True)
-class Part:
+class TimedPart:
     """Operations of a step that are timed together. ``make(share)`` prepares that share of them: (run once, its FLOPs)."""
 
     flops: float  # of a whole step, forward and backward
@@ -151,7 +151,7 @@ def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Pro
     with _one_thread(device) as threads:
         for name in offered:
             dtype = DTYPES[name]
-            with matrix_units(dtype):
+            with bf16_matmul(dtype):
                 run, flops = _square(SMALLEST, device, dtype)
                 run()  # the first call of a process loads libraries
                 guess = flops / _shortest(run, device, share / 4)
@@ -175,7 +175,7 @@ def _one_thread(device: torch.device) -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-def parts(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> dict[str, Part]:
+def parts(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> dict[str, TimedPart]:
     """What of a step is timed. FLOPs count forward and backward: three products for each of the forward pass."""
     model, rows = recipe.model, recipe.batch.micro_sequences or recipe.batch.sequences
     tokens = rows * model.context
@@ -185,9 +185,9 @@ def parts(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> dict[str,
     # the whole square: torch's plain attention computes it
     attention = 12.0 * rows * model.layers * model.heads * model.head_dim * model.context**2
     return {
-        "products": Part(inside, lambda share: _products(matrices, max(1, int(share * tokens)), device, dtype)),
-        "attention": Part(attention, lambda share: _attention(model, share * rows * model.heads, device, dtype)),
-        "loss head": Part(head, lambda share: _head(model, max(1, int(share * tokens)), device, dtype)),
+        "products": TimedPart(inside, lambda share: _products(matrices, max(1, int(share * tokens)), device, dtype)),
+        "attention": TimedPart(attention, lambda share: _attention(model, share * rows * model.heads, device, dtype)),
+        "loss head": TimedPart(head, lambda share: _head(model, max(1, int(share * tokens)), device, dtype)),
     }
 
 
@@ -253,7 +253,7 @@ def _leaf(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
     return torch.full(shape, 0.01, dtype=dtype, device=device).requires_grad_()  # a product's time knows no values
 
 
-def _grown(part: Part, guess: float, device: torch.device, seconds: float) -> float:
+def _grown(part: TimedPart, guess: float, device: torch.device, seconds: float) -> float:
     """FLOP/s of as large a share of a part as ``seconds`` allow. ``guess``: FLOP/s of a small product, to begin with."""
     clock = _clock(device)
     share = min(1.0, seconds * guess / 32 / part.flops)

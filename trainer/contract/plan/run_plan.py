@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainer.contract.errors import RecipeError, TrainerError
-from trainer.contract.plan.sizing import GB, RESERVE, Layout, Part, memory_parts, needed
+from trainer.contract.plan.sizing import GB, RESERVE, Layout, MemoryPart, memory_parts, needed
 from trainer.contract.recipe import BatchRecipe, ModelRecipe, ParallelRecipe
 
 RECOMPUTE: tuple[Literal["none", "block"], ...] = ("none", "block")
@@ -28,7 +28,7 @@ class SizingError(TrainerError):
 
 
 @dataclass(frozen=True)
-class Machine:
+class Gpu:
     """A GPU model: peak of dense bf16 products and memory, from its data sheet."""
 
     peak_flops: float
@@ -36,11 +36,11 @@ class Machine:
     source: str
 
 
-def _nvidia(teraflops: float, gigabytes: float, sheet: str) -> Machine:
-    return Machine(teraflops * 1e12, gigabytes * GB, f"NVIDIA {sheet} data sheet, bf16 dense")
+def _nvidia(teraflops: float, gigabytes: float, sheet: str) -> Gpu:
+    return Gpu(teraflops * 1e12, gigabytes * GB, f"NVIDIA {sheet} data sheet, bf16 dense")
 
 
-MACHINES = {
+GPUS = {
     "h100": _nvidia(989.4, 80, "H100 SXM"),
     "h100-pcie": _nvidia(756, 80, "H100 PCIe"),
     "h200": _nvidia(989.4, 141, "H200 SXM"),
@@ -49,7 +49,7 @@ MACHINES = {
     "a100-40": _nvidia(312, 40, "A100 40GB"),
     "l40s": _nvidia(362, 48, "L40S"),
     "rtx-4090": _nvidia(165.2, 24, "Ada architecture (RTX 4090)"),
-    "mi300x": Machine(1307.4e12, 192 * GB, "AMD Instinct MI300X data sheet, bf16 dense"),
+    "mi300x": Gpu(1307.4e12, 192 * GB, "AMD Instinct MI300X data sheet, bf16 dense"),
 }
 
 
@@ -60,7 +60,7 @@ class Ask:
     model: ModelRecipe
     tokens: float
     gpus: int
-    machine: Machine
+    gpu: Gpu
     batch: BatchRecipe | None = None  # None: tokens a step by rule
     optimizer: str = "adamw"
     itemsize: int = 2  # bytes of an element of the forward pass
@@ -92,7 +92,7 @@ class RunPlan:
     ask: Ask
     layout: Layout
     sequences: int  # of a step
-    memory: list[Part]
+    memory: list[MemoryPart]
     effort: Effort
 
 
@@ -153,7 +153,7 @@ def _fitting(ask: Ask) -> tuple[Layout, int] | None:
 
 
 def _fits(ask: Ask, layout: Layout) -> bool:
-    return needed(memory_of(ask, layout)) <= ask.machine.memory
+    return needed(memory_of(ask, layout)) <= ask.gpu.memory
 
 
 def _tensors(ask: Ask) -> list[int]:
@@ -190,12 +190,12 @@ def _batches(ask: Ask, data: int) -> Iterator[tuple[int, int]]:
         yield micro, ask.batch.sequences
 
 
-def memory_of(ask: Ask, layout: Layout) -> list[Part]:
+def memory_of(ask: Ask, layout: Layout) -> list[MemoryPart]:
     """Of one GPU, by part."""
     return memory_parts(
         ask.model,
         layout,
-        ask.machine.memory,
+        ask.gpu.memory,
         optimizer=ask.optimizer,
         itemsize=ask.itemsize,
         logit_rows=ask.logit_rows,
@@ -216,7 +216,7 @@ def _what_would_fit(ask: Ask, possible: list[int]) -> str:
         answers.insert(0, f"{more:,} of these GPUs")
     return (
         f"nothing fits: with tensor parallelism {tensor}, blocks recomputed and one sequence at a time a GPU needs "
-        f"{needed(parts) / GB:.1f} GB of its {ask.machine.memory / GB:.0f} GB, most of it {largest.name} "
+        f"{needed(parts) / GB:.1f} GB of its {ask.gpu.memory / GB:.0f} GB, most of it {largest.name} "
         f"({largest.bytes / GB:.1f} GB); {' or '.join(answers) or 'a smaller model or a shorter context'} would do"
     )
 
@@ -226,7 +226,7 @@ def effort_of(ask: Ask, layout: Layout, sequences: int) -> Effort:
     """Steps, time and money: FLOPs (PaLM, arXiv 2204.02311 appendix B) over what the GPUs reach of their peak."""
     model = ask.model
     mfu = ask.mfu if ask.mfu is not None else MFU * (RECOMPUTED if layout.recompute == "block" else 1)
-    speed = ask.gpus * ask.machine.peak_flops * mfu
+    speed = ask.gpus * ask.gpu.peak_flops * mfu
     tokens_per_step = sequences * model.context
     steps = math.ceil(ask.tokens / tokens_per_step)
     flops = model.flops_per_token() * tokens_per_step * steps

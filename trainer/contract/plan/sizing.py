@@ -50,7 +50,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """Memory of one GPU that one thing takes, and where the number comes from."""
 
     name: str
@@ -136,7 +136,7 @@ def kinds(model: ModelRecipe) -> list[tuple[int, int]]:
     return [(n, layer) for n, layer in ((dense, 0), (model.layers - dense, model.layers - 1)) if n]
 
 
-def activation_part(model: ModelRecipe, layout: Layout, itemsize: int) -> Part:
+def activation_part(model: ModelRecipe, layout: Layout, itemsize: int) -> MemoryPart:
     """What the forward pass keeps for the backward pass of one micro-batch."""
     tokens = layout.micro_sequences * model.context
     kept = [(n, kept_elements(model, layer, layout.tensor)) for n, layer in kinds(model)]
@@ -147,7 +147,7 @@ def activation_part(model: ModelRecipe, layout: Layout, itemsize: int) -> Part:
     else:
         elements = sum(n * each for n, each in kept)
         how = " + ".join(f"{n} layers × {each:,.0f}" for n, each in kept) + " a token"
-    return Part(
+    return MemoryPart(
         "activations",
         itemsize * tokens * elements,
         f"{itemsize} bytes × {tokens:,} tokens × ({how})",
@@ -163,7 +163,7 @@ def memory_parts(
     optimizer: str = "adamw",
     itemsize: int = 2,
     logit_rows: int | None = 1024,
-) -> list[Part]:
+) -> list[MemoryPart]:
     """Memory of one GPU that has ``memory`` bytes, by part.
 
     ``itemsize``: bytes of an element of the forward pass (2 for bf16). ``logit_rows``: tokens whose logits exist at one
@@ -188,29 +188,29 @@ def memory_parts(
     rows = tokens if logit_rows is None else min(logit_rows, tokens)
     logits = LOGIT_BYTES * rows * model.vocab_size / t + 10 * head + 6 * tokens * model.d_model
     return [
-        Part("weights", 4 * P / pieces, f"4 bytes (fp32) × {of_all}", f"{ZERO} §3.1, §5"),
-        Part(
+        MemoryPart("weights", 4 * P / pieces, f"4 bytes (fp32) × {of_all}", f"{ZERO} §3.1, §5"),
+        MemoryPart(
             "gradients",
             4 * P / pieces,
             f"4 bytes (fp32) × {of_all}",
             f"{ZERO} §3.1, §5; summed over ranks each micro-batch",
         ),
-        Part(
+        MemoryPart(
             "optimiser",
             moments / pieces,
             f"{moments / P:.3g} bytes ({'AdamW' if optimizer == 'adamw' else 'Muon and AdamW'}, fp32) × {of_all}",
             f"{ZERO} §3.1, §5",
         ),
-        Part("compute copies", copies, how, what),
+        MemoryPart("compute copies", copies, how, what),
         activation_part(model, layout, itemsize),
-        Part(
+        MemoryPart(
             "logits, temporaries",
             logits,
             f"{LOGIT_BYTES} bytes × {rows:,} rows × {model.vocab_size:,} / tensor {t} + 10 × {head:,} of the embedding's "
             f"gradients + 6 × {tokens:,} × {model.d_model:,}",
             "kernels/linear_cross_entropy/__init__.py, counted",
         ),
-        Part(
+        MemoryPart(
             "reserve",
             RESERVE * memory,
             f"{RESERVE:.0%} of the memory",
@@ -219,6 +219,6 @@ def memory_parts(
     ]
 
 
-def needed(parts: Iterable[Part]) -> float:
+def needed(parts: Iterable[MemoryPart]) -> float:
     """Bytes in all."""
     return sum(part.bytes for part in parts)

@@ -1,0 +1,88 @@
+"""One value of a YAML text changed in place: every other byte, comments too, stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from kernels.contract.strict_yaml import read_yaml
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import Recipe
+
+Scalar = float | int | str | bool | None
+
+
+def set_value(text: str, path: Sequence[str], value: Scalar) -> str:
+    """``text`` with the value at ``path`` replaced, or added where the text does not have it.
+
+    >>> set_value("batch: {sequences: 8}  # of a step", ("batch", "sequences"), 4)
+    'batch: {sequences: 4}  # of a step'
+    >>> set_value("batch:  # of a step\\n  sequences: 8\\n", ("batch", "micro_sequences"), 4)
+    'batch:  # of a step\\n  micro_sequences: 4\\n  sequences: 8\\n'
+
+    Raises: ValueError when the path leads through a value that is no mapping, or to one that is no single value.
+    """
+    node, depth = yaml.compose(text), 0
+    if node is None:
+        return f"{text}{_line(path, value)}\n"
+    while depth < len(path):
+        if isinstance(node, yaml.ScalarNode) and not node.value:  # 'section:' with nothing in it
+            return f"{text[: node.start_mark.index]} {{{_line(path[depth:], value)}}}{text[node.end_mark.index :]}"
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"{'.'.join(path[:depth])} is no mapping")
+        found = next((inner for key, inner in node.value if key.value == path[depth]), None)
+        if found is None:
+            return _added(text, node, path[depth:], value)
+        node, depth = found, depth + 1
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError(f"{'.'.join(path)} is no single value")
+    return text[: node.start_mark.index] + written(value) + text[node.end_mark.index :]
+
+
+def written(value: Scalar) -> str:
+    """As people write it: 0.006, 1e-05, linear, true, null."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _added(text: str, mapping: yaml.MappingNode, rest: Sequence[str], value: Scalar) -> str:
+    """A new key, first in its mapping; a new key of the whole file, last."""
+    line, at = _line(rest, value), mapping.start_mark.index
+    if mapping.flow_style:
+        return f"{text[: at + 1]}{line}{', ' if mapping.value else ''}{text[at + 1 :]}"
+    if mapping.start_mark.column == 0:
+        return f"{text.rstrip()}\n{line}\n"
+    return f"{text[:at]}{line}\n{' ' * mapping.start_mark.column}{text[at:]}"
+
+
+def _line(path: Sequence[str], value: Scalar) -> str:
+    *sections, key = path
+    line = f"{key}: {written(value)}"
+    for section in reversed(sections):
+        line = f"{section}: {{{line}}}"
+    return line
+
+
+def change_recipe(text: str, path: Sequence[str], value: Scalar) -> tuple[str, Recipe]:
+    """The new text, and the recipe in it. Raises: RecipeError when that is no valid recipe."""
+    try:
+        new = set_value(text, path, value)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    return new, Recipe.parse(read_yaml(new, "recipe", RecipeError))
+
+
+def values(recipe: Recipe) -> dict[str, Scalar]:
+    """Every single value of a recipe by its dotted key, such as ``optimizer.lr``."""
+    return dict(_flat(recipe.model_dump(), ""))
+
+
+def _flat(mapping: Mapping[str, Any], above: str) -> Iterator[tuple[str, Scalar]]:
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{key}.")
+        elif isinstance(value, (int, float, str)):
+            yield f"{above}{key}", value

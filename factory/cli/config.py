@@ -1,0 +1,139 @@
+"""``factory config show``: what is in force, and where each value comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from factory.cli.app import DEFAULT, AsJson, Where, app, print_json
+from factory.core.errors import ConfigError, InputError, nearest
+from factory.core.workspace import Config, Workspace
+from factory.core.yaml_file import load_yaml
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from factory.core.policy_sources import Value
+
+NAMES = (
+    "factory", "data", "evals", "agents", "gates/certificate", "gates/patch", "gates/recipe", "gates/release", "kernels", "recipe",
+)  # fmt: skip
+WIDTH = 140  # where the output is no terminal
+
+commands = typer.Typer(help="What is in force: factory.yaml, the policies, the recipe.", no_args_is_help=True)
+app.add_typer(commands, name="config")
+
+
+@commands.command()
+def show(
+    name: Annotated[str | None, typer.Argument(help=f"One of {', '.join(NAMES)}. All of them by default.")] = None,
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Print every key with its value, its source (default, shipped file, workspace's own copy) and its meaning."""
+    if name is not None and name not in NAMES:
+        raise InputError(f"no configuration {name!r}{nearest(name, NAMES)}; there are: {', '.join(NAMES)}")
+    if where == DEFAULT and not where.exists():
+        workspace = Workspace(where.resolve(), Config())  # before 'factory init': what ships
+    else:
+        workspace = Workspace.open(where)
+    found = {one: in_force(workspace, one) for one in ([name] if name else NAMES)}
+    if as_json:
+        print_json(
+            {one: {"file": str(path), "keys": [asdict(v) for v in values]} for one, (path, values) in found.items()}
+        )
+        return
+    for one, (path, values) in found.items():
+        _print(one, path, values)
+
+
+def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
+    """The file that is read, and every key. Raises: ConfigError for a file that is not valid."""
+    from factory.core.policy_sources import values
+    from factory.evals.policy import EvalPolicy
+    from factory.gates.patch.policy import PatchPolicy
+    from factory.gates.recipe.policy import RecipePolicy
+    from factory.gates.release.policy import ReleasePolicy
+    from factory.git.scope import AgentsPolicy
+    from factory.ingest.rules.policy import DataPolicy
+    from factory.training.certificate import CertificatePolicy
+    from trainer.contract.errors import TrainerError
+    from trainer.contract.recipe import Recipe
+
+    schemas: dict[str, Callable[[Path], BaseModel]] = {
+        "data": DataPolicy.load,
+        "evals": EvalPolicy.load,
+        "agents": AgentsPolicy.load,
+        "gates/certificate": CertificatePolicy.load,
+        "gates/patch": PatchPolicy.load,
+        "gates/recipe": RecipePolicy.load,
+        "gates/release": ReleasePolicy.load,
+        "recipe": Recipe.load,
+    }
+    if name == "factory":
+        return workspace.root / "factory.yaml", _configuration(workspace)
+    if name == "kernels":
+        path = workspace.repository / "policies" / "kernels.yaml"
+        return path, _kernels(path)
+    path = workspace.recipe_path() if name == "recipe" else workspace.policy(f"{name}.yaml")
+    source = "workspace" if path.is_relative_to(workspace.root) else "shipped"
+    try:
+        return path, list(values(schemas[name](path), load_yaml(path), source))
+    except TrainerError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _configuration(workspace: Workspace) -> list[Value]:
+    from factory.core.policy_sources import DEFAULT as UNSET
+    from factory.core.policy_sources import Value, documentation
+
+    path = workspace.root / "factory.yaml"
+    given = load_yaml(path) if path.exists() else None
+    about = documentation(Config)
+    chosen = {key: str(getattr(workspace, key)) for key in ("repository", "ledger_url", "mlflow_uri")}
+    return [
+        Value(
+            key, chosen.get(key, value), "workspace" if isinstance(given, dict) and key in given else UNSET, about[key]
+        )
+        for key, value in vars(workspace.config).items()
+    ]
+
+
+def _kernels(path: Path) -> list[Value]:
+    """The choice of each op by kind of device, as the file has it; ``auto`` is resolved when a segment is planned."""
+    from factory.core.policy_sources import Value
+    from kernels.contract.registry import KernelError, load_choice
+
+    try:
+        load_choice(path)
+    except KernelError as error:
+        raise ConfigError(str(error)) from None
+    raw = load_yaml(path)
+    assert isinstance(raw, dict)
+    found = [(f"{kind}.{op}", one) for kind, ops in raw.items() if isinstance(ops, dict) for op, one in ops.items()]
+    found += [(key, value) for key, value in raw.items() if not isinstance(value, dict)]
+    return [Value(key, value, "shipped", "") for key, value in found]
+
+
+def _print(name: str, path: Path, values: list[Value]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    table = Table(title=f"{name}: {path}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("key", no_wrap=True)
+    table.add_column("value", max_width=40, overflow="fold")
+    table.add_column("from", no_wrap=True)
+    table.add_column("meaning", ratio=1, style="dim")
+    for one in values:
+        shown = ", ".join(map(str, one.value)) if isinstance(one.value, list) else str(one.value)
+        table.add_row(one.key, Text(shown), one.source, Text(one.about))
+    console.print(table)

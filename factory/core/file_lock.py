@@ -1,0 +1,39 @@
+"""A lock on a file, between processes: the kernel holds it, so it ends with its process, however that ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+POLL_SECONDS = 0.05
+
+
+class LockedError(Exception):
+    """Another process holds the lock; the text is its process number."""
+
+
+@contextmanager
+def file_lock(path: Path, patience: float = 0.0) -> Iterator[int]:
+    """Hold the lock on ``path``; yields its descriptor.
+
+    Children do not inherit the lock. A child that is given the descriptor (``pass_fds``) holds it too, until both ended.
+
+    Raises: LockedError when another holds it and does not release it within ``patience`` seconds.
+    """
+    from filelock import lock_descriptor
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + patience
+    try:
+        while not lock_descriptor(descriptor, blocking=False):
+            if time.monotonic() >= deadline:
+                raise LockedError(os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown")
+            time.sleep(POLL_SECONDS)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,70 @@
+"""Where each value of a configuration comes from, and what its schema says about it: for ``factory config show``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+DEFAULT = "default"
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Value:
+    """One key that is in force. ``source``: ``DEFAULT``, or the name of the file's place that was given."""
+
+    key: str
+    value: Any
+    source: str
+    about: str
+
+
+def values(policy: BaseModel, raw: object, source: str, above: str = "") -> Iterator[Value]:
+    """Every key of a loaded policy. ``raw`` is the parsed file: a key that it has comes from ``source``."""
+    about = documentation(type(policy))
+    for name in type(policy).model_fields:
+        yield from _value(f"{above}{name}", getattr(policy, name), _given(raw, name), source, about.get(name, ""))
+
+
+def _value(key: str, value: Any, given: object, source: str, about: str) -> Iterator[Value]:
+    if isinstance(value, BaseModel):
+        yield from values(value, given, source, f"{key}.")
+    elif isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _value(f"{key}.{name}", inner, _given(given, name), source, about)
+    else:
+        yield Value(key, _plain(value), DEFAULT if given is _ABSENT else source, about)
+
+
+def _given(raw: object, name: str) -> object:
+    return raw.get(name, _ABSENT) if isinstance(raw, Mapping) else _ABSENT
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+
+
+def documentation(schema: type) -> dict[str, str]:
+    """What a class says about each of its fields, in a string below the field or a comment behind it, on one line."""
+    text = textwrap.dedent(inspect.getsource(schema))
+    lines = text.splitlines()
+    found: dict[str, str] = {}
+    (definition,) = ast.parse(text).body
+    assert isinstance(definition, ast.ClassDef)
+    for node, below in zip(definition.body, [*definition.body[1:], ast.Pass()]):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        said = lines[(node.end_lineno or 0) - 1].encode()[node.end_col_offset :].decode().strip().removeprefix("#")
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            said = below.value.value
+        found[node.target.id] = " ".join(said.split())
+    return found

@@ -1,0 +1,57 @@
+"""Files that are whole or absent, and JSON without NaN."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Replace or create ``path`` with ``data`` (text as UTF-8, line ends as they are). Its folder must exist. Raises: OSError.
+
+    Readers see the old content or the new one, never a part. After a crash or a power cut at any moment ``path`` has the old
+    content or the new one; once this returns it has the new one. A crash may leave ``.<name>.<random>.part`` in the folder;
+    an error does not. Of several writers the last one wins. A symbolic link at ``path`` is replaced, not followed.
+    """
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+    try:
+        with open(aside, "xb") as out:
+            out.write(data.encode() if isinstance(data, str) else data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return once the folder's entries (files made, renamed or removed in it) are on disk. Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def finite(value: Any) -> Any:
+    """``value`` with every NaN and infinity as None, in dicts, lists and tuples too (tuples become lists).
+
+    JSON has no number for them, and judges read None as "not measured".
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return value
+
+
+def finite_json(value: Any, indent: int | None = None) -> str:
+    """``finite(value)`` as JSON. Raises: TypeError for what JSON has no form for."""
+    return json.dumps(finite(value), indent=indent, allow_nan=False)

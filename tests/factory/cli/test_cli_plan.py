@@ -1,0 +1,108 @@
+"""``factory plan`` as a person meets it: real processes, a table, JSON, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.factory.command import factory
+from tests.support.paths import ROOT
+
+EXAMPLE = ["plan", "--params", "8e9", "--tokens", "300e9", "--gpus", "32", "--memory", "80"]
+
+
+def test_the_example_is_a_table_with_formulas_and_sources(tmp_path: Path) -> None:
+    done = factory(*EXAMPLE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for word in (
+        *(
+            "weights",
+            "gradients",
+            "optimiser",
+            "compute copies",
+            "activations",
+            "logits, temporaries",
+            "reserve",
+            "in all",
+        ),
+        *(
+            "tensor parallel",
+            "pipeline parallel",
+            "data parallel",
+            "micro-batch",
+            "tokens per step",
+            "steps",
+            "time",
+            "cost",
+        ),
+        *("arXiv 1910.02054", "arXiv 2205.05198", "arXiv 2204.02311", "arXiv 2401.02954", "arXiv 2203.15556"),
+    ):
+        assert word in done.stdout, word
+    assert max(map(len, done.stdout.splitlines())) <= 200
+
+
+def test_json_holds_the_same_plan() -> None:
+    done = factory(*EXAMPLE, "--price", "3", "--mfu", "0.5", "--gpu", "h200", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["layout"]["data"] * said["layout"]["tensor"] == 32 and said["memory_there"] == 80e9
+    assert said["effort"]["mfu"] == 0.5 and said["effort"]["cost"] == pytest.approx(3 * said["effort"]["gpu_hours"])
+    assert said["gpu"] == "h200" and said["memory_needed"] <= said["memory_there"]
+
+
+def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
+    by_name = factory("plan", "--recipe", "demo", "--tokens", "1B", "--gpus", "4", "--json", cwd=tmp_path)
+    assert by_name.returncode == 0, by_name.stderr
+    assert json.loads(by_name.stdout)["layout"]["sequences"] == 16
+    path = ROOT / "policies" / "recipes" / "demo.yaml"
+    by_path = factory("plan", "--recipe", str(path), "--tokens", "1B", "--gpus", "4", "--json", cwd=tmp_path)
+    assert by_path.stdout == by_name.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokens", "300B"], "name one: --params 8e9 or --recipe NAME"),
+        (["--params", "8B", "--recipe", "demo", "--tokens", "1B"], "name one: --params 8e9 or --recipe NAME"),
+        (["--params", "8B"], "--tokens: is missing"),
+        (["--params", "eight", "--tokens", "1B"], "--params: 'eight' is no number; write it as 8e9 or 8B"),
+        (["--params", "-8B", "--tokens", "1B"], "--params: -8B is not above zero"),
+        (["--params", "nan", "--tokens", "1B"], "--params: 'nan' is no number"),
+        (["--params", "8B", "--tokens", "inf"], "--tokens: inf is beyond every rule here"),
+        (["--params", "8B", "--tokens", "300B", "--gpus", "0"], "--gpus: 0 is not above zero"),
+        (["--params", "8B", "--tokens", "300B", "--memory", "-1"], "--memory: -1 is not above zero"),
+        (["--params", "8B", "--tokens", "300B", "--price", "-1"], "--price: -1 is not above zero"),
+        (["--params", "8B", "--tokens", "300B", "--mfu", "40"], "--mfu: 40 is more than the whole peak"),
+        (["--params", "8B", "--tokens", "300B", "--context", "4"], "--context: 4 is less than 8"),
+        (["--params", "8B", "--tokens", "1B"], "--tokens: 1,000,000,000 is less than one a parameter"),
+        (["--params", "1M", "--tokens", "1B"], "--params: 1,000,000 parameters leave no room"),
+        (
+            ["--params", "8B", "--tokens", "300B", "--gpu", "h1000"],
+            "--gpu: no 'h1000' in the table; did you mean 'h100'?",
+        ),
+        (["--params", "70B", "--tokens", "2T", "--gpus", "8"], "--gpus 8: nothing fits"),
+        (["--recipe", "dmeo", "--tokens", "1B"], "--recipe: no recipe 'dmeo'; did you mean 'demo'?"),
+        (["--recipe", "demo", "--tokens", "1B", "--gpus", "3"], "--recipe: batch.sequences (16)"),
+        (["--recipe", "demo", "--tokens", "1B", "--vocab", "9"], "--vocab: the recipe says it"),
+        (["--recipe", "missing.yaml", "--tokens", "1B"], "--recipe: missing.yaml: cannot be read"),
+    ],
+)
+def test_mistakes_get_one_line_that_names_the_flag(words: list[str], said: str) -> None:
+    done = factory("plan", *words)
+    assert done.returncode == 2, done.stdout
+    assert said in done.stderr and "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_it_imports_nothing_heavy() -> None:
+    """What makes it answer in under half a second, asserted without a clock."""
+    heavy = {"torch", "mlflow", "sqlalchemy", "transformers", "langgraph", "numpy", "git"}
+    code = (
+        f"import sys, factory.cli as c\nsys.argv = ['factory', *{EXAMPLE!r}]\ntry: c.main()\nexcept SystemExit: pass\n"
+        f"print('LOADED', *sorted(m for m in sys.modules if m in {heavy!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "LOADED", done.stdout[-500:] + done.stderr

@@ -1,0 +1,101 @@
+"""``factory config show`` says what is in force and where it comes from; a policy file may leave out what it does not change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from factory.cli.app import app
+from factory.cli.config import NAMES
+from factory.core.policy_file import policy_sha256
+from factory.core.policy_sources import documentation, values
+from factory.core.workspace import Config, Workspace, code_root
+from factory.evals.policy import EvalPolicy
+from factory.gates.patch.policy import PatchPolicy
+from factory.gates.recipe.policy import RecipePolicy
+from factory.gates.release.policy import ReleasePolicy
+from factory.git.scope import AgentsPolicy
+from factory.ingest.rules.policy import DataPolicy
+from factory.training.certificate import CertificatePolicy
+
+SCHEMAS: dict[str, Any] = {
+    "data": DataPolicy,
+    "evals": EvalPolicy,
+    "agents": AgentsPolicy,
+    "gates/certificate": CertificatePolicy,
+    "gates/patch": PatchPolicy,
+    "gates/recipe": RecipePolicy,
+    "gates/release": ReleasePolicy,
+}
+
+
+def shown(*words: str) -> dict[str, dict[str, Any]]:
+    result = CliRunner().invoke(app, ["config", "show", *words, "--json"])
+    assert result.exit_code == 0, result.output
+    return {name: {row["key"]: row for row in one["keys"]} for name, one in json.loads(result.stdout).items()}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_shipped_policy_has_the_hash_of_one_that_spells_out_every_key(name: str, tmp_path: Path) -> None:
+    policy = SCHEMAS[name].load(code_root() / "policies" / f"{name}.yaml")
+    spelled_out = tmp_path / "policy.yaml"
+    spelled_out.write_text(yaml.safe_dump(policy.model_dump(mode="json"), sort_keys=False))
+    again = SCHEMAS[name].load(spelled_out)
+    assert policy_sha256(again) == policy_sha256(policy)
+    sources = {value.source for value in values(again, yaml.safe_load(spelled_out.read_text()), "shipped")}
+    assert sources == {"shipped"}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_key_says_what_it_means(name: str) -> None:
+    def check(schema: type[BaseModel]) -> None:
+        about = documentation(schema)
+        for field, info in schema.model_fields.items():
+            inner = info.annotation
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                check(inner)
+            elif schema.__name__ not in ("Licence", "ScopeRule"):
+                assert len(about[field]) > 5, f"{schema.__name__}.{field}"
+
+    check(SCHEMAS[name])
+
+
+def test_each_value_names_its_source(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w", Config(recipe="tiny"))
+    (workspace.root / "policies" / "gates").mkdir()
+    (workspace.root / "policies" / "gates" / "patch.yaml").write_text("training: {pairs: 8, patience: {again: 2}}\n")
+    found = shown("-w", str(workspace.root))
+    assert set(found) == set(NAMES)
+    source = lambda name, key: (found[name][key]["value"], found[name][key]["source"])
+    assert source("gates/patch", "training.pairs") == (8, "workspace")
+    assert source("gates/patch", "training.patience.again") == (2, "workspace")
+    assert source("gates/patch", "training.steps") == (10, "default")
+    assert source("gates/patch", "approval") == ("manual", "default")
+    assert source("gates/release", "approval") == ("automatic", "shipped")
+    assert source("data", "domains.code.max_line") == (1000, "shipped")
+    assert source("data", "domains.code.min_chars") == (40, "default")
+    assert source("factory", "recipe") == ("tiny", "workspace") and source("factory", "ranks") == (0, "default")
+    assert source("recipe", "name") == ("tiny", "shipped") and source("recipe", "optimizer.eps")[1] == "default"
+    assert source("kernels", "cpu.swiglu")[1] == "shipped"
+    assert found["gates/patch"]["training.steps"]["about"] == "Of one timed run."
+    assert found["recipe"]["model.context"]["about"] == "positions in a row"
+
+
+def test_what_ships_is_shown_without_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FACTORY_HOME", raising=False)
+    assert shown("evals")["evals"]["documents_per_domain"]["source"] == "shipped"
+    text = CliRunner().invoke(app, ["config", "show", "gates/release"]).stdout
+    assert "target.alpha" in text and "0.025" in text and "One-sided level" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_name_names_the_nearest() -> None:
+    result = CliRunner().invoke(app, ["config", "show", "gates/pach"])
+    assert "did you mean 'gates/patch'" in str(result.exception)

@@ -1,0 +1,366 @@
+"""The kernel engineer in the plant: one clear error for whatever is wrong, nothing left behind, and a run that survives ``kill -9``."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import yaml
+from rich.console import Console
+
+from agents.core.proposal import Edit, Proposal
+from agents.kernel_engineer.draft import AGENT
+from agents.llm.replay_server import ReplayServer, Session
+from factory.code_loop import engineering, proposing, submitting
+from factory.code_loop.agent_runs import AgentOptions, AgentRun, AgentRuns, ModelError, checkpoints_at
+from factory.code_loop.workbench import LiveWorkbench
+from factory.core.console import Terminal
+from factory.core.devices import side_by_side
+from factory.core.errors import FactoryError, InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Config, Workspace, code_root
+from factory.gates.training_start import find_start
+from factory.git.repository import RepositoryError
+from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals, verdicts
+from factory.sandbox.sandbox import Result
+from tests.support.factory.code_loop import Made, git, make
+from tests.support.factory.engineer import profile, recorded
+from tests.support.patience import PATIENCE_S
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    case = make()
+    policy = case.workspace.root / "policies" / "agents.yaml"
+    before = git(case.target, "branch", "--list", "factory/*"), len(case.ledger.rows(sa.select(proposals)))
+    yield case
+    policy.unlink(missing_ok=True)
+    with case.ledger.begin() as tx:
+        tx.execute(agent_runs.update().where(agent_runs.c.state == "running").values(state="abandoned"))
+        tx.execute(exchanges.delete())
+    assert case.left_behind() == []
+    if "proposed" not in {row["state"] for row in case.ledger.rows(sa.select(agent_runs))}:
+        assert before == (
+            git(case.target, "branch", "--list", "factory/*"),
+            len(case.ledger.rows(sa.select(proposals))),
+        )
+
+
+def policy(made: Made, **llm: Any) -> None:
+    """The workspace's own agents.yaml, with another ``llm``."""
+    raw = yaml.safe_load((code_root() / "policies" / "agents.yaml").read_text())
+    quick = {"model": "replay", "attempts": 1, "silence_seconds": 60, "reply_tokens": 4000}
+    raw["llm"] = raw.get("llm", {}) | quick | llm
+    (made.workspace.root / "policies" / "agents.yaml").write_text(yaml.safe_dump(raw))
+
+
+def begun(made: Made, asked: str) -> int:
+    """A run as one that was profiled and then killed leaves it: the tests need no profile of their own."""
+    path = made.workspace.reports / "profile.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(profile("qk_norm_rope" if asked == "qk_norm_rope" else "swiglu")))
+    with made.ledger.begin() as tx:
+        values = {"code_commit": made.base, "path": str(path), "summary": {}, "created_at": time.time()}
+        number = tx.execute(profiles.insert().values(**values)).inserted_primary_key
+        assert number is not None
+        row = {"agent": AGENT, "asked": asked, "base_commit": made.base, "profile": number[0], "state": "running"}
+        run = tx.execute(agent_runs.insert().values(**row, created_at=time.time())).inserted_primary_key
+        assert run is not None
+        return int(run[0])
+
+
+def proposed(made: Made, options: AgentOptions, count: int = 1) -> list[int]:
+    return proposing.propose(made.workspace, made.ledger, SILENT, agent=AGENT, options=options, count=count)
+
+
+def state_of(made: Made, run: int) -> str:
+    row = made.ledger.one(sa.select(agent_runs).where(agent_runs.c.id == run))
+    assert row is not None
+    return str(row["state"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (AgentOptions(), "no endpoint: give --endpoint"),
+        (AgentOptions("https://llm.invalid/v1", "m"), "OPENAI_API_KEY"),
+        (AgentOptions("http://127.0.0.1:1/v1"), "--model"),
+        (AgentOptions("llm.invalid"), "expected a base URL"),
+        (AgentOptions("files:"), "name a folder"),
+        (AgentOptions("files:/proc/nowhere"), "files:/proc/nowhere"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_is_refused_before_anything_is_measured(
+    made: Made, options: AgentOptions, words: str
+) -> None:
+    policy(made, model="")
+    before = len(made.ledger.rows(sa.select(profiles)))
+    with pytest.raises(InputError) as caught:
+        proposed(made, options)
+    assert words in str(caught.value) and len(made.ledger.rows(sa.select(profiles))) == before
+
+
+@pytest.mark.parametrize(
+    ("session", "asked", "llm", "error", "words", "state"),
+    [
+        ({"key": "sk-right", "turns": []}, "swiglu", {}, ModelError, "set OPENAI_API_KEY", "running"),
+        ({"model": "other", "turns": []}, "swiglu", {}, ModelError, "no model 'replay'", "running"),
+        ({"turns": [{"status": 503}]}, "swiglu", {}, ModelError, "the same command continues it", "running"),
+        (
+            {"turns": []},
+            "swiglu",
+            {"per_proposal": {"tokens": 5000, "usd": 1}},
+            ModelError,
+            "budget of this proposal",
+            "nothing",
+        ),
+        ({"turns": []}, "swiglu", {"per_day": {"tokens": 5000, "usd": 1}}, ModelError, "budget of today", "running"),
+        ({"turns": []}, "swiglo", {}, InputError, "did you mean 'swiglu'", "abandoned"),
+        ({"turns": []}, "trainer/contract/data/packing.py:9", {}, InputError, "may not patch", "abandoned"),
+    ],
+    ids=["wrong key", "unknown model", "failing", "proposal's budget", "day's budget", "no target", "the judge's"],
+)
+def test_what_goes_wrong_with_the_model_is_one_clear_error(
+    made: Made,
+    monkeypatch: pytest.MonkeyPatch,
+    session: dict[str, Any],
+    asked: str,
+    llm: dict[str, Any],
+    error: type[FactoryError],
+    words: str,
+    state: str,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
+    policy(made, **llm)
+    run = begun(made, asked)
+    with ReplayServer(Session.model_validate(session)) as server, pytest.raises(error) as caught:
+        proposed(made, AgentOptions(server.url, target=asked))
+    assert words in str(caught.value) and "sk-wrong" not in str(caught.value)
+    assert state_of(made, run) == state
+
+
+def test_a_dirty_checkout_and_a_detached_head_are_refused(made: Made) -> None:
+    options = AgentOptions("http://127.0.0.1:1/v1", "m")
+    file = made.target / "kernels" / "swiglu" / "__init__.py"
+    text = file.read_text()
+    try:
+        file.write_text(text + "# mine\n")
+        with pytest.raises(RepositoryError, match=r"not committed: kernels/swiglu/__init__.py; commit or stash"):
+            proposed(made, options)
+        file.write_text(text)
+        git(made.target, "checkout", "-q", "--detach")
+        with pytest.raises(RepositoryError, match="git switch"):
+            proposed(made, options)
+    finally:
+        file.write_text(text)
+        git(made.target, "checkout", "-q", "main")
+
+
+def test_the_search_proposer_takes_no_endpoint_and_no_target(made: Made) -> None:
+    with pytest.raises(InputError, match="'search' takes no --endpoint"):
+        proposing.propose(made.workspace, made.ledger, SILENT, agent="search", options=AgentOptions(target="swiglu"))
+
+
+def test_another_target_abandons_the_run_that_was_begun(made: Made) -> None:
+    policy(made)
+    first, second = begun(made, "attention"), begun(made, "swiglu")
+    with ReplayServer(Session(turns=[])) as server, pytest.raises(ModelError):
+        proposed(made, AgentOptions(server.url, target="swiglu"))
+    assert (state_of(made, first), state_of(made, second)) == ("abandoned", "running")
+
+
+def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> None:
+    policy(made, exchanges=1)
+    runs = [begun(made, "kernel:swiglu"), begun(made, "kernel:attention")]  # killed: the same command goes on with both
+    options, found = AgentOptions(f"files:{tmp_path}", "m"), []
+    worker = threading.Thread(target=lambda: found.append(proposed(made, options, count=2)))
+    worker.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(requests := list(tmp_path.glob("*.request.json"))) < 2:  # both ask before either is answered
+        assert worker.is_alive() and time.monotonic() < deadline
+        time.sleep(0.05)
+    for path in requests:
+        path.with_name(path.name.replace("request", "reply")).write_text(json.dumps({"content": "I would not know."}))
+    worker.join(PATIENCE_S)
+    assert found == [[]] and [state_of(made, run) for run in runs] == ["nothing", "nothing"]
+    assert all(any(f"{AGENT}-{run}-001" in path.name for path in requests) for run in runs)
+    with pytest.raises(InputError, match="chooses its own target"):
+        proposed(made, AgentOptions(f"files:{tmp_path}", "m", target="swiglu"), count=2)
+
+
+def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    policy(made)
+    options, start = AgentOptions(f"files:{tmp_path}", "m"), find_start(made.ledger)
+    assert start is not None
+    bench = LiveWorkbench(made.workspace, made.ledger, made.base, start, SILENT)
+    runs = AgentRuns.open(made.workspace, made.ledger, SILENT, AGENT, options, 3)
+    work_on = lambda: engineering.runs_to_work_on(runs, bench, made.base, 3)
+    begun(made, "")  # which chose the first target
+    number = made.ledger.rows(sa.select(profiles).order_by(profiles.c.id))[-1]["id"]
+    monkeypatch.setattr(engineering, "profile", lambda *_: number)
+    for _ in range(2):
+        assert [run.target for run in work_on()] == ["", "kernel:attention"]  # nothing else is worth it
+
+
+def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> None:
+    edits = [Edit("trainer/optim/schedule.py", f"import socket  # {number}\n") for number in range(4)]
+    drafts = [Proposal(AGENT, f"file:{n}", f"Try {n}", "Because.", 1.1, (edit,)) for n, edit in enumerate(edits)]
+    numbers = side_by_side(
+        [partial(submitting.submit, made.workspace, made.ledger, SILENT, d, made.base) for d in drafts]
+    )
+    rows = {n: made.ledger.one(sa.select(proposals).where(proposals.c.number == n)) for n in numbers}
+    for number, drafted in zip(numbers, drafts, strict=True):
+        row = rows.pop(number)
+        assert row and (row["title"], row["state"]) == (drafted.title, "judged")
+        text = git(made.target, "show", f"{row['branch']}:trainer/optim/schedule.py")
+        assert text == drafted.edits[0].new_text.strip()
+        git(made.target, "branch", "-D", row["branch"])
+    with made.ledger.begin() as tx:
+        tx.execute(proposals.delete().where(proposals.c.number.in_(numbers)))
+
+
+def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made, tmp_path: Path) -> None:
+    drafted = Proposal(
+        AGENT,
+        "file:trainer/optim/schedule.py",
+        "Try",
+        "Because.",
+        1.1,
+        (Edit("factory/gates/release/judge.py", "x = 1\n"),),
+    )
+    runs = AgentRuns.open(made.workspace, made.ledger, SILENT, AGENT, AgentOptions(f"files:{tmp_path}"))
+    run = AgentRun(begun(made, ""), None, "", 0, time.time())  # type: ignore[arg-type]
+    assert runs.judged_before(run, drafted) is None
+    number = submitting.submit(made.workspace, made.ledger, SILENT, drafted, made.base)
+    assert runs.judged_before(run, drafted) == number
+    assert runs.judged_before(replace(run, began=time.time()), drafted) is None  # another run's
+    with made.ledger.begin() as tx:
+        tx.execute(proposals.delete().where(proposals.c.number == number))
+
+
+def test_what_code_on_trial_says_last_cannot_steer_a_terminal() -> None:
+    why = Result(1, "", "Traceback\nOops: \x1b]0;owned\x07\x1b[2Jfine", 1.0, None, 0, 0).why()
+    assert why == "ended with code 1: Oops: �]0;owned��[2Jfine"
+    screen = io.StringIO()
+    Terminal(Console(file=screen)).line("a\x1b[31mb")
+    assert screen.getvalue() == "a�[31mb\n"
+
+
+def test_a_torn_file_of_checkpoints_is_one_clear_error(made: Made) -> None:
+    policy(made)
+    begun(made, "swiglu")
+    saved = made.workspace.root / "agents.db"
+    for ending in ("", "-wal", "-shm"):
+        saved.with_name(saved.name + ending).unlink(missing_ok=True)
+    saved.write_text("no database" * 1000)
+    try:
+        with (
+            ReplayServer(Session(turns=[])) as server,
+            pytest.raises(ModelError, match="agents.db: file is not a database; delete"),
+        ):
+            proposed(made, AgentOptions(server.url, target="swiglu"))
+    finally:
+        saved.unlink()
+
+
+def test_checkpoints_follow_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Workspace.create(tmp_path / "here")
+    assert checkpoints_at(here) == here.root / "agents.db"
+    there = Workspace.create(tmp_path / "there", Config(ledger_url="postgresql+psycopg://me:secret@host/db"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert checkpoints_at(there) == "postgresql://me:secret@host/db"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'llm-factory\[postgres\]'") as caught:
+        checkpoints_at(there)
+    assert "secret" not in str(caught.value)
+
+
+def command(made: Made, *words: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(code_root())}
+    return subprocess.Popen(
+        [sys.executable, "-m", "factory", "propose", "-w", str(made.workspace.root), *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=environment, cwd=code_root(),
+    )  # fmt: skip
+
+
+def waited(folder: Path, pattern: str, process: subprocess.Popen[str]) -> Path:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := sorted(folder.glob(pattern))):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found[-1]
+
+
+@pytest.mark.slow("the command twice, killed once, and a check of what was proposed")
+def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(made: Made, tmp_path: Path) -> None:
+    policy(made, rounds=1)
+    run, words = begun(made, "swiglu"), ("--endpoint", f"files:{tmp_path}", "--target", "swiglu")
+    process = command(made, *words)
+    first = waited(tmp_path, "*-001-*.request.json", process)
+    assert "SwiGLU" in first.read_text() or "swiglu" in first.read_text()
+    reply = {"tool_calls": [{"name": "read_file", "arguments": {"path": "kernels/swiglu/__init__.py"}}]}
+    first.with_name(first.name.replace("request", "reply")).write_text(json.dumps(reply))
+    second = waited(tmp_path, "*-002-*.request.json", process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    cheat = recorded("cheat").answer(0, 0)
+    assert cheat is not None and state_of(made, run) == "running"
+    reply = {"tool_calls": [{"name": call.name, "arguments": call.arguments} for call in cheat.calls]}
+    second.with_name(second.name.replace("request", "reply")).write_text(json.dumps(reply))
+    process = command(made, *words)
+    said, wrong = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, wrong
+    assert f"run {run} goes on where it was" in said and "nothing proposed: none of 1 proposals" in said
+    assert state_of(made, run) == "nothing"
+    rows = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run).order_by(exchanges.c.id))
+    assert [row["state"] for row in rows] == ["done", "reserved", "done"]  # what the killed one had set aside stays so
+    assert len(list(tmp_path.glob("*.request.json"))) == 2  # nothing was asked twice
+
+
+@pytest.mark.slow("an agent's whole session, which compiles what it tries, and a whole gate run")
+def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> None:
+    policy(made, attempts=2)
+    run = begun(made, "qk_norm_rope")
+    with ReplayServer(recorded("rotated")) as server:
+        process = command(made, "--endpoint", server.url, "--target", "qk_norm_rope")
+        said, wrong = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, wrong
+    row = made.ledger.one(sa.select(proposals).where(proposals.c.agent == AGENT))
+    assert row is not None and row["state"] == "judged" and state_of(made, run) == "proposed"
+    verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
+    assert verdict is not None
+    stages = verdict["evidence"]["stages"]
+    assert [stages[name]["state"] for name in ("scope", "static", "oracle")] == ["passed"] * 3, verdict["reasons"]
+    assert "training" in stages  # whether it is faster is the machine's to say
+    message = git(made.target, "log", "-1", "--format=%B", row["branch"])
+    assert (
+        f"Agent: {AGENT}" in message
+        and "Predicted: 3e+07 bytes" in message
+        and f"Verdict: {verdict['outcome']}" in message
+    )
+    assert git(made.target, "diff", "--name-only", made.base, row["branch"]).split() == [
+        "kernels/qk_norm_rope/__init__.py", "kernels/qk_norm_rope/by_hand.py", "policies/kernels.yaml",
+    ]  # fmt: skip
+    told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
+    assert len(told) == 2 and all("by-hand is " in text and "as fast as reference alone" in text for text in told)
+    traced = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run))
+    assert [bool(row["trace"]) for row in traced] == [True] * 3 and sum(row["tokens"] for row in traced) == 19_200
+    assert "LLM         3 exchanges, 19,200 tokens, 0.0000 USD" in said
+    assert f"proposal {row['number']} by {AGENT}" in said and Path(row["report"]).is_file()

@@ -1,0 +1,113 @@
+"""The books of what language models cost: a budget that no kill and no second process gets round, and a trace of every exchange."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from agents.llm.client import Client
+from agents.llm.exchange import BudgetError, LlmError
+from agents.llm.http_endpoint import HttpEndpoint
+from agents.llm.policy import Budget, LlmPolicy
+from agents.llm.replay_server import ReplayServer, Session
+from factory.code_loop.exchanges import DAY, ExchangeBooks
+from factory.core.errors import ConfigError
+from factory.core.workspace import Workspace, code_root
+from factory.doctor import _ledger
+from factory.git.scope import AgentsPolicy
+from factory.ledger.ledger import Ledger, exchanges
+from factory.tracking.tracking import EXCHANGES, Tracking
+
+POLICY = LlmPolicy(
+    model="m", reply_tokens=100, attempts=1, usd_per_million_input_tokens=1000.0,
+    per_proposal=Budget(tokens=1000, usd=1.0), per_day=Budget(tokens=2500, usd=1.5),
+)  # fmt: skip
+
+
+def books(workspace: Workspace, ledger: Ledger, run: int = 1, **changes: Any) -> ExchangeBooks:
+    return ExchangeBooks(workspace, ledger, POLICY.model_copy(update=changes), run, lambda _: None)
+
+
+def test_an_entry_that_a_killed_process_left_counts_in_full(workspace: Workspace, ledger: Ledger) -> None:
+    books(workspace, ledger).reserve("a", 600, 0.0)
+    again = Ledger.open(workspace.ledger_url)  # another process: nothing is held in memory
+    with pytest.raises(BudgetError, match=r"budget of this proposal is exhausted: 600 of 1,000 tokens .* 401"):
+        books(workspace, again).reserve("b", 401, 0.0)
+    books(workspace, again).reserve("b", 400, 0.0)
+    with pytest.raises(BudgetError, match="USD"):
+        books(workspace, again, run=2).reserve("c", 1, 1.01)
+    assert len(ledger.rows(sa.select(exchanges))) == 2  # what was refused left nothing
+
+
+def test_a_ledger_older_than_the_books_gets_them(workspace: Workspace, ledger: Ledger) -> None:
+    exchanges.drop(ledger.engine)
+    row = _ledger(workspace)
+    assert row[0] and "proposals" in row[1]  # the doctor needs none
+    assert books(workspace, Ledger.open(workspace.ledger_url)).reserve("a", 1, 0.0) == 1
+
+
+def test_a_day_has_a_budget_of_its_own_and_ends(workspace: Workspace, ledger: Ledger) -> None:
+    for run in (1, 2):
+        books(workspace, ledger, run).reserve("a", 1000, 0.0)
+    with pytest.raises(BudgetError, match=r"budget of today \(UTC\)"):
+        books(workspace, ledger, 3).reserve("a", 501, 0.0)
+    with ledger.begin() as tx:
+        tx.execute(exchanges.update().values(at=time.time() - DAY))
+    books(workspace, ledger, 3).reserve("a", 501, 0.0)
+
+
+def test_many_at_once_never_pass_the_budget_together(workspace: Workspace, ledger: Ledger) -> None:
+    def one(number: int) -> bool:
+        try:
+            books(workspace, Ledger.open(workspace.ledger_url), run=number).reserve("x", 400, 0.0)
+        except BudgetError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(one, range(12))) == 6  # of 2,500
+
+
+def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away(
+    workspace: Workspace, ledger: Ledger
+) -> None:
+    recorded = {
+        "turns": [{"status": 400, "text": "no"}, {"text": "hi", "usage": {"prompt_tokens": 7, "completion_tokens": 2}}]
+    }
+    kept = books(workspace, ledger)
+    messages = [{"role": "user", "content": "?"}]
+    with ReplayServer(Session.model_validate(recorded)) as server:
+        client = Client(HttpEndpoint(server.url, "sk-secret", POLICY), POLICY, kept)
+        store = workspace.root / "mlflow.db"
+        store.write_text("no database")
+        with pytest.raises(LlmError, match="400"):
+            client.ask("turn-0", messages)
+        store.unlink()
+        kept.retry_at = 0.0  # a minute later
+        assert [row["trace"] for row in ledger.rows(sa.select(exchanges))] == [None]
+        client.ask("turn-1", [*messages, {"role": "assistant", "content": "x"}])
+    rows = ledger.rows(sa.select(exchanges).order_by(exchanges.c.id))
+    assert [(row["state"], row["tokens"]) for row in rows] == [("failed", 0), ("done", 9)] and rows[1]["usd"] == 0.007
+    tracking = Tracking.open(workspace, ledger)
+    failed, done = (tracking.client.get_trace(row["trace"]) for row in rows)
+    assert done.info.token_usage == {"input_tokens": 7, "output_tokens": 2, "total_tokens": 9}
+    assert done.info.cost["total_cost"] == pytest.approx(0.007) and str(done.info.state) != str(failed.info.state)
+    assert done.info.experiment_id == tracking._experiment(EXCHANGES)
+    said = json.loads(Path(rows[1]["file"]).read_text())
+    assert said["reply"]["content"] == "hi" and said["request"]["messages"][0] == messages[0]
+    everything = "".join(path.read_text(errors="replace") for path in (workspace.logs / "exchanges").iterdir())
+    assert "sk-secret" not in everything + done.to_json() + failed.to_json()
+
+
+def test_the_shipped_policy_names_no_endpoint_and_a_misspelt_key_is_named(tmp_path: Path) -> None:
+    shipped = code_root() / "policies" / "agents.yaml"
+    assert AgentsPolicy.load(shipped).llm.endpoint == ""
+    (tmp_path / "agents.yaml").write_text(shipped.read_text().replace("  model", "  modle"))
+    with pytest.raises(ConfigError, match="llm.modle'; did you mean 'model'"):
+        AgentsPolicy.load(tmp_path / "agents.yaml")

@@ -1,0 +1,90 @@
+"""``factory profile``: its files are artifacts of a run in a workspace, and it works without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from agents.line_profiler import Profile, session, table
+from agents.line_profiler.__main__ import main
+from factory.code_loop import profiling
+from factory.code_loop.profiling import (
+    FILES,
+    FORMAT,
+    Options,
+    ProfileError,
+    find_recipe,
+    profile,
+    read_profile,
+    run_profiler,
+)
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import code_root
+from factory.ledger.ledger import profiles
+from factory.tracking.tracking import Tracking
+from tests.support.factory.code_loop import make
+from tests.support.paths import ROOT
+
+
+def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler runs in this process, and waits for no quiet moment: the test below starts a real one."""
+
+    def here(code: Path, arguments: list[str], *_: object) -> None:
+        assert main([*arguments, "--steps", "1"]) == 0
+
+    for name in ("LEAST_S", "SETTLING_S"):
+        monkeypatch.setattr(session, name, 0.0)
+    monkeypatch.setattr(profiling, "run_profiler", here)
+    made = make()
+    number = profile(made.workspace, made.ledger, SILENT, Options(isolation_s=2))
+    row = made.ledger.one(sa.select(profiles).where(profiles.c.id == number))
+    assert row is not None
+    found = Profile.from_mapping(json.loads(Path(row["path"]).read_text()))
+    assert found.isolation is not None and row["summary"]["coverage"] == found.coverage
+    tracking = Tracking.open(made.workspace, made.ledger)
+    run = tracking.profile_run(number)  # told again: the same run
+    assert {artifact.path for artifact in tracking.client.list_artifacts(run)} == set(FILES)
+    logged = tracking.client.get_run(run)
+    assert logged.data.metrics["coverage"] == pytest.approx(found.coverage)
+    assert logged.data.tags["mlflow.source.git.commit"] == row["code_commit"] and logged.info.status == "FINISHED"
+
+
+@pytest.mark.slow("a profiler that waits for a quiet machine, within the command")
+def test_without_a_workspace_the_checkout_is_profiled(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "FACTORY_HOME"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "factory", "profile", "--recipe", "tiny", "--alone", "0"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "profile").iterdir()} == set(FILES)
+    assert "line by line" in done.stdout and "profile/profile.html" in done.stdout
+
+
+def test_an_unknown_recipe_is_named_with_the_nearest() -> None:
+    with pytest.raises(InputError, match="no recipe 'tinny'.*did you mean 'tiny'"):
+        find_recipe("tinny", None)
+
+
+def test_what_the_profiler_says_is_in_the_error(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="no.such.module"):
+        run_profiler(code_root(), [], SILENT, module="no.such.module")
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text("name: x\n")
+    with pytest.raises(InputError, match="bad.yaml"):
+        run_profiler(code_root(), ["--recipe", str(recipe), "--out", str(tmp_path)], SILENT)
+
+
+def test_a_profile_of_other_code_is_one_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text('{"format": 2}')
+    with pytest.raises(
+        ProfileError, match="is of format 2, this factory reads 3: the code that it works on is of another version"
+    ):
+        read_profile(path)
+    assert FORMAT == table.FORMAT

@@ -1,0 +1,170 @@
+"""The code loop's outer half: numbers, branches, what is recorded, and that nothing is left behind whatever happens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from agents.core.proposal import Edit, Proposal
+from agents.core.workbench import MeasurementError
+from factory.code_loop import proposing, submitting
+from factory.code_loop.workbench import LiveWorkbench
+from factory.core.errors import InputError, IsolationError
+from factory.core.progress import SILENT
+from factory.core.workspace import Config, Workspace, code_root
+from factory.gates.training_start import find_start
+from factory.git import repository
+from factory.git.repository import RepositoryError
+from factory.ledger.ledger import Ledger, profiles, proposals, verdicts
+from tests.support.factory.code_loop import Made, git, make
+
+
+@pytest.fixture
+def made() -> Made:
+    return make()
+
+
+def drafted(path: str = "trainer/optim/schedule.py", text: str = "x = 1\n", title: str = "Try <b>it</b>") -> Proposal:
+    return Proposal("search", f"file:{path}", title, "Because & why.", 1.1, (Edit(path, text),))
+
+
+def row_of(made: Made, number: int) -> dict[str, Any]:
+    row = made.ledger.one(sa.select(proposals).where(proposals.c.number == number))
+    assert row is not None
+    return row
+
+
+def branches(made: Made) -> str:
+    return git(made.target, "branch", "--list", "factory/*")
+
+
+def test_an_unknown_agent_is_named_with_the_nearest(made: Made) -> None:
+    with pytest.raises(InputError, match="did you mean 'search'"):
+        proposing.propose(made.workspace, made.ledger, SILENT, agent="serch")
+
+
+def test_without_a_checkpoint_nothing_is_proposed_and_it_says_why(made: Made, tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w", Config(recipe="tiny", repository=str(made.target)))
+    ledger = Ledger.create(workspace.ledger_url)
+    said: list[str] = []
+
+    class Heard(type(SILENT)):  # type: ignore[misc]
+        def line(self, text: str) -> None:
+            said.append(text)
+
+    assert proposing.propose(workspace, ledger, Heard()) == []
+    assert "no trunk checkpoint" in said[-1] and ledger.rows(sa.select(proposals)) == []
+
+
+def test_an_archive_instead_of_a_repository_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    workspace = Workspace.create(tmp_path / "w", Config(repository=str(tmp_path / "code")))
+    with pytest.raises(RepositoryError, match="clone the repository"):
+        proposing.propose(workspace, Ledger.create(workspace.ledger_url), SILENT)
+
+
+def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
+    before = branches(made)
+    number = submitting.submit(
+        made.workspace, made.ledger, SILENT, drafted("factory/gates/release/judge.py"), made.base
+    )
+    row = row_of(made, number)
+    verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
+    assert row["state"] == "judged" and row["commit"] is None and branches(made) == before
+    assert verdict and verdict["outcome"] == "reject" and "out of scope" in verdict["reasons"][0]
+    page = Path(row["report"]).read_text()
+    assert "&lt;b&gt;it" in page and "<b>it" not in page and '<span class="pill bad">reject</span>' in page
+    assert made.left_behind() == []
+
+
+def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
+    number = submitting.submit(made.workspace, made.ledger, SILENT, drafted(text="import socket\n"), made.base)
+    row = row_of(made, number)
+    assert git(made.target, "rev-parse", row["branch"]) == row["commit"]
+    message = git(made.target, "log", "-1", "--format=%B", row["branch"])
+    assert "Verdict: reject" in message and "imports socket" in message
+    assert row["branch"] == f"factory/search/{number}-try-b-it-b" and made.left_behind() == []
+    known = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT).history(
+        row["target"]
+    )  # type: ignore[arg-type]
+    assert known[-1].outcome == "reject" and known[-1].patch_id == drafted(text="import socket\n").patch_id
+
+
+def test_numbers_are_free_in_the_ledger_and_among_branches(made: Made) -> None:
+    git(made.target, "branch", "factory/somebody/400-theirs")
+    number = submitting.submit(made.workspace, made.ledger, SILENT, drafted(text="import socket\n"), made.base)
+    assert number == 401
+    git(made.target, "branch", "-D", "factory/somebody/400-theirs")
+
+
+def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
+    made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = branches(made)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("FACTORY_SANDBOX", "bubblewrap")
+    text = (
+        (made.target / "policies" / "kernels.yaml")
+        .read_text()
+        .replace("attention: reference", "attention: recompute", 1)
+    )
+    with pytest.raises(IsolationError):
+        submitting.submit(made.workspace, made.ledger, SILENT, drafted("policies/kernels.yaml", text), made.base)
+    monkeypatch.undo()
+    last = made.ledger.one(sa.select(proposals).order_by(proposals.c.number.desc()))
+    assert last and last["state"] == "failed" and last["verdict"] is None
+    assert branches(made) == before and made.left_behind() == []
+
+
+def test_what_a_killed_process_left_is_cleared_away(made: Made) -> None:
+    before = branches(made)
+    number, branch = submitting._draft(made.workspace, made.ledger, drafted(), made.base)
+    worktree = made.workspace.worktrees / f"proposal-{number}"
+    git(made.target, "worktree", "add", "-q", "-b", branch, str(worktree), made.base)
+    (worktree.with_name(worktree.name + "-gate") / "baseline").mkdir(parents=True)
+    submitting.clear_stale(made.workspace, made.ledger, SILENT)
+    submitting.clear_stale(made.workspace, made.ledger, SILENT)
+    assert row_of(made, number)["state"] == "failed" and branches(made) == before and made.left_behind() == []
+
+
+def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) -> None:
+    start = find_start(made.ledger)
+    assert start is not None
+    bench = LiveWorkbench(made.workspace, made.ledger, made.base, start, SILENT)
+    assert "attention" in bench.read("policies/kernels.yaml")
+    for path in (
+        "agents/core/workbench.py",
+        "../workspace/ledger.db",
+        "/etc/passwd",
+        "trainer/none.py",
+        "policies/agents.yaml",
+    ):
+        with pytest.raises(InputError):
+            bench.read(path)
+    bench.spent = 1e9
+    with pytest.raises(MeasurementError, match="spent"):
+        bench.measure("attention", "recompute", "reference")
+
+
+@pytest.mark.slow("a profile, timings of ops, and a whole gate run")
+def test_propose_profiles_and_leaves_a_verdict_or_says_there_is_nothing(made: Made) -> None:
+    began = time.time()
+    policy = made.workspace.policy("gates/patch.yaml")
+    text = policy.read_text()
+    policy.write_text(text.replace("pairs: 2, max_noise", "pairs: 2, wall_seconds: 1, max_noise"))  # any verdict
+    agents = made.workspace.root / "policies" / "agents.yaml"
+    measures = (code_root() / "policies" / "agents.yaml").read_text()
+    agents.write_text(f"{measures}\nmeasure_seconds: 10.0\n")  # one or two ops
+    try:
+        numbers = proposing.propose(made.workspace, made.ledger, SILENT)
+    finally:
+        policy.write_text(text)
+        agents.unlink()
+    found = made.ledger.one(sa.select(profiles).order_by(profiles.c.id.desc()))
+    assert found and found["created_at"] > began and Path(found["path"]).is_file()
+    assert len(numbers) <= 1 and all(row_of(made, number)["verdict"] is not None for number in numbers)
+    assert made.left_behind() == [] and repository.live_commit(made.target) == made.base

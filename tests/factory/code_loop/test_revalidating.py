@@ -1,0 +1,128 @@
+"""Merged patches are judged again when what they were judged in changes; the daemon asks for it by itself."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from rich.console import Console
+
+from factory.code_loop import approvals, revalidating
+from factory.core.console import Terminal
+from factory.core.progress import SILENT
+from factory.core.workspace import code_root
+from factory.gates.training_start import Start
+from factory.git import repository
+from factory.ledger.ledger import proposals, verdicts
+from tests.support.factory.approvals import FILES, NEW, Plant, given_verdict
+
+LEAN = (
+    "-p",
+    "no:langsmith_plugin",
+    "-p",
+    "no:hypothesispytest",
+    "-p",
+    "no:xdist",
+)  # plugins that take seconds to import
+
+
+@pytest.fixture
+def plant(tmp_path: Path) -> Plant:
+    return Plant(tmp_path)
+
+
+def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = {"model": {}, "batch": {}, "precision": "fp32", "compile": False}
+    for module in (approvals, revalidating):
+        monkeypatch.setattr(module, "find_start", lambda ledger: Start(plant.target, 0, recipe, {}))
+    judged = given_verdict(monkeypatch, "promote")
+    plant.judged()
+    plant.approve()
+    suite = tmp_path / "test_speed.py"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:langsmith_plugin",
+        "-p",
+        "no:hypothesispytest",
+        "-p",
+        "benchmarks.conftest",
+        "-c",
+        os.devnull,
+        str(suite),
+    ]
+    environment = os.environ | {"FACTORY_HOME": str(plant.workspace.root), "PYTHONPATH": str(code_root())}
+    bench = lambda: subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
+    daemon = lambda: revalidating.follow(plant.workspace, plant.ledger, SILENT)
+    suite.write_text("def test_stays(): pass\n")
+    assert "noted" not in bench() and daemon() == []
+    suite.write_text("def test_stays(): pass\ndef test_falls(): assert 0\n")
+    assert "1 failed benchmarks noted in the factory" in bench()
+    assert daemon() == [2] and len(judged) == 1 and "benchmarks changed since" in plant.row(2)["hypothesis"]
+    assert daemon() == []
+    environment["FACTORY_HOME"] = str(tmp_path)
+    assert "could not be noted" in bench()
+
+
+def test_without_a_sandbox_the_daemon_proposes_nothing_and_says_so_once(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
+    for module in (approvals, revalidating):
+        monkeypatch.setattr(module, "find_start", lambda ledger: Start(plant.target, 0, recipe, {}))
+    plant.judged()
+    plant.approve()
+    recipe["model"] = {"d_model": 16}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("FACTORY_SANDBOX", "bubblewrap")
+    said = io.StringIO()
+    for _ in range(3):
+        assert revalidating.follow(plant.workspace, plant.ledger, Terminal(Console(file=said, width=300))) == []
+    assert said.getvalue().count("cannot be judged again now: no sandbox") == 1
+    assert len(plant.ledger.rows(sa.select(proposals))) == 1
+
+
+@pytest.mark.parametrize("outcome", ["promote", "reject"])
+def test_a_merged_patch_is_judged_again_once_when_its_surroundings_change(
+    plant: Plant, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
+    start = Start(plant.target, 0, recipe, {})
+    for module in (approvals, revalidating):
+        monkeypatch.setattr(module, "find_start", lambda ledger: start)
+    judged = given_verdict(monkeypatch, outcome)
+    again = lambda: revalidating.revalidate(plant.workspace, plant.ledger, SILENT, plant.head())
+    plant.judged()
+    live = plant.approve()
+    assert again() == [] and judged == []
+    recipe["model"] = {"d_model": 16}
+    assert again() == [2] and judged[0][:2] == (2, live)
+    undo = plant.row(2)
+    assert undo["target"] == "undo:1" and "recipe changed since" in undo["hypothesis"]
+    assert repository.file_text(plant.target, undo["commit"], "kernels/ops.py") == FILES["kernels/ops.py"]
+    assert again() == [] and plant.row()["state"] == "approved" and plant.head() == live
+    with plant.ledger.begin() as tx:
+        release = {"gate": "release", "subject": "candidate:7", "outcome": "reject", "against": "", "policy_sha256": ""}
+        tx.execute(verdicts.insert().values(**release, subject_sha256="", reasons=[], evidence={}, created_at=1.0))
+    if outcome == "reject":  # the daemon by itself, and once
+        daemon = lambda: revalidating.follow(plant.workspace, plant.ledger, SILENT)
+        stray = plant.target / "kernels" / "ops.py"
+        text = stray.read_text()
+        stray.write_text(text + "# mine")
+        assert daemon() == []  # work that is not committed waits for nobody, and nobody for it
+        stray.write_text(text)
+        assert daemon() == [3] and "evals changed since" in plant.row(3)["hypothesis"] and daemon() == []
+    if outcome == "promote":
+        plant.approve(2)
+        assert plant.files() == FILES | {"kernels/fused.py": NEW["kernels/fused.py"]}  # a file that nobody reads stays
+        assert plant.row()["state"] == "reverted" and again() == []

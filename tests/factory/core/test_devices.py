@@ -1,0 +1,97 @@
+"""Devices have one holder each, and jobs run side by side."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from contextvars import ContextVar
+from pathlib import Path
+
+import pytest
+
+from factory.core import devices
+from tests.support.factory.sandboxed import inside
+from tests.support.patience import PATIENCE_S
+
+
+def test_what_runs_side_by_side_has_the_device_alone() -> None:
+    inside, most, gate = [0], [0], threading.Barrier(4)
+
+    def job() -> str:
+        gate.wait(PATIENCE_S)  # all four are there before one begins
+        with devices.one(), devices.one():  # who holds it keeps it
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            threading.Event().wait(0.02)
+            inside[0] -= 1
+        return threading.current_thread().name
+
+    assert len(set(devices.side_by_side([job] * 4))) == 4
+    assert most[0] == 1
+
+
+def test_all_end_before_the_first_error_is_raised() -> None:
+    ended = []
+
+    def fails() -> None:
+        raise ValueError("one")
+
+    def lasts() -> None:
+        threading.Event().wait(0.1)
+        ended.append(True)
+
+    with pytest.raises(ValueError, match="one"):
+        devices.side_by_side([fails, lasts])
+    assert ended == [True]
+
+
+TWO = """
+import torch
+torch.cuda.device_count = lambda: 2
+from factory.core import devices
+seen = [devices.environment()]
+with devices.one():
+    seen.append(devices.environment())
+    devices.side_by_side([lambda: seen.append(devices.environment())] * 2)
+    def other():
+        with devices.one():
+            seen.append(devices.environment())
+    devices.side_by_side([other] * 2)
+print(seen)
+"""
+
+
+def test_each_gpu_is_named_as_the_machine_names_it() -> None:
+    names = [[], ["CUDA_VISIBLE_DEVICES"]]
+    for visible, first, second in (("", "0", "1"), ("5,3", "5", "3")):
+        found = subprocess.run(
+            [sys.executable, "-c", TWO],
+            env={"CUDA_VISIBLE_DEVICES": visible},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        held, other = ({names[1][0]: device} for device in (first, second))
+        assert eval(found.stdout) == [{}, held, {}, {}, other, other]  # a job's thread holds nothing by itself
+
+
+@pytest.mark.usefixtures("each_sandbox")
+def test_who_holds_a_gpu_hands_its_files_on_and_nobody_else_sees_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = next((name for name in ("hwrng", "fuse", "loop-control", "kmsg") if Path("/dev", name).exists()), "")
+    if not stand_in:
+        pytest.skip("no device here that could stand in for a GPU")
+    monkeypatch.setattr(devices, "GPU_FILES", (stand_in,))
+    script = """
+        import json, os, stat, sys
+        mode = os.stat(sys.argv[1]).st_mode if os.path.exists(sys.argv[1]) else 0
+        print(json.dumps([stat.S_ISCHR(mode), os.path.exists('/sys/devices'), os.environ.get('CUDA_VISIBLE_DEVICES')]))
+    """
+    alone = inside(tmp_path, script, f"/dev/{stand_in}")
+    assert alone.ok and json.loads(alone.stdout) == [False, False, None], alone
+    monkeypatch.setattr(devices, "_held", ContextVar("device", default="3"))
+    held = inside(tmp_path, script, f"/dev/{stand_in}")
+    assert held.ok and json.loads(held.stdout) == [True, True, "3"], held

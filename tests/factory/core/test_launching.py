@@ -1,0 +1,180 @@
+"""Segments over several real ranks: planned, started, stopped, refused and certified by the factory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import sqlalchemy as sa
+
+from factory.core.errors import ConfigError, SegmentError
+from factory.core.launching import launcher, ranks
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.git.repository import checkout_live
+from factory.ledger.ledger import Ledger, data_plans, segments
+from factory.training.certifying import certificate_of
+from factory.training.planning import plan_trunk
+from factory.training.training import run_segment
+from tests.support.factory.code_loop import make_target
+from tests.support.factory.trained_plant import commit_edit, make_plant, segment_row
+from tests.support.patience import PATIENCE_S
+
+Plant = tuple[Workspace, Ledger]
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Plant:
+    """A trunk that one rank trained; from here on two go on."""
+    root = tmp_path_factory.mktemp("launching")
+    workspace, ledger = make_plant(root, make_target(root / "code"))
+    (workspace.root / "policies" / "gates" / "certificate.yaml").write_text("steps: 4\n")
+    return configured(workspace, "ranks: 2"), ledger
+
+
+def configured(workspace: Workspace, *lines: str) -> Workspace:
+    """The workspace with these lines at the end of its factory.yaml."""
+    path = workspace.root / "factory.yaml"
+    kept = [line for line in path.read_text().splitlines() if line.split(":")[0] not in ("ranks", "launcher")]
+    path.write_text("\n".join([*kept, *lines, ""]))
+    return Workspace.open(workspace.root)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow("three processes of two ranks, and one rank beside them")
+def test_two_ranks_train_what_one_rank_would(plant: Plant, tmp_path: Path) -> None:
+    workspace, ledger = plant
+    number = plan_trunk(workspace, ledger, 8)
+    run_segment(workspace, ledger, number, SILENT)
+    row = segment_row(ledger, number)
+    folder = Path(str(row["folder"]))
+    assert row["state"] == "done"
+    written = {path.name for path in Path(str(row["result"]["checkpoint"])).iterdir()}  # type: ignore[index]
+    assert sum("00001" in name for name in written) >= 1, f"a share of each rank: {sorted(written)}"
+    (tmp_path / "segment.json").write_text((folder / "segment.json").read_text())
+    code = checkout_live(workspace, str(row["code_commit"]))
+    subprocess.run([sys.executable, "-m", "trainer", str(tmp_path)], cwd=code, check=True, capture_output=True)
+    assert losses(folder) == pytest.approx(losses(tmp_path), rel=2e-5)
+
+
+def training(workspace: Workspace, folder: Path, steps: int) -> subprocess.Popen[str]:
+    """``factory train``, once it has done so many steps more."""
+    before = len(losses(folder)) if (folder / "metrics.jsonl").exists() else 0
+    words = [sys.executable, "-m", "factory", "train", "--workspace", str(workspace.root)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + PATIENCE_S
+    while not ((folder / "metrics.jsonl").exists() and len(losses(folder)) >= before + steps):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.slow("the factory and its ranks started, stopped, killed and started again")
+def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -> None:
+    """Stopped, they leave a checkpoint. Orphans would train on beside the next attempt's ranks, in the same folder."""
+    workspace, ledger = plant
+    number = plan_trunk(workspace, ledger, 60)
+    folder = Path(str(segment_row(ledger, number)["folder"]))
+    process = training(workspace, folder, 3)
+    try:
+        trainers = [p for p in psutil.Process(process.pid).children(recursive=True) if "trainer" in p.cmdline()]
+        assert len(trainers) == 3, "torchrun and two ranks"
+        os.kill(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode != 0, said
+    assert not psutil.wait_procs(trainers, timeout=PATIENCE_S)[1]
+    row = segment_row(ledger, number)
+    assert row["state"] != "failed" and row["attempts"] == 0 and (folder / "exit-75").exists()
+
+    process = training(workspace, folder, 3)
+    try:
+        agent = next(p for p in psutil.Process(process.pid).children() if "trainer" in p.cmdline())
+        trainers = agent.children(recursive=True)
+        agent.kill()
+        said, _ = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert "SIGKILL" in said
+    assert len(trainers) >= 2 and not psutil.wait_procs(trainers, timeout=PATIENCE_S)[1]
+    run_segment(workspace, ledger, number, SILENT)
+    assert len(losses(folder)) == 60
+
+
+def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Plant) -> None:
+    """Exit 2: trying again would not help, and the trainer's own words are told."""
+    workspace, ledger = plant
+    number = plan_trunk(workspace, ledger, 6)
+    row = segment_row(ledger, number)
+    folder = Path(str(row["folder"]))
+    folder.mkdir(parents=True)
+    (folder / "exit-75").touch()  # of an earlier process
+    plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == row["data_plan"]))
+    assert plan is not None
+    wrong = plan["plan"] | {"weights": {"nothing-of-it-here": 1.0}}
+    with ledger.begin() as tx:
+        tx.execute(data_plans.insert().values(id="wrong", plan=wrong, created_at=0.0))
+        tx.execute(segments.update().where(segments.c.id == number).values(data_plan="wrong"))
+    with pytest.raises(SegmentError, match=r"ended with exit 2: trainer: .*nothing-of-it-here") as raised:
+        run_segment(workspace, ledger, number, SILENT)
+    assert "====" not in str(raised.value) and segment_row(ledger, number)["state"] == "failed"
+
+
+def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Plant) -> None:
+    """A GPU less than yesterday: the segment waits for a person."""
+    workspace, ledger = plant
+    number = plan_trunk(workspace, ledger, 6)
+    with pytest.raises(ConfigError, match="does not divide by the 3 ranks"):
+        run_segment(configured(workspace, "ranks: 3"), ledger, number, SILENT)
+    row = segment_row(ledger, number)
+    assert row["state"] == "planned" and row["attempts"] == 0
+    configured(workspace, "ranks: 2")
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
+
+
+@pytest.mark.slow("ten runs by two ranks")
+def test_a_change_of_the_code_is_certified_over_ranks(plant: Plant) -> None:
+    workspace, ledger = plant
+    commit_edit(
+        workspace.repository, "policies/kernels.yaml", "cpu:\n  rms_norm: reference", "cpu:\n  rms_norm: compiled"
+    )
+    number = plan_trunk(workspace, ledger, 6)
+    run_segment(workspace, ledger, number, SILENT)
+    found = certificate_of(ledger, number)
+    assert found is not None and found["outcome"] == "promote", found
+    assert segment_row(ledger, number)["state"] == "done"
+
+
+def test_what_cannot_be_started_is_refused_when_planning(plant: Plant) -> None:
+    workspace, ledger = plant
+    cases = {
+        "ranks: 3": r"batch.sequences \(8\) does not divide by the 3 ranks; 3 ranks train \('ranks' in .*factory.yaml",
+        "ranks: -1": "ranks: expected a number of ranks, got -1",
+        "ranks: yes": "ranks",
+        "ranks: two": "expected int",
+    }
+    for line, says in cases.items():
+        with pytest.raises(ConfigError, match=says):
+            plan_trunk(configured(workspace, line), ledger, 4)
+    with pytest.raises(ConfigError, match="say in 'ranks' how many ranks it starts"):
+        launcher(configured(workspace, "launcher: torchrun --nnodes=2"))
+    with pytest.raises(ConfigError, match="No closing quotation"):
+        launcher(configured(workspace, "ranks: 2", 'launcher: "srun \'torchrun"'))
+    with pytest.raises(ConfigError, match="launcher: no words"):
+        launcher(configured(workspace, "ranks: 2", "launcher: ' '"))
+    words = launcher(configured(workspace, "ranks: 16", "launcher: srun torchrun --nnodes=2 --nproc-per-node=8"))
+    assert words == ["srun", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
+    assert launcher(configured(workspace, "ranks: 1")) == [sys.executable]
+    assert ranks(configured(workspace)) >= 1

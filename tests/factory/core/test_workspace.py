@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from factory.core.errors import ConfigError, WorkspaceError
+from factory.core.file_lock import LockedError, file_lock
+from factory.core.workspace import FOLDERS, Config, Workspace
+
+
+def test_create_then_open_gives_the_same(tmp_path: Path) -> None:
+    made = Workspace.create(tmp_path / "w", Config(recipe="tiny"))
+    assert Workspace.open(tmp_path / "w") == made
+    assert all((made.root / folder).is_dir() for folder in FOLDERS)
+    assert Workspace.create(tmp_path / "w", Config(recipe="other")).config.recipe == "tiny", (
+        "an existing workspace is never overwritten"
+    )
+
+
+def test_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w")
+    (workspace.root / "factory.yaml").write_text("recpie: demo\n")
+    with pytest.raises(ConfigError, match=r"factory\.yaml: unknown key 'recpie'; did you mean 'recipe'\?"):
+        Workspace.open(workspace.root)
+
+
+@pytest.mark.parametrize(
+    "text", ["recipe: [1]\n", "- a\n", "recipe: {\n", "recipe: !!python/object/apply:os.system ['true']\n"]
+)
+def test_bad_config_is_a_config_error(tmp_path: Path, text: str) -> None:
+    workspace = Workspace.create(tmp_path / "w")
+    (workspace.root / "factory.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"factory\.yaml"):
+        Workspace.open(workspace.root)
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w")
+    (workspace.root / "factory.yaml").write_text("version: 2\n")
+    with pytest.raises(WorkspaceError, match="version 2.*speaks version 1"):
+        Workspace.open(workspace.root)
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(WorkspaceError, match="not empty"):
+        Workspace.create(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_lock_is_between_processes_and_dies_with_its_holder(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w")
+    code = f"""
+import sys, time
+from pathlib import Path
+from factory.core.workspace import Workspace
+with Workspace.open(Path({str(workspace.root)!r})).lock("model-loop"):
+    print("held", flush=True); time.sleep(60)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout and holder.stdout.readline() == "held\n"
+    try:
+        with pytest.raises(WorkspaceError, match=f"process {holder.pid} holds"), workspace.lock("model-loop"):
+            pass
+        with workspace.lock("code-loop"):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with workspace.lock("model-loop"):
+        pass
+
+
+def test_a_child_process_does_not_inherit_a_lock(tmp_path: Path) -> None:
+    """One that is given the descriptor holds the lock until it ends, whoever started it."""
+    path = tmp_path / "x.lock"
+    sleep = [sys.executable, "-c", "print(flush=True); input()"]
+    start = lambda fds: subprocess.Popen(sleep, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds)
+    with file_lock(path) as descriptor:
+        children = [start(()), start((descriptor,))]
+        assert all(child.stdout and child.stdout.readline() for child in children)
+    try:
+        with pytest.raises(LockedError, match=str(os.getpid())), file_lock(path):
+            pass
+        children[1].communicate(b"\n")
+        with file_lock(path):
+            assert children[0].poll() is None
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def test_a_moved_workspace_says_so(tmp_path: Path) -> None:
+    Workspace.create(tmp_path / "here")
+    (tmp_path / "here").rename(tmp_path / "there")
+    with pytest.raises(WorkspaceError, match=r"was made at .*here.*move it back"):
+        Workspace.open(tmp_path / "there")

@@ -1,0 +1,47 @@
+"""The demo, whole, on the slowest class of machine: real text, real training, a real sandbox."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from factory.core import devices
+from factory.core.workspace import Workspace
+from factory.ledger.status import snapshot
+from tests.support.patience import PATIENCE_S
+
+EMULATED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+@pytest.mark.slow("a whole demo of two minutes, which takes more on two slow cores")
+def test_the_story_is_told_without_fast_bf16(tmp_path: Path) -> None:
+    """Two candidates, a release that beats the byte trigram, one judged proposal; and the same command again finds it all done."""
+    words = [sys.executable, "-m", "factory", "demo", "--minutes", "2", "--workspace", str(tmp_path / "demo")]
+    suites_own = {"OMP_NUM_THREADS", *devices.COMPILER}
+    environment = {name: value for name, value in os.environ.items() if name not in suites_own} | EMULATED
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "precision fp32 (measured" in done.stdout and "chosen for 2 minutes" in done.stdout
+    facts = snapshot(Workspace.open(tmp_path / "demo"))
+    assert len(facts["candidates"]) == 2 and len(facts["releases"]) >= 1
+    released = facts["candidates"][facts["releases"][0]["candidate"] - 1]["summary"]
+    for domain, bits in released["bpb"].items():
+        trigram = next(v for name, v in released["baselines"][domain].items() if "trigram" in name)
+        assert bits < trigram, (domain, bits, trigram)
+    (proposal,) = facts["proposals"]
+    assert proposal["outcome"] in ("promote", "hold", "reject")
+    again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert again.returncode == 0 and snapshot(Workspace.open(tmp_path / "demo")) == facts
+
+
+@pytest.mark.parametrize("minutes", ["0", "1", "500"])
+def test_minutes_that_cannot_be_kept_are_one_line_and_leave_nothing(tmp_path: Path, minutes: str) -> None:
+    words = [sys.executable, "-m", "factory", "demo", "--minutes", minutes, "--workspace", str(tmp_path / "demo")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 2 and not (tmp_path / "demo").exists()
+    assert done.stderr == f"factory: --minutes {minutes}: the demo takes 2 to 120 minutes; 6 is the default\n"

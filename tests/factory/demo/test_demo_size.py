@@ -1,0 +1,114 @@
+"""What the demo chooses for a machine and its minutes: pure, so that every machine can be tried here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from factory.demo.demo_size import (
+    LADDER,
+    LEAST,
+    OVERHEAD,
+    STEP_S,
+    Seen,
+    Shape,
+    checked,
+    first_guess,
+    next_guess,
+    plan,
+)
+from tests.support.paths import ROOT
+from trainer.contract.recipe import Recipe
+
+RAW = Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml").model_dump(mode="json")
+SEEN = Seen(spent=58.0, ingest=21.0, start=5.0, step=0.1)  # two cores, AVX2
+
+
+@pytest.mark.parametrize("minutes", [0, 1, 1.99, -3, 121, float("nan"), float("inf")])
+def test_minutes_that_cannot_be_kept_are_refused_in_one_line(minutes: float) -> None:
+    with pytest.raises(ValueError, match=r"--minutes .*: the demo takes 2 to 120 minutes; 6 is the default") as refused:
+        checked(minutes)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("shape", LADDER, ids=str)
+def test_every_shape_is_a_recipe_that_the_trainer_takes(shape: Shape) -> None:
+    recipe = Recipe.parse(shape.recipe(RAW))
+    assert (recipe.model.d_model, recipe.batch.sequences) == (shape.d_model, shape.sequences)
+    assert not recipe.model.warnings()
+    assert yaml.safe_load(yaml.safe_dump(shape.recipe(RAW))) == shape.recipe(RAW)
+
+
+def test_ladder_climbs_in_work() -> None:
+    work = [Recipe.parse(s.recipe(RAW)).model.flops_per_token() * s.sequences for s in LADDER]
+    ratios = [after / before for before, after in zip(work, work[1:])]
+    assert all(1.2 < ratio < 6 for ratio in ratios), ratios
+
+
+def test_a_faster_machine_gets_a_larger_model() -> None:
+    work = {s: Recipe.parse(s.recipe(RAW)).model.flops_per_token() * s.sequences * 256 for s in LADDER}
+    chosen = [
+        first_guess(6, {s: flops / rate for s, flops in work.items()}) for rate in (1e9, 2.5e11, 5e11, 1e12, 1e15)
+    ]
+    places = [LADDER.index(shape) for shape in chosen]
+    assert places == sorted(places) and places[0] == 0 and places[-1] == len(LADDER) - 1
+    for shape, rate in zip(chosen[1:], (2.5e11, 5e11, 1e12, 1e15)):
+        assert work[shape] / rate * OVERHEAD <= STEP_S
+
+
+def test_more_minutes_allow_a_larger_model() -> None:
+    work = {s: Recipe.parse(s.recipe(RAW)).model.flops_per_token() * s.sequences * 256 / 1e11 for s in LADDER}
+    assert LADDER.index(first_guess(24, work)) > LADDER.index(first_guess(6, work))
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "then"),
+    [
+        (3, 0.12, 3),
+        (3, 0.15, 3),
+        (3, 0.19, 3),
+        (3, 0.21, 2),
+        (3, 2.0, 1),
+        (0, 9.0, 0),
+        (3, 0.03, 4),
+        (3, 0.06, 3),
+        (7, 0.01, 7),
+    ],
+)
+def test_the_guess_is_mended_by_what_was_measured(place: int, step: float, then: int) -> None:
+    assert LADDER.index(next_guess(6, LADDER[place], step)) == then
+
+
+def test_two_cores_of_avx2_fit_into_six_minutes() -> None:
+    size = plan(6, SEEN)
+    assert size.over == 0 and sum(size.seconds.values()) <= 360
+    assert size.first + size.anneal >= 120 and size.patch["pairs"] == 2
+
+
+def test_a_slower_step_leaves_fewer_steps_and_says_when_it_is_too_slow() -> None:
+    fast, slow, hopeless = (plan(6, replace(SEEN, step=step)) for step in (0.05, 0.1, 4.0))
+    assert fast.first > slow.first > LEAST["first"] == hopeless.first
+    assert hopeless.over > 60 and slow.over == 0
+
+
+@given(
+    minutes=st.floats(2, 120),
+    spent=st.floats(1, 600),
+    ingest=st.floats(0.1, 300),
+    start=st.floats(0.1, 60),
+    step=st.floats(1e-4, 60),
+)
+def test_it_fits_or_says_by_how_much_it_does_not(
+    minutes: float, spent: float, ingest: float, start: float, step: float
+) -> None:
+    size = plan(minutes, Seen(spent, ingest, start, step))
+    assert all(getattr(size, name) >= least for name, least in LEAST.items())
+    expected = sum(size.seconds.values())
+    assert size.over == max(0.0, expected - 60 * minutes)
+    if size.over:  # only because there is no less to do
+        shortest = {name: getattr(size, name) for name in LEAST}
+        assert any(shortest[name] == LEAST[name] for name in LEAST)

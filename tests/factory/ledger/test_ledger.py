@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from factory.core.errors import WorkspaceError
+from factory.core.workspace import Config, Workspace
+from factory.ledger.ledger import Ledger, events, meta, record
+from factory.ledger.listing import rows
+from tests.support.patience import PATIENCE_S
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def workspace(request: pytest.FixtureRequest, tmp_path: Path) -> Workspace:
+    """Every test once with each database."""
+    url = "" if request.param == "sqlite" else request.getfixturevalue("postgres")()
+    return Workspace.create(tmp_path / "workspace", Config(ledger_url=url))
+
+
+def test_transaction_is_all_or_nothing(ledger: Ledger) -> None:
+    with pytest.raises(RuntimeError), ledger.begin() as tx:
+        record(tx, "ingested", "shard:1")
+        raise RuntimeError
+    assert ledger.rows(sa.select(events)) == []
+
+
+def _append(url: str, name: str, count: int, together: Barrier) -> None:
+    ledger = Ledger.open(url)
+    together.wait(PATIENCE_S)
+    for number in range(count):
+        with ledger.begin() as tx:
+            seen = tx.execute(sa.select(sa.func.count()).select_from(events)).scalar()
+            tx.execute(events.insert().values(at=time.time(), kind=name, subject=str(number), detail={"seen": seen}))
+
+
+def test_writers_in_several_processes_are_serial(ledger: Ledger) -> None:
+    """Each writer reads the count and appends it: with serial transactions the counts are 0, 1, 2, … without a gap or a repeat."""
+    context = multiprocessing.get_context("spawn")
+    together = context.Barrier(2)
+    writers = [context.Process(target=_append, args=(ledger.url, name, 25, together)) for name in "ab"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(PATIENCE_S)
+        assert writer.exitcode == 0
+    found = ledger.rows(sa.select(events).order_by(events.c.id))
+    assert [row["detail"]["seen"] for row in found] == list(range(50))
+
+
+def test_another_version_is_refused(ledger: Ledger) -> None:
+    with ledger.begin() as tx:
+        tx.execute(meta.update().where(meta.c.key == "schema").values(value="999"))
+    with pytest.raises(WorkspaceError, match="version 999"):
+        Ledger.open(ledger.url)
+
+
+def test_no_ledger_is_a_clear_error(workspace: Workspace) -> None:
+    with pytest.raises(WorkspaceError, match="factory init"):
+        Ledger.open(workspace.ledger_url)
+    with pytest.raises(WorkspaceError, match="cannot be read"):
+        rows(workspace, "SELECT * FROM shards")
+
+
+def test_listing_decodes_json_and_cannot_write(workspace: Workspace, ledger: Ledger) -> None:
+    with ledger.begin() as tx:
+        record(tx, "ingested", "shard:1", {"kept": 3})
+    assert rows(workspace, "SELECT kind, detail FROM events WHERE subject = :s", s="shard:1") == [
+        {"kind": "ingested", "detail": {"kept": 3}}
+    ]
+    with pytest.raises(WorkspaceError, match="readonly|read-only"):
+        rows(workspace, "DELETE FROM events")
+
+
+def test_a_nul_in_a_name_is_stored_and_found_by_either_database(ledger: Ledger) -> None:
+    with ledger.begin() as tx:
+        record(tx, "ingested", "a\0b", {"from": "a\0b"})
+    assert ledger.rows(sa.select(events.c.subject, events.c.detail).where(events.c.subject == "a\0b")) == [
+        {"subject": "a\ufffdb", "detail": {"from": "a\0b"}}
+    ]
+
+
+def test_makers_at_once_make_one_ledger(workspace: Workspace) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(Ledger.create, [workspace.ledger_url] * 4))
+    assert len(Ledger.open(workspace.ledger_url).rows(sa.select(meta))) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nowhere", "expected sqlite:///FILE or postgresql://"),
+        ("oracel://here", "expected sqlite:///FILE or postgresql://"),
+        ("postgresql+psycopg2cffi://here", r"llm-factory\[postgres\]"),
+    ],
+)
+def test_an_address_that_cannot_be_is_a_clear_error(url: str, words: str) -> None:
+    with pytest.raises(WorkspaceError, match=words):
+        Ledger.create(url)
+
+
+def test_a_password_is_not_told(postgres: Callable[[], str]) -> None:
+    url = postgres().replace("factory@", "factory:secret@").replace("factory_", "nowhere_")
+    with pytest.raises(WorkspaceError, match="nowhere_") as caught:
+        Ledger.open(url)
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,279 @@
+"""The release saga on a real ledger and a real MLflow store; kills are real kills of a real process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from factory.core.errors import ConfigError, InputError
+from factory.core.exports import folder_sha256
+from factory.core.workspace import Workspace
+from factory.ledger.champion import champion
+from factory.ledger.ledger import Ledger, candidates, events
+from factory.ledger.ledger import releases as releases_table
+from factory.release import registry, releases, serving
+from factory.release.registry import MODEL
+from factory.release.releases import ApprovalNeeded, approve, reconcile, register_candidate, release, rollback
+from factory.tracking.mlflow_store import open_client
+from tests.support.factory.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
+
+
+@pytest.fixture(autouse=True)
+def policy(workspace: Workspace) -> None:
+    with_store(workspace)
+    approval(workspace, "automatic")
+
+
+def in_mlflow(workspace: Workspace) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """([(version, verdict)], aliases) as a person sees them."""
+    client = open_client(workspace)
+    found = sorted((str(v.version), v.tags["verdict"]) for v in client.search_model_versions(f"name = '{MODEL}'"))
+    return found, registry.aliases(client)
+
+
+def kinds(ledger: Ledger) -> list[str]:
+    return [row["kind"] for row in ledger.rows(sa.select(events.c.kind).order_by(events.c.id))]
+
+
+def test_release_moves_alias_link_and_ledger_once(workspace: Workspace, ledger: Ledger) -> None:
+    add_shard(ledger)
+    assert champion(ledger) is None
+    verdict = add_verdict(ledger, add_candidate(workspace, ledger))
+    assert release(workspace, ledger, verdict) == release(workspace, ledger, verdict) == 1
+    row = champion(ledger)
+    assert row and (row["number"], row["state"], row["approved_by"], row["mlflow_version"]) == (
+        1, "published", "policy", "1",
+    )  # fmt: skip
+    assert in_mlflow(workspace) == ([("1", "promote")], {"champion": "1", "candidate": "1"})
+    assert (serving.served(workspace) or {})["release"] == 1
+    assert kinds(ledger) == ["release_decided", "promoted"]
+    assert "Release 1" in Path(row["report"]).read_text()
+
+    client = open_client(workspace)
+    version = client.get_model_version_by_alias(MODEL, "champion")
+    assert version.tags["bpb.code"] == "2.1000" and version.tags["release"] == "1"
+    assert version.tags["export_sha256"] == row["export_sha256"] and version.tags["code_commit"] == "c" * 40
+    files = {a.path for a in client.list_artifacts(version.run_id)}
+    assert {"model", "report.html", "samples.json"} <= files
+    copied = workspace.mlflow_artifacts / "candidates" / version.run_id / "artifacts" / "model"
+    assert folder_sha256(copied) == row["export_sha256"] and version.source == copied.as_uri()
+    assert reconcile(workspace, ledger) == []
+
+
+def test_the_second_release_and_back(workspace: Workspace, ledger: Ledger) -> None:
+    first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
+    release(workspace, ledger, add_verdict(ledger, first))
+    assert release(workspace, ledger, add_verdict(ledger, second, against=first)) == 2
+    assert in_mlflow(workspace)[1] == {"champion": "2", "candidate": "2"}
+    rollback(workspace, ledger, 1)
+    rollback(workspace, ledger, 1)
+    row = champion(ledger)
+    assert row and row["number"] == 1
+    assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"}
+    assert (serving.served(workspace) or {})["release"] == 1
+    assert kinds(ledger).count("rolled_back") == 1 and "repaired" not in kinds(ledger)
+    assert reconcile(workspace, ledger) == []
+    with pytest.raises(InputError, match="no published release 7"):
+        rollback(workspace, ledger, 7)
+
+
+@pytest.mark.parametrize("outcome", ["hold", "reject"])
+def test_only_a_promotion_is_released_but_every_judged_candidate_is_shown(
+    workspace: Workspace, ledger: Ledger, outcome: str
+) -> None:
+    candidate = add_candidate(workspace, ledger)
+    with pytest.raises(InputError, match="not judged yet"):
+        register_candidate(workspace, ledger, candidate)
+    verdict = add_verdict(ledger, candidate, outcome)
+    with pytest.raises(InputError, match=f"'{outcome}', not 'promote'"):
+        release(workspace, ledger, verdict)
+    assert reconcile(workspace, ledger) == [f"candidate {candidate} is shown in MLflow"]
+    assert register_candidate(workspace, ledger, candidate) == "1"
+    assert in_mlflow(workspace) == ([("1", outcome)], {"candidate": "1"})
+    assert champion(ledger) is None and ledger.rows(releases_table.select()) == []
+    with pytest.raises(InputError, match="no verdict 99"):
+        release(workspace, ledger, 99)
+
+
+def test_what_was_not_judged_is_not_released(workspace: Workspace, ledger: Ledger) -> None:
+    candidate = add_candidate(workspace, ledger)
+    verdict = add_verdict(ledger, candidate)
+    export = workspace.exports / "candidate-1"
+    weights = (export / "model.safetensors").read_bytes()
+    (export / "model.safetensors").write_bytes(weights[:-1] + b"!")
+    with pytest.raises(InputError, match="is not what was recorded"):
+        release(workspace, ledger, verdict)
+    (export / "model.safetensors").write_bytes(weights)
+    (export / "extra.json").symlink_to("/etc/passwd")
+    with pytest.raises(InputError, match="plain files only"):
+        release(workspace, ledger, verdict)
+    (export / "extra.json").unlink()
+    with ledger.begin() as tx:  # the candidate's row was changed after it was judged
+        (export / "config.json").write_text("{}")
+        tx.execute(candidates.update().values(export_sha256=folder_sha256(export)))
+    with pytest.raises(InputError, match="judged another export"):
+        release(workspace, ledger, verdict)
+    assert ledger.rows(releases_table.select()) == [] and kinds(ledger) == []
+
+
+def test_a_verdict_that_is_out_of_date_is_not_released(workspace: Workspace, ledger: Ledger) -> None:
+    first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
+    old = add_verdict(ledger, second)  # against no champion
+    release(workspace, ledger, add_verdict(ledger, first))
+    with pytest.raises(InputError, match="against no champion, but candidate:1 is champion now"):
+        release(workspace, ledger, old)
+    promoted = add_verdict(ledger, second, against=first)
+    held = add_verdict(ledger, second, "hold", against=first)
+    with pytest.raises(InputError, match=f"out of date: verdict {held} says 'hold'"):
+        release(workspace, ledger, promoted)
+
+
+def test_a_half_release_whose_export_changed_stops_nothing_and_shows_nothing(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = add_candidate(workspace, ledger)
+    release(workspace, ledger, add_verdict(ledger, first))
+    second = add_candidate(workspace, ledger)
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError):
+        broken.setattr(serving, "publish", lambda *_: (_ for _ in ()).throw(RuntimeError("power")))
+        release(workspace, ledger, add_verdict(ledger, second, against=first))
+    assert in_mlflow(workspace)[1]["champion"] == "2", "the alias had moved already"
+    (workspace.exports / "candidate-2" / "config.json").write_text("changed")
+    done = reconcile(workspace, ledger)
+    assert any("release 2 cannot be finished" in line for line in done)
+    assert in_mlflow(workspace)[1]["champion"] == "1" and (champion(ledger) or {})["number"] == 1
+
+
+def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: Workspace, ledger: Ledger) -> None:
+    first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
+    release(workspace, ledger, add_verdict(ledger, first))
+    add_verdict(ledger, second, "reject", against=first)
+    register_candidate(workspace, ledger, second)
+    client = open_client(workspace)
+    client.set_registered_model_alias(MODEL, "champion", "2")
+    (workspace.exports / "champion").unlink()
+    done = reconcile(workspace, ledger)
+    assert len(done) == 2 and "put back" in done[0] and "published again" in done[1]
+    assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"} and kinds(ledger)[-1] == "repaired"
+    client.delete_model_version(MODEL, "1")
+    reconcile(workspace, ledger)
+    assert in_mlflow(workspace)[1]["champion"] == "3" and (champion(ledger) or {})["mlflow_version"] == "3"
+    assert reconcile(workspace, ledger) == []
+
+
+def test_manual_approval_by_command_binds_to_what_was_judged(workspace: Workspace, ledger: Ledger) -> None:
+    approval(workspace, "manual")
+    verdict = add_verdict(ledger, add_candidate(workspace, ledger))
+    with pytest.raises(ApprovalNeeded, match="version 1 of factory-lm"):
+        release(workspace, ledger, verdict)
+    assert champion(ledger) is None
+    assert open_client(workspace).get_model_version(MODEL, "1").tags["approval"] == "pending"
+    approve(ledger, verdict, "ada")
+    assert release(workspace, ledger, verdict) == 1
+    assert (champion(ledger) or {})["approved_by"] == "ada"
+
+    second = add_candidate(workspace, ledger)
+    later = add_verdict(ledger, second, against=1)
+    approve(ledger, later, "ada")
+    (workspace.exports / "candidate-2" / "config.json").write_text("changed after the approval")
+    with pytest.raises(InputError, match="is not what was recorded"):
+        release(workspace, ledger, later, approved_by="ada")
+
+
+def test_manual_approval_in_mlflow(workspace: Workspace, ledger: Ledger) -> None:
+    approval(workspace, "manual")
+    candidate = add_candidate(workspace, ledger)
+    add_verdict(ledger, candidate)
+    version = register_candidate(workspace, ledger, candidate)
+    assert reconcile(workspace, ledger) == []
+    open_client(workspace).set_model_version_tag(MODEL, version, "approval", "approved")
+    assert reconcile(workspace, ledger) == ["release 1 was approved in MLflow and is published"]
+    assert (champion(ledger) or {})["approved_by"] == "mlflow" and kinds(ledger)[0] == "approved"
+
+
+def test_policy_that_is_wrong_is_named(workspace: Workspace, ledger: Ledger) -> None:
+    verdict = add_verdict(ledger, add_candidate(workspace, ledger))
+    approval(workspace, "manul")
+    with pytest.raises(ConfigError, match="release.yaml: approval: 'manul' is neither; did you mean 'manual'"):
+        release(workspace, ledger, verdict)
+
+
+# -- killed at any instruction ------------------------------------------------------------------------------------------
+KILLS = 6  # spread evenly over the lines that a release runs
+OURS = {Path(module.__file__ or "").name for module in (releases, registry, serving)}
+OURS |= {"tracking.py", "mlflow_store.py"}
+
+
+def _count_lines(limit: int, kill: bool) -> tuple[Any, list[int]]:
+    """A trace function that counts lines run in the release code and kills this very process at line ``limit``."""
+    seen = [0]
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        if Path(frame.f_code.co_filename).name not in OURS or "factory" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            seen[0] += 1
+            if kill and seen[0] == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    return trace, seen
+
+
+def _scene(root: Path) -> tuple[Workspace, Ledger, int]:
+    workspace = with_store(Workspace.create(root))
+    approval(workspace, "automatic")
+    ledger = Ledger.create(workspace.ledger_url)
+    first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
+    release(workspace, ledger, add_verdict(ledger, first))
+    return workspace, ledger, add_verdict(ledger, second, against=first)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A workspace with release 1, and the verdict that makes release 2; and how many lines that release runs."""
+    root = tmp_path_factory.mktemp("kills")
+    workspace, ledger, verdict = _scene(root / "measure")
+    trace, seen = _count_lines(0, kill=False)
+    sys.settrace(trace)
+    try:
+        release(workspace, ledger, verdict)
+    finally:
+        sys.settrace(None)
+    return root, seen[0]
+
+
+@pytest.mark.parametrize("part", range(KILLS))
+def test_killed_anywhere_there_is_one_release_and_one_version(template: tuple[Path, int], part: int) -> None:
+    root, lines = template
+    assert lines > 200
+    at = 1 + part * (lines - 1) // KILLS
+    workspace, ledger, verdict = _scene(root / f"kill-{part}")
+    child = os.fork()
+    if child == 0:  # a process of its own, killed by the kernel: no finally, no flush, no rollback
+        for engine in [known for known in gc.get_objects() if isinstance(known, sa.Engine)]:
+            engine.dispose(close=False)  # SQLite connections must not be used across a fork
+        sys.settrace(_count_lines(at, kill=True)[0])
+        release(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url), verdict)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    shown = serving.served(workspace)
+    assert shown is None or shown["release"] in (1, 2)
+    assert (workspace.exports / "champion" / "config.json").exists(), "a whole model is served at every moment"
+
+    reconcile(workspace, ledger)
+    assert release(workspace, ledger, verdict) == 2
+    assert [row["state"] for row in ledger.rows(releases_table.select())] == ["published", "published"]
+    assert in_mlflow(workspace) == ([("1", "promote"), ("2", "promote")], {"champion": "2", "candidate": "2"})
+    assert kinds(ledger).count("promoted") == 2 and (champion(ledger) or {})["number"] == 2
+    assert (serving.served(workspace) or {})["release"] == 2
+    assert reconcile(workspace, ledger) == []

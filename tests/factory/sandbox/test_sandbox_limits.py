@@ -1,0 +1,282 @@
+"""Real attempts to use too much of the machine from inside the sandbox: each is stopped, and the result names the limit."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from factory.sandbox import cgroup as sandbox_cgroup
+from factory.sandbox import clock as sandbox_clock
+from factory.sandbox import sandbox
+from factory.sandbox.clock import CpuSeconds
+from factory.sandbox.sandbox import MIB, Limits
+from tests.support.factory.sandboxed import PATIENCE, inside, processes_naming, timed_out
+
+each = pytest.mark.usefixtures("each_sandbox")
+
+
+@each
+def test_an_endless_loop(tmp_path: Path) -> None:
+    run = lambda limits: inside(tmp_path, "print('begun', flush=True)\nwhile True: pass", limits=limits)
+    result = timed_out(run, began=lambda result: bool(result.stdout))
+    assert result.timed_out and result.stdout == "begun\n" and "wall" in result.why()
+
+
+def test_cpu_seconds_run_out(tmp_path: Path) -> None:
+    result = inside(tmp_path, "while True: pass", limits=Limits(wall_seconds=PATIENCE, cpu_seconds=1))
+    assert not result.ok and not result.timed_out
+
+
+@each
+def test_a_fork_bomb(tmp_path: Path) -> None:
+    word = f"bomb-{os.getpid()}"
+    code = """
+    import os, time
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            time.sleep(0.01)
+    """
+    result = inside(tmp_path, code, word, limits=Limits(wall_seconds=10, processes=64))
+    assert result.stopped in ("processes", "wall")
+    assert processes_naming(word) == []
+
+
+def groups_of_ours() -> list[Path]:
+    mount = sandbox_cgroup.MOUNT
+    return [made for made in mount.rglob(f"{sandbox_cgroup.PREFIX}{os.getpid()}-*") if made.is_dir()]
+
+
+@each
+def test_the_kernel_limits_tasks_that_no_watch_counts(tmp_path: Path) -> None:
+    """Threads are no processes; root has no rlimit: where control groups can be made, one holds them."""
+    if "no control group" in sandbox.describe()["processes"]:
+        pytest.skip("no control group can be made here")
+    code = """
+    import threading
+    held = threading.Event()
+    try:
+        for started in range(1000):
+            threading.Thread(target=held.wait, daemon=True).start()
+    except RuntimeError as error:
+        print(started, error)
+    held.set()
+    """
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, processes=32))
+    assert result.returncode == 0, result.why()
+    assert int(result.stdout.split()[0]) <= 32 * sandbox.TASKS and "can't start new thread" in result.stdout
+    deadline = time.monotonic() + PATIENCE  # one whose last process was still ending is removed by the next
+    while (left := groups_of_ours()) and time.monotonic() < deadline:
+        with sandbox_cgroup.task_limit(1):
+            pass
+    assert left == []
+
+
+def test_only_groups_that_no_living_thread_uses_are_cleared(tmp_path: Path) -> None:
+    over, numbers = threading.Event(), []
+    living = threading.Thread(target=lambda: (numbers.append(threading.get_native_id()), over.wait(PATIENCE)))
+    dead = threading.Thread(target=lambda: numbers.append(threading.get_native_id()))
+    for thread in (living, dead):
+        thread.start()
+    dead.join()
+    me, nobody = os.getpid(), 1 << 30
+    kept = {f"{me}-{numbers[0]}-a", f"{me}-0a"}  # the second: of an older version, whose process lives
+    names = {
+        *kept,
+        f"{me}-{threading.get_native_id()}-a",
+        f"{me}-{numbers[1]}-a",
+        f"{nobody}-{nobody}-a",
+        f"{nobody}-0a",
+    }
+    for name in names:
+        (tmp_path / f"{sandbox_cgroup.PREFIX}{name}").mkdir()
+    try:
+        sandbox_cgroup._clear(tmp_path)
+    finally:
+        over.set()
+        living.join()
+    assert {path.name.removeprefix(sandbox_cgroup.PREFIX) for path in tmp_path.iterdir()} == kept
+
+
+def test_a_memory_bomb_in_one_process(tmp_path: Path) -> None:
+    result = inside(tmp_path, "b = bytearray(4 << 30)", limits=Limits(wall_seconds=PATIENCE, memory=512 * MIB))
+    assert not result.ok and (result.stopped == "memory" or "MemoryError" in result.stderr)
+    assert result.peak_memory < 4 << 30
+
+
+def test_a_memory_bomb_over_many_processes(tmp_path: Path) -> None:
+    code = """
+    import os, time
+    for _ in range(7):
+        if os.fork() == 0: break
+    held = b'x' * (100 << 20)
+    time.sleep(600)
+    """
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, memory=400 * MIB))
+    assert result.stopped == "memory" and result.peak_memory > 400 * MIB
+
+
+@each
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+def test_temporary_space_is_small(tmp_path: Path, folder: str) -> None:
+    code = "import sys\nwith open(sys.argv[1] + '/x', 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
+    result = inside(tmp_path, code, folder, limits=Limits(wall_seconds=PATIENCE, tmp=32 * MIB))
+    assert result.returncode == 1 and "No space left" in result.stderr
+
+
+def test_a_disk_bomb_of_one_file(tmp_path: Path) -> None:
+    code = "with open('x', 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, file=16 * MIB))
+    assert not result.ok and result.output <= 17 * MIB
+
+
+def test_a_disk_bomb_of_many_files(tmp_path: Path) -> None:
+    code = """
+    import itertools, time
+    for i in itertools.count():
+        open(f'{i}', 'wb').write(bytes(1 << 20))
+        time.sleep(0.002)
+    """
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, file=16 * MIB, output=64 * MIB))
+    assert result.stopped == "output"
+    small = "import itertools\nfor i in itertools.count(): open(f'{i}', 'wb')"
+    result = inside(tmp_path / "small", small, limits=Limits(wall_seconds=PATIENCE, output_files=500))
+    assert result.stopped == "output"
+
+
+HOLD = """
+    import ctypes, os, socket, sys, time
+    libc = ctypes.CDLL(None)
+    near, far = socket.socketpair()
+    for _ in range(60):
+        file = os.open('x', os.O_CREAT | os.O_RDWR)
+        os.unlink('x')
+        os.write(file, bytes(4 << 20))
+        if sys.argv[1] == 'map':
+            libc.mmap(None, ctypes.c_size_t(4096), 1, 1, file, ctypes.c_long(0))  # Python's own keeps it open too
+        if sys.argv[1] == 'send':
+            socket.send_fds(near, [b'x'], [file])
+        if sys.argv[1] != 'open':
+            os.close(file)
+        time.sleep(0.02)
+    time.sleep(600)  # only a limit ends it, however late the watch looks
+"""
+
+
+@pytest.mark.parametrize("held", ["open", "map", "send"])
+def test_a_disk_bomb_of_files_without_a_name(tmp_path: Path, held: str) -> None:
+    result = inside(tmp_path, HOLD, held, limits=Limits(wall_seconds=PATIENCE, output=32 * MIB))
+    assert result.stopped == "output" and result.output == 0, result
+
+
+def test_what_others_write_to_the_disk_is_not_counted(tmp_path: Path) -> None:
+    code = """
+    import os, time
+    held = os.open('x', os.O_CREAT | os.O_RDWR)
+    os.unlink('x')
+    os.write(held, bytes(1 << 20))
+    open('begun', 'w')
+    while not os.path.exists('go'): time.sleep(0.01)
+    time.sleep(0.4)  # some looks of the watch
+    """
+    begun, go = tmp_path / "out" / "begun", tmp_path / "out" / "go"
+
+    def others() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        (tmp_path / "others").write_bytes(bytes(24 * MIB))
+        go.touch()
+
+    writer = threading.Thread(target=others)
+    writer.start()
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, output=8 * MIB))
+    writer.join()
+    assert result.ok, result
+
+
+def test_a_log_bomb(tmp_path: Path) -> None:
+    code = "import os\nwhile True: os.write(1, b'x' * 65536); os.write(2, b'y' * 65536)"
+    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, log=4 * MIB))
+    assert result.stopped == "log"
+    assert max(len(result.stdout), len(result.stderr)) <= sandbox.TAIL_BYTES
+
+
+def test_the_end_of_a_long_log_is_kept(tmp_path: Path) -> None:
+    result = inside(tmp_path, "print('x' * 300_000); print('the end')")
+    assert result.ok and result.stdout.endswith("the end\n") and len(result.stdout) == sandbox.TAIL_BYTES
+
+
+def test_a_caller_that_has_enough_of_it_ends_it(tmp_path: Path) -> None:
+    enough = threading.Event()
+    begun = tmp_path / "out" / "begun"
+
+    def wait() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        enough.set()
+
+    watcher = threading.Thread(target=wait)
+    watcher.start()
+    code = "import time; open('begun', 'w'); time.sleep(600)"
+    command = [sys.executable, "-c", code]
+    result = sandbox.run(command, output=tmp_path / "out", limits=Limits(wall_seconds=PATIENCE), enough=enough)
+    watcher.join()
+    assert result.stopped == "enough" and not result.ok and not result.timed_out
+
+
+# -- CPU seconds, read from outside ----------------------------------------------------------------------------------------
+USES = """
+import hashlib, os, threading, time
+def use(seconds):
+    end, page = time.thread_time() + seconds, bytes(1 << 20)
+    while time.thread_time() < end: hashlib.sha256(page).digest()  # which other threads need not wait for
+def wait_for(name):
+    while not os.path.exists(name): time.sleep(0.01)
+open('begun', 'w')
+wait_for('go')
+threads = [threading.Thread(target=use, args=(0.4,)) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+if os.fork() == 0:
+    use(0.3)
+    os._exit(0)
+os.wait()
+use(0.8)
+open('done', 'w')
+wait_for('end')
+"""
+
+
+@each
+def test_cpu_seconds_of_the_whole_tree_are_read_from_outside(tmp_path: Path) -> None:
+    """Counted work: threads that ended, a child that ended, and the main thread; whatever the wall clock says of it."""
+    inits: list[int] = []
+    found: list[CpuSeconds | None] = []
+    out = tmp_path / "out"
+
+    def watch() -> None:
+        while not (out / "begun").exists():
+            time.sleep(0.01)
+        first = sandbox_clock.read(inits[0])
+        (out / "go").touch()
+        while not (out / "done").exists():
+            time.sleep(0.01)
+        found.append(sandbox_clock.between(first, sandbox_clock.read(inits[0])))
+        (out / "end").touch()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    command = [sys.executable, "-c", USES]
+    result = sandbox.run(command, output=out, limits=Limits(wall_seconds=PATIENCE), begun=inits.append)
+    watcher.join()
+    (used,) = found
+    assert result.ok and used is not None, result
+    assert used.tree >= 1.9 - 2 / sandbox_clock.TICKS and 0.8 <= used.thread < used.tree - 1
+    assert sandbox_clock.read(1 << 23) == sandbox_clock.Reading(), "nobody has such a number"
+    assert sandbox_clock.between(sandbox_clock.Reading(1.0, {7: 1.0}), sandbox_clock.Reading(2.0, {8: 1.0})) is None

@@ -1,0 +1,247 @@
+"""Averages of a real run's checkpoints: the numbers are numpy's, and the candidate is one like any other."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from factory.core.errors import InputError, SegmentError
+from factory.core.exports import folder_sha256
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.daemon import Action, judge, next_action, observe, perform
+from factory.ledger.ledger import Ledger, candidates, checkpoints, segments, verdicts
+from factory.ledger.status import screen, snapshot
+from factory.release.releases import release
+from factory.reports.provenance import of_release
+from factory.training import averaging
+from factory.training.averaging import choose, kept, plan_average, softmax_weights
+from factory.training.exporting import export_candidate
+from factory.training.held_out_loss import held_out_ruler
+from factory.training.training import run_segment
+from tests.support.factory.command import factory
+from tests.support.factory.trained_plant import make_plant, train_anneal, train_trunk
+
+Plant = tuple[Workspace, Ledger]
+SLOW = pytest.mark.slow("an average begun twice and made once for each moment; two moments are in the fast tier")
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Plant:
+    made = make_plant(tmp_path_factory.mktemp("averaging"), code_repository, keep_checkpoints=3)
+    train_trunk(*made, steps=6)
+    return made
+
+
+def made_average(plant: Plant, *words: Any, **keywords: Any) -> tuple[int, dict[str, Any]]:
+    """(candidate, what it was averaged from)."""
+    number = plan_average(*plant, *words, **keywords)
+    result = run_segment(*plant, number, SILENT)
+    return export_candidate(*plant, number), result["averaged"]
+
+
+def weights_of(ledger: Ledger, candidate: int) -> dict[str, np.ndarray]:
+    row = ledger.one(
+        sa.select(checkpoints.c.path).join(candidates, candidates.c.checkpoint == checkpoints.c.id).where(candidates.c.id == candidate)
+    )  # fmt: skip
+    assert row is not None
+    return load_file(Path(row["path"]) / "model.safetensors")
+
+
+def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Plant) -> None:
+    workspace, ledger = plant
+    sources = choose(ledger, None, None)
+    assert [source.step for source in sources] == [10, 15, 20, 25, 26]
+    assert [source.segment for source in sources] == [1, 1, 1, 2, 2]
+    assert [source.step for source in choose(ledger, 1, 2)] == [15, 20]
+
+
+def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Plant) -> None:
+    workspace, ledger = plant
+    candidate, averaged = made_average(plant, "uniform", last=3)
+    assert [part["step"] for part in averaged["sources"]] == [20, 25, 26]
+    arrays = [load_file(Path(part["path"]) / "model.safetensors") for part in averaged["sources"]]
+    for name, found in weights_of(ledger, candidate).items():
+        mean = np.mean([array[name].astype(np.float64) for array in arrays], axis=0).astype(np.float32)
+        np.testing.assert_array_max_ulp(found, mean, maxulp=1)
+    assert next_action(observe(workspace, ledger)) == Action("judge", candidate)
+    verdict = judge(workspace, ledger, candidate, SILENT)
+    row = ledger.one(sa.select(verdicts).where(verdicts.c.id == verdict))
+    assert row and row["outcome"] == "promote", row
+    made = release(workspace, ledger, verdict, SILENT)
+    found = of_release(ledger, made)
+    assert [step["kind"] for step in found["segments"]] == ["trunk", "trunk", "average"]
+    assert found["segments"][-1]["averaged"] == averaged and found["shards"]
+    assert "average of 3 checkpoints (steps 20, 25, 26; uniform)" in "\n".join(screen(snapshot(workspace)))
+
+
+def test_asked_again_it_is_the_same_candidate(plant: Plant) -> None:
+    _, ledger = plant
+    first, averaged = made_average(plant, "uniform", last=2)
+    before = ledger.rows(sa.select(segments.c.id))
+    assert made_average(plant, "uniform", last=2) == (first, averaged)
+    assert ledger.rows(sa.select(segments.c.id)) == before
+
+
+def test_weighted_by_held_out_loss(plant: Plant) -> None:
+    _, ledger = plant
+    candidate, averaged = made_average(plant, "held-out-loss", segment=1)
+    parts = averaged["sources"]
+    assert [part["step"] for part in parts] == [10, 15, 20]
+    losses = [part["loss"] for part in parts]
+    assert losses == sorted(losses, reverse=True), "this young, the run still falls"
+    deviation = max(float(np.std(losses)), averaged["noise"])
+    expected = np.exp(-np.array(losses) / deviation)
+    assert [part["weight"] for part in parts] == pytest.approx(expected / expected.sum())
+    arrays = [load_file(Path(part["path"]) / "model.safetensors") for part in parts]
+    for name, found in weights_of(ledger, candidate).items():
+        mean = np.average([a[name].astype(np.float64) for a in arrays], axis=0, weights=[p["weight"] for p in parts])
+        np.testing.assert_array_max_ulp(found, mean.astype(np.float32), maxulp=1)
+
+
+def test_the_documents_that_weigh_are_not_those_that_judge_when_enough_are_held_out(plant: Plant) -> None:
+    workspace, ledger = plant
+    few = held_out_ruler(workspace, ledger)
+    (workspace.root / "policies" / "evals.yaml").write_text("documents_per_domain: 2\n")
+    try:
+        judged = {d.key for d in training_suite(plant)}
+        many = held_out_ruler(workspace, ledger)
+    finally:
+        (workspace.root / "policies" / "evals.yaml").unlink()
+    assert few.judged_too and sum(few.shares.values()) == pytest.approx(1)
+    assert not many.judged_too and not judged & {text.document.key for text in many.texts}
+    assert set(many.documents) == set(many.shares) == {"chat", "code", "docs"}
+
+
+def training_suite(plant: Plant) -> Any:
+    from factory.evals.evaluator import current_suite
+
+    return current_suite(*plant).documents
+
+
+def test_of_an_anneal_only_its_own_are_taken(plant: Plant) -> None:
+    workspace, ledger = plant
+    number = train_anneal(workspace, ledger)
+    export_candidate(workspace, ledger, number)
+    row = ledger.one(sa.select(segments).where(segments.c.id == number))
+    assert row and [source.step for source in kept(ledger, row)] == [30, 32]
+
+
+class Killed(BaseException):
+    """What a SIGKILL leaves undone, this does too: nothing catches it."""
+
+
+def dies(*_: Any, **__: Any) -> Any:
+    raise Killed
+
+
+@pytest.mark.parametrize(
+    ("segment", "last", "rule", "before"),
+    [
+        (2, 4, "uniform", "factory.training.averaging.run_tool"),  # planned, nothing made
+        pytest.param(2, 3, "held-out-loss", "factory.training.averaging.softmax_weights", marks=SLOW),  # measured
+        (
+            1,
+            3,
+            "uniform",
+            "factory.training.averaging.record_done",
+        ),  # the checkpoint is there, the ledger does not know
+        pytest.param(2, 5, "uniform", "factory.training.exporting.run_tool", marks=SLOW),  # recorded, not exported
+        pytest.param(
+            1, 2, "held-out-loss", "factory.training.exporting.folder_sha256", marks=SLOW
+        ),  # exported, not recorded
+    ],
+)
+def test_killed_anywhere_the_daemon_finishes_it(
+    plant: Plant, segment: int, last: int, rule: Any, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = plant
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(before, dies)
+        number = plan_average(workspace, ledger, rule, segment, last)
+        run_segment(workspace, ledger, number, SILENT)
+        export_candidate(workspace, ledger, number)
+    while (action := next_action(observe(workspace, ledger))) and action.kind in ("train", "export"):
+        assert action.subject == number
+        perform(workspace, ledger, action, SILENT)
+    made = ledger.rows(sa.select(candidates).where(candidates.c.segment == number))
+    assert len(made) == 1 and folder_sha256(Path(made[0]["export_path"])) == made[0]["export_sha256"]
+    assert made_average(plant, rule, segment, last)[0] == made[0]["id"]
+    assert not list(workspace.exports.glob(".writing-*")) and not list(workspace.segments.glob("*-average/export"))
+
+
+def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Plant, tmp_path: Path) -> None:
+    workspace, ledger = plant
+    number = plan_average(workspace, ledger, "held-out-loss", last=2)
+    path = Path(averaging.planned(ledger, number)["sources"][0]["path"])
+    shutil.copytree(path, tmp_path / "copy")
+    blob = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(blob[:-4] + b"\0\0\0\1")
+    try:
+        with pytest.raises(SegmentError, match="model.safetensors"):
+            run_segment(workspace, ledger, number, SILENT)
+    finally:
+        shutil.rmtree(path)
+        shutil.copytree(tmp_path / "copy", path)
+    world = observe(workspace, ledger)
+    assert world.failed_segment is None and world.open_segment is None
+    assert plan_average(workspace, ledger, "held-out-loss", last=2) > number, "asked again, it is tried again"
+    averaging.give_up(ledger, {"id": number + 1}, "test")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"segment": 99}, "no finished segment 99; there are: 1, 2"),
+        ({"segment": 1, "last": 9}, "keep those of steps: 10, 15, 20"),
+    ],
+)
+def test_what_cannot_be_averaged_says_what_is_there(plant: Plant, keywords: dict[str, int], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        plan_average(*plant, "uniform", **keywords)
+
+
+@pytest.mark.slow("three commands in processes of their own, one of which makes an average")
+def test_the_command_speaks_json_and_repeats_safely(plant: Plant) -> None:
+    words = ("average", "--last", "2", "--segment", "1", "--json", "-w", str(plant[0].root))
+    first, again = factory(*words), factory(*words)
+    assert first.returncode == 0, first.stderr
+    found = json.loads(first.stdout)
+    assert [part["step"] for part in found["averaged"]["sources"]] == [15, 20] and json.loads(again.stdout) == found
+    assert factory("average", "--segment", "99", "-w", str(plant[0].root)).returncode == 2
+
+
+LOSSES = st.lists(st.floats(0.1, 20), min_size=2, max_size=9)
+
+
+@given(LOSSES, st.floats(0, 1))
+def test_weights_fall_with_the_loss(losses: list[float], noise: float) -> None:
+    weights = softmax_weights(losses, noise)
+    assert math.isclose(sum(weights), 1) and min(weights) > 0
+    ranked = [weight for _, weight in sorted(zip(losses, weights, strict=True))]
+    assert all(a >= b * (1 - 1e-12) for a, b in zip(ranked, ranked[1:]))
+    assert max(weights) / min(weights) <= math.exp(math.sqrt(2 * len(losses))) * (1 + 1e-6)
+
+
+@given(LOSSES, st.floats(0.1, 10))
+def test_the_unit_of_the_loss_does_not_matter(losses: list[float], unit: float) -> None:
+    if np.std(losses) < 1e-6:
+        return
+    assert softmax_weights([loss * unit for loss in losses], 0.0) == pytest.approx(
+        softmax_weights(losses, 0.0), rel=1e-6
+    )
+
+
+def test_differences_below_the_noise_hardly_weigh() -> None:
+    assert softmax_weights([2.0, 2.001], noise=1.0) == pytest.approx([0.5, 0.5], abs=1e-3)
+    assert softmax_weights([2.0, 2.0, 2.0], noise=0.0) == pytest.approx([1 / 3] * 3)

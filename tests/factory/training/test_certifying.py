@@ -1,0 +1,313 @@
+"""Code changes between the segments of a real run: real commits, real trainer processes, old code beside new."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.daemon import Action, next_action, observe, reconcile
+from factory.ledger.ledger import Ledger, events, segments, verdicts
+from factory.ledger.status import screen, snapshot
+from factory.training import certificate_runs
+from factory.training.certifying import NotCertified, accept, certificate_of, ensure_certified, every_certificate
+from factory.training.planning import plan_trunk
+from factory.training.training import run_segment
+from tests.support.factory.code_loop import make_target
+from tests.support.factory.command import factory
+from tests.support.factory.trained_plant import commit_edit, git, make_plant, segment_row
+from tests.support.paths import ROOT
+
+STEPS = 8
+SLOW = pytest.mark.slow("ten runs for each mistake; two other mistakes are in the fast tier")
+# Mistakes are made around the trainer's own functions, so that the tests don't hang on their lines. The new code runs once a
+# process.
+INIT = "trainer/__init__.py"
+BACKWARD = """'''Trainer.'''
+import torch
+backward = torch.Tensor.backward
+def changed(self, *a, **k):
+    return backward({0}, *a, **k)
+torch.Tensor.backward = changed
+"""
+STEP = """'''Trainer.'''
+from trainer.optim.optimizer import Optimizer
+step, done = Optimizer.step, [0]
+def changed(self, lr, divide_by, skip):
+    done[0] += 1
+    times = {0}
+    return step(self, lr * times, divide_by, skip) if times else None
+Optimizer.step = changed
+"""
+
+# The factory, which kills itself once it sees that a run has ended: no test has to be quick enough.
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from factory.training import certificate_runs
+from factory.ledger.ledger import Ledger
+from factory.core.progress import SILENT
+from factory.training.training import run_segment
+from factory.core.workspace import Workspace
+ended, pair = certificate_runs.ended, Path(sys.argv[3])
+def seen(process, seconds):
+    over = ended(process, 0.01)
+    if pair.exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return over
+certificate_runs.ended = seen
+workspace = Workspace.open(Path(sys.argv[1]))
+run_segment(workspace, Ledger.open(workspace.ledger_url), int(sys.argv[2]), SILENT)
+"""
+
+
+class Site:
+    """The plant, and the code that it trains with."""
+
+    def __init__(self, workspace: Workspace, ledger: Ledger, code: Path) -> None:
+        self.workspace, self.ledger, self.code = workspace, ledger, code
+        self.base = git(code, "rev-parse", "HEAD")
+
+    def edit(self, path: str, old: str, new: str) -> str:
+        return commit_edit(self.code, path, old, new)
+
+    def plan(self) -> int:
+        return plan_trunk(self.workspace, self.ledger, STEPS + 2)
+
+    def run(self, number: int) -> dict[str, Any]:
+        return run_segment(self.workspace, self.ledger, number, SILENT)
+
+    def certify(self, number: int) -> dict[str, Any]:
+        """The verdict, whatever it is."""
+        with contextlib.suppress(NotCertified):
+            ensure_certified(self.workspace, self.ledger, segment_row(self.ledger, number), SILENT)
+        found = certificate_of(self.ledger, number)
+        assert found is not None
+        return found
+
+    def action(self) -> Action | None:
+        return next_action(observe(self.workspace, self.ledger, settle=0))
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    root = tmp_path_factory.mktemp("certifying")
+    code = make_target(root / "code")
+    workspace, ledger = make_plant(root, code)
+    (workspace.root / "policies" / "gates" / "certificate.yaml").write_text(f"steps: {STEPS}\n")
+    return Site(workspace, ledger, code)
+
+
+@pytest.fixture
+def site(plant: Site) -> Iterator[Site]:
+    """The plant with the code that trained its trunk; afterwards nothing of a test's segments is open."""
+    yield plant
+    git(plant.code, "reset", "--quiet", "--hard", plant.base)
+    with plant.ledger.begin() as tx:
+        unfinished = segments.c.state.in_(("planned", "uncertified"))
+        tx.execute(segments.update().where(unfinished).values(state="failed"))
+
+
+def runs_of(site: Site, number: int) -> Path:
+    return Path(str(segment_row(site.ledger, number)["folder"])) / "certificate"
+
+
+def started(site: Site, number: int) -> bool:
+    return (Path(str(segment_row(site.ledger, number)["folder"])) / "segment.json").exists()
+
+
+def test_the_first_segment_needed_none(site: Site) -> None:
+    assert certificate_of(site.ledger, 1) is None and segment_row(site.ledger, 1)["state"] == "done"
+
+
+def test_docs_need_no_runs_and_the_record_says_so(site: Site) -> None:
+    site.edit("docs/notes.md", "", "# Notes\n")
+    number = site.plan()
+    verdict = site.certify(number)
+    assert verdict["outcome"] == "promote" and "no runs were needed" in verdict["reasons"][0]
+    assert verdict["evidence"]["steps"] == 0 and not runs_of(site, number).exists()
+
+
+def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
+    """A faster attention rounds otherwise; training goes on as before."""
+    text = (site.code / "policies" / "kernels.yaml").read_text()
+    site.edit("policies/kernels.yaml", text, text.replace("attention: reference", "attention: recompute", 1))
+    number = site.plan()
+    site.run(number)
+    assert segment_row(site.ledger, number)["state"] == "done"
+    (verdict,) = [row for row in every_certificate(site.ledger) if row["segment"] == number]
+    facts = verdict["evidence"]
+    assert verdict["outcome"] == "promote" and facts["basis"] == "segment" and facts["steps"] == STEPS
+    assert facts["changed"] == ["policies/kernels.yaml", "kernel of attention: reference → recompute"]
+    assert len(facts["seeds"]) == 3
+    assert (facts["old_commit"], facts["new_commit"]) == (site.base, git(site.code, "rev-parse", "HEAD"))
+    found = {m["name"]: m for m in facts["measures"]}
+    assert 0 < found["weights"]["share"] < 0.1 and found["weights"]["again"] == 0, "the CPU repeats itself to the bit"
+    assert len(facts["loss"]["old"]) == len(facts["loss"]["difference"]) == STEPS
+    whole = json.loads(Path(facts["file"]).read_text())
+    assert whole["outcome"] == "promote" and len(whole["evidence"]["others"]) == 3
+    lines = [json.loads(line) for line in (Path(facts["file"]).parent / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines[:STEPS]] == facts["loss"]["new"], "its first steps are the segment's own"
+    assert not runs_of(site, number).exists()
+    with site.ledger.begin() as tx:  # the other tests start from segment 1
+        tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
+
+
+@pytest.mark.slow("four runs in bf16: a minute where the processor has no fast bf16 product")
+def test_another_precision_is_certified_like_other_code(site: Site) -> None:
+    """As on a machine where another precision is the fastest: same commit, same kernels. Noise is measured in the new one alone."""
+    recipe = site.workspace.own_recipe()
+    before = recipe.read_text()
+    try:
+        recipe.write_text(before.replace("precision: fp32", "precision: bf16"))
+        number = site.plan()
+    finally:
+        recipe.write_text(before)
+    row = segment_row(site.ledger, number)
+    assert row["recipe_json"]["precision"] == "bf16" and row["computing"]["precision"]["asked"] == "bf16"
+    verdict = site.certify(number)
+    facts = verdict["evidence"]
+    assert verdict["outcome"] == "promote" and facts["changed"] == ["precision: fp32 → bf16"], verdict["reasons"]
+    assert facts["old_commit"] == facts["new_commit"] and facts["basis"] == "segment" and len(facts["seeds"]) == 3
+    weights = next(m for m in facts["measures"] if m["name"] == "weights")
+    assert 0 < weights["share"] < 1, "bf16 rounds otherwise than fp32, and less than another seed moves"
+
+
+@pytest.mark.parametrize(
+    ("code", "seen_by"),
+    [
+        (BACKWARD.format("2 * self"), "optimiser's exp_avg_sq"),
+        pytest.param(STEP.format("1.1"), "length of the update", marks=SLOW),
+        pytest.param(STEP.format("0 if done[0] == 5 else 1"), "optimiser's step", marks=SLOW),
+        (STEP.format("1 if done[0] < 7 else 4"), "weights"),
+    ],
+    ids=["wrong gradient scale", "another rate than it reports", "a skipped update", "right at first, wrong later"],
+)
+def test_a_wrong_change_is_refused_and_nothing_starts(site: Site, code: str, seen_by: str) -> None:
+    site.edit(INIT, "", code)
+    number = site.plan()
+    with pytest.raises(NotCertified, match=f"Outside seed noise.*certify --accept {number}"):
+        site.run(number)
+    verdict = certificate_of(site.ledger, number)
+    assert verdict and verdict["outcome"] == "reject"
+    assert any(seen_by in reason for reason in verdict["reasons"]), verdict["reasons"]
+    assert segment_row(site.ledger, number)["state"] == "uncertified" and not started(site, number)
+
+
+def test_a_crash_is_refused_with_the_trainers_words(site: Site) -> None:
+    site.edit(INIT, "", BACKWARD.format("1 / 0"))
+    verdict = site.certify(site.plan())
+    assert verdict["outcome"] == "reject" and "ZeroDivisionError" in verdict["reasons"][0]
+
+
+def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
+    site.edit(INIT, "", BACKWARD.format("self"))
+    number = site.plan()
+    with site.ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == 1).values(code_commit="f" * 40))
+    try:
+        verdict = site.certify(number)
+    finally:
+        with site.ledger.begin() as tx:
+            tx.execute(segments.update().where(segments.c.id == 1).values(code_commit=site.base))
+    assert verdict["outcome"] == "hold" and "old code could not be run" in verdict["reasons"][0]
+    assert segment_row(site.ledger, number)["state"] == "uncertified"
+
+
+def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site: Site) -> None:
+    known = '"""All that decides a run but its data, code and checkpoint."""\n'
+    site.edit("trainer/contract/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
+    number = site.plan()
+    recipe = segment_row(site.ledger, number)["recipe_json"] | {"colour": "blue"}  # type: ignore[operator]
+    with site.ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == number).values(recipe_json=recipe))
+    verdict = site.certify(number)
+    assert verdict["outcome"] == "promote", verdict["reasons"]
+    assert verdict["evidence"]["basis"] == "parent" and "to the last bit" in verdict["reasons"][0]
+
+
+def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.edit(INIT, "", STEP.format("2"))
+    number = site.plan()
+    for _ in range(2):  # the second pass does not try again
+        with pytest.raises(NotCertified, match=f"--accept {number}"):
+            reconcile(site.workspace, site.ledger, SILENT, settle=0)
+    assert len([row for row in every_certificate(site.ledger) if row["segment"] == number]) == 1
+    words = "\n".join(screen(snapshot(site.workspace)))
+    assert "uncertified" in words and f"factory certify --accept {number}" in words and "Outside seed noise" in words
+    with pytest.raises(InputError, match=f"those that do: {number}"):
+        accept(site.workspace, site.ledger, 1, "somebody")
+
+    bad = git(site.code, "rev-parse", "HEAD")
+    git(site.code, "revert", "--no-edit", "HEAD")
+    assert site.action() != Action("train", number)
+    assert observe(site.workspace, site.ledger).failed_segment is None, "other code is live: training goes on"
+    git(site.code, "reset", "--quiet", "--hard", bad)
+
+    done = factory("certify", "--accept", str(number), "--json", "-w", str(site.workspace.root))
+    assert done.returncode == 0, done.stderr
+    (shown,) = [row for row in json.loads(done.stdout) if row["segment"] == number]
+    assert shown["outcome"] == "reject" and shown["accepted"]["by"] and shown["accepted"]["at"]
+    event = site.ledger.one(sa.select(events).where(events.c.kind == "certificate_accepted"))
+    assert event and event["subject"] == f"segment:{number}"
+    assert site.action() == Action("train", number)
+    site.run(number)
+    assert segment_row(site.ledger, number)["state"] == "done"
+    assert "accepted by" in factory("certify", "-w", str(site.workspace.root)).stdout
+    with site.ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
+
+
+def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.edit(INIT, "", BACKWARD.format("3 * self"))
+    first = site.certify(site.plan())
+    monkeypatch.setattr(certificate_runs, "gather", lambda *_: pytest.fail("measured again"))
+    number = site.plan()
+    again = site.certify(number)
+    assert (again["outcome"], again["reasons"]) == ("reject", first["reasons"]) and again["id"] != first["id"]
+    with pytest.raises(InputError, match=f"segment {number} has taken the place"):
+        accept(site.workspace, site.ledger, number - 1, "somebody")
+
+
+@pytest.mark.slow("the factory killed within ten runs, and started again")
+def test_killed_at_any_moment_it_goes_on_where_it_was(site: Site) -> None:
+    """The factory's process is killed while the old code's noise runs; the runs that ended are not run again."""
+    site.edit(INIT, "", BACKWARD.format("1.000001 * self"))
+    number = site.plan()
+    pair = runs_of(site, number) / "segment" / "old" / "pair" / "result.json"
+    done = subprocess.run(
+        [sys.executable, "-c", DIES, str(site.workspace.root), str(number), str(pair)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert certificate_of(site.ledger, number) is None and not started(site, number)
+    before = pair.stat().st_mtime_ns
+
+    seen: list[int] = []
+    compare = certificate_runs.compare
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(pair.stat().st_mtime_ns)
+        return compare(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificate_runs, "compare", watched)
+        verdict = site.certify(number)
+    assert seen == [before], "a run that had ended is kept"
+    assert verdict["outcome"] == "promote", verdict["reasons"]
+    assert {m["name"]: m["again"] for m in verdict["evidence"]["measures"]}["weights"] == 0
+    assert len(site.ledger.rows(sa.select(verdicts.c.id).where(verdicts.c.subject == f"segment:{number}"))) == 1

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.support.paths import ROOT
+from trainer.checkpoint_writer import Writer
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Checkpoint
+from trainer.contract.errors import CheckpointError
+
+pytestmark = pytest.mark.portable
+
+
+def make(step: int) -> Checkpoint:
+    generator = torch.Generator().manual_seed(step)
+    model = {"a": torch.randn(7, 3, generator=generator), "b.c": torch.randn(5, generator=generator)}
+    optimizer = {"step.a": torch.tensor(float(step)), "rng": torch.get_rng_state()}
+    return Checkpoint(model, optimizer, {"step": step, "sampler": {"x": [1.5, None]}})
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path = checkpoints.save(tmp_path, make(12))
+    assert path.name == "step-00000012" and sorted(p.name for p in tmp_path.iterdir()) == [path.name]
+    loaded, made = checkpoints.load(path), make(12)
+    assert loaded.state == made.state
+    for ours, theirs in ((made.model, loaded.model), (made.optimizer, loaded.optimizer)):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    for name in ("a", "b.c"):  # the real library reads what our writer wrote
+        assert torch.equal(load_file(path / "model.safetensors")[name], made.model[name])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10**6),
+    name=st.sampled_from(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]),
+    torn=st.booleans(),
+)
+def test_a_flipped_bit_or_a_torn_end_anywhere_is_found(tmp_path: Path, seed: int, name: str, torn: bool) -> None:
+    path = checkpoints.save(tmp_path, make(3))
+    blob = bytearray((path / name).read_bytes())
+    at = random.Random(seed).randrange(len(blob))
+    before = json.loads((path / "manifest.json").read_bytes())
+    if torn:
+        del blob[at:]
+    else:
+        blob[at] ^= 1 << random.Random(seed).randrange(8)
+    (path / name).write_bytes(blob)
+    try:
+        checkpoints.load(path)
+    except CheckpointError as error:
+        assert str(path) in str(error)
+    else:  # a flip in the manifest's white space or step: what it vouches for is untouched
+        assert name == "manifest.json" and json.loads(blob)["files"] == before["files"]
+
+
+def test_the_newest_good_one_is_used_and_the_bad_said(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoints.save(tmp_path, make(step))
+    (tmp_path / "step-00000003" / "state.json").unlink()
+    found, skipped = checkpoints.newest_good(tmp_path)
+    assert found == tmp_path / "step-00000002"
+    assert len(skipped) == 1 and "step-00000003/state.json: No such file" in skipped[0].reason
+    assert (tmp_path / "bad-step-00000003").is_dir()
+    assert checkpoints.newest_good(tmp_path)[1] == []
+    assert checkpoints.newest_good(tmp_path / "none") == (None, [])
+
+
+def test_a_writer_keeps_the_newest_and_its_copy_is_not_changed_by_later_steps(tmp_path: Path) -> None:
+    weight = torch.zeros(1000)
+    writer = Writer(tmp_path, keep=2)
+    for step in range(1, 5):
+        writer.wait_until_copied()
+        weight += 1
+        writer.submit(step, {"model": {"w": weight}, "optimizer": {}}, {}, {"step": step})
+    assert writer.wait() == tmp_path / "step-00000004"
+    writer.close()
+    assert [step for step, _ in checkpoints.steps_in(tmp_path)] == [3, 4]
+    assert float(checkpoints.load(tmp_path / "step-00000003").model["w"][0]) == 3
+
+
+def test_a_full_disk_leaves_the_older_ones_good_and_nothing_behind(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, make(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    big = Checkpoint({"w": torch.zeros(1 << 16)}, {}, {"step": 2})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(OSError) as full:
+            checkpoints.save(tmp_path, big)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert full.value.errno == errno.EFBIG
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    assert checkpoints.load(tmp_path / "step-00000001").step == 1
+
+
+def test_a_save_killed_anywhere_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    """A process that saves for ever, killed in the middle of it: whatever has a name is good."""
+    script = (
+        "import sys, torch; from pathlib import Path; from trainer.contract.checkpoint.format import *\n"
+        "step = 0\n"
+        "while True:\n"
+        "    step += 1\n"
+        "    save(Path(sys.argv[1]), Checkpoint({'w': torch.full((1 << 18,), float(step))}, {}, {'step': step}))\n"
+        "    print(step, flush=True)\n"
+    )
+    chance = random.Random(5)
+    for round_ in range(2):
+        folder = tmp_path / str(round_)
+        command = [sys.executable, "-c", script, str(folder)]
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        ) as writer:
+            assert writer.stdout is not None
+            for _ in range(chance.randrange(1, 12)):
+                writer.stdout.readline()
+            writer.kill()
+        named = checkpoints.steps_in(folder)
+        assert named
+        for step, path in named:
+            assert float(checkpoints.load(path).model["w"][0]) == step

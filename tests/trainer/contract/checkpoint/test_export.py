@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from factory.evals.reference_model import ReferenceModel
+from kernels.contract.registry import bind
+from tests.support.trainer.families import FAMILIES, ODD
+from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.export import main
+from trainer.contract.recipe import Recipe
+from trainer.model.transformer import Decoder
+
+
+def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
+    """A checkpoint after a few real steps, so that norms are not all one and the router's biases not all zero."""
+    write_spec(folder, plan_of(make_shard()), recipe_with(**changes), last_step=10)
+    code, said = train_here(folder)
+    assert code == 0 and all(line.startswith("recipe: ") for line in said.splitlines()), said
+    return Path(json.loads((folder / "result.json").read_text())["checkpoint"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
+    tmp_path: Path, make_shard: MakeShard, family: str
+) -> None:
+    architecture, changes = FAMILIES[family]
+    checkpoint = trained(tmp_path / "segment", make_shard, **(ODD | changes))
+    assert main([str(checkpoint), str(tmp_path / "out")]) == 0
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert type(theirs).__name__ == architecture
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded = checkpoints.load(checkpoint)
+    shape = Recipe.parse(loaded.state["recipe"]).model
+    ours = Decoder(shape, bind({}), torch.float32)
+    ours.load_state_dict(loaded.model)
+    assert all(float(b.abs().max()) > 0 for name, b in ours.named_buffers()), "biases that do not move prove nothing"
+    tokens = torch.randint(512, (3, 32), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(32).expand(3, -1)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        logits = ours.logits(tokens, positions, torch.zeros(3, 32, dtype=torch.int32))
+    judged = ReferenceModel.load(tmp_path / "out").logits(tokens)
+    assert float((expected - logits).abs().max()) < 1e-4
+    assert float((judged - logits).abs().max()) < 1e-4
+    stops = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == [0, 2] and theirs.generation_config.eos_token_id == [0, 2]
+
+
+def test_in_bf16_the_routers_bias_stays_as_it_is(tmp_path: Path, make_shard: MakeShard) -> None:
+    checkpoint = trained(tmp_path / "segment", make_shard, **FAMILIES["experts"][1], export_dtype="bf16")
+    assert main([str(checkpoint), str(tmp_path / "out")]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    biases = {name for name in found if "bias" in name}
+    assert biases and {name for name, tensor in found.items() if tensor.dtype != torch.bfloat16} == biases
+    bias = checkpoints.load(checkpoint).model["blocks.1.router_bias"]
+    assert torch.equal(found["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert torch.equal(theirs.model.layers[1].mlp.gate.e_score_correction_bias, bias)
+
+
+def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "is no checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

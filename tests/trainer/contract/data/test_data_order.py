@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.trainer.segments import MakeShard, make_documents, plan_of
+from trainer.batch import PADDING, Batch, make_batch, prefetch
+from trainer.contract.data.data_order import DataOrder, decode_pending, documents_at, encode_pending
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.document_stream import Piece
+from trainer.contract.data.packing import STRATEGIES
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.errors import DataPlanError
+from trainer.contract.recipe import BatchRecipe
+
+WARMUP = [{"until_step": 3, "sequences": 4}, {"until_step": 9, "sequences": 8}]
+every_packing = pytest.mark.parametrize("packing", STRATEGIES)
+
+
+def open_order(
+    plan: DataPlan, state: dict | None = None, context: int = 32, rows: int = 8, **batch: object
+) -> DataOrder:
+    recipe = BatchRecipe.model_validate({"sequences": rows} | batch)
+    return DataOrder(plan, context=context, batch=recipe, vocab_size=512, state=state)
+
+
+def drain(order: DataOrder) -> list[list[tuple]]:
+    """Pieces of every step until the data ends."""
+    steps = []
+    while True:
+        try:
+            rows = order.next_rows()
+        except DataPlanError:
+            return steps
+        steps.append([(p.stream, p.document, p.start) for row in rows for p in row])
+
+
+def changing_plan(make_shard: MakeShard) -> DataPlan:
+    """Two generations, and weights that change at step 6."""
+    shards = make_shard(1), make_shard(2, {"code": 60, "docs": 30, "chat": 90})
+    phases = [{"from_step": 6, "weights": {"chat": 0.7, "docs": 0.3}}]
+    return plan_of(*shards, generations=[0, 1], phases=phases, replay=0.3)
+
+
+@every_packing
+def test_the_state_is_all_it_takes_to_go_on(make_shard: MakeShard, packing: str) -> None:
+    """To the bit, from every step, through the batch's warm-up and a phase's beginning."""
+    plan = changing_plan(make_shard)
+    order = open_order(plan, rows=16, warmup=WARMUP, packing=packing)
+    whole = [(json.loads(json.dumps(order.state_dict())), make_batch(order)) for _ in range(16)]
+    assert [len(batch.rows) for _, batch in whole] == [4] * 3 + [8] * 6 + [16] * 7
+    for first, (state, _) in enumerate(whole):
+        resumed = open_order(plan, state, rows=16, warmup=WARMUP, packing=packing)
+        assert resumed.state_dict() == state
+        for _, batch in whole[first : first + 4]:
+            again = make_batch(resumed)
+            assert again.rows == batch.rows and again.state_after == batch.state_after
+            assert all(torch.equal(value, getattr(again, name)) for name, value in tensors_of(batch).items())
+
+
+@every_packing
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
+    make_shard: MakeShard, ranks: int, packing: str
+) -> None:
+    plan = changing_plan(make_shard)
+    whole, *parts = (open_order(plan, rows=16, warmup=WARMUP, packing=packing) for _ in range(1 + ranks))
+    for _ in range(12):
+        batch = make_batch(whole)
+        shared = [make_batch(part, rank, ranks) for rank, part in enumerate(parts)]
+        for rank, part in enumerate(shared):
+            assert part.rows == batch.rows and part.state_after == batch.state_after
+            assert all(
+                torch.equal(getattr(part, name), value[rank::ranks]) for name, value in tensors_of(batch).items()
+            )
+        assert sum(float(part.weights_BT.sum()) for part in shared) == pytest.approx(1.0, abs=1e-5)
+
+
+def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+
+
+@every_packing
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6), context=st.integers(8, 60), rows=st.integers(1, 6), cuts=st.sets(st.integers(0, 60)))
+def test_every_position_is_trained_on_once_an_epoch_whatever_the_stops(
+    tmp_path_factory: pytest.TempPathFactory, packing: str, seed: int, context: int, rows: int, cuts: set[int]
+) -> None:
+    """Walked to its end with stops at any steps, the order holds each position once, but for what is left waiting."""
+    parent = tmp_path_factory.mktemp("shards")
+    shard = write_token_shard(
+        parent, make_documents(seed, {"code": 60, "docs": 20}), vocab_size=512, tokenizer_sha256="t"
+    )
+    plan = plan_of(shard, weights={"code": 0.5, "docs": 0.5}, max_epochs=1)
+    order = open_order(plan, context=context, rows=rows, packing=packing)
+    seen: Counter[tuple] = Counter()
+    while True:
+        if order.step in cuts:
+            order = open_order(
+                plan, json.loads(json.dumps(order.state_dict())), context=context, rows=rows, packing=packing
+            )
+        try:
+            batch = order.next_rows()
+        except DataPlanError:
+            break
+        assert all(0 < sum(piece.positions for piece in row) <= context for row in batch)
+        seen.update(position for row in batch for piece in row for position in positions_of(piece))
+    waiting = Counter(position for piece in order.pending for position in positions_of(piece))
+    every = {
+        (name, document, position)
+        for name, stream in order.streams.items()
+        for document, length in enumerate(stream.length.tolist())
+        for position in range(length - 1)
+    }
+    assert set((seen + waiting).values()) == {1} and set(seen + waiting) == every
+
+
+def positions_of(piece: Piece) -> list[tuple[str, int, int]]:
+    return [(piece.stream, piece.document, piece.start + i) for i in range(piece.positions)]
+
+
+@every_packing
+def test_tensors_hold_neighbouring_tokens_of_one_document_and_its_mask(make_shard: MakeShard, packing: str) -> None:
+    shard = make_shard()
+    order = open_order(plan_of(shard), packing=packing)
+    held = {row["key"]: row for row in shard.documents.to_pylist()}
+    for _ in range(5):
+        batch = make_batch(order)
+        for b, row in enumerate(batch.rows):
+            at = 0
+            for number, piece in enumerate(row):
+                document = held[order.streams[piece.stream].key(piece.document)]
+                first = document["start"] + piece.start
+                place = np.s_[b, at : at + piece.positions]
+                inputs = np.asarray(shard.tokens[first : first + piece.positions], np.int64)
+                targets = np.asarray(shard.tokens[first + 1 : first + 1 + piece.positions], np.int64)
+                assert batch.tokens_BT[place].tolist() == inputs.tolist()
+                assert batch.targets_BT[place].tolist() == targets.tolist()
+                mask = shard.loss_mask(first + 1, first + 1 + piece.positions)
+                assert (batch.weights_BT[place] > 0).tolist() == mask.tolist()
+                assert batch.positions_BT[place].tolist() == list(range(piece.positions))
+                assert set(batch.documents_BT[place].tolist()) == {number}
+                assert {order.domains[i] for i in batch.domains_BT[place].tolist()} == {document["domain"]}
+                assert piece.supervised == mask.sum()
+                assert first + 1 + piece.positions <= document["start"] + document["length"]
+                at += piece.positions
+            assert set(batch.documents_BT[b, at:].tolist()) <= {PADDING}
+            assert float(batch.weights_BT[b, at:].sum()) == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), max_epochs=st.integers(1, 3), heavy=st.floats(0.05, 0.95))
+def test_no_document_repeats_before_its_epoch_ends_and_all_are_seen(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, max_epochs: int, heavy: float
+) -> None:
+    counts = {"code": 40, "docs": 25}
+    documents = [make_documents(seed + g, counts) for g in range(2)]
+    parent = tmp_path_factory.mktemp("shards")
+    shards = [write_token_shard(parent, d, vocab_size=512, tokenizer_sha256="t") for d in documents]
+    plan = plan_of(
+        *shards, generations=[0, 1], weights={"code": heavy, "docs": 1 - heavy}, max_epochs=max_epochs, replay=0.3
+    )
+    order = open_order(plan, rows=4)
+    drawn: dict[str, list[tuple]] = {"code": [], "docs": []}
+    while (piece := order._draw()) is not None:
+        drawn[piece.stream.split("/")[0]].append((piece.stream, piece.document, piece.start))
+    for domain, pieces in drawn.items():
+        whole = sum(s.pieces for name, s in order.streams.items() if name.startswith(domain))
+        assert len(pieces) == whole * max_epochs  # every pair of every document, max_epochs times
+        for epoch in range(max_epochs):
+            part = pieces[epoch * whole : (epoch + 1) * whole]
+            assert len(set(part)) == whole
+
+
+def test_weights_count_supervised_tokens(make_shard: MakeShard) -> None:
+    weights = {"code": 0.5, "docs": 0.2, "chat": 0.3}
+    order = open_order(plan_of(make_shard(counts={"code": 600, "docs": 600, "chat": 600}), weights=weights), rows=16)
+    seen: Counter[str] = Counter()
+    for _ in range(60):
+        for row in order.next_rows():
+            for piece in row:
+                seen[piece.stream.split("/")[0]] += piece.supervised
+    for domain, weight in weights.items():
+        assert seen[domain] / seen.total() == pytest.approx(weight, abs=0.01)
+
+
+def test_phases_change_the_weights_at_their_step(make_shard: MakeShard) -> None:
+    shard = make_shard(counts={"code": 900, "docs": 900})
+    phases = [{"from_step": 30, "weights": {"docs": 1.0}}]
+    order = open_order(plan_of(shard, weights={"code": 1.0}, phases=phases), rows=8)
+    domains = [{p.stream.split("/")[0] for row in order.next_rows() for p in row} for _ in range(75)]
+    assert all(found == {"code"} for found in domains[:30])
+    assert all(found == {"docs"} for found in domains[55:])  # what was drawn before waits its turn
+
+
+def test_a_star_shares_its_weight_among_domains_not_named(make_shard: MakeShard) -> None:
+    order = open_order(plan_of(make_shard(), weights={"code": 0.5, "*": 0.5}))
+    shares = order.shares()
+    assert shares["code/0"] == pytest.approx(0.5)
+    size = {name: stream.supervised_tokens for name, stream in order.streams.items()}
+    assert shares["docs/0"] / shares["chat/0"] == pytest.approx(size["docs/0"] / size["chat/0"])
+
+
+def test_a_new_generation_joins_with_replay_and_the_old_cursor_goes_on(make_shard: MakeShard) -> None:
+    old, new = make_shard(1, {"code": 500}), make_shard(2, {"code": 500})
+    order = open_order(plan_of(old, weights={"code": 1.0}))
+    before = [(p.stream, p.document, p.start) for _ in range(20) for row in order.next_rows() for p in row]
+    both = plan_of(old, new, generations=[0, 1], weights={"code": 1.0}, replay=0.25)
+    joined = open_order(both, json.loads(json.dumps(order.state_dict())))
+    seen: Counter[str] = Counter()
+    after = []
+    for step in range(40):
+        for row in joined.next_rows():
+            for piece in row:
+                if step >= 10:  # what was drawn before the join comes first
+                    seen[piece.stream] += piece.supervised
+                after.append((piece.stream, piece.document, piece.start))
+    assert seen["code/0"] / seen.total() == pytest.approx(0.25, abs=0.03)
+    assert not set(before) & set(after)
+
+
+def test_a_domain_without_new_data_goes_on_with_the_old(make_shard: MakeShard) -> None:
+    old, new = make_shard(1, {"code": 50, "docs": 50}), make_shard(2, {"code": 50})
+    order = open_order(plan_of(old, new, generations=[0, 1], weights={"code": 0.5, "docs": 0.5}, replay=0.2))
+    assert order.shares() == pytest.approx({"docs/0": 0.5, "code/0": 0.1, "code/1": 0.4})
+
+
+@pytest.mark.parametrize("longest", [20, 90, 700])
+def test_positions_are_used_to_99_percent(make_shard: MakeShard, longest: int) -> None:
+    """From the first batch on, at every step."""
+    shard = make_shard(counts={"code": 2500, "chat": 2500}, longest=longest)
+    order = open_order(plan_of(shard, weights={"code": 0.6, "chat": 0.4}), context=128, rows=8)
+    used = np.cumsum([make_batch(order).used for _ in range(100)])
+    assert (used >= 0.99 * 8 * 128 * np.arange(1, 101)).all()
+
+
+def test_documents_of_a_past_step(make_shard: MakeShard) -> None:
+    plan = plan_of(make_shard())
+    order = open_order(plan)
+    named = [sorted({order.streams[p.stream].key(p.document) for r in order.next_rows() for p in r}) for _ in range(9)]
+    assert documents_at(open_order(plan), 6) == named[6]
+
+
+@every_packing
+def test_state_is_a_few_hundred_bytes_a_stream_and_does_not_grow(tmp_path: Path, packing: str) -> None:
+    """At the demo's shape, over log-normal lengths as text has them."""
+    rng = np.random.default_rng(0)
+    lengths = {"code": (400, 1.0), "docs": (120, 0.8), "chat": (180, 0.4)}
+    documents = [
+        TokenizedDocument(f"{domain}-{i}", f"{domain}-{i}", domain, "s", "", np.ones(n, np.uint32), np.ones(n, bool))
+        for domain, (median, spread) in lengths.items()
+        for i, n in enumerate(np.maximum(2, rng.lognormal(np.log(median), spread, 1500).astype(int)).tolist())
+    ]
+    shard = write_token_shard(tmp_path, documents, vocab_size=512, tokenizer_sha256="t")
+    order = open_order(plan_of(shard, max_epochs=10), context=256, rows=16, packing=packing)
+    sizes = []
+    for _ in range(400):
+        order.next_rows()
+        sizes.append(len(json.dumps(order.state_dict())))
+    assert max(sizes) <= 600 * len(order.streams)
+    assert max(sizes[200:]) <= 1.1 * max(sizes[:200])
+
+
+names = st.sampled_from(["a/0", "b/0", "b/12"])
+
+
+@given(st.lists(names, max_size=300), st.data())
+def test_pending_pieces_are_told_by_their_places(streams: list[str], data: st.DataObject) -> None:
+    at = dict.fromkeys(["a/0", "b/0", "b/12"], 0)
+    pieces = []
+    for name in streams:
+        at[name] += data.draw(st.integers(1, 3) | st.integers(1, 10**9))
+        pieces.append(Piece(name, at[name] - 1, 0, 0, 1, 1, 0, 0))
+    encoded = encode_pending(pieces, at)
+    assert decode_pending(encoded, at) == [(piece.stream, piece.place) for piece in pieces]
+
+
+def test_a_fork_walks_apart(make_shard: MakeShard) -> None:
+    order = open_order(plan_of(make_shard()))
+    order.next_rows()
+    before = order.state_dict()
+    twin = order.fork()
+    walked = [twin.next_rows() for _ in range(5)]
+    assert order.state_dict() == before
+    assert [order.next_rows() for _ in range(5)] == walked
+
+
+def test_it_ends_when_every_epoch_is_used_up(make_shard: MakeShard) -> None:
+    order = open_order(plan_of(make_shard(), max_epochs=2))
+    capacity = order.positions_left() // (8 * 32)
+    assert capacity * 0.9 <= len(drain(order)) <= capacity
+    with pytest.raises(DataPlanError, match="max_epochs"):
+        order.next_rows()
+
+
+def test_what_does_not_fit_is_refused_by_name(make_shard: MakeShard) -> None:
+    shard, other = make_shard(1), make_shard(2)
+    with pytest.raises(DataPlanError, match="weights.web: no shard holds .*'web'; known: chat, code, docs"):
+        open_order(plan_of(shard, weights={"web": 1.0}))
+    with pytest.raises(DataPlanError, match="weights.cod: no shard holds .*'cod'; did you mean 'code'"):
+        open_order(plan_of(shard, weights={"cod": 0.5, "docs": 0.5}))
+    phases = [{"from_step": 5, "weights": {"code": 1.0}}, {"from_step": 9, "weights": {"cht": 0.1, "*": 0.9}}]
+    with pytest.raises(DataPlanError, match="phases.1.weights.cht: .*did you mean 'chat'"):
+        open_order(plan_of(shard, phases=phases))
+    with pytest.raises(DataPlanError, match="format 1, this code reads 2"):
+        open_order(plan_of(shard), {"step": 3, "context": 32, "streams": {}, "pending": []})
+    with pytest.raises(DataPlanError, match="model.vocab_size is 256"):
+        DataOrder(plan_of(shard), context=32, batch=BatchRecipe(sequences=8), vocab_size=256)
+    state = open_order(plan_of(shard)).state_dict()
+    with pytest.raises(DataPlanError, match="of generation 0 is not what"):
+        open_order(plan_of(shard, other), state)
+    with pytest.raises(DataPlanError, match="model.context is 16"):
+        open_order(plan_of(shard), state, context=16)
+    with pytest.raises(DataPlanError, match="listed twice"):
+        plan_of(shard, shard)
+    with pytest.raises(DataPlanError, match="unknown key 'repaly'; did you mean 'replay'"):
+        plan_of(shard, repaly=0.1)
+
+
+def test_prefetch_gives_the_same_batches_and_hands_errors_on(make_shard: MakeShard) -> None:
+    plan = plan_of(make_shard(), max_epochs=1)
+    plain = open_order(plan)
+    for last in (1, 5, 6):  # none is lost to the thread's head start
+        steps = []
+        for batch in prefetch(plain, last):
+            steps.append(batch.step)
+        assert steps == list(range(steps[0], last))
+    plain, ahead = open_order(plan), open_order(plan)
+    for batch in prefetch(ahead, 5):
+        assert torch.equal(batch.tokens_BT, make_batch(plain).tokens_BT)
+    assert ahead.step == plain.step == 5
+    with pytest.raises(DataPlanError, match="max_epochs"):
+        list(prefetch(open_order(plan), 10_000))

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
+from trainer.contract.data.data_order import DataOrder
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.errors import DataPlanError
+from trainer.contract.plan.feasible import refuse_impossible, rehearse
+from trainer.contract.recipe import Recipe
+
+
+def order_of(plan: DataPlan, recipe: Recipe) -> DataOrder:
+    return DataOrder(plan, context=recipe.model.context, batch=recipe.batch, vocab_size=512)
+
+
+def test_a_context_longer_than_any_document_without_padding_is_refused_by_name(make_shard: MakeShard) -> None:
+    plan = plan_of(make_shard(longest=60))
+    recipe = recipe_with(model__context=128, batch__packing="document", batch__max_padding=0.0)
+    with pytest.raises(DataPlanError, match=r"batch.max_padding \(0.0\).*the longest has 58 .*model.context \(128\)"):
+        refuse_impossible(order_of(plan, recipe), recipe, 0, 20)
+
+
+@pytest.mark.parametrize(
+    ("packing", "most", "refused"),
+    [
+        ("document", 0.2, True),
+        ("document", 0.6, False),
+        ("token-budget", 0.02, True),
+        ("best-fit", 0.01, False),
+        ("best-fit", 0.0, False),  # so many documents are longer than a row that every gap is filled
+        ("truncate-and-concatenate", 0.0, False),
+        ("document", None, False),
+    ],
+)
+def test_padding_is_refused_where_it_is_more_than_allowed(
+    make_shard: MakeShard, packing: str, most: float | None, refused: bool
+) -> None:
+    plan = plan_of(make_shard(counts={"code": 900, "docs": 400, "chat": 400}))
+    recipe = recipe_with(batch__packing=packing, batch__max_padding=most)
+    order = order_of(plan, recipe)
+    before = order.state_dict()
+    if refused:
+        with pytest.raises(DataPlanError, match="batch.max_padding"):
+            refuse_impossible(order, recipe, 0, 80)
+    else:
+        refuse_impossible(order, recipe, 0, 80)
+    assert order.state_dict() == before
+    refuse_impossible(order, recipe, -1, 80)  # what has begun goes on
+    # what was allowed is kept
+    rows = [row for _ in range(80) for row in order.next_rows()]
+    padding = 1 - sum(piece.positions for row in rows for piece in row) / (len(rows) * 32)
+    assert most is None or (padding > most) == refused
+
+
+def test_a_later_phase_or_batch_size_that_pads_too_much_is_refused(make_shard: MakeShard) -> None:
+    long = make_shard(1, {"docs": 500}, longest=90)
+    short = make_shard(2, {"chat": 500}, longest=12)
+    phases = [{"from_step": 40, "weights": {"chat": 1.0}}]
+    plan = plan_of(long, short, weights={"docs": 1.0}, phases=phases)
+    recipe = recipe_with(batch__packing="document", batch__max_padding=0.4)
+    refuse_impossible(order_of(plan, recipe), recipe, 0, 40)
+    with pytest.raises(DataPlanError, match="from step 40 on, batch.packing"):
+        refuse_impossible(order_of(plan, recipe), recipe, 0, 41)
+
+
+def test_data_is_counted_through_the_batchs_warmup(make_shard: MakeShard) -> None:
+    plan = plan_of(make_shard(), max_epochs=1)
+    recipe = recipe_with(batch__warmup=[{"until_step": 20, "sequences": 1}])
+    order = order_of(plan, recipe)
+    steps = (order.positions_left() // 32 - 20) // 8 + 20  # twenty steps of one row, the rest of eight
+    refuse_impossible(order, recipe, 0, steps)
+    with pytest.raises(DataPlanError, match="max_epochs: .* add shards, raise it or plan fewer steps"):
+        refuse_impossible(order, recipe, 0, steps + 2)
+
+
+def test_padding_needs_no_data(make_shard: MakeShard) -> None:
+    """Documents of about a third of a row, alone in their rows: three times the steps that full rows would have."""
+    plan = plan_of(make_shard(counts={"code": 400, "docs": 200, "chat": 200}, longest=22), max_epochs=1)
+    recipe = recipe_with(batch__packing="document")
+    order = order_of(plan, recipe)
+    refuse_impossible(order, recipe, 0, 80)
+    walked = order.fork()
+    while walked.step < 80:
+        walked.next_rows()
+    assert order.positions_left() < 0.7 * recipe.tokens_between(0, 80)
+
+
+def test_a_rehearsal_counts_what_comes(make_shard: MakeShard) -> None:
+    recipe = recipe_with(batch__packing="token-budget")
+    order = order_of(plan_of(make_shard()), recipe)
+    found = rehearse(order, 0, 10)
+    assert found is not None
+    rows = [order.next_rows() for _ in range(10)][5:]
+    assert found.positions == 5 * 8 * 32
+    assert found.used == sum(piece.positions for batch in rows for row in batch for piece in row)
+
+
+def test_the_trainer_refuses_before_a_step(tmp_path: Path, make_shard: MakeShard) -> None:
+    recipe = recipe_with(batch__packing="document", batch__max_padding=0.0)
+    folder = write_spec(tmp_path / "segment", plan_of(make_shard()), recipe)
+    code, errors = train_here(folder)
+    assert code == 2 and "batch.max_padding" in errors and "model.context" in errors
+    assert not (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "feeds"),
+    [("docs", "chat", False), ("chat", "docs", True)],  # little of chat: enough for its three steps, not for forty
+)
+def test_data_is_counted_mixture_by_mixture(make_shard: MakeShard, first: str, then: str, feeds: bool) -> None:
+    shard = make_shard(counts={"docs": 900, "chat": 40})
+    recipe = recipe_with(batch__sequences=8)
+    phases = [{"from_step": 3 if feeds else 20, "weights": {then: 1.0}}]
+    plan = plan_of(shard, weights={first: 1.0}, phases=phases, max_epochs=1)
+    order = DataOrder(plan, context=32, batch=recipe.batch, vocab_size=512)
+    if feeds:
+        refuse_impossible(order, recipe, 0, 60)
+        for _ in range(60):
+            order.next_rows()
+    else:
+        with pytest.raises(DataPlanError, match="max_epochs"):
+            refuse_impossible(order, recipe, 0, 60)

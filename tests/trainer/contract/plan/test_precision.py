@@ -1,0 +1,114 @@
+"""``precision: auto``: a pure choice from measured seconds, and a probe that any machine can afford."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.paths import ROOT
+from tests.support.trainer.segments import MakeShard, plan_of, write_spec
+from trainer.contract.errors import RecipeError, SpecError
+from trainer.contract.plan.precision import Probe, choose, decide, parts, precisions, probe, resolved
+from trainer.contract.plan.spec import SegmentSpec
+from trainer.contract.recipe import Recipe
+
+CPU = torch.device("cpu")
+
+
+def tiny(**changes: Any) -> Recipe:
+    recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
+    return Recipe.parse(recipe.model_dump() | changes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fp32", "bf16", "before", "chosen", "warned"),
+    [
+        ("auto", 1.0, 0.5, "", "bf16", False),
+        ("auto", 1.0, 40.0, "", "fp32", False),
+        ("auto", 1.0, 0.95, "", "fp32", False),  # too little to give up digits for
+        ("auto", 1.0, 0.95, "bf16", "bf16", False),  # what began in a precision goes on in it
+        ("auto", 1.0, 1.05, "bf16", "bf16", False),
+        ("auto", 1.0, 0.5, "fp32", "bf16", False),  # another machine
+        ("auto", 1.0, 30.0, "bf16", "fp32", False),
+        ("fp32", 1.0, 0.9, "", "fp32", False),
+        ("fp32", 1.0, 0.5, "bf16", "fp32", True),
+        ("bf16", 1.0, 40.0, "", "bf16", True),
+    ],
+)
+def test_choice(asked: str, fp32: float, bf16: float, before: str, chosen: str, warned: bool) -> None:
+    found = decide(asked, Probe("cpu", {"fp32": fp32, "bf16": bf16}, {}), before)
+    assert found.precision == chosen
+    assert bool(found.warning) == warned
+    if warned:
+        assert asked in found.warning and "x as fast" in found.warning and "\n" not in found.warning
+
+
+def test_probe_measures_every_part_in_every_precision_of_the_device() -> None:
+    found = probe(tiny(), CPU)
+    assert set(found.seconds) == set(precisions(CPU)) == {"fp32", "bf16"}
+    for rates in found.rates.values():
+        assert set(rates) == {"products", "attention", "loss head"} and min(rates.values()) > 0
+    whole = {name: part.flops for name, part in parts(tiny(), CPU, torch.float32).items()}
+    threads = torch.get_num_threads()
+    for name, seconds in found.seconds.items():
+        assert seconds == pytest.approx(sum(whole[part] / found.rates[name][part] for part in whole) / threads)
+
+
+def test_probe_leaves_random_numbers_and_threads_alone() -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    probe(tiny(), CPU, seconds=0.1)
+    assert torch.equal(state, torch.get_rng_state()) and torch.get_num_threads() == threads
+
+
+def test_probe_of_a_large_model_computes_no_more_than_it_may() -> None:
+    """Counted in this thread's own seconds: a recipe whose step takes minutes is measured in a share of it."""
+    large = {"vocab_size": 65536, "d_model": 4096, "layers": 40, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    recipe = tiny(model=tiny().model.model_dump() | large | {"d_ff": 14336, "context": 2048})
+    began = time.thread_time()
+    found = probe(recipe, CPU, seconds=1.0)
+    spent = time.thread_time() - began
+    assert min(found.seconds.values()) > 10 * spent
+
+
+def test_flops_of_the_parts_are_those_of_the_recipe() -> None:
+    model = tiny().model
+    tokens = tiny().tokens_per_step
+    found = parts(tiny(), CPU, torch.float32)
+    assert found["products"].flops + found["loss head"].flops == 6.0 * tokens * model.matmul_parameters
+
+
+def test_a_gpu_without_bf16_refuses_a_recipe_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
+    assert precisions(torch.device("cuda")) == ("fp32",)
+    with pytest.raises(RecipeError, match=r"'GTX 1080' has no bf16: write fp32, or auto"):
+        choose(tiny(precision="bf16"), torch.device("cuda"))
+
+
+def test_an_explicit_precision_is_not_measured() -> None:
+    recipe = tiny(precision="bf16")
+    assert resolved(recipe, CPU) is recipe
+
+
+def test_a_segment_names_its_precision(tmp_path: Path, make_shard: MakeShard) -> None:
+    folder = write_spec(tmp_path / "segment", plan_of(make_shard()), tiny(precision="auto"))
+    with pytest.raises(
+        SpecError, match=r"precision is 'auto'.*write fp32 or bf16 \('python -m trainer.contract.plan.precision RECIPE'"
+    ):
+        SegmentSpec.load(folder)
+
+
+@pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="needs an x86 processor with AVX2")
+def test_without_fast_bf16_the_demo_recipe_trains_in_fp32() -> None:
+    words = [sys.executable, "-m", "trainer.contract.plan.precision", str(ROOT / "policies" / "recipes" / "demo.yaml")]
+    emulated = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(words, cwd=ROOT, env=emulated, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("demo: fp32\n") and "GFLOP/s" in done.stdout

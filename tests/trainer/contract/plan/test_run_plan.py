@@ -1,0 +1,249 @@
+"""Plans against published runs, and the search against trying everything."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.paths import ROOT
+from tests.support.trainer.published import model_of, shape
+from trainer.contract.errors import RecipeError
+from trainer.contract.plan.plan_report import as_json, lines, remarks
+from trainer.contract.plan.run_plan import (
+    GPUS,
+    MFU,
+    RECOMPUTED,
+    Ask,
+    Gpu,
+    SizingError,
+    batch_by_rule,
+    effort_of,
+    lr_by_rule,
+    memory_of,
+    plan_run,
+)
+from trainer.contract.plan.sizing import GB, Layout, needed, shape_of
+from trainer.contract.recipe import BatchRecipe, ModelRecipe, Recipe, SmallerBatch
+
+EIGHT_BILLION = Ask(shape_of(8e9, 128_256, 4096), 300e9, 32, GPUS["h100"])
+
+
+def gpu_hours(name: str, tokens: float, gpu: str, mfu: float | None = None) -> float:
+    ask = Ask(model_of(name), tokens, 1024, GPUS[gpu], mfu=mfu)
+    return effort_of(ask, Layout(1024), 1024).gpu_hours
+
+
+# -- published runs ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "hours", "within"),
+    [("Llama 2 7B", 184_320, 0.04), ("Llama 2 13B", 368_640, 0.01), ("Llama 2 70B", 1_720_320, 0.11)],
+)
+def test_gpu_hours_of_llama_2_at_the_default_mfu(name: str, hours: float, within: float) -> None:
+    """2 T tokens on A100-80GB (arXiv 2307.09288 Table 2)."""
+    assert gpu_hours(name, 2e12, "a100") == pytest.approx(hours, rel=within)
+
+
+def test_gpu_hours_of_llama_3_at_its_mfu() -> None:
+    """405B: 30.84 M H100 hours (its model card), restarts and long context among them; 15.6 T tokens at 38–43 % (§3.3.2)."""
+    assert gpu_hours("Llama 3 405B", 15.6e12, "h100", mfu=0.38) == pytest.approx(30.84e6, rel=0.06)
+
+
+def test_flops_of_llama_3() -> None:
+    """'3.8 × 10^25 FLOPs' on 15.6 T tokens (arXiv 2407.21783 §1): 6 N D, which leaves attention out."""
+    model = model_of("Llama 3 405B")
+    assert 15.6e12 * model.flops_per_token() == pytest.approx(3.8e25, rel=0.04)
+    attention = 6 * model.layers * model.heads * model.head_dim * model.context
+    assert 15.6e12 * (model.flops_per_token() - attention) == pytest.approx(3.8e25, rel=0.01)
+
+
+def test_throughput_of_llama_3() -> None:
+    """43 % on 8,192 H100 is 430 TFLOP/s each (arXiv 2407.21783 Table 4)."""
+    ask = Ask(model_of("Llama 3 405B"), 15.6e12, 8192, GPUS["h100"], mfu=0.43)
+    effort = effort_of(ask, Layout(8192, 8), 2048)
+    assert effort.tokens_per_second * ask.model.flops_per_token() / 8192 == pytest.approx(430e12, rel=0.02)
+
+
+def test_throughput_of_palm() -> None:
+    """540B on 6,144 TPU v4 at 46.2 % (45.7 % without attention): 238.3 K tokens/s (arXiv 2204.02311 §4.1, appendix B)."""
+    palm = model_of("PaLM 540B")
+    tpu = Gpu(275e12, 32 * GB, "TPU v4")
+    assert effort_of(Ask(palm, 780e9, 6144, tpu, mfu=0.462), Layout(6144), 2048).tokens_per_second == pytest.approx(
+        238.3e3, rel=0.01
+    )
+    assert 0.457 * 6144 * 275e12 / (6 * palm.matmul_parameters) == pytest.approx(238.3e3, rel=0.001)
+    assert 780e9 * 6 * palm.matmul_parameters == pytest.approx(2527.2e21, rel=0.002), "its compute table: 2527.2 ZFLOPs"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "layers", "gpus", "batch", "seconds", "mfu"),
+    [
+        (6144, 64, 48, 8, 4, 1.10, 0.415),
+        (12288, 96, 96, 64, 64, 13.75, 0.514),
+        (20480, 128, 105, 280, 280, 37.83, 0.560),
+        (20480, 128, 105, 2240, 2240, 39.15, 0.542),
+        (25600, 160, 128, 512, 512, 71.49, 0.563),
+    ],
+)
+def test_iteration_times_of_megatron(
+    hidden: int, heads: int, layers: int, gpus: int, batch: int, seconds: float, mfu: float
+) -> None:
+    """arXiv 2205.05198 Tables 3 and 5, §6.3: s 2048, v 51200, A100. Their MFU counts the masked half of attention."""
+    model = ModelRecipe(
+        vocab_size=51200, d_model=hidden, layers=layers, heads=heads, kv_heads=heads, head_dim=hidden // heads,
+        d_ff=round(8 / 3 * hidden), context=2048,
+    )  # fmt: skip
+    ask = Ask(model, batch * 2048, gpus, GPUS["a100"], mfu=mfu)
+    effort = effort_of(ask, Layout(gpus, 8), batch)
+    assert effort.steps == 1 and effort.days * 86400 == pytest.approx(seconds, rel=0.035)
+
+
+def test_recomputing_costs_what_it_was_measured_to() -> None:
+    """+39 % of a layer's time for 22B, +36 % for 530B and 1T (arXiv 2205.05198 Table 4, §6.2), 33 % by FLOPs."""
+    times = 1 / RECOMPUTED
+    assert times == pytest.approx(4 / 3) and times == pytest.approx(1.36, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("model", "sequences", "lr"),
+    [(shape(102_400, 4096, 30, 32, 32, 10_923), 2304, 4.2e-4), (shape(102_400, 8192, 95, 64, 8, 21_845), 4608, 3.2e-4)],
+    ids=["7B", "67B"],
+)
+def test_rules_give_what_deepseek_trained_with(model: ModelRecipe, sequences: int, lr: float) -> None:
+    """2 T tokens, context 4096 (arXiv 2401.02954 Table 2)."""
+    assert batch_by_rule(model, 2e12) == pytest.approx(sequences * 4096, rel=0.06)
+    assert lr_by_rule(model, 2e12) == pytest.approx(lr, rel=0.02)
+
+
+def test_cost_of_deepseek_v3() -> None:
+    """2.788 M H800 hours at $2 are $5.576 M (arXiv 2412.19437 Table 1)."""
+    effort = plan_run(EIGHT_BILLION).effort
+    assert effort.cost / effort.gpu_hours * 2.788e6 == pytest.approx(5.576e6)
+
+
+def test_what_torchtitan_trained_fits() -> None:
+    """Llama 3 70B with FSDP2 alone, whole blocks recomputed, 64 A100-80GB, 8192 tokens (docs/performance.md)."""
+    ask = Ask(model_of("Llama 3 70B"), 15e12, 64, GPUS["a100"], logit_rows=None)
+    found = plan_run(ask)
+    assert (found.layout.tensor, found.layout.recompute) == (1, "block")
+
+
+# -- the search ----------------------------------------------------------------------------------------------------------
+def test_the_example() -> None:
+    found = plan_run(EIGHT_BILLION)
+    assert (found.layout.tensor, found.layout.data, found.layout.recompute) == (1, 32, "none")
+    assert found.effort.mfu == MFU and 10 < found.effort.days < 20
+    assert found.effort.tokens_per_step == found.sequences * 4096
+    assert found.effort.steps == math.ceil(300e9 / found.effort.tokens_per_step)
+
+
+def test_blocks_are_recomputed_before_tensors_are_split() -> None:
+    smaller = replace(EIGHT_BILLION, gpu=replace(GPUS["h100"], memory=32 * GB))
+    found = plan_run(smaller)
+    assert (found.layout.tensor, found.layout.recompute) == (1, "block") and found.effort.mfu == MFU * RECOMPUTED
+    long = replace(smaller, model=EIGHT_BILLION.model.model_copy(update={"context": 131_072}))
+    assert plan_run(long).layout.tensor > 1, "a row that fits on no GPU is split"
+
+
+def test_many_gpus_split_rows_rather_than_outgrow_the_batch() -> None:
+    found = plan_run(replace(EIGHT_BILLION, gpus=4096))
+    assert found.layout.tensor > 1 and found.effort.tokens_per_step < 2.5 * batch_by_rule(found.ask.model, 300e9)
+
+
+def test_what_fits_nowhere_says_what_would() -> None:
+    ask = Ask(shape_of(70e9, 128_256, 4096), 1.4e12, 8, GPUS["h100"])
+    with pytest.raises(SizingError, match=r"a GPU needs \d+\.\d GB of its 80 GB, most of it optimiser") as error:
+        plan_run(ask)
+    gpus = int(str(error.value).split("; ")[1].split()[0])
+    assert plan_run(replace(ask, gpus=gpus))
+    memory = float(str(error.value).split("GPUs of ")[1].split()[0])
+    assert plan_run(replace(ask, gpu=replace(ask.gpu, memory=memory * GB)))
+
+
+@given(
+    parameters=st.sampled_from([2e8, 1e9, 8e9, 30e9]),
+    gpus=st.integers(1, 300),
+    memory=st.sampled_from([24, 80, 192]),
+    context=st.sampled_from([2048, 8192, 65536]),
+    rows=st.sampled_from([None, 1024]),
+)
+@settings(deadline=None, max_examples=40)
+def test_the_layout_is_the_first_that_fits(
+    parameters: float, gpus: int, memory: float, context: int, rows: int | None
+) -> None:
+    gpu = replace(GPUS["h100"], memory=memory * GB)
+    ask = Ask(shape_of(parameters, 32_000, context), 40 * parameters, gpus, gpu, logit_rows=rows)
+    try:
+        found = plan_run(ask)
+    except SizingError:
+        for tensor in (t for t in (1, 2, 4, 8) if gpus % t == 0 and ask.model.kv_heads % t == 0):
+            assert needed(memory_of(ask, Layout(gpus, tensor, 1, "block"))) > gpu.memory
+        return
+    layout = found.layout
+    assert layout.tensor * layout.data == gpus and needed(found.memory) <= gpu.memory
+    assert found.sequences % (layout.data * layout.micro_sequences) == 0
+    per_rank = max(1, round(batch_by_rule(ask.model, ask.tokens) / context / layout.data))
+    if layout.micro_sequences < per_rank:
+        larger = replace(layout, micro_sequences=layout.micro_sequences + 1)
+        assert needed(memory_of(ask, larger)) > gpu.memory, "a larger micro-batch would fit"
+    if layout.recompute == "block":
+        assert needed(memory_of(ask, replace(layout, recompute="none", micro_sequences=1))) > gpu.memory
+
+
+@given(sequences=st.integers(1, 200), warm=st.integers(1, 200), gpus=st.integers(1, 64))
+@settings(deadline=None, max_examples=40)
+def test_a_recipes_batch_is_kept_and_divided(sequences: int, warm: int, gpus: int) -> None:
+    batch = BatchRecipe(sequences=sequences, warmup=[SmallerBatch(until_step=5, sequences=warm)])
+    ask = Ask(shape_of(1e9, 128_256, 512), 2e10, gpus, GPUS["h100"], batch=batch)
+    try:
+        found = plan_run(ask)
+    except RecipeError as error:
+        assert "cannot be shared" in str(error)
+        divides = [t for t in (1, 2, 4, 8) if gpus % t == 0 and ask.model.kv_heads % t == 0]
+        assert all(sequences % (gpus // t) or warm % (gpus // t) for t in divides)
+        return
+    assert found.sequences == sequences
+    micro = batch.model_copy(update={"micro_sequences": found.layout.micro_sequences})
+    micro.check_ranks(found.layout.data)
+
+
+# -- what it says --------------------------------------------------------------------------------------------------------
+def test_every_line_has_its_formula(tmp_path: Path) -> None:
+    found = plan_run(EIGHT_BILLION)
+    for line in lines(found):
+        assert line.text and line.formula, line.name
+    for part in found.memory:
+        assert part.bytes > 0 and part.formula and part.source, part.name
+    said: dict[str, Any] = json.loads(json.dumps(as_json(found)))
+    assert said["layout"]["pipeline"] == 1 and said["memory_needed"] == pytest.approx(
+        sum(p["bytes"] for p in said["memory"])
+    )
+    assert said["gpu"] == "h100"
+
+
+@pytest.mark.parametrize(("tokens", "word"), [(300e9, "1.9× over"), (40e9, "4.0× under")])
+def test_chinchilla_is_remarked_on(tokens: float, word: str) -> None:
+    assert word in remarks(plan_run(replace(EIGHT_BILLION, tokens=tokens)))[0]
+
+
+def test_a_mixture_counts_what_is_active() -> None:
+    """GLM-4.5-Air's shape: memory follows all 106 B, FLOPs and Chinchilla the 12 B that a token meets."""
+    ask = Ask(model_of("GLM-4.5-Air"), 1e12, 512, GPUS["h100"])
+    found = plan_run(ask)
+    weights = next(part.bytes for part in found.memory if part.name == "weights")
+    assert weights == 4 * ask.model.parameters / 512
+    assert found.effort.flops == pytest.approx(6 * 12.8e9 * 1e12, rel=0.2)
+    assert "an active parameter" in remarks(found)[0] and "active" in [line.name for line in lines(found)]
+
+
+@pytest.mark.parametrize("name", ["demo", "tiny"])
+def test_our_recipes_can_be_planned(name: str) -> None:
+    recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml")
+    found = plan_run(Ask(recipe.model, 1e8, 1, GPUS["rtx-4090"], batch=recipe.batch))
+    assert found.sequences == recipe.batch.sequences and found.effort.network == 0

@@ -1,0 +1,158 @@
+"""Real ranks over gloo, started by torchrun: the same training whatever the layout, and checkpoints that move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.trainer.segment_runs import records, result
+from tests.support.trainer.segments import (
+    MakeShard,
+    make_documents,
+    plan_of,
+    recipe_with,
+    run_trainer,
+    train_here,
+    write_spec,
+)
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import write_token_shard
+
+EXPERTS = {"count": 4, "per_token": 2, "d_ff": 32, "dense_layers": 1, "shared": 1}
+
+
+def torchrun(ranks: int, *folders: Path) -> None:
+    """One segment after the other, by the same ranks: to start them costs many times what a tiny segment does."""
+    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d")
+    code, errors = run_trainer(list(folders), *launcher, "--rdzv-endpoint=localhost:0")
+    assert code == 0, errors
+
+
+def assert_near(ours: Path, theirs: Path, loss: float = 2e-5, weight: float = 5e-4) -> None:
+    """The same run up to the order of sums."""
+    a, b = records(ours), records(theirs)
+    assert len(a) == len(b)
+    for mine, other in zip(a, b, strict=True):
+        assert mine.keys() == other.keys()
+        assert mine["loss"] == pytest.approx(other["loss"], abs=loss)
+        assert mine["tokens"] == other["tokens"] and mine["supervised_tokens"] == other["supervised_tokens"]
+        for key in mine:
+            if key.startswith(("grad_norm", "update_ratio", "noise_scale")):
+                assert mine[key] == pytest.approx(other[key], rel=2e-2), key
+    one, two = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
+    assert one.state["sampler"] == two.state["sampler"]
+    for kind, mine_t, other_t in (("model", one.model, two.model), ("optimizer", one.optimizer, two.optimizer)):
+        assert mine_t.keys() == other_t.keys()
+        for name in mine_t:
+            if kind == "model":
+                torch.testing.assert_close(mine_t[name], other_t[name], atol=weight, rtol=5e-3, msg=name)
+            assert mine_t[name].shape == other_t[name].shape
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "shard": (2, {}),
+    "tensor": (2, {"parallel__tensor": 2}),
+    "replicas": (2, {"parallel__replicas": 2, "batch__micro_sequences": 2}),
+    "tensor-experts": (2, {"parallel__tensor": 2, "model__experts": EXPERTS, "batch__micro_sequences": 4}),
+    "shard-experts-muon": (2, {"model__experts": EXPERTS, "optimizer__name": "muon", "batch__micro_sequences": 2}),
+    "shard-tensor-muon-recompute": (
+        4,
+        {"parallel__tensor": 2, "optimizer__name": "muon", "parallel__recompute": "block"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[DataPlan, Path]]:
+    """By layout: the plan, and what its ranks made of six steps; all layouts of as many ranks at once."""
+    folder = tmp_path_factory.mktemp("layouts")
+    documents = make_documents(0, {"code": 120, "docs": 60, "chat": 60})
+    plan = plan_of(write_token_shard(folder / "shards", documents, vocab_size=512, tokenizer_sha256="test"))
+    done: set[int] = set()
+
+    def of(layout: str) -> tuple[DataPlan, Path]:
+        ranks = LAYOUTS[layout][0]
+        if ranks not in done:
+            asked = {name: changes for name, (count, changes) in LAYOUTS.items() if count == ranks}
+            torchrun(
+                ranks, *(write_spec(folder / name, plan, recipe_with(**asked[name]), last_step=6) for name in asked)
+            )
+            done.add(ranks)
+        return plan, folder / layout
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.slow("four processes")] if ranks > 2 else [])
+        for name, (ranks, _) in LAYOUTS.items()
+    ],
+)
+def test_a_layout_does_not_change_the_training(
+    tmp_path: Path, laid_out: Callable[[str], tuple[DataPlan, Path]], layout: str
+) -> None:
+    plan, many = laid_out(layout)
+    _, changes = LAYOUTS[layout]
+    plain = {key: value for key, value in changes.items() if not key.startswith("parallel")}
+    one = write_spec(tmp_path / "one", plan, recipe_with(**plain), last_step=6)
+    assert train_here(one) == (0, "")
+    muon = "optimizer__name" in changes  # orthogonalised in bf16: sums in another order may round another way
+    assert_near(one, many, loss=2e-4 if muon else 2e-5, weight=5e-3 if muon else 5e-4)
+
+
+@pytest.mark.slow("seven segments, four of them by two ranks")
+def test_a_checkpoint_moves_between_one_rank_two_ranks_and_tensor_ranks(tmp_path: Path, make_shard: MakeShard) -> None:
+    plan = plan_of(make_shard())
+
+    def segment(name: str, source: Path | None = None, **changes: Any) -> Path:
+        """Four steps from nothing, or from the checkpoint that ``source`` ends with, under a layout."""
+        first = 4 if source else 0
+        start = str(source / "checkpoints" / "step-00000004") if source else None
+        spec = {"first_step": first, "last_step": first + 4, "initial_checkpoint": start}
+        return write_spec(tmp_path / name, plan, recipe_with(**changes), **spec)
+
+    split = {"parallel__tensor": 2}
+    one, two, tensor = segment("one"), segment("two"), segment("tensor", **split)
+    tensor_two, two_tensor = segment("tensor-two", tensor), segment("two-tensor", two, **split)
+    torchrun(2, two, tensor, tensor_two, two_tensor)
+    one_one, two_one = segment("one-one", one), segment("two-one", two)
+    assert train_here(one) == train_here(one_one) == train_here(two_one) == (0, "")
+    for other in (two_one, tensor_two, two_tensor):
+        assert_near(one_one, other)
+    # reading what many ranks wrote and writing it again as one rank gives the same tensors
+    whole = checkpoints.load(Path(result(tensor)["checkpoint"]))
+    again = checkpoints.load(checkpoints.save(tmp_path / "again", whole))
+    assert all(torch.equal(whole.model[n], again.model[n]) for n in whole.model)
+
+
+@pytest.mark.slow("three processes compile the blocks")
+def test_bf16_and_compiled_blocks_over_two_ranks(tmp_path: Path, make_shard: MakeShard) -> None:
+    """fp32 master weights: what is saved is fp32, and the losses are those of one rank in bf16."""
+    plan = plan_of(make_shard())
+    changes = {"precision": "bf16", "compile": True, "model__layers": 1}
+    one = write_spec(tmp_path / "one", plan, recipe_with(**changes), last_step=4)
+    assert run_trainer(one) == (0, "")
+    two = write_spec(tmp_path / "two", plan, recipe_with(**changes), last_step=4)
+    torchrun(2, two)
+    assert_near(one, two, loss=5e-3, weight=2e-2)
+    loaded = checkpoints.load(Path(result(two)["checkpoint"]))
+    assert all(tensor.dtype == torch.float32 for tensor in loaded.model.values())
+
+
+def test_recomputed_blocks_change_nothing_at_all(tmp_path: Path, make_shard: MakeShard) -> None:
+    plan = plan_of(make_shard())
+    plain, again = (
+        write_spec(tmp_path / name, plan, recipe_with(model__experts=EXPERTS, parallel__recompute=recompute))
+        for name, recompute in (("plain", "none"), ("again", "block"))
+    )
+    assert train_here(plain) == train_here(again) == (0, "")
+    a, b = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (plain, again))
+    assert all(torch.equal(a.model[n], b.model[n]) for n in a.model)
+    assert records(plain) == records(again)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
+from trainer.contract.data.data_order import DataOrder, document_keys
+from trainer.contract.errors import CheckpointError, SpecError
+from trainer.tools.documents import documents_of, main
+
+
+def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
+    tmp_path: Path, make_shard: MakeShard, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each the same as in one walk from the first step on, wherever the walk begins."""
+    plan = plan_of(make_shard(), phases=[{"from_step": 8, "weights": {"docs": 0.5, "code": 0.5}}])
+    recipe = recipe_with(
+        batch__packing="truncate-and-concatenate",
+        batch__warmup=[{"until_step": 6, "sequences": 4}],
+        checkpoint_every=4,
+        keep_checkpoints=9,
+    )
+    order = DataOrder(plan, context=32, batch=recipe.batch, vocab_size=512)
+    expected = [document_keys(order, order.next_rows()) for _ in range(18)]
+
+    trunk = write_spec(tmp_path / "trunk", plan, recipe, last_step=13)
+    assert documents_of(trunk, 7) == expected[7]  # before it ran
+    assert train_here(trunk) == (0, "")
+    end = trunk / "checkpoints" / "step-00000013"
+    anneal = write_spec(
+        tmp_path / "anneal", plan, recipe, kind="anneal", first_step=13, last_step=18, initial_checkpoint=str(end)
+    )
+    assert [documents_of(trunk, step) for step in range(13)] == expected[:13]
+    assert [documents_of(anneal, step) for step in range(13, 18)] == expected[13:]
+    for folder, step, steps in ((trunk, 13, "0 to 12"), (anneal, 12, "13 to 17")):
+        with pytest.raises(SpecError, match=f"step {step} is none of this segment's: it has steps {steps}"):
+            documents_of(folder, step)
+
+    assert main([str(trunk), "10", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"step": 10, "documents": expected[10]}
+    assert main([str(trunk), "10"]) == 0 and capsys.readouterr().out.split() == expected[10]
+    assert main([str(trunk), "99"]) == 2 and "0 to 12" in capsys.readouterr().err
+
+    # a damaged checkpoint is passed over for an older one; a damaged start cannot be
+    state = trunk / "checkpoints" / "step-00000008" / "state.json"
+    state.write_text(state.read_text().replace('"place"', '"plaice"') + " ")
+    assert documents_of(trunk, 10) == expected[10]
+    state = end / "state.json"
+    state.write_text(state.read_text() + " ")
+    with pytest.raises(CheckpointError, match="state.json: its bytes are not those"):
+        documents_of(anneal, 14)
+
+
+def test_a_segment_that_restarts_its_data_begins_the_plan_anew(tmp_path: Path, make_shard: MakeShard) -> None:
+    plan = plan_of(make_shard())
+    trunk = write_spec(tmp_path / "trunk", plan, last_step=4)
+    assert train_here(trunk) == (0, "")
+    again = write_spec(
+        tmp_path / "again",
+        plan,
+        first_step=4,
+        last_step=8,
+        initial_checkpoint=str(trunk / "checkpoints" / "step-00000004"),
+        restart_data=True,
+    )
+    before = [documents_of(again, step) for step in range(4, 8)]
+    assert before == [documents_of(trunk, step) for step in range(4)]
+    assert train_here(again) == (0, "")
+    assert [documents_of(again, step) for step in range(4, 8)] == before

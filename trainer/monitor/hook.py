@@ -1,0 +1,87 @@
+"""The trainer's extension seam: what watches a run, remembers in its checkpoints, and may report anomalies.
+
+A step calls each hook of ``Run.hooks`` four times, in this order:
+
+    before_update(update)        gradients are summed over the micro-batches, weights are the old ones
+    after_update(update)         weights are the new ones; returns numbers, still on the device
+    record(numbers, outcome)     the same numbers on the host; returns keys for the step's line in metrics.jsonl
+    after_step(record)           the whole line; returns anomalies
+
+The numbers of all hooks reach the host in the transfer that the loss needs anyway, so a hook costs no wait of its own. It
+must add none: no ``.item()``, no ``.tolist()``, no branch on a tensor in the first two calls.
+To add a hook: a subclass of ``Hook``, and its place in ``Run.hooks``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """A line of anomalies.jsonl: something that a person should look at."""
+
+    step: int
+    kind: str  # non_finite · skipped_outlier · loss_spike · grad_norm_jump · divergence · plateau · throughput_drop
+    value: float
+    usual: float  # what it is compared with: the window's median, the best one so far, what was before a plateau
+    deviations: float  # robust deviations above it; of a throughput drop the share of the usual that is left
+    skipped: bool  # was the update skipped?
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of the weights. Tensors are on the device."""
+
+    step: int
+    gradients: dict[str, Tensor]  # by parameter: this rank's share, unclipped
+    squares_P: Tensor  # Σ gradient² by parameter, over all ranks, fp32
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known of an update on the host."""
+
+    supervised: int  # tokens of the global batch that carry loss
+    supervised_in_half: float  # those of the rows that ``Monitor.half`` saw; 0 where it measured nothing
+    skipped: bool
+
+
+class Hook:
+    """Does nothing. A subclass overrides what it needs."""
+
+    key: str  # its state's name in a checkpoint's state, unlike every other name there
+
+    def before_update(self, update: Update) -> None:
+        """May copy gradients or weights, which the update changes."""
+
+    def after_update(self, update: Update) -> dict[str, Tensor]:
+        """Numbers by a name of its own: fp32 tensors on the device, of any shape."""
+        return {}
+
+    def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
+        """Keys of the step's record. ``numbers``: those of ``after_update``, flat, on the host."""
+        return {}
+
+    def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
+        """``record``: the step's line in metrics.jsonl. Not called by measurements that run single steps."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` gave. Not called for a checkpoint that is older than the hook."""
+
+
+def to_host(*groups: dict[str, Tensor]) -> list[dict[str, list[float]]]:
+    """Each tensor's values as a flat list under its name: one transfer, and one wait for the device, for all groups."""
+    tensors = [tensor.reshape(-1) for group in groups for tensor in group.values()]
+    values = iter(torch.cat(tensors).tolist())
+    return [{name: list(islice(values, tensor.numel())) for name, tensor in group.items()} for group in groups]
