@@ -206,16 +206,16 @@ def _moved_on(code: Path, row: Row, change: Change, live: str) -> str:
     if change.path != KERNELS:
         return text
     base, now = (repository.file_text(code, commit, KERNELS) for commit in (row["base_commit"], live))
-    anew = f"{KERNELS} changed since proposal {row['number']} was judged"
+    changed = f"{KERNELS} changed since proposal {row['number']} was judged"
     replayed = base
     for device in yaml.safe_load(text):
         old, new, held = (section_of(version, device) for version in (base, text, now))
         for op in (op for op in new if old.get(op) != new[op]):
             if held.get(op) != old.get(op):
-                raise InputError(f"{anew}, in its choice of {op}: propose it again")
+                raise InputError(f"{changed}, in its choice of {op}: propose it again")
             replayed, now = (set_value(version, (device, op), new[op]) for version in (replayed, now))
     if yaml.safe_load(replayed) != yaml.safe_load(text):
-        raise InputError(f"{anew}, and the patch changes more there than choices: propose it again")
+        raise InputError(f"{changed}, and the patch changes more there than choices: propose it again")
     return now
 
 

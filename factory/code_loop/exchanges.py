@@ -1,4 +1,4 @@
-"""The books of every exchange with a language model: what it may cost, what it did cost, what was said.
+"""The books of all exchanges with language models: what each may cost, what it did cost, and its text.
 
 Before a request is sent, its worst case is reserved in the ledger, in one transaction with the check of both budgets. A process killed at
 any instruction leaves an entry that counts in full. The exchange itself is stored in ``logs/exchanges/`` and, as a trace with tokens
@@ -77,7 +77,6 @@ class ExchangeBooks:
                 )
 
     def settle(self, entry: int, exchange: Exchange) -> None:
-        said = {"error": exchange.error} if exchange.reply is None else exchange.reply.message()
         stored: dict[str, Any] = {
             "label": exchange.request.label,
             "endpoint": exchange.endpoint,
@@ -87,7 +86,7 @@ class ExchangeBooks:
             "output_tokens": exchange.usage.output_tokens,
             "usd": exchange.usd,
             "request": exchange.request.body(),
-            "reply": said,
+            "reply": {"error": exchange.error} if exchange.reply is None else exchange.reply.message(),
         }
         folder = self.workspace.logs / "exchanges"
         folder.mkdir(parents=True, exist_ok=True)

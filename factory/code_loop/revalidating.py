@@ -1,9 +1,9 @@
-"""Merged patches are judged again when what they were judged on changed: another torch, driver, device or recipe, a throughput
-drop, a benchmark that fell, or a candidate that the release gate rejected. ``factory propose`` does it, and the daemon by itself.
+"""Merged patches are judged again when their surroundings change: torch, driver, device or recipe, a throughput drop, a failed benchmark, or
+a candidate that the release gate rejected. ``factory propose`` does it, and the daemon by itself.
 
-What is judged is the patch's undoing, as a proposal like any other: baseline is the live code with the patch, candidate the
-code without it. The gate promotes it only if the step is faster without the patch by then. A person approves it like any
-other; until then the patch stays.
+What is judged is the reverse patch, a proposal like any other: the baseline is the live code with the patch, the candidate the code without
+it. The gate promotes it only if the step is faster without the patch by now. A person approves it like any other; until then the patch
+stays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from factory.ledger.ledger import Ledger, anomalies, events, proposals, record, 
 from kernels.contract.machine import here
 
 AGENT = "revalidator"
-UNDO = "undo"  # kind of its targets: undo:<number of a proposal>
+UNDO = "undo"  # its targets are undo:<number of a proposal>
 VALIDATED = "proposal_validated"
 FELL = "benchmarks_fell"
 Row = dict[str, Any]
@@ -57,7 +57,7 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int
 
 
 def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: str) -> list[int]:
-    """Propose to take back every merged patch whose surroundings changed; returns the proposals' numbers.
+    """Propose to undo every merged patch whose surroundings changed; returns the proposals' numbers.
 
     The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
     """
@@ -72,7 +72,7 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
             note_validated(ledger, row["number"], start)  # the process that merged it was killed
         if not changed:
             continue
-        progress.line(f"  proposal {row['number']} was judged with another {', '.join(changed)}: it is judged again")
+        progress.line(f"  proposal {row['number']} was judged before {', '.join(changed)} changed: it is judged again")
         drafted = undoing(workspace, row, base, changed)
         if drafted is not None:
             made.append(submit(workspace, ledger, progress, drafted, base))
@@ -81,7 +81,7 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
 
 
 def undoing(workspace: Workspace, row: Row, base: str, changed: list[str]) -> Proposal | None:
-    """The patch backwards, on top of ``base``; None when its files changed again since, or it only added some."""
+    """The reverse patch on top of ``base``; None when its files changed again since, or it only added files."""
     code = workspace.repository
     live = {change.path for change in repository.changes(code, row["commit"], base)}
     back = [c for c in repository.changes(code, row["commit"], row["base_commit"]) if c.content is not None]
@@ -89,10 +89,10 @@ def undoing(workspace: Workspace, row: Row, base: str, changed: list[str]) -> Pr
         return None
     edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in back)
     hypothesis = (
-        f"Proposal {row['number']} ({row['title'][:100]}) was worth it when it was judged; {', '.join(changed)} changed since. "
-        "If the training step is faster without it now, it should be taken back. No gain refutes that."
+        f"Proposal {row['number']} ({row['title'][:100]}) gained time when it was judged; {', '.join(changed)} changed since. "
+        "If the training step is faster without it now, it should be undone. No gain without it refutes that."
     )
-    return Proposal(AGENT, f"{UNDO}:{row['number']}", f"Take proposal {row['number']} back", hypothesis, 1.0, edits)
+    return Proposal(AGENT, f"{UNDO}:{row['number']}", f"Undo proposal {row['number']}", hypothesis, 1.0, edits)
 
 
 def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
@@ -117,17 +117,17 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
 
 
 def benchmarks_fell(ledger: Ledger, tests: Sequence[str]) -> None:
-    """Note that a run of the benchmarks failed in ``tests``."""
+    """Record that the benchmarks ``tests`` failed."""
     with ledger.begin() as tx:
         record(tx, FELL, "benchmarks", {"tests": list(tests)})
 
 
 def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:
-    """What changed since a merged patch was last judged; nothing where it was judged like this before, None when nobody noted it."""
+    """What changed since a merged patch was last judged; [] where it was judged like this before, None where that is not recorded."""
     now, before = surroundings(ledger, start), validated(ledger, number)
     if not before:
         return None
-    alike = lambda then: all(then.get(key, value) == value for key, value in now.items())  # an older note lacks some
+    alike = lambda then: all(then.get(key, value) == value for key, value in now.items())  # an older record lacks some
     return [] if any(map(alike, before)) else sorted(key for key in now if before[-1].get(key, now[key]) != now[key])
 
 

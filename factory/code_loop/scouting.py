@@ -19,7 +19,7 @@ from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.json_lines import read_lines
 from trainer.contract.recipe import Recipe
 
-SEGMENTS = 4  # newest ones of the trunk whose record is read
+SEGMENTS = 4  # newest ones of the trunk whose metrics are read
 
 
 def course(bench: LiveWorkbench) -> Course | str:

@@ -25,7 +25,6 @@ from agents.llm.client import Client
 from agents.llm.exchange import LlmError
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
-from agents.llm.replay_server import ReplayServer, Session
 from agents.loop import checkpoints
 from agents.loop.graph import Run, forget, work
 from agents.loop.role import DraftError, TargetError
@@ -35,6 +34,7 @@ from factory.gates.training_start import find_start
 from factory.ledger.ledger import Ledger
 from tests.support.factory.code_loop import Made, make
 from tests.support.factory.engineer import Notes, profile, recorded
+from tests.support.replay_server import RecordedSession, ReplayServer
 
 POLICY = LlmPolicy(
     model="replay", attempts=2, silence_seconds=1, reply_seconds=20, longest_wait_seconds=1, reply_tokens=8000
@@ -71,7 +71,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
 def start(bench: LiveWorkbench, saved: Path | str) -> Start:
     """Play a recorded session: the proposal, why it ended, what was said, the server."""
 
-    def play(name: str | Session, asked: str = "swiglu", person: Any = None, **policy: Any) -> Any:
+    def play(name: str | RecordedSession, asked: str = "swiglu", person: Any = None, **policy: Any) -> Any:
         said: list[str] = []
         with ReplayServer(recorded(name) if isinstance(name, str) else name) as server:
             changed = POLICY.model_copy(update=policy)
@@ -122,7 +122,7 @@ def test_a_proposal_without_edits_is_of_those_it_tried_last(start: Start) -> Non
     said = dict(wrong.calls[0].arguments)
     calls = [("try_patch", {"edits": [7]}), ("try_patch", {"edits": said.pop("edits")}), ("propose", said)]
     turns = [{"calls": [{"name": name, "arguments": arguments}]} for name, arguments in calls]
-    drafted, why, printed, server = start(Session.model_validate({"turns": turns}), rounds=1)
+    drafted, why, printed, server = start(RecordedSession.model_validate({"turns": turns}), rounds=1)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
     assert "edit 1 is no object" in told[0] and "gradient 0 is off" in told[1] and "x as fast" not in told[1]
     assert (
@@ -170,7 +170,7 @@ def test_a_run_goes_on_where_it_ended_with_an_error(start: Start, saved: Path | 
     with pytest.raises(LlmError, match="no byte for 0.3 s"):
         start("hang", silence_seconds=0.3, attempts=1)
     drafted, why, said, server = start("cheat", rounds=1)
-    assert drafted is None and "none of 1" in why and any("goes on where it was" in line for line in said)
+    assert drafted is None and "none of 1" in why and any("continues" in line for line in said)
     assert start("hang")[:2] == (None, why)  # it is over: nothing is asked any more
     with checkpoints.opened(saved) as saver:
         assert list(saver.list(None))
@@ -273,9 +273,9 @@ SAID["edits"] = [{"path": "kernels/x.py", "new_text": "x = 1\n"}]
     ("changed", "words"),
     [
         ({"predicted_gain": 1.2}, "between 1.005 and 1.111"),
-        ({"predicted_gain": float("nan")}, "predicted_gain is no number"),
-        ({"predicted_gain": 10**400}, "predicted_gain is no number"),
-        ({"predicted_gain": True}, "predicted_gain is no number"),
+        ({"predicted_gain": float("nan")}, "predicted_gain is not a number"),
+        ({"predicted_gain": 10**400}, "predicted_gain is not a number"),
+        ({"predicted_gain": True}, "predicted_gain is not a number"),
         ({"bytes_saved": 0}, "say what the patch saves"),
         ({"title": " \u200b\n"}, None),
         ({"title": ""}, "may not be empty"),

@@ -361,7 +361,7 @@ ENDS = {
     "an exit in a late call, other files left behind": (
         LATE,
         "failed",
-        ["cannot be read", "is not there", "is no regular file", "536870912 bytes", "no answer"],
+        ["cannot be read", "is not there", "is not a regular file", "536870912 bytes", "no answer"],
     ),  # fmt: skip
     "an endless import": (
         "while True:\n    pass\n\n\n",

@@ -1,17 +1,16 @@
-"""Paired runs of two recipes from one checkpoint: N steps of trunk and an anneal to rate zero, a fresh seed a pair, in the sandbox.
+"""Paired runs of two recipes from one checkpoint: N steps of trunk and an anneal to rate zero, a random seed a pair, in the sandbox.
 
-Why the tail. Weights in mid-trunk carry the noise of the rate they were trained at: after any few steps a lower rate looks better,
-a larger batch too, though the lead is gone once the rate falls (arXiv 2410.05192 §3: a high rate makes progress that only the decay
-shows). So every run ends in an anneal of the recipe's shape to zero, as every release does, and weights are scored after it.
-A tail that is too short leaves some of that lead (docs/LOG.md): runs of a lower rate or a larger batch are longer, on both
-sides. What a run of N steps can never show is what only later steps do: a rate that is too low in the long run may win a short one.
+Why the tail. Weights in mid-trunk carry the noise of their learning rate: after a few steps a lower rate looks better, and so does a larger
+batch, though the lead disappears once the rate falls (arXiv 2410.05192 §3: a high rate makes progress that only the decay shows). So every
+run ends in an anneal of the recipe's shape to zero, as every release does, and weights are scored after it. A tail that is too short leaves
+some of that lead (docs/LOG.md), so runs for a lower rate or a larger batch are longer, on both sides. A run of N steps cannot show
+what only later steps do: a rate that is too low in the long run may win a short one.
 
-What is the same on both sides: code (the base's, approved; recipes are data), checkpoint, kernels, seed of the data, tokens
-of the run. Where the batch differs the steps do, so that the candidate never gets a token more; where the length of the
-anneal differs, its share of the run does.
+Both sides have the same code (the base's, approved; recipes are data), checkpoint, kernels, seed of the data and tokens a run. Where the batch
+differs, the steps differ, so that the candidate gets no token more; where the length of the anneal differs, its share of the run differs.
 
-All runs share one trainer process, which waits while a pair is scored: what is on disk is two runs at a time. The first pair
-begins with the baseline, so that the process's peak memory after it is the baseline's; later pairs take turns.
+All runs share one trainer process, which waits while a run is scored, so that at most two runs are on disk. The first pair begins with the
+baseline, so that the process's peak memory after it is the baseline's; later pairs alternate.
 """
 
 from __future__ import annotations
@@ -61,17 +60,17 @@ class Lengths:
 
 @dataclass
 class MeasuredRuns:
-    """What the runs of both sides left, a seed each; lists by side. ``failed``: what went wrong, and on whose run."""
+    """What was measured, lists by side with an entry for each seed. ``failed``: what went wrong; '': nothing."""
 
     bits: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {side: [] for side in SIDES})
     tokens_per_s: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
     memory: dict[str, float] = field(default_factory=dict)
     failed: str = ""
-    failed_side: str = ""  # empty: nobody's fault
+    failed_side: str = ""  # whose run failed; '': neither's
 
 
 def lengthened(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
-    """With the runs' lengths for this pair of recipes from ``step``. A rate is as low by its schedule as by its peak."""
+    """``policy`` with longer runs where the candidate's rate (by peak or by schedule) is lower or its batch larger, from ``step``."""
     old, new = baseline.schedule, candidate.schedule
     warms = new.warmup_steps > max(old.warmup_steps, step)
     falls = new.kind == "cosine" and new.final_lr_share < old.final_lr_share
@@ -82,10 +81,9 @@ def lengthened(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recip
 
 
 def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, Lengths]:
-    """The candidate's tokens are never more than the baseline's; of them the tail gets the share that its recipe gives it.
+    """Steps by side. The candidate gets at most the baseline's tokens; its tail gets the share of them that its recipe gives it.
 
-    Raises: RecipeError when its batch is so large that no two steps fit, or its anneal so long that no trunk is left before it: runs that
-    cut it short would say nothing about it.
+    Raises: RecipeError when its batch is so large that no two steps fit, or its anneal so long that no trunk is left before it.
     """
     total = policy.steps + policy.tail_steps
     tokens = baseline.tokens_between(step, step + total)
@@ -94,20 +92,19 @@ def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) 
         steps += 1
     if steps < 2:
         raise RecipeError(
-            f"batch.sequences: {total} steps of the baseline are not two of the candidate: raise runs.steps"
+            f"batch.sequences: {total} steps of the baseline have fewer tokens than two of the candidate: raise runs.steps"
         )
     ratio = candidate.schedule.anneal_steps / baseline.schedule.anneal_steps
     tail = max(1, round(policy.tail_steps * steps / total * ratio))
     if tail >= steps:
         raise RecipeError(
-            f"schedule.anneal_steps: {ratio:.3g} times as long an anneal leaves no trunk in runs of {total} steps: raise runs.steps"
+            f"schedule.anneal_steps: an anneal {ratio:.3g} times as long leaves no trunk in runs of {total} steps: raise runs.steps"
         )
     return {"baseline": Lengths(policy.steps, policy.tail_steps), "candidate": Lengths(steps - tail, tail)}
 
 
 def run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str, Any]:
-    """The recipe for one rank of the sandbox, in the trunk's precision. The anneal ends at zero, unless where it ends is what the
-    patch changes."""
+    """The recipe for the sandbox's one rank, in the trunk's precision. The anneal ends at zero, unless the patch changes where it ends."""
     raw = alone(recipe.model_dump())
     raw |= {"checkpoint_every": NEVER, "keep_checkpoints": 1, "precision": precision}
     raw["stability"] = raw["stability"] | {"noise_scale_every": 0}
@@ -132,9 +129,9 @@ def segment_specs(
     folder: Path,
     kernels: Path | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(trunk, tail) of one run; the tail goes on from the trunk's checkpoint below ``folder``, and in its data.
+    """(trunk, tail) of one run; the tail continues from the trunk's checkpoint below ``folder``, and in its data.
 
-    Raises: DataPlanError when nothing has arrived of a mixture.
+    Raises: DataPlanError when no token shard has a domain of a mixture.
     """
     shards = [(shard["id"], shard["path"], shard["generation"]) for shard in start.plan["token_shards"]]
     middle, last = start.step + size.trunk, start.step + size.trunk + size.tail
@@ -170,7 +167,7 @@ def paired_runs(
 ) -> MeasuredRuns:
     """Run and score every pair. ``changed``: the recipe's keys that differ; ``code``: of the base commit.
 
-    Raises: IsolationError; DataPlanError for a mixture that nothing has arrived of.
+    Raises: IsolationError; DataPlanError when no token shard has a domain of a mixture.
     """
     held = domains_of(start)
     sizes = lengths(policy, start.step, recipes["baseline"], recipes["candidate"])
@@ -194,7 +191,7 @@ def paired_runs(
     limits = Limits(
         wall_seconds=policy.wall_seconds,
         file=max(Limits.file, 4 * size),
-        output=max(Limits.output, 16 * size),  # two checkpoints of weights and moments, and one that is being written
+        output=max(Limits.output, 16 * size),  # two checkpoints of weights and moments, and one being written
     )
     readonly = [code, start.checkpoint, *(Path(shard["path"]) for shard in start.plan["token_shards"])]
     try:
@@ -213,12 +210,12 @@ def paired_runs(
         raise feeder.error
     found = feeder.found
     if not found.failed and feeder.done < len(runs):
-        found.failed = result.why() if not result.timed_out else _cut_short(policy, feeder.done, len(runs))
+        found.failed = result.why() if not result.timed_out else _stopped(policy, feeder.done, len(runs))
         found.failed_side = "" if result.timed_out else runs[feeder.done].side
     return found
 
 
-def _cut_short(policy: RunsPolicy, done: int, runs: int) -> str:
+def _stopped(policy: RunsPolicy, done: int, runs: int) -> str:
     return (
         f"{done} of {runs} runs were done after {policy.wall_seconds:.0f} s, which says nothing about the recipe: close other "
         "programs and have it judged again, or raise runs.wall_seconds in policies/gates/recipe.yaml"
@@ -235,7 +232,7 @@ class _Run:
 
 
 class _Feeder(threading.Thread):
-    """Hands out the runs one by one; reads, scores and deletes what each left before the next begins."""
+    """Reveals the runs one by one; reads, scores and deletes what each left before the next begins."""
 
     def __init__(self, runs: list[_Run], origin: Weights, score: Score, advance: Callable[[str], None]) -> None:
         super().__init__(daemon=True)
@@ -253,10 +250,10 @@ class _Feeder(threading.Thread):
                 if not self._read(run):
                     break
                 self.done += 1
-        except Exception as error:  # noqa: BLE001 - carried over to the thread that waits for this one
+        except Exception as error:  # noqa: BLE001 - raised in the thread that waits for this one
             self.error = error
-        with contextlib.suppress(OSError):  # it ends at the time limit then
-            for run in self.runs[self.done :]:  # a trainer that still waits is told to stop
+        with contextlib.suppress(OSError):  # else the trainer ends at its time limit
+            for run in self.runs[self.done :]:  # an empty spec ends a trainer that waits
                 _reveal(run.folder / "trunk", "{}")
 
     def _read(self, run: _Run) -> bool:
@@ -267,7 +264,7 @@ class _Feeder(threading.Thread):
             os.close(folder)
         bits = {} if problem else self.score(weights)
         if not problem and not all(math.isfinite(value) for value in bits.values()):
-            problem = "its weights predict held-out documents with no finite loss"
+            problem = "its weights have no finite loss on held-out documents"
         if problem:
             self.found.failed, self.found.failed_side = problem, run.side
             return False
@@ -283,7 +280,7 @@ class _Feeder(threading.Thread):
     def _wait_for(self, path: Path) -> bool:
         while not path.exists():
             if self.over.is_set():
-                return path.exists()  # it may have ended right after it wrote that
+                return path.exists()  # it may have ended right after it wrote the file
             time.sleep(POLL_SECONDS)
         return True
 

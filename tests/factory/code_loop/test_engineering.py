@@ -24,7 +24,6 @@ from rich.console import Console
 
 from agents.core.proposal import Edit, Proposal
 from agents.kernel_engineer.draft import AGENT
-from agents.llm.replay_server import ReplayServer, Session
 from factory.code_loop import engineering, proposing, submitting
 from factory.code_loop.agent_runs import AgentOptions, AgentRun, AgentRuns, ModelError, checkpoints_at
 from factory.code_loop.workbench import LiveWorkbench
@@ -40,6 +39,7 @@ from factory.sandbox.sandbox import Result
 from tests.support.factory.code_loop import Made, git, make
 from tests.support.factory.engineer import profile, recorded
 from tests.support.patience import PATIENCE_S
+from tests.support.replay_server import RecordedSession, ReplayServer
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_what_goes_wrong_with_the_model_is_one_clear_error(
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
     policy(made, **llm)
     run = begun(made, asked)
-    with ReplayServer(Session.model_validate(session)) as server, pytest.raises(error) as caught:
+    with ReplayServer(RecordedSession.model_validate(session)) as server, pytest.raises(error) as caught:
         proposed(made, AgentOptions(server.url, target=asked))
     assert words in str(caught.value) and "sk-wrong" not in str(caught.value)
     assert state_of(made, run) == state
@@ -180,7 +180,7 @@ def test_the_search_proposer_takes_no_endpoint_and_no_target(made: Made) -> None
 def test_another_target_abandons_the_run_that_was_begun(made: Made) -> None:
     policy(made)
     first, second = begun(made, "attention"), begun(made, "swiglu")
-    with ReplayServer(Session(turns=[])) as server, pytest.raises(ModelError):
+    with ReplayServer(RecordedSession(turns=[])) as server, pytest.raises(ModelError):
         proposed(made, AgentOptions(server.url, target="swiglu"))
     assert (state_of(made, first), state_of(made, second)) == ("abandoned", "running")
 
@@ -271,7 +271,7 @@ def test_a_torn_file_of_checkpoints_is_one_clear_error(made: Made) -> None:
     saved.write_text("no database" * 1000)
     try:
         with (
-            ReplayServer(Session(turns=[])) as server,
+            ReplayServer(RecordedSession(turns=[])) as server,
             pytest.raises(ModelError, match="agents.db: file is not a database; delete"),
         ):
             proposed(made, AgentOptions(server.url, target="swiglu"))
@@ -327,7 +327,7 @@ def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(ma
     process = command(made, *words)
     said, wrong = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, wrong
-    assert f"run {run} goes on where it was" in said and "nothing proposed: none of 1 proposals" in said
+    assert f"run {run} continues" in said and "nothing proposed: none of 1 proposals" in said
     assert state_of(made, run) == "nothing"
     rows = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run).order_by(exchanges.c.id))
     assert [row["state"] for row in rows] == ["done", "reserved", "done"]  # what the killed one had set aside stays so

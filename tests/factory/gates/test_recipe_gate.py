@@ -14,7 +14,6 @@ import sqlalchemy as sa
 import yaml
 
 from agents.core.proposal import Edit, Proposal
-from agents.llm.replay_server import ReplayServer, Session
 from factory.code_loop import approvals, proposing, revalidating, submitting
 from factory.code_loop.agent_runs import AgentOptions, wants_model
 from factory.code_loop.workbench import LiveWorkbench
@@ -30,6 +29,7 @@ from factory.training import planning
 from factory.training.certificate_runs import changed_files
 from tests.support.factory.code_loop import Made, git, make
 from tests.support.factory.engineer import recorded
+from tests.support.replay_server import RecordedSession, ReplayServer
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import lr_share
 
@@ -177,7 +177,7 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
 
 def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
-    with ReplayServer(Session(turns=[])) as server:
+    with ReplayServer(RecordedSession(turns=[])) as server:
         options = AgentOptions(server.url, "m", target="optimizer.rate")
         with pytest.raises(InputError, match="no key of the recipe"):
             proposing._scout(bench, options, 1)
