@@ -17,6 +17,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import SETTLE_SECONDS, Refused, arrived, ingest_arrived
 from factory.ledger.ledger import Ledger, candidates, record, releases, segments, token_shards, verdicts
+from factory.ledger.rows import ReleaseRow, SegmentRow, VerdictRow
 
 LOCK = "model-loop"
 
@@ -180,15 +181,11 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
             release(workspace, ledger, subject, progress)
         except OutOfDate as error:  # another champion since: what was promoted is judged again, against that one
             progress.line(f"  {error}")
-            row = ledger.one(sa.select(verdicts.c.subject).where(verdicts.c.id == subject))
-            assert row is not None
-            judge(workspace, ledger, int(row["subject"].removeprefix("candidate:")), progress)
+            judge(workspace, ledger, VerdictRow.get(ledger, subject).number, progress)
     elif action.kind == "finish_release":
         from factory.release.releases import release
 
-        row = ledger.one(sa.select(releases.c.verdict).where(releases.c.number == subject))
-        assert row is not None
-        release(workspace, ledger, row["verdict"], progress)
+        release(workspace, ledger, ReleaseRow.get(ledger, subject).verdict, progress)
     else:
         raise AssertionError(action)
 
@@ -197,21 +194,20 @@ def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress
     from factory.tracking.tracking import Tracking
     from factory.training.training import run_segment
 
-    row = ledger.one(sa.select(segments).where(segments.c.id == segment))
-    assert row is not None
+    row = SegmentRow.get(ledger, segment)
     follower = Tracking.open(workspace, ledger).follow_segment(row, progress.line)
     try:
         result = run_segment(workspace, ledger, segment, progress, follower)
     finally:
         follower.finish()
     loss = result.get("loss")
-    if row["kind"] == "average":
+    if row.kind == "average":
         from factory.ledger.status import describe_average
 
         progress.line(f"  segment {segment}: {describe_average(result['averaged'])}")
         return
     progress.line(
-        f"  segment {segment} ({row['kind']}): steps {row['first_step']}–{row['last_step']}, loss {loss:.3f}"
+        f"  segment {segment} ({row.kind}): steps {row.first_step}–{row.last_step}, loss {loss:.3f}"
         if isinstance(loss, float)
         else f"  segment {segment} done"
     )
@@ -226,10 +222,9 @@ def judge(workspace: Workspace, ledger: Ledger, candidate: int, progress: Progre
     evaluate(workspace, ledger, candidate, progress)
     verdict = decide(workspace, ledger, candidate, progress)
     register_candidate(workspace, ledger, candidate)
-    row = ledger.one(sa.select(verdicts).where(verdicts.c.id == verdict))
-    assert row is not None
-    progress.line(f"  candidate {candidate}: {row['outcome'].upper()}")
-    for reason in row["reasons"]:
+    row = VerdictRow.get(ledger, verdict)
+    progress.line(f"  candidate {candidate}: {row.outcome.upper()}")
+    for reason in row.reasons:
         progress.line(f"    {reason}")
     return verdict
 
@@ -285,20 +280,16 @@ def _say_if_failed(workspace: Workspace, ledger: Ledger, world: World) -> None:
     """Raises: SegmentError when training waits for a person."""
     if world.failed_segment is None:
         return
-    row = ledger.one(sa.select(segments.c.kind, segments.c.state).where(segments.c.id == world.failed_segment))
-    assert row is not None
-    if row["state"] == "uncertified":
+    row = SegmentRow.get(ledger, world.failed_segment)
+    if row.state == "uncertified":
         from factory.training.certifying import NotCertified, certificate_of, way_on
 
-        verdict = certificate_of(ledger, world.failed_segment)
-        assert verdict is not None
-        raise NotCertified(
-            f"the code of segment {world.failed_segment} is not certified and training waits. {verdict['reasons'][0]} "
-            f"{way_on(world.failed_segment)}"
-        )
+        verdict = certificate_of(ledger, row.id)
+        why = verdict.reasons[0] if verdict else ""
+        raise NotCertified(f"the code of segment {row.id} is not certified and training waits. {why} {way_on(row.id)}")
     raise SegmentError(
-        f"segment {world.failed_segment} failed for good and training waits: read its log in {workspace.logs}, mend the "
-        f"cause, then run 'factory {'anneal' if row['kind'] == 'anneal' else 'train'}'"
+        f"segment {row.id} failed for good and training waits: read its log in {workspace.logs}, correct the "
+        f"cause, then run 'factory {'anneal' if row.kind == 'anneal' else 'train'}'"
     )
 
 

@@ -5,7 +5,7 @@ FOLDER/ready says that the trainer waits for it. So steps can be timed apart fro
 
 Exit codes: 0 done · 2 the spec, recipe, data or a checkpoint is wrong · 74 the disk is full · 75 stopped by SIGTERM: start it
 again to go on. A rank of torchrun, which would hide it, leaves FOLDER/exit-CODE. Stopped, it ends its step and writes a
-checkpoint where both fit into a few seconds; else it ends in the midst of the step, and goes on from the checkpoint before.
+checkpoint if both take no longer than a few seconds; else it ends within the step, and resumes from the checkpoint before.
 """
 
 from __future__ import annotations
@@ -60,15 +60,14 @@ def leave_code(folder: Path, code: int) -> None:
 
 
 def die_with_launcher() -> None:
-    """A rank whose launcher was killed would train on beside the ranks that take its place."""
+    """Without this, a rank of a killed launcher would train on while other ranks take its place."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def await_spec(folder: Path) -> None:
-    """Say that we are ready, and return once segment.json is there (it is renamed into place, so it is whole), or once
-    we were told to end."""
+    """Write FOLDER/ready; return when segment.json is there (it is renamed into place, so it is complete), or on SIGTERM."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ready").touch()
     while not (folder / "segment.json").exists() and not stopping.asked():

@@ -1,4 +1,4 @@
-"""Saves beside the training: the step does not wait for the copy nor for the disk.
+"""Saves checkpoints while training goes on: the step waits neither for the copy nor for the disk.
 
 Weights and optimiser change in the optimiser's step and nowhere else. So a thread copies them while the next step's
 forward and backward run; only that step's update waits for the copy, which is by then long made.

@@ -47,7 +47,7 @@ class Sums:
 
 
 class Run:
-    """``start`` is the folder of the checkpoint to go on from; None begins anew."""
+    """``start`` is the folder of the checkpoint to resume from; None: newly initialised weights."""
 
     def __init__(self, spec: SegmentSpec, ranks: Ranks, start: Path | None) -> None:
         self.spec, self.ranks = spec, ranks
@@ -86,15 +86,15 @@ class Run:
         state = self._restore(start) if start is not None else None
         if state is None:
             self.model.initialise(recipe.seed)
-        anew = spec.restart_data and (state is None or state["step"] == spec.first_step)
+        restarts = spec.restart_data and (state is None or state["step"] == spec.first_step)
         self.order = DataOrder(
             spec.data_plan,
             context=recipe.model.context,
             batch=recipe.batch,
             vocab_size=recipe.model.vocab_size,
-            state=state["sampler"] if state is not None and not anew else None,
+            state=state["sampler"] if state is not None and not restarts else None,
         )
-        if anew:  # its documents are counted anew too
+        if restarts:  # the count of its documents too
             self.order.step = spec.first_step
             self.counters["documents"] = self.at_start["documents"] = 0
         self.step = self.order.step

@@ -2,7 +2,7 @@
 
     metrics.jsonl  anomalies.jsonl  checkpoints/step-…/  result.json
 
-Started again on the same folder it goes on from its newest good checkpoint, to the bit on CPU; finished, it says so.
+Started again on the same folder it resumes from its newest good checkpoint, on a CPU to the bit; if it is done, it returns.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def find_start(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tuple[Path | No
 
 
 def shared_fault(path: Path, ranks: Ranks) -> str:
-    """What any rank finds wrong with its share of a checkpoint's files."""
+    """The first fault that any rank finds in its share of a checkpoint's files; empty: none."""
     fault = checkpoints.find_fault(path, ranks.rank, ranks.size)
     if ranks.size == 1:
         return fault
@@ -176,5 +176,5 @@ def write_result(folder: Path, run: Run) -> None:
 
 
 def mean_of(values: list[float]) -> float | None:
-    """None when there is none: every step's loss was not finite."""
+    """None for no values: no step's loss was finite."""
     return sum(values) / len(values) if values else None

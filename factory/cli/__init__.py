@@ -8,6 +8,7 @@ from factory.cli import profiling  # noqa: F401
 from factory.cli import plan  # noqa: F401
 from factory.cli import look  # noqa: F401
 from factory.cli import config  # noqa: F401
+from factory.cli import upgrade  # noqa: F401
 
 # isort: on
 from factory.cli.app import main

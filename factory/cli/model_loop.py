@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
 from factory.core.errors import InputError, nearest
 from factory.core.workspace import Config, Workspace, code_root
+
+if TYPE_CHECKING:
+    from factory.ledger.ledger import Ledger
 
 
 @app.command()
@@ -220,7 +223,7 @@ def average(
     from factory.core.progress import SILENT
     from factory.daemon import LOCK
     from factory.daemon import train as make
-    from factory.ledger.ledger import sa, segments
+    from factory.ledger.rows import SegmentRow
     from factory.training.averaging import plan_average
     from factory.training.exporting import export_candidate
 
@@ -230,9 +233,8 @@ def average(
         make(workspace, ledger, number, SILENT if as_json else terminal)
         candidate = export_candidate(workspace, ledger, number)
     if as_json:
-        row = ledger.one(sa.select(segments.c.result).where(segments.c.id == number))
-        assert row is not None
-        print_json({"candidate": candidate, "segment": number, "averaged": row["result"]["averaged"]})
+        result = SegmentRow.get(ledger, number).result or {}
+        print_json({"candidate": candidate, "segment": number, "averaged": result["averaged"]})
     else:
         terminal.line(f"  candidate {candidate}: judge it with 'factory evaluate {candidate}'")
 
@@ -246,26 +248,16 @@ def evaluate(
     """Measure a candidate on held-out documents and judge it against the champion."""
     from factory.core.progress import SILENT
     from factory.daemon import LOCK, judge
-    from factory.ledger.ledger import evaluations, sa, verdicts
+    from factory.ledger.rows import EvaluationRow, VerdictRow
 
     workspace, ledger, terminal = open_workspace(where)
-    number = _candidate(workspace, candidate)
+    number = _candidate(ledger, candidate)
     with workspace.lock(LOCK):
         verdict = judge(workspace, ledger, number, SILENT if as_json else terminal)
     if as_json:
-        newest = (
-            sa.select(evaluations.c.summary)
-            .where(evaluations.c.candidate == number)
-            .order_by(evaluations.c.id.desc())
-            .limit(1)
-        )
-        print_json(
-            {
-                "candidate": number,
-                "evaluation": (ledger.one(newest) or {}).get("summary"),
-                "verdict": ledger.one(sa.select(verdicts).where(verdicts.c.id == verdict)),
-            }
-        )
+        evaluation, row = EvaluationRow.newest(ledger, number), VerdictRow.get(ledger, verdict)
+        shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(ledger)}
+        print_json({"candidate": number, **shown})
 
 
 @app.command()
@@ -275,8 +267,8 @@ def release(
     rollback: Annotated[int | None, typer.Option(help="Make this older release champion again.")] = None,
 ) -> None:
     """Release a candidate that the gate promoted (this is the approval, where the policy asks for one), or roll back."""
-    from factory.ledger.champion import champion
-    from factory.ledger.ledger import sa, verdicts
+    from factory.ledger.rows import champion
+    from factory.release.registry import newest_verdict
     from factory.release.releases import release as release_verdict
     from factory.release.releases import rollback as roll_back
 
@@ -287,27 +279,18 @@ def release(
         roll_back(workspace, ledger, rollback)
         terminal.line(f"  release {rollback} is champion again")
         return
-    number = _candidate(workspace, candidate)
-    of_candidate = (verdicts.c.gate == "release") & (verdicts.c.subject == f"candidate:{number}")
-    verdict = ledger.one(sa.select(verdicts).where(of_candidate).order_by(verdicts.c.id.desc()).limit(1))
-    if verdict is None:
-        raise InputError(f"candidate {number} has not been judged: run 'factory evaluate {number}'")
-    done = release_verdict(workspace, ledger, verdict["id"], terminal, approved_by=person())
-    crowned = champion(ledger)
-    state = (
-        "is champion" if crowned and crowned["number"] == done else "stands, but another one is champion (--rollback)"
-    )
+    verdict = newest_verdict(ledger, _candidate(ledger, candidate))
+    done = release_verdict(workspace, ledger, verdict.id, terminal, approved_by=person())
+    best = champion(ledger)
+    state = "is champion" if best and best.number == done else "is published, but another one is champion (--rollback)"
     terminal.line(f"  release {done} {state}")
 
 
-def _candidate(workspace: Workspace, number: int | None) -> int:
-    from factory.ledger.listing import rows
+def _candidate(ledger: Ledger, number: int | None) -> int:
+    """The candidate of that number, or the newest. Raises: InputError."""
+    from factory.ledger.rows import CandidateRow
 
-    known = [row["id"] for row in rows(workspace, "SELECT id FROM candidates ORDER BY id")]
-    if not known:
+    newest = CandidateRow.first(ledger, "ORDER BY id DESC")
+    if newest is None:
         raise InputError("there is no candidate yet: run 'factory train' and 'factory anneal', or 'factory run --once'")
-    if number is None:
-        return int(known[-1])
-    if number not in known:
-        raise InputError(f"no candidate {number}; there are: {', '.join(map(str, known))}")
-    return number
+    return (newest if number is None else CandidateRow.get(ledger, number)).id

@@ -59,7 +59,6 @@ def profile(
     from factory.code_loop.profiling import profile as profile_step
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
-    from factory.ledger.listing import rows
 
     options = ProfileOptions(recipe, alone)
     of_sweep = SweepOptions(models, batches, sequences, workers, ray, budget)
@@ -76,7 +75,7 @@ def profile(
         workspace, ledger, _ = open_workspace(where)
         with workspace.lock("code-loop"):
             number = profile_step(workspace, ledger, progress, options)
-        path = Path(rows(workspace, "SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
+        path = Path(ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
     if as_json:
         print(path.read_text(encoding="utf-8"))
         return

@@ -34,7 +34,9 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.git.scope import AgentsPolicy
 from factory.ledger.engine import DRIVER
-from factory.ledger.ledger import Ledger, agent_runs, proposals, record, verdicts
+from factory.ledger.ledger import Ledger, agent_runs, record
+from factory.ledger.rows import ProposalRow, Subject
+from factory.ledger.writing import insert
 
 FILES = "files:"
 NONE = "none"  # the endpoint for: no language model, whatever is configured
@@ -120,13 +122,9 @@ class AgentRuns:
     def begin(self, base: str, target: str, profile: int = NO_PROFILE) -> AgentRun:
         values = {"agent": self.agent, "asked": target, "base_commit": base, "profile": profile, "state": "running"}
         with self.ledger.begin() as tx:
-            made = tx.execute(agent_runs.insert().values(**values, created_at=time.time()))
-            assert made.inserted_primary_key is not None
-            number = made.inserted_primary_key[0]
-            record(tx, "agent_began", f"agent_run:{number}", {"agent": self.agent})
-        row = self.ledger.one(sa.select(agent_runs).where(agent_runs.c.id == number))
-        assert row is not None
-        return self._run(row)
+            number = insert(tx, agent_runs, **values, created_at=time.time())
+            record(tx, "agent_began", Subject("agent_run", number), {"agent": self.agent})
+        return self._run(self.ledger.read("SELECT * FROM agent_runs WHERE id = :id", id=number)[0])
 
     def draft(self, run: AgentRun, role: Role, bench: Workbench) -> Proposal | None:
         """The agent's proposal; or None, and a line says why. Raises: InputError for a target that is not there; ModelError."""
@@ -153,12 +151,9 @@ class AgentRuns:
 
     def judged_before(self, run: AgentRun, drafted: Proposal) -> int | None:
         """The number of this run's proposal, if it was judged before a kill."""
-        rows = self.ledger.rows(
-            sa.select(proposals.c.number, verdicts.c.evidence)
-            .join(verdicts, verdicts.c.id == proposals.c.verdict)
-            .where(proposals.c.agent == self.agent, proposals.c.created_at >= run.began)
-        )
-        return next((row["number"] for row in rows if row["evidence"].get("patch_id") == drafted.patch_id), None)
+        which = "WHERE agent = :agent AND created_at >= :began AND verdict IS NOT NULL ORDER BY number"
+        rows = ProposalRow.select(self.ledger, which, agent=self.agent, began=run.began)
+        return next((row.number for row in rows if row.evidence(self.ledger).get("patch_id") == drafted.patch_id), None)
 
     def finish(self, run: AgentRun, proposal: int) -> None:
         """The run's proposal is judged."""
@@ -172,7 +167,7 @@ class AgentRuns:
     def _end(self, number: int, state: str, **values: Any) -> None:
         with self.ledger.begin() as tx:
             tx.execute(agent_runs.update().where(agent_runs.c.id == number).values(state=state, **values))
-            record(tx, f"agent_{state}", f"agent_run:{number}", values)
+            record(tx, f"agent_{state}", Subject("agent_run", number), values)
         with contextlib.suppress(sqlite3.DatabaseError, CheckpointError):  # nothing reads a finished run's checkpoints
             forget(checkpoints_at(self.workspace), self.agent, number)
 

@@ -11,9 +11,7 @@ policies/gates/patch.yaml the verdict is enough.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import sqlalchemy as sa
 import yaml
 
 from agents.core.proposal import Edit, Proposal
@@ -27,10 +25,10 @@ from factory.gates.patch.policy import PatchPolicy
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.scope import Change
-from factory.ledger.ledger import Ledger, proposals, verdicts
+from factory.ledger.ledger import Ledger, proposals
+from factory.ledger.rows import ProposalRow, Subject
 from kernels.contract.choice import section_of
 
-Row = dict[str, Any]
 WORDS = ("approved", "rejected")
 
 
@@ -41,27 +39,25 @@ def approve(workspace: Workspace, ledger: Ledger, number: int, by: str, progress
     what was judged; RepositoryError when the checkout has uncommitted changes. Nothing has moved then.
     """
     row = _judged(ledger, number)
-    if row["outcome"] != "promote" or not row["commit"]:
-        raise InputError(
-            f"the gate's verdict on proposal {number} is {row['outcome'].upper()}: {'; '.join(row['reasons'])[:500]}"
-        )
+    if row.outcome != "promote" or not row.commit:
+        why = "; ".join(row.reasons or [])[:500]
+        raise InputError(f"the gate's verdict on proposal {number} is {(row.outcome or '').upper()}: {why}")
     code = workspace.repository
     live = repository.live_commit(code)
-    if not repository.contains(code, live, row["commit"]):
+    if not repository.contains(code, live, row.patch_commit):
         _check_patch(workspace, row)
-        if live != row["base_commit"]:
+        if live != row.base_commit:
             again = _judge_again(workspace, ledger, row, live, progress)
-            return (
-                approve(workspace, ledger, again, by, progress) if _row(ledger, again)["outcome"] == "promote" else None
-            )
+            promoted = ProposalRow.get(ledger, again).outcome == "promote"
+            return approve(workspace, ledger, again, by, progress) if promoted else None
         _record_decision(ledger, "proposal_approved", row, by)
-        repository.advance(code, live, row["commit"])
+        repository.advance(code, live, row.patch_commit)
     _become(ledger, row, "approved")
     _after_merge(ledger, row)
     progress.line(
-        f"  proposal {number} is live: {row['commit'][:12]}; the next segment trains with it, once it is certified"
+        f"  proposal {number} is live: {row.patch_commit[:12]}; the next segment trains with it, once it is certified"
     )
-    return str(row["commit"])
+    return row.patch_commit
 
 
 def reject(ledger: Ledger, number: int, by: str, why: str = "") -> None:
@@ -76,14 +72,14 @@ def revert(workspace: Workspace, ledger: Ledger, number: int, by: str, why: str 
 
     Raises: InputError when it is not live; RepositoryError when the same files changed since, or have uncommitted changes.
     """
-    row = _row(ledger, number)
-    if row["state"] != "approved":
+    row = ProposalRow.get(ledger, number)
+    if row.state != "approved":
         raise InputError(f"proposal {number} is {_state(row)}, not approved: there is nothing to revert")
     code = workspace.repository
     live = repository.live_commit(code)
     reason = f"\n\n{why.strip()[:2000]}" if why.strip() else ""
-    message = f"Revert proposal {number}: {row['title'][:80]}{reason}\n\nThis takes back {row['commit']}.\n"
-    undone = repository.undoing(code, live, row["base_commit"], row["commit"], message)
+    message = f"Revert proposal {number}: {row.title[:80]}{reason}\n\nThis reverts {row.patch_commit}.\n"
+    undone = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
     _record_decision(ledger, "proposal_reverted", row, by, why)
     repository.advance(code, live, undone)
     _become(ledger, row, "reverted")
@@ -118,7 +114,7 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
             return settled  # another process proposes or decides now: the next pass tries again
         except FactoryError as error:
             detail = {"word": word, "by": by, "why": str(error)}
-            if record_once(ledger, "decision_refused", f"proposal:{number}", detail):
+            if record_once(ledger, "decision_refused", Subject("proposal", number), detail):
                 progress.line(f"  {by} says that proposal {number} is {word}, which is refused: {error}")
         tracking.proposal_run(number)
     return settled
@@ -126,78 +122,63 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
 
 def _waiting(ledger: Ledger) -> list[int]:
     """The numbers of promoted proposals that wait for a decision."""
-    joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
-    wanted = (proposals.c.state == "judged") & (verdicts.c.outcome == "promote")
-    found = ledger.rows(sa.select(proposals.c.number).select_from(joined).where(wanted).order_by(proposals.c.number))
-    return [row["number"] for row in found]
+    which = "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"
+    return [row.number for row in ProposalRow.select(ledger, which)]
 
 
-def _row(ledger: Ledger, number: int) -> Row:
-    joined = proposals.outerjoin(verdicts, verdicts.c.id == proposals.c.verdict)
-    columns = (proposals, verdicts.c.outcome, verdicts.c.reasons, verdicts.c.subject_sha256)
-    row = ledger.one(sa.select(*columns).select_from(joined).where(proposals.c.number == number))
-    if row is None:
-        known = [str(r["number"]) for r in ledger.rows(sa.select(proposals.c.number).order_by(proposals.c.number))]
-        there = f"there are: {', '.join(known)}" if known else "there is none yet: run 'factory propose'"
-        raise InputError(f"no proposal {number}; {there}")
-    return row
-
-
-def _judged(ledger: Ledger, number: int) -> Row:
-    row = _row(ledger, number)
-    if row["state"] != "judged":
+def _judged(ledger: Ledger, number: int) -> ProposalRow:
+    row = ProposalRow.get(ledger, number)
+    if row.state != "judged":
         raise InputError(f"proposal {number} is {_state(row)}: there is nothing to decide about it")
     return row
 
 
-def _state(row: Row) -> str:
-    return {"failed": "failed (it was never judged)", "drafted": "being judged"}.get(row["state"]) or str(row["state"])
+def _state(row: ProposalRow) -> str:
+    return {"failed": "failed (it was never judged)", "drafted": "being judged"}.get(row.state) or str(row.state)
 
 
-def _check_patch(workspace: Workspace, row: Row) -> None:
+def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
     """Raises: InputError when the branch does not hold the patch that the verdict is about."""
     code = workspace.repository
-    commit = repository.branch_commit(code, row["branch"])
+    commit = repository.branch_commit(code, row.branch)
     if commit is None:
-        raise InputError(f"the branch {row['branch']} is gone: there is nothing to merge")
-    judged = (row["commit"], row["subject_sha256"])
-    if (commit, repository.patch_sha256(code, row["base_commit"], commit)) != judged or row["patch_sha256"] != judged[
-        1
-    ]:
+        raise InputError(f"the branch {row.branch} is gone: there is nothing to merge")
+    judged = (row.patch_commit, row.judged_sha256)
+    if (commit, repository.patch_sha256(code, row.base_commit, commit)) != judged or row.patch_sha256 != judged[1]:
         raise InputError(
-            f"the branch {row['branch']} does not hold the patch that was judged (it was {row['commit'][:12]}, it is "
-            f"{commit[:12]}): approve only what was judged: propose it again"
+            f"the branch {row.branch} does not hold the patch that was judged (it was {row.patch_commit[:12]}, it is "
+            f"{commit[:12]}), and only what was judged can be approved: propose it again"
         )
 
 
-def _after_merge(ledger: Ledger, row: Row) -> None:
+def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
     """Note the surroundings that a merged patch was judged in; mark the proposal that it undoes as reverted."""
-    kind, _, number = row["target"].partition(":")
-    undone = ledger.one(sa.select(proposals).where(proposals.c.number == int(number))) if kind == UNDO else None
-    if undone is not None and undone["state"] == "approved":
+    kind, _, number = row.target.partition(":")
+    undone = ProposalRow.get(ledger, int(number)) if kind == UNDO else None
+    if undone is not None and undone.state == "approved":
         _become(ledger, undone, "reverted")
     elif start := find_start(ledger):
-        note_validated(ledger, row["number"], start)
+        note_validated(ledger, row.number, start)
 
 
-def _judge_again(workspace: Workspace, ledger: Ledger, row: Row, live: str, progress: Progress) -> int:
+def _judge_again(workspace: Workspace, ledger: Ledger, row: ProposalRow, live: str, progress: Progress) -> int:
     """The same patch on top of newer code, as a proposal of its own; returns its number. Raises: InputError."""
     from factory.code_loop.submitting import submit
 
     code = workspace.repository
-    changes = repository.changes(code, row["base_commit"], row["commit"])
-    moved = {change.path for change in repository.changes(code, row["base_commit"], live)}
+    changes = repository.changes(code, row.base_commit, row.patch_commit)
+    moved = {change.path for change in repository.changes(code, row.base_commit, live)}
     if both := sorted(moved & {change.path for change in changes} - {KERNELS}):
-        raise InputError(f"{', '.join(both)} changed since proposal {row['number']} was judged: propose it again")
-    progress.line(f"  the code moved on to {live[:12]} since proposal {row['number']} was judged: the gate runs again")
+        raise InputError(f"{', '.join(both)} changed since proposal {row.number} was judged: propose it again")
+    progress.line(f"  the code changed to {live[:12]} since proposal {row.number} was judged: the gate runs again")
     edits = tuple(Edit(change.path, _moved_on(code, row, change, live)) for change in changes)
-    same = {key: row[key] for key in ("agent", "target", "title", "hypothesis", "predicted_gain")}
+    same = row.only("agent target title hypothesis predicted_gain")
     number = submit(workspace, ledger, progress, Proposal(**same, edits=edits), live)
     _become(ledger, row, "superseded")
     return number
 
 
-def _moved_on(code: Path, row: Row, change: Change, live: str) -> str:
+def _moved_on(code: Path, row: ProposalRow, change: Change, live: str) -> str:
     """The patch's version of a file, applied to the live one. In kernels.yaml, choices of other ops that were merged meanwhile stay.
 
     Raises: InputError where both chose for the same op, or the patch changed more in kernels.yaml than choices.
@@ -205,8 +186,8 @@ def _moved_on(code: Path, row: Row, change: Change, live: str) -> str:
     text = (change.content or b"").decode()
     if change.path != KERNELS:
         return text
-    base, now = (repository.file_text(code, commit, KERNELS) for commit in (row["base_commit"], live))
-    changed = f"{KERNELS} changed since proposal {row['number']} was judged"
+    base, now = (repository.file_text(code, commit, KERNELS) for commit in (row.base_commit, live))
+    changed = f"{KERNELS} changed since proposal {row.number} was judged"
     replayed = base
     for device in yaml.safe_load(text):
         old, new, held = (section_of(version, device) for version in (base, text, now))
@@ -219,12 +200,12 @@ def _moved_on(code: Path, row: Row, change: Change, live: str) -> str:
     return now
 
 
-def _record_decision(ledger: Ledger, kind: str, row: Row, by: str, why: str = "") -> None:
+def _record_decision(ledger: Ledger, kind: str, row: ProposalRow, by: str, why: str = "") -> None:
     """Record a decision once, with the hash of the patch."""
-    detail = {"sha256": row["patch_sha256"], "base": row["base_commit"], "by": by}
-    record_once(ledger, kind, f"proposal:{row['number']}", detail | ({"why": why[:2000]} if why else {}))
+    detail = {"sha256": row.patch_sha256, "base": row.base_commit, "by": by}
+    record_once(ledger, kind, Subject("proposal", row.number), detail | ({"why": why[:2000]} if why else {}))
 
 
-def _become(ledger: Ledger, row: Row, state: str) -> None:
+def _become(ledger: Ledger, row: ProposalRow, state: str) -> None:
     with ledger.begin() as tx:
-        tx.execute(proposals.update().where(proposals.c.number == row["number"]).values(state=state))
+        tx.execute(proposals.update().where(proposals.c.number == row.number).values(state=state))

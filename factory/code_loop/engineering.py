@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy as sa
-
 from agents.core.workbench import Workbench
 from agents.kernel_engineer.role import KernelEngineer
 from agents.kernel_engineer.targets import targets, worthwhile
 from factory.code_loop.agent_runs import AgentRun, AgentRuns
 from factory.code_loop.profiling import QUICK, profile, read_profile
-from factory.ledger.ledger import Ledger, profiles
+from factory.ledger.ledger import Ledger
 
 
 def runs_to_work_on(runs: AgentRuns, bench: Workbench, base: str, count: int) -> list[AgentRun]:
@@ -40,6 +38,4 @@ def role(ledger: Ledger, run: AgentRun, bench: Workbench) -> KernelEngineer:
 
 
 def _read(ledger: Ledger, number: int) -> dict[str, Any]:
-    row = ledger.one(sa.select(profiles.c.path).where(profiles.c.id == number))
-    assert row is not None
-    return read_profile(Path(row["path"]))
+    return read_profile(Path(ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"]))

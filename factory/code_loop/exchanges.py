@@ -20,6 +20,7 @@ from agents.llm.policy import Budget, LlmPolicy
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, exchanges, meta
+from factory.ledger.writing import insert
 from factory.tracking.mlflow_store import check_writable, waiting_lock
 from factory.tracking.tracking import Tracking
 from kernels.contract.files import write_atomically
@@ -52,13 +53,7 @@ class ExchangeBooks:
                 ("today (UTC)", self.policy.per_day, exchanges.c.at >= now - now % DAY),
             ):
                 self._afford(tx, which, budget, where, tokens, usd)
-            row = tx.execute(
-                exchanges.insert().values(
-                    at=now, run=self.run, label=label, state="reserved", tokens=tokens, usd=usd
-                )  # fmt: skip
-            )
-            assert row.inserted_primary_key is not None
-            return int(row.inserted_primary_key[0])
+            return insert(tx, exchanges, at=now, run=self.run, label=label, state="reserved", tokens=tokens, usd=usd)
 
     @staticmethod
     def _afford(

@@ -27,12 +27,13 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace, code_root
 from factory.git import repository
 from factory.ledger.ledger import Ledger, profiles, record
+from factory.ledger.rows import Subject
+from factory.ledger.writing import insert
 from factory.training.planning import last_segment
 from trainer.contract import stopping
 
 PROGRESS = "profile: "  # how the profiler's lines of progress begin
 USER_ERROR = 2  # the profiler's exit code for an error that its user can correct
-FILES = ("profile.json", "profile.html", "trace.json")
 
 
 FORMAT = 3  # of agents.line_profiler.table, which only the profiler's own process imports
@@ -94,17 +95,10 @@ def profile(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     summary = {key: value for key, value in found.items() if isinstance(value, (str, int, float, bool))}
-    values = {
-        "code_commit": commit,
-        "path": str(folder / "profile.json"),
-        "summary": summary,
-        "created_at": time.time(),
-    }
+    path = str(folder / "profile.json")
     with ledger.begin() as tx:
-        row = tx.execute(profiles.insert().values(**values))
-        assert row.inserted_primary_key is not None
-        number = int(row.inserted_primary_key[0])
-        record(tx, "profiled", f"profile:{number}", {"commit": commit})
+        number = insert(tx, profiles, code_commit=commit, path=path, summary=summary, created_at=time.time())
+        record(tx, "profiled", Subject("profile", number), {"commit": commit})
     from factory.tracking.tracking import Tracking
 
     Tracking.open(workspace, ledger).profile_run(number)
@@ -121,7 +115,7 @@ def _as_trained(workspace: Workspace, ledger: Ledger, path: Path, code: Path, fo
     except RecipeError as error:
         raise InputError(str(error)) from None
     last = last_segment(ledger, "trunk")
-    before = last["recipe_json"]["precision"] if last and last["recipe"] == recipe.name else ""
+    before = last.recipe_json["precision"] if last and last.recipe == recipe.name else ""
     kernels = (code / "policies" / "kernels.yaml").read_text("utf-8")
     recipe, computed, _ = computing.decide(workspace, recipe, kernels, before)
     given = folder / "recipe.yaml"

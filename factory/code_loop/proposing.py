@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import sqlalchemy as sa
-
 from agents.core.proposal import Proposal
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.loop.role import Role
@@ -32,7 +30,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.gates.training_start import find_start
 from factory.git import repository
-from factory.ledger.ledger import Ledger, profiles
+from factory.ledger.ledger import Ledger
 
 
 def propose(
@@ -71,9 +69,8 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int) -> list[int
             "the agent 'search' takes no --endpoint, --model, --target or --interactive: they need a language model"
         )
     number = profile(bench.workspace, bench.ledger, bench.progress, QUICK)
-    found = bench.ledger.one(sa.select(profiles).where(profiles.c.id == number))
-    assert found is not None
-    drafts = search_proposer.propose(read_profile(Path(found["path"])), replace(bench, count=count), count)
+    profiled = Path(bench.ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
+    drafts = search_proposer.propose(read_profile(profiled), replace(bench, count=count), count)
     if not drafts:
         bench.progress.line("  nothing proposed: no change was found that measures faster than what runs now")
     return side_by_side([partial(_submit, bench, drafted) for drafted in drafts])

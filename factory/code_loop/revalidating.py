@@ -24,20 +24,20 @@ from factory.gates.recipe import gate as recipe_gate
 from factory.gates.release.judge import REJECT
 from factory.gates.training_start import Start, find_start
 from factory.git import repository
-from factory.ledger.ledger import Ledger, anomalies, events, proposals, record, verdicts
+from factory.ledger.ledger import Ledger, anomalies, events, record
+from factory.ledger.rows import ProposalRow, Subject, VerdictRow
 from kernels.contract.machine import here
 
 AGENT = "revalidator"
 UNDO = "undo"  # its targets are undo:<number of a proposal>
 VALIDATED = "proposal_validated"
 FELL = "benchmarks_fell"
-Row = dict[str, Any]
 
 
 def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:
     """``revalidate`` for the daemon's passes: an error is shown once, and stops nothing else."""
     start = find_start(ledger)
-    if start is None or not any(_moved(ledger, row["number"], start) for row in _merged(ledger)):
+    if start is None or not any(_moved(ledger, row.number, start) for row in _merged(ledger)):
         return []
     from factory.code_loop.submitting import clear_stale, refuse_without_isolation
 
@@ -67,32 +67,32 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
     start = find_start(ledger)
     for row in _merged(ledger) if start is not None else ():
         assert start is not None
-        changed = _moved(ledger, row["number"], start)
+        changed = _moved(ledger, row.number, start)
         if changed is None:
-            note_validated(ledger, row["number"], start)  # the process that merged it was killed
+            note_validated(ledger, row.number, start)  # the process that merged it was killed
         if not changed:
             continue
-        progress.line(f"  proposal {row['number']} was judged before {', '.join(changed)} changed: it is judged again")
+        progress.line(f"  proposal {row.number} was judged before {', '.join(changed)} changed: it is judged again")
         drafted = undoing(workspace, row, base, changed)
         if drafted is not None:
             made.append(submit(workspace, ledger, progress, drafted, base))
-        note_validated(ledger, row["number"], start)
+        note_validated(ledger, row.number, start)
     return made
 
 
-def undoing(workspace: Workspace, row: Row, base: str, changed: list[str]) -> Proposal | None:
+def undoing(workspace: Workspace, row: ProposalRow, base: str, changed: list[str]) -> Proposal | None:
     """The reverse patch on top of ``base``; None when its files changed again since, or it only added files."""
     code = workspace.repository
-    live = {change.path for change in repository.changes(code, row["commit"], base)}
-    back = [c for c in repository.changes(code, row["commit"], row["base_commit"]) if c.content is not None]
+    live = {change.path for change in repository.changes(code, row.patch_commit, base)}
+    back = [c for c in repository.changes(code, row.patch_commit, row.base_commit) if c.content is not None]
     if not back or any(change.path in live for change in back):
         return None
     edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in back)
     hypothesis = (
-        f"Proposal {row['number']} ({row['title'][:100]}) gained time when it was judged; {', '.join(changed)} changed since. "
+        f"Proposal {row.number} ({row.title[:100]}) gained time when it was judged; {', '.join(changed)} changed since. "
         "If the training step is faster without it now, it should be undone. No gain without it refutes that."
     )
-    return Proposal(AGENT, f"{UNDO}:{row['number']}", f"Undo proposal {row['number']}", hypothesis, 1.0, edits)
+    return Proposal(AGENT, f"{UNDO}:{row.number}", f"Undo proposal {row.number}", hypothesis, 1.0, edits)
 
 
 def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
@@ -102,8 +102,7 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
     drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
     slow = ledger.one(drops)
     fell = ledger.one(sa.select(sa.func.max(events.c.id).label("newest")).where(events.c.kind == FELL))
-    released = sa.select(verdicts.c.subject, verdicts.c.outcome).where(verdicts.c.gate == "release")
-    newest = ledger.one(released.order_by(verdicts.c.id.desc()).limit(1))
+    newest = VerdictRow.first(ledger, "WHERE gate = 'release' ORDER BY id DESC")
     return {
         "torch": machine.torch,
         "device": f"{machine.name}, {machine.processor}"
@@ -112,7 +111,7 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
         "recipe": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16],
         "throughput": f"dropped in segment {slow['newest']}" if slow and slow["newest"] else "",
         "benchmarks": f"fell, event {fell['newest']}" if fell and fell["newest"] else "",
-        "evals": f"{newest['subject']} rejected" if newest and newest["outcome"] == REJECT else "",
+        "evals": f"{newest.subject} rejected" if newest and newest.outcome == REJECT else "",
     }
 
 
@@ -133,27 +132,26 @@ def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:
 
 def validated(ledger: Ledger, number: int) -> list[dict[str, str]]:
     """The surroundings under which a merged patch was judged, oldest first."""
-    mine = (events.c.kind == VALIDATED) & (events.c.subject == f"proposal:{number}")
-    return [row["detail"] for row in ledger.rows(sa.select(events.c.detail).where(mine).order_by(events.c.id))]
+    sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id"
+    return [row["detail"] for row in ledger.read(sql, kind=VALIDATED, subject=str(Subject("proposal", number)))]
 
 
 def note_validated(ledger: Ledger, number: int, start: Start) -> None:
     with ledger.begin() as tx:
-        record(tx, VALIDATED, f"proposal:{number}", surroundings(ledger, start))
+        record(tx, VALIDATED, Subject("proposal", number), surroundings(ledger, start))
 
 
-def record_once(ledger: Ledger, kind: str, subject: str, detail: dict[str, Any]) -> bool:
+def record_once(ledger: Ledger, kind: str, subject: Subject | str, detail: dict[str, Any]) -> bool:
     """Record an event unless the ledger has the same one. Returns whether it was new."""
-    same = (events.c.kind == kind) & (events.c.subject == subject)
-    if any(event["detail"] == detail for event in ledger.rows(sa.select(events.c.detail).where(same))):
+    sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject"
+    if any(event["detail"] == detail for event in ledger.read(sql, kind=kind, subject=str(subject))):
         return False
     with ledger.begin() as tx:
         record(tx, kind, subject, detail)
     return True
 
 
-def _merged(ledger: Ledger) -> list[Row]:
+def _merged(ledger: Ledger) -> list[ProposalRow]:
     """Approved patches that gained time. What a recipe learns better does not depend on torch, driver or device."""
-    joined = proposals.outerjoin(verdicts, verdicts.c.id == proposals.c.verdict)
-    approved = sa.select(proposals, verdicts.c.gate).select_from(joined).where(proposals.c.state == "approved")
-    return [row for row in ledger.rows(approved.order_by(proposals.c.number)) if row["gate"] != recipe_gate.GATE]
+    approved = ProposalRow.select(ledger, "WHERE state = 'approved' ORDER BY number")
+    return [row for row in approved if row.gate != recipe_gate.GATE]

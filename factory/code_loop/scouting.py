@@ -13,7 +13,8 @@ from factory.gates.case import NOTHING_HELD_OUT
 from factory.gates.patch.held_out import held_out_texts
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import unused_recipes, used_recipe
-from factory.ledger.ledger import Ledger, anomalies, segments
+from factory.ledger.ledger import Ledger, anomalies
+from factory.ledger.rows import SegmentRow
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.json_lines import read_lines
@@ -39,14 +40,14 @@ def course(bench: LiveWorkbench) -> Course | str:
     if not texts:
         return str(NOTHING_HELD_OUT["reasons"][0])
     newest = _trunk(ledger)
-    lines = [line for segment in reversed(newest) for line in _record(Path(segment["folder"]))]
+    lines = [line for segment in reversed(newest) for line in _record(Path(segment.folder))]
     if not lines:
         return "the trunk left no metrics to work from"
     return course_of(
         recipe,
         path,
         lines,
-        _anomalies(ledger, [segment["id"] for segment in newest]),
+        _anomalies(ledger, [segment.id for segment in newest]),
         sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts),
         policy.runs.steps + policy.runs.tail_steps,
         policy.runs.min_gain,
@@ -54,10 +55,11 @@ def course(bench: LiveWorkbench) -> Course | str:
     )
 
 
-def _trunk(ledger: Ledger) -> list[dict[str, Any]]:
+def _trunk(ledger: Ledger) -> list[SegmentRow]:
     """Finished trunk segments, the newest first."""
-    done = (segments.c.kind == "trunk") & (segments.c.state == "done")
-    return ledger.rows(sa.select(segments).where(done).order_by(segments.c.id.desc()).limit(SEGMENTS))
+    return SegmentRow.select(
+        ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC LIMIT :limit", limit=SEGMENTS
+    )
 
 
 def _record(folder: Path) -> list[dict[str, Any]]:

@@ -24,7 +24,9 @@ from factory.gates.staged_gate import StagedGate
 from factory.git import repository
 from factory.git.repository import ScopeError
 from factory.git.scope import AgentsPolicy
-from factory.ledger.ledger import Ledger, proposals, record, verdicts
+from factory.ledger.ledger import Ledger, proposals, record
+from factory.ledger.rows import ProposalRow, Subject
+from factory.ledger.writing import insert, record_verdict
 from factory.reports import proposal_report
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
@@ -47,7 +49,7 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
         with devices.one():
             # The same edits under another target are another try as well, and so is a recipe's key under any.
             tries = sum(
-                drafted.target == row["target"] or drafted.patch_id == row["patch_id"] for row in history(ledger)
+                row.target == drafted.target or patch_id == drafted.patch_id for row, patch_id in history(ledger)
             )
             tries = 1 + max(tries, tried_before(workspace, ledger, applied) if learns else 0)
             verdict_id, verdict, evidence = gate.decide(
@@ -87,13 +89,13 @@ def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> Non
     """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
     for leftover in (workspace.root / "cache").glob("check-*"):  # of a quick check that was killed
         shutil.rmtree(leftover, ignore_errors=True)
-    for row in ledger.rows(sa.select(proposals).where(proposals.c.state == "drafted")):
-        worktree = workspace.worktrees / f"proposal-{row['number']}"
+    for row in ProposalRow.select(ledger, "WHERE state = 'drafted' ORDER BY number"):
+        worktree = workspace.worktrees / f"proposal-{row.number}"
         repository.remove_worktree(workspace.repository, worktree)
         shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
-        repository.remove_branch(workspace.repository, row["branch"])
-        _failed(ledger, row["number"], "the factory was killed while the proposal was judged")
-        progress.line(f"  proposal {row['number']} was not judged, as its process was killed: removed")
+        repository.remove_branch(workspace.repository, row.branch)
+        _failed(ledger, row.number, "the factory was killed while the proposal was judged")
+        progress.line(f"  proposal {row.number} was not judged, as its process was killed: removed")
 
 
 def refuse_without_isolation(workspace: Workspace) -> None:
@@ -110,21 +112,21 @@ def _draft(workspace: Workspace, ledger: Ledger, drafted: Proposal, base: str) -
         )
         number = max(taken, default=0) + 1
         branch = repository.branch_name(drafted.agent, number, drafted.title)
-        tx.execute(
-            proposals.insert().values(
-                number=number,
-                agent=drafted.agent,
-                target=drafted.target,
-                title=drafted.title,
-                hypothesis=drafted.hypothesis,
-                predicted_gain=drafted.predicted_gain,
-                base_commit=base,
-                branch=branch,
-                state="drafted",
-                created_at=time.time(),
-            )
+        insert(
+            tx,
+            proposals,
+            number=number,
+            agent=drafted.agent,
+            target=drafted.target,
+            title=drafted.title,
+            hypothesis=drafted.hypothesis,
+            predicted_gain=drafted.predicted_gain,
+            base_commit=base,
+            branch=branch,
+            state="drafted",
+            created_at=time.time(),
         )
-        record(tx, "drafted", f"proposal:{number}", {"branch": branch})
+        record(tx, "drafted", Subject("proposal", number), {"branch": branch})
     return number, branch
 
 
@@ -143,7 +145,7 @@ def _judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, 
 def _failed(ledger: Ledger, number: int, why: str) -> None:
     with ledger.begin() as tx:
         tx.execute(proposals.update().where(proposals.c.number == number).values(state="failed"))
-        record(tx, "proposal_failed", f"proposal:{number}", {"why": why[:2000]})
+        record(tx, "proposal_failed", Subject("proposal", number), {"why": why[:2000]})
 
 
 def _out_of_scope(
@@ -166,21 +168,17 @@ def _out_of_scope(
     verdict = Verdict("reject", tuple(reasons))
     sha256 = drafted.patch_id
     with ledger.begin() as tx:
-        row = tx.execute(
-            verdicts.insert().values(
-                gate="patch",
-                subject=f"proposal:{number}",
-                against=base,
-                policy_sha256="",
-                subject_sha256=sha256,
-                outcome=verdict.outcome,
-                reasons=reasons,
-                evidence=evidence,
-                created_at=time.time(),
-            )  # fmt: skip
+        verdict_id = record_verdict(
+            tx,
+            "patch",
+            Subject("proposal", number),
+            against=base,
+            policy_sha256="",
+            subject_sha256=sha256,
+            outcome=verdict.outcome,
+            reasons=reasons,
+            evidence=evidence,
         )
-        assert row.inserted_primary_key is not None
-        verdict_id = int(row.inserted_primary_key[0])
     report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, "")
     _judged(ledger, number, None, sha256, verdict_id, report)
     progress.line(f"  REJECT: {reasons[0]}")

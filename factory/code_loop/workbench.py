@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import sqlalchemy as sa
 import yaml
 
 from agents.core.proposal import Edit
@@ -34,7 +32,8 @@ from factory.gates.patch.stages.oracle import quick_check
 from factory.gates.training_start import Start
 from factory.git import repository
 from factory.git.scope import AgentsPolicy, Change, problems
-from factory.ledger.ledger import Ledger, proposals, verdicts
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import ProposalRow
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 
@@ -207,22 +206,14 @@ class LiveWorkbench:
     def history(self, target: str) -> list[Attempt]:
         """Judged proposals on a target, or on all targets of a kind (``quality:``), oldest first."""
         of_kind = lambda name: name.startswith(target) if target.endswith(":") else name == target
-        rows = [row for row in history(self.ledger) if of_kind(row["target"])]
         return [
-            Attempt(row["patch_id"] or "", row["outcome"], "; ".join(row["reasons"])[:500], row["title"])
-            for row in rows
+            Attempt(patch_id, row.outcome or "", "; ".join(row.reasons or [])[:500], row.title)
+            for row, patch_id in history(self.ledger)
+            if of_kind(row.target)
         ]
 
 
-def history(ledger: Ledger) -> list[dict[str, Any]]:
-    """Judged proposals, oldest first, each with its verdict, ``gain`` and ``patch_id``."""
-    columns = [proposals.c[name] for name in ("number", "agent", "target", "title", "predicted_gain")]
-    rows = ledger.rows(
-        sa.select(*columns, verdicts.c.outcome, verdicts.c.reasons, verdicts.c.evidence)
-        .join(verdicts, verdicts.c.id == proposals.c.verdict)
-        .order_by(proposals.c.number)
-    )
-    for row in rows:
-        evidence = row.pop("evidence") or {}
-        row |= {"gain": (evidence.get("gain") or {}).get("ratio"), "patch_id": evidence.get("patch_id")}
-    return rows
+def history(ledger: Ledger) -> list[tuple[ProposalRow, str]]:
+    """Judged proposals with the id of their patch, oldest first."""
+    judged = ProposalRow.select(ledger, "WHERE verdict IS NOT NULL ORDER BY number")
+    return [(row, row.evidence(ledger).get("patch_id") or "") for row in judged]

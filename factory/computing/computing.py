@@ -30,6 +30,7 @@ from factory.core.workspace import Workspace, code_root
 from kernels.contract.files import write_atomically
 
 if TYPE_CHECKING:
+    from factory.ledger.rows import SegmentRow
     from trainer.contract.recipe import Recipe
 
 Computing = dict[str, Any]
@@ -104,12 +105,12 @@ def shape_of(recipe: Recipe) -> dict[str, int]:
     }
 
 
-def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What two rows of ``segments`` are computed by that differs, a line each. A row of an older factory says only its precision."""
-    old, new = before["recipe_json"]["precision"], after["recipe_json"]["precision"]
+def changed(before: SegmentRow, after: SegmentRow) -> list[str]:
+    """The differences between what two segments are computed by, a line each. A row of an older factory has only its precision."""
+    old, new = before.recipe_json["precision"], after.recipe_json["precision"]
     lines = [f"precision: {old} → {new}"] if old != new else []
-    if before["computing"] and after["computing"]:
-        old, new = before["computing"]["kernels"], after["computing"]["kernels"]
+    if before.computing and after.computing:
+        old, new = before.computing["kernels"], after.computing["kernels"]
         names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         lines += [f"kernel of {name}: {old.get(name, 'reference')} → {new.get(name, 'reference')}" for name in names]
     return lines

@@ -19,7 +19,6 @@ VERSION = 1
 FOLDERS = (
     "inbox",
     "shards",
-    "checkpoints",
     "exports",
     "segments",
     "worktrees",
@@ -82,10 +81,6 @@ class Workspace:
     @property
     def segments(self) -> Path:
         return self.root / "segments"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
 
     @property
     def exports(self) -> Path:
@@ -183,8 +178,8 @@ class Workspace:
         config = _read_config(path)
         if config.version != VERSION:
             raise WorkspaceError(
-                f"{root} is a workspace of version {config.version}, this factory speaks version {VERSION}: "
-                "use the factory that made it, or start a new workspace and ingest the same shards"
+                f"{root} is a workspace of version {config.version}; this factory reads version {VERSION}: "
+                f"use the {'newer ' if config.version > VERSION else ''}factory that made it"
             )
         made = root / "root"
         if made.exists() and (old := made.read_text().strip()) != str(root):

@@ -1,7 +1,7 @@
-"""Measures one candidate on the suite as it is now, and writes the evaluation down in one transaction.
+"""Measures one candidate on the suite as it is now, and records the evaluation in one transaction.
 
-Asked again for the same candidate and suite it returns what stands in the ledger. An export that cannot be loaded, or gives no finite
-loss, is a finding like any other: the evaluation is recorded with the failed check, and the gate reads it.
+For the same candidate and suite again it returns the recorded evaluation. An export that cannot be loaded, or has no finite loss, is a
+result like any other: the evaluation is recorded with the failed check, which the gate reads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from factory.evals.tasks import (
 )
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.ledger import Ledger, candidates, data_plans, eval_items, evaluations, record, segments
+from factory.ledger.ledger import Ledger, eval_items, evaluations, record
+from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject
+from factory.ledger.writing import insert
 from kernels.contract.files import finite
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TokenShardError
@@ -64,35 +66,27 @@ def evaluate(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: 
 def evaluate_on(
     workspace: Workspace, ledger: Ledger, candidate_id: int, suite: Suite, progress: Progress, *, released: bool = False
 ) -> int:
-    """``evaluate`` on a suite that the caller holds, so that two candidates surely get the same.
+    """``evaluate`` on a suite that the caller holds, so that two candidates are measured on the same one.
 
     ``released``: the parity checks are left out; they were passed when it was released, and its export still has that hash.
     """
-    known = evaluation_of(ledger, candidate_id, suite)
-    if known:
-        return int(known["id"])
-    candidate = ledger.one(sa.select(candidates).where(candidates.c.id == candidate_id))
-    if candidate is None:
-        listed = [str(row["id"]) for row in ledger.rows(sa.select(candidates.c.id).order_by(candidates.c.id))]
-        raise InputError(f"no candidate {candidate_id}; there are: {', '.join(listed) or 'none'}")
+    if known := evaluation_of(ledger, candidate_id, suite):
+        return known.id
+    candidate = CandidateRow.get(ledger, candidate_id)
     if not suite.documents:
         raise InputError("nothing is held out, so nothing can be measured: ingest more documents first")
-    plan = ledger.one(
-        sa.select(data_plans.c.plan)
-        .join(segments, segments.c.data_plan == data_plans.c.id)
-        .where(segments.c.id == candidate["segment"])
-    )
-    assert plan is not None, candidate
+    segment = SegmentRow.get(ledger, candidate.segment)
+    plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]
     policy = EvalPolicy.load(workspace.policy("evals.yaml"))
     shards = open_shards(workspace.root, plan["plan"])
     summary, items = _measure(workspace, ledger, candidate, suite, shards, policy, progress, released)
     return _write(ledger, candidate_id, suite, summary, items)
 
 
-def evaluation_of(ledger: Ledger, candidate_id: int, suite: Suite) -> dict[str, Any] | None:
+def evaluation_of(ledger: Ledger, candidate_id: int, suite: Suite) -> EvaluationRow | None:
     """The recorded evaluation of a candidate on a suite."""
-    mine = (evaluations.c.candidate == candidate_id) & (evaluations.c.suite_sha256 == suite.sha256)
-    return ledger.one(sa.select(evaluations).where(mine))
+    mine = "WHERE candidate = :candidate AND suite_sha256 = :suite"
+    return EvaluationRow.first(ledger, mine, candidate=candidate_id, suite=suite.sha256)
 
 
 def items_of(ledger: Ledger, evaluation_id: int) -> list[EvalItem]:
@@ -104,24 +98,24 @@ def items_of(ledger: Ledger, evaluation_id: int) -> list[EvalItem]:
 def _measure(
     workspace: Workspace,
     ledger: Ledger,
-    candidate: dict[str, Any],
+    candidate: CandidateRow,
     suite: Suite,
     shards: Sequence[TokenShard],
     policy: EvalPolicy,
     progress: Progress,
     released: bool,
 ) -> tuple[dict[str, Any], list[EvalItem]]:
-    export = Path(candidate["export_path"])
+    export = Path(candidate.export_path)
     tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
     clock = _Clock()
     summary: dict[str, Any] = {
-        "export_sha256": candidate["export_sha256"],
+        "export_sha256": candidate.export_sha256,
         "tokenizer_sha256": tokenizer.sha256,
         "task_versions": TASK_VERSIONS,
         "documents": {domain: len(suite.of(domain)) for domain in suite.domains},
     }
     try:
-        if folder_sha256(export) != candidate["export_sha256"]:
+        if folder_sha256(export) != candidate.export_sha256:
             raise ExportError(f"{export} has changed since it was exported: its hash is not the candidate's")
         model = ReferenceModel.load(export)
         if model.config.vocab_size < tokenizer.vocab_size:
@@ -139,7 +133,7 @@ def _measure(
     cloze = build_cloze(suite, tokenizer, policy)
     clock.lap("prepare")
     total = len(texts) + len(cloze)
-    with progress.task(f"evaluating candidate {candidate['id']}", None) as task:
+    with progress.task(f"evaluating candidate {candidate.id}", None) as task:
         bpb_items = bits_per_byte(model, texts, policy, lambda n: task.advance(n, "bits per byte"))
         clock.lap("bpb")
         noise = noise_floor(
@@ -243,18 +237,12 @@ def _write(ledger: Ledger, candidate_id: int, suite: Suite, summary: dict[str, A
         known = tx.execute(sa.select(evaluations.c.id).where(mine)).scalar()
         if known is not None:  # another process was faster; its measurement stands
             return int(known)
-        row = evaluations.insert().values(
-            candidate=candidate_id, suite_sha256=suite.sha256, summary=finite(summary), created_at=time.time()
-        )
-        number = int(tx.execute(row.returning(evaluations.c.id)).scalar_one())
+        values = {"candidate": candidate_id, "suite_sha256": suite.sha256, "summary": finite(summary)}
+        number = insert(tx, evaluations, **values, created_at=time.time())
         if items:
             tx.execute(eval_items.insert(), [asdict(item) | {"evaluation": number} for item in items])
-        record(
-            tx,
-            "evaluated",
-            f"candidate:{candidate_id}",
-            {"evaluation": number, "suite": suite.sha256[:16], "bpb": summary.get("bpb")},
-        )
+        detail = {"evaluation": number, "suite": suite.sha256[:16], "bpb": summary.get("bpb")}
+        record(tx, "evaluated", Subject("candidate", candidate_id), detail)
     return number
 
 

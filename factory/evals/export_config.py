@@ -17,7 +17,7 @@ MOST_EXPERTS = 1 << 16  # over all layers; each is three tensors
 
 
 class ExportError(InputError):
-    """The export is not a plain folder of a known architecture; nothing of it was run."""
+    """The export is not a plain folder of a known architecture; no code of it was run."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Do trainer, evaluator and server see the same model, and has it really not seen the exam? Each question is one check.
+"""Do trainer, evaluator and server see the same model, and was it not trained on held-out text? Each question is one check.
 
 trainer    the token shards' ids and loss masks, decoded and encoded again by the frozen tokenizer
 evaluator  ``Tokenizer`` and ``ReferenceModel``
@@ -40,7 +40,7 @@ CHECKS = (
 @dataclass(frozen=True)
 class Check:
     name: str
-    ok: bool | None  # None: it could not be made, which says nothing about the candidate
+    ok: bool | None  # None: it could not be made, so it counts neither for nor against the candidate
     detail: str  # one line for a person
 
 

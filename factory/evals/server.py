@@ -25,7 +25,7 @@ AGAIN = 5  # times as long as the first attempt's is the second's limit
 
 @dataclass(frozen=True)
 class Served:
-    """What the server side said; ``problem`` instead when it did not come to an end."""
+    """The probe's answer; ``problem`` instead when the probe did not finish."""
 
     answer: dict[str, Any]
     logits_TV: npt.NDArray[np.float32] | None

@@ -1,6 +1,6 @@
-"""What a server would see: loads an export with transformers, as vLLM's users do, and says what came of it.
+"""The server's side of parity: loads an export with transformers, as vLLM's users do, and reports what it computes.
 
-Run as ``python -I server_probe.py REQUEST ANSWER`` in a process of its own, with a clean environment; knows nothing of the factory. Reads
+Run as ``python -I server_probe.py REQUEST ANSWER`` in a process of its own, with a clean environment; imports nothing of the factory. Reads
 REQUEST (JSON: export, classes, texts, chats, logits_of, generate, max_new_tokens, stop_ids, memory_mib, cpu_seconds), writes ANSWER (JSON) and
 ANSWER.npy (fp32 logits [T, V] of ``logits_of``). The limits are set before anything of the export is read.
 """
@@ -43,7 +43,7 @@ def main(request_path: str, answer_path: str) -> None:
     loaded = time.monotonic()
 
     class Force(LogitsProcessor):
-        """Makes the model say one token, third; a server with working stop handling says nothing after it."""
+        """Makes the model generate one token, third; with working stop handling no token follows it."""
 
         def __init__(self, token: int, prompt: int) -> None:
             self.token, self.at = token, prompt + 2

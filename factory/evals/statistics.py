@@ -3,7 +3,7 @@
 Items of one source (its code, its docs, its chat pairs) rise and fall together, so whole sources are drawn again, not items. A measure is
 a ratio of sums (nats over bytes; right answers over questions) and its gain is champion minus candidate for costs, candidate minus
 champion for scores: positive is better. Bounds are percentile bounds at levels widened for few clusters ("expanded percentile", Hesterberg
-2015, §3.5). The seed is the suite's hash: nobody picks it.
+2015, §3.5). The seed is the suite's hash, so that it cannot be chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from factory.evals.tasks import EvalItem
 
 REPLICATES = 10_000
 CLOZE = "cloze"
-Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def _measure(item: EvalItem) -> str:
 
 
 def _gain(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    # A draw that holds nothing of a measure says nothing about it: NaN, and _bounds reads that at its worst.
+    # A draw without any item of a measure gives NaN, which _bounds counts as the worst value.
     with np.errstate(invalid="ignore", divide="ignore"):
         gain: npt.NDArray[np.float64] = (sums[..., 1] - sums[..., 0]) / sums[..., 2]
     return gain
@@ -128,8 +127,6 @@ def expanded(alpha: float, clusters: int) -> float:
     """The percentile that covers like a t interval with few clusters: Phi(-t(alpha, n-1) * sqrt(n / (n - 1)))."""
     if clusters < 2:
         return 0.0
-    nu = clusters - 1
-    z = -NormalDist().inv_cdf(alpha)
-    # Cornish–Fisher expansion of Student's t (Abramowitz & Stegun 26.7.5).
-    t = z + (z**3 + z) / (4 * nu) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * nu**2)
-    return NormalDist().cdf(-t * math.sqrt(clusters / nu))
+    from scipy.stats import t  # half a second, which only a comparison needs to wait for
+
+    return NormalDist().cdf(t.ppf(alpha, clusters - 1) * math.sqrt(clusters / (clusters - 1)))

@@ -32,12 +32,9 @@ def unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[str]:
 
 
 def recipe_changes(change: Change, base: str) -> Changes:
-    """The flat keys whose values a changed recipe gives differently from ``base``, its text before ('': a new recipe).
+    """What a changed recipe says otherwise than ``base``, its text before ('': a new recipe): ``{"batch.sequences": (8, 16)}``.
 
-    >>> recipe_changes(Change("policies/recipes/tiny.yaml", new), old)
-    {'batch.sequences': (8, 16), 'mixture.weights.docs': (0.5, None)}
-
-    Raises: RecipeError for text that is no recipe, and for a deleted one.
+    A key that is gone has the new value None. Raises: RecipeError for text that is not a recipe, and for a deleted one.
     """
     if change.content is None:
         raise RecipeError(f"{change.path}: a patch may not delete a recipe")
@@ -58,7 +55,11 @@ def _parse(text: str, where: str) -> Recipe:
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one: ``{"batch": {"sequences": 8}}`` is ``{"batch.sequences": 8}``."""
+    """Nested mappings as one.
+
+    >>> flat({"seed": 1, "batch": {"sequences": 8}})
+    {'seed': 1, 'batch.sequences': 8}
+    """
     found: dict[str, Any] = {}
     for key, value in settings.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

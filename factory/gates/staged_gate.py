@@ -21,7 +21,9 @@ from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.repository import Applied
 from factory.git.scope import AgentsPolicy
-from factory.ledger.ledger import Ledger, record, verdicts
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import Subject
+from factory.ledger.writing import record_verdict
 from kernels.contract.files import finite
 
 
@@ -53,9 +55,20 @@ class StagedGate(Generic[Policy]):
         """Judge a proposal: (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; nothing is recorded then."""
         evidence = self.gather(workspace, ledger, applied, progress, tries) | {"gate": self.name, "patch_id": patch_id}
         verdict = self.judge(self.policy, evidence)
-        recorded = record_verdict(
-            ledger, self.name, number, applied, policy_sha256(self.policy), verdict, evidence
-        )  # fmt: skip
+        subject = Subject("proposal", number)
+        with ledger.begin() as tx:
+            record(tx, "judged", subject, {"outcome": verdict.outcome})
+            recorded = record_verdict(
+                tx,
+                self.name,
+                subject,
+                against=applied.base,
+                policy_sha256=policy_sha256(self.policy),
+                subject_sha256=applied.patch_sha256,
+                outcome=verdict.outcome,
+                reasons=verdict.reasons,
+                evidence=evidence,
+            )
         return recorded, verdict, evidence
 
     def gather(
@@ -126,26 +139,3 @@ def _run(stage: Stage, name: str, case: Case[Any]) -> StageResult:
     except Exception as error:
         reason = f"the {name} stage ended with an error: {type(error).__name__}: {error}"
         return StageResult(missing(reason, log=traceback.format_exc()))
-
-
-def record_verdict(
-    ledger: Ledger, gate: str, number: int, applied: Applied, policy: str, verdict: Verdict, evidence: dict[str, Any]
-) -> int:
-    """Bound to the patch's hash; ``policy`` is the SHA-256 of the policy that judged. Returns the verdict's id."""
-    with ledger.begin() as tx:
-        row = tx.execute(
-            verdicts.insert().values(
-                gate=gate,
-                subject=f"proposal:{number}",
-                against=applied.base,
-                policy_sha256=policy,
-                subject_sha256=applied.patch_sha256,
-                outcome=verdict.outcome,
-                reasons=list(verdict.reasons),
-                evidence=evidence,
-                created_at=time.time(),
-            )
-        )
-        assert row.inserted_primary_key is not None
-        record(tx, "judged", f"proposal:{number}", {"outcome": verdict.outcome})
-        return int(row.inserted_primary_key[0])

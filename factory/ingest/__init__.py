@@ -13,5 +13,4 @@
 ``decide``         what documents are decided by together
 ``tokenizer`` ``vocabulary``  the tokenizer; its one training
 ``store``          the ledger rows, in one transaction
-``provenance``     a document's fate, afterwards
 """

@@ -15,13 +15,16 @@ SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 class PlainText(sa.TypeDecorator[str]):
-    """Text of which PostgreSQL refuses no character: what a shard names its documents may hold a NUL, which is stored as U+FFFD."""
+    """Text of which PostgreSQL refuses no character: what a shard names its documents may hold a NUL, which is stored as U+FFFD.
+
+    A ``Subject`` is stored as its text.
+    """
 
     impl = sa.Text
     cache_ok = True
 
-    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
-        return value.replace("\0", "\ufffd") if value else value
+    def process_bind_param(self, value: Any, dialect: sa.Dialect) -> str | None:
+        return None if value is None else str(value).replace("\0", "\ufffd")
 
 
 def engine(url: str) -> sa.Engine:

@@ -17,10 +17,9 @@ import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
 from factory.ledger.engine import SERIAL, PlainText, engine
+from factory.ledger.rows import Subject, decoded
+from factory.ledger.version import SCHEMA, refuse_other_version
 
-SCHEMA_VERSION = "2"
-# What an older ledger lacks: version → the next one's columns, which may be empty. They are added when it is opened.
-ADDED = {"1": (("segments", "computing", "JSON"),)}
 metadata = sa.MetaData()
 T, N, F, J, C = PlainText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
 
@@ -32,7 +31,7 @@ events = sa.Table(
     C("id", SERIAL, primary_key=True),
     C("at", F, nullable=False),  # seconds since 1970
     C("kind", T, nullable=False),  # 'ingested', 'segment_done', 'promoted', …
-    C("subject", T, nullable=False),  # what it happened to: 'shard:ab12…', 'segment:3', 'release:1'
+    C("subject", T, nullable=False),  # what it happened to: a Subject ('segment:3'), 'shard:ab12…', 'daemon'
     C("detail", J),
 )
 
@@ -325,38 +324,25 @@ class Ledger:
         with ledger.begin() as tx:
             metadata.create_all(tx)
             if tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar() is None:
-                tx.execute(meta.insert().values(key="schema", value=SCHEMA_VERSION))
+                tx.execute(meta.insert().values(key="schema", value=SCHEMA))
         return ledger
 
     @classmethod
     def open(cls, url: str) -> Ledger:
         """Raises: WorkspaceError when there is no ledger at the address, or one of another version."""
         ledger = cls(url)
-        try:
-            found = ledger.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
-        except sa.exc.DBAPIError as error:
-            raise WorkspaceError(
-                f"the ledger at {ledger.engine.url!r} cannot be read: {error.orig}; run 'factory init'"
-            ) from error
-        version = found and found["value"]
-        if version in ADDED:
-            ledger._add_columns(version)
-            version = SCHEMA_VERSION
-        if version != SCHEMA_VERSION:
-            raise WorkspaceError(
-                f"the ledger at {ledger.engine.url!r} is of version {version}, this factory speaks {SCHEMA_VERSION}"
-            )
+        refuse_other_version(ledger.version(), f"the ledger at {ledger.engine.url!r}")
         return ledger
 
-    def _add_columns(self, version: str) -> None:
-        """Bring an older ledger up to date; in one transaction, and by one process where several open it at once."""
-        with self.begin() as tx:
-            found = tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar()
-            if found != version:
-                return  # another process did
-            for table, column, kind in ADDED[version]:
-                tx.execute(sa.text(f"ALTER TABLE {table} ADD COLUMN {column} {kind}"))
-            tx.execute(meta.update().where(meta.c.key == "schema").values(value=SCHEMA_VERSION))
+    def version(self) -> str | None:
+        """Of its tables. Raises: WorkspaceError when there is no ledger at the address."""
+        try:
+            found = self.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
+        except sa.exc.DBAPIError as error:
+            raise WorkspaceError(
+                f"the ledger at {self.engine.url!r} cannot be read: {error.orig}; run 'factory init'"
+            ) from error
+        return found["value"] if found else None
 
     @contextmanager
     def begin(self) -> Iterator[sa.Connection]:
@@ -374,7 +360,11 @@ class Ledger:
         rows = self.rows(statement)
         return rows[0] if rows else None
 
+    def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
+        """As ``factory.ledger.rows`` reads: plain SQL, the same on either database."""
+        return [decoded(row) for row in self.rows(sa.text(sql), parameters)]
 
-def record(tx: sa.Connection, kind: str, subject: str, detail: dict[str, Any] | None = None) -> None:
+
+def record(tx: sa.Connection, kind: str, subject: Subject | str, detail: dict[str, Any] | None = None) -> None:
     """Append an event in the caller's transaction."""
     tx.execute(events.insert().values(at=time.time(), kind=kind, subject=subject, detail=detail))

@@ -5,51 +5,51 @@ from __future__ import annotations
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.ledger.listing import rows
+from factory.ledger.reader import Reader
+from factory.ledger.rows import (
+    CandidateRow,
+    EvaluationRow,
+    ProposalRow,
+    ReleaseRow,
+    SegmentRow,
+    Subject,
+    VerdictRow,
+    champion,
+)
+
+SEGMENT = "id kind parent generation recipe code_commit first_step last_step state attempts result created_at finished_at folder"
+PROPOSAL = "number agent target title hypothesis predicted_gain branch state report outcome reasons"
 
 
 def snapshot(workspace: Workspace) -> dict[str, Any]:
-    """Everything a person asks first, as plain JSON-ready data."""
-    shards = rows(
-        workspace, "SELECT name, sha256, state, reason, rows, counts, domains, tokens FROM shards ORDER BY ingested_at"
+    """The answers to what a person asks first, as plain JSON-ready data."""
+    db = Reader(workspace)
+    shards = db.read(
+        "SELECT name, sha256, state, reason, rows, counts, domains, tokens FROM shards ORDER BY ingested_at"
     )
-    segments = rows(
-        workspace,
-        "SELECT id, kind, parent, generation, recipe, code_commit, first_step, last_step, state, attempts, result, "
-        "created_at, finished_at, folder, recipe_json FROM segments ORDER BY id",
-    )
-    for segment in segments:
-        segment["precision"] = segment.pop("recipe_json")["precision"]
-    candidates = rows(
-        workspace,
-        "SELECT c.id, c.segment, c.export_path, c.export_sha256, "
-        "(SELECT e.summary FROM evaluations e WHERE e.candidate = c.id ORDER BY e.id DESC LIMIT 1) AS summary "
-        "FROM candidates c ORDER BY c.id",
-    )
-    verdicts = rows(
-        workspace, "SELECT id, gate, subject, against, outcome, reasons, created_at FROM verdicts ORDER BY id"
-    )
-    releases = rows(
-        workspace,
-        "SELECT number, candidate, verdict, state, mlflow_version, report, created_at FROM releases ORDER BY number",
-    )
-    proposals = rows(
-        workspace,
-        "SELECT p.number, p.agent, p.target, p.title, p.hypothesis, p.predicted_gain, p.branch, p.state, p.report, v.outcome, v.reasons "
-        "FROM proposals p LEFT JOIN verdicts v ON v.id = p.verdict ORDER BY p.number",
-    )
-    for candidate in candidates:
-        own = [v for v in verdicts if v["subject"] == f"candidate:{candidate['id']}"]
-        candidate["verdict"] = {k: own[-1][k] for k in ("id", "outcome", "reasons", "against")} if own else None
-        candidate["release"] = next((r["number"] for r in releases if r["candidate"] == candidate["id"]), None)
+    segments = [row.only(SEGMENT) | {"precision": row.recipe_json["precision"]} for row in SegmentRow.select(db)]
+    verdicts = [row.only("id gate subject against outcome reasons created_at") for row in VerdictRow.select(db)]
+    releases = [
+        row.only("number candidate verdict state mlflow_version report created_at") for row in ReleaseRow.select(db)
+    ]
+    candidates = []
+    for row in CandidateRow.select(db):
+        evaluation = EvaluationRow.newest(db, row.id)
+        own = [v for v in verdicts if v["subject"] == str(Subject("candidate", row.id))]
+        candidates.append(
+            row.only("id segment export_path export_sha256")
+            | {
+                "summary": evaluation and evaluation.summary,
+                "verdict": {k: own[-1][k] for k in ("id", "outcome", "reasons", "against")} if own else None,
+                "release": next((r["number"] for r in releases if r["candidate"] == row.id), None),
+            }
+        )
     accepted = {
         row["subject"]: {"by": row["detail"]["by"], "at": row["at"]}
-        for row in rows(
-            workspace, "SELECT subject, at, detail FROM events WHERE kind = 'certificate_accepted' ORDER BY id"
-        )
+        for row in db.read("SELECT subject, at, detail FROM events WHERE kind = 'certificate_accepted' ORDER BY id")
     }
     certificates = [
-        {"segment": int(v["subject"].removeprefix("segment:")), **v, "accepted": accepted.get(v["subject"])}
+        {"segment": Subject.parse(v["subject"]).number, **v, "accepted": accepted.get(v["subject"])}
         for v in verdicts
         if v["gate"] == "code"
     ]
@@ -59,32 +59,21 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
             total = totals.setdefault(domain, {"documents": 0, "tokens": 0, "supervised_tokens": 0})
             for key in total:
                 total[key] += facts.get(key, 0)
+    best = champion(db)
+    inbox = [path for path in workspace.inbox.glob("*") if path.is_file() and not path.name.startswith(".")]
     return {
         "workspace": str(workspace.root),
-        "waiting_in_inbox": sum(
-            1 for path in workspace.inbox.glob("*") if path.is_file() and not path.name.startswith(".")
-        ),
+        "waiting_in_inbox": len(inbox),
         "shards": shards,
         "domains": totals,
         "segments": segments,
         "certificates": certificates,
         "candidates": candidates,
         "releases": releases,
-        "champion": champion(workspace),
-        "proposals": proposals,
-        "anomalies": rows(workspace, "SELECT segment, step, kind FROM anomalies ORDER BY id DESC LIMIT 20"),
+        "champion": best.only("number candidate mlflow_version export_path") if best else None,
+        "proposals": [row.only(PROPOSAL) for row in ProposalRow.select(db)],
+        "anomalies": db.read("SELECT segment, step, kind FROM anomalies ORDER BY id DESC LIMIT 20"),
     }
-
-
-def champion(workspace: Workspace) -> dict[str, Any] | None:
-    """The release in force: the newest published one, unless a later event rolled back to an older one."""
-    found = rows(
-        workspace,
-        "SELECT r.number, r.candidate, r.mlflow_version, c.export_path FROM releases r JOIN candidates c ON c.id = r.candidate "
-        "WHERE r.state = 'published' ORDER BY COALESCE((SELECT MAX(e.at) FROM events e WHERE e.kind IN ('promoted', 'rolled_back') "
-        "AND e.subject = 'release:' || r.number), r.created_at) DESC LIMIT 1",
-    )
-    return found[0] if found else None
 
 
 def screen(facts: dict[str, Any]) -> list[str]:

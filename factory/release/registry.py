@@ -7,15 +7,14 @@ whatever the ledger says it is. A version is found by its tags, so that register
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
-
-import sqlalchemy as sa
 
 from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, candidates, evaluations, releases, segments, verdicts
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.reports.release_report import release_report
 from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
 from factory.tracking.tracking import Tracking, averaged_tag, short
@@ -30,24 +29,25 @@ CHAMPION, CANDIDATE = "champion", "candidate"
 COPY_LIMIT = 1 << 30  # bytes; a larger export is shown by reference, not copied to the artifacts
 
 
-def newest_verdict(ledger: Ledger, candidate_id: int) -> dict[str, Any] | None:
-    subject = (verdicts.c.gate == "release") & (verdicts.c.subject == f"candidate:{candidate_id}")
-    return ledger.one(sa.select(verdicts).where(subject).order_by(verdicts.c.id.desc()).limit(1))
+def newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
+    """Raises: InputError when the candidate was not judged."""
+    verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
+    if verdict is None:
+        raise InputError(f"candidate {candidate_id} was not judged yet: run 'factory evaluate {candidate_id}'")
+    return verdict
 
 
-def check_export(ledger: Ledger, candidate_id: int) -> dict[str, Any]:
-    """The candidate's row, after making sure that its export is, byte for byte, the one it was recorded with.
+def check_export(ledger: Ledger, candidate_id: int) -> CandidateRow:
+    """The candidate, after making sure that its export is, byte for byte, the one it was recorded with.
 
     Raises: InputError.
     """
-    row = ledger.one(sa.select(candidates).where(candidates.c.id == candidate_id))
-    if row is None:
-        raise InputError(f"there is no candidate {candidate_id}; 'factory status' lists them")
-    found = folder_sha256(Path(row["export_path"]))
-    if found != row["export_sha256"]:
+    row = CandidateRow.get(ledger, candidate_id)
+    found = folder_sha256(Path(row.export_path))
+    if found != row.export_sha256:
         raise InputError(
-            f"candidate {candidate_id}: {row['export_path']} is not what was recorded (sha256 {found[:12]}…, "
-            f"recorded {row['export_sha256'][:12]}…): nothing was released; restore the export, or evaluate a new candidate"
+            f"candidate {candidate_id}: {row.export_path} is not what was recorded (sha256 {found[:12]}…, "
+            f"recorded {row.export_sha256[:12]}…): nothing was released; restore the export, or evaluate a new candidate"
         )
     return row
 
@@ -58,18 +58,16 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
     Raises: InputError when it was not judged or its export is not what was judged; TrackingError.
     """
     verdict = newest_verdict(ledger, candidate_id)
-    if verdict is None:
-        raise InputError(f"candidate {candidate_id} was not judged yet: run 'factory evaluate'")
     candidate = check_export(ledger, candidate_id)
     run = tracking.candidate_run(candidate_id)
     client = tracking.client
     tags = _tags(ledger, candidate, verdict)
     with mlflow_errors(f"registering candidate {candidate_id}"), waiting_lock(workspace, "registry"):
         _ensure_model(client)
-        version = find_version(client, candidate)
+        version = find_version(client, candidate_id, candidate.export_sha256)
         if version is None:
             source = _model_source(client, run, candidate)
-            version = client.create_model_version(MODEL, source, run, tags, description=short(verdict["reasons"]))
+            version = client.create_model_version(MODEL, source, run, tags, description=short(verdict.reasons))
         for key, value in tags.items():
             if version.tags.get(key) != value:
                 client.set_model_version_tag(MODEL, version.version, key, value)
@@ -87,12 +85,10 @@ def write_report(workspace: Workspace, ledger: Ledger, tracking: Tracking, candi
     return path
 
 
-def find_version(client: MlflowClient, candidate: dict[str, Any]) -> ModelVersion | None:
+def find_version(client: MlflowClient, candidate: int, export_sha256: str) -> ModelVersion | None:
     """The version of a candidate, by its tags: the candidate's number and the hash of its export."""
-    query = f"name = '{MODEL}' and tags.`candidate` = '{candidate['id']}'"
-    found = [
-        v for v in client.search_model_versions(query) if v.tags.get("export_sha256") == candidate["export_sha256"]
-    ]
+    query = f"name = '{MODEL}' and tags.`candidate` = '{candidate}'"
+    found = [v for v in client.search_model_versions(query) if v.tags.get("export_sha256") == export_sha256]
     return min(found, key=lambda version: int(version.version), default=None)
 
 
@@ -120,43 +116,40 @@ def _ensure_model(client: MlflowClient) -> None:
             raise
 
 
-def _model_source(client: MlflowClient, run: str, candidate: dict[str, Any]) -> str:
+def _model_source(client: MlflowClient, run: str, candidate: CandidateRow) -> str:
     """Where the version's files lie: a copy among the run's artifacts, verified; the export itself when it is very large."""
-    export = Path(candidate["export_path"])
+    export = Path(candidate.export_path)
     if sum(path.stat().st_size for path in export.rglob("*") if path.is_file()) > COPY_LIMIT:
         return export.as_uri()
     client.log_artifacts(run, str(export), "model")
     source = f"{client.get_run(run).info.artifact_uri}/model"
     place = urlparse(source)
-    if place.scheme in ("", "file") and folder_sha256(Path(unquote(place.path))) != candidate["export_sha256"]:
+    if place.scheme in ("", "file") and folder_sha256(Path(unquote(place.path))) != candidate.export_sha256:
         raise OSError(f"the copy at {source} differs from {export}")
     return source
 
 
 def _newest_judged(ledger: Ledger) -> int:
-    subjects = ledger.rows(sa.select(verdicts.c.subject).where(verdicts.c.gate == "release"))
-    return max(int(row["subject"].removeprefix("candidate:")) for row in subjects)
+    return max(verdict.number for verdict in VerdictRow.select(ledger, "WHERE gate = 'release'"))
 
 
-def _tags(ledger: Ledger, candidate: dict[str, Any], verdict: dict[str, Any]) -> dict[str, str]:
-    segment = ledger.one(sa.select(segments).where(segments.c.id == candidate["segment"]))
-    number = ledger.one(sa.select(releases.c.number).where(releases.c.candidate == candidate["id"]))
-    newest = sa.select(evaluations.c.summary).where(evaluations.c.candidate == candidate["id"])
-    evaluation = ledger.one(newest.order_by(evaluations.c.id.desc()).limit(1))
-    assert segment
+def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[str, str]:
+    segment = SegmentRow.get(ledger, candidate.segment)
+    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate.id)
+    evaluation = EvaluationRow.newest(ledger, candidate.id)
     tags = {
-        "verdict": verdict["outcome"],
-        "reasons": short(verdict["reasons"]),
-        "candidate": candidate["id"],
-        "segment": segment["id"],
-        "generation": segment["generation"],
-        "recipe": segment["recipe"],
-        "data_plan": segment["data_plan"],
-        "code_commit": segment["code_commit"],
-        "export_sha256": candidate["export_sha256"],
-        "release": number and number["number"],
-        **averaged_tag(segment["result"]),
+        "verdict": verdict.outcome,
+        "reasons": short(verdict.reasons),
+        "candidate": candidate.id,
+        "segment": segment.id,
+        "generation": segment.generation,
+        "recipe": segment.recipe,
+        "data_plan": segment.data_plan,
+        "code_commit": segment.code_commit,
+        "export_sha256": candidate.export_sha256,
+        "release": release and release.number,
+        **averaged_tag(segment.result),
     }
-    bpb = evaluation["summary"].get("bpb", {}) if evaluation else {}
+    bpb = evaluation.summary.get("bpb", {}) if evaluation else {}
     tags |= {f"bpb.{domain}": f"{value:.4f}" for domain, value in bpb.items() if isinstance(value, int | float)}
     return {key: str(value) for key, value in tags.items() if value is not None}

@@ -16,14 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy as sa
-
 from factory.core.errors import ConfigError, InputError, nearest
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.core.yaml_file import load_yaml
-from factory.ledger.champion import champion, release_row
-from factory.ledger.ledger import Ledger, candidates, events, record, releases, verdicts
+from factory.ledger.ledger import Ledger, record, releases
+from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
+from factory.ledger.writing import insert, next_key
 from factory.release import serving
 from factory.release.registry import (
     CHAMPION,
@@ -56,8 +55,7 @@ def register_candidate(workspace: Workspace, ledger: Ledger, candidate_id: int) 
     tracking = Tracking.open(workspace, ledger)
     version = register(workspace, ledger, tracking, candidate_id)
     verdict = newest_verdict(ledger, candidate_id)
-    assert verdict
-    if verdict["outcome"] == "promote" and _mode(workspace) == "manual" and not _approval(ledger, verdict):
+    if verdict.outcome == "promote" and _mode(workspace) == "manual" and not _approval(ledger, verdict):
         with mlflow_errors("asking for approval"):
             if APPROVAL_TAG not in tracking.client.get_model_version(MODEL, version).tags:
                 tracking.client.set_model_version_tag(MODEL, version, APPROVAL_TAG, "pending")
@@ -69,28 +67,28 @@ def approve(ledger: Ledger, verdict_id: int, by: str) -> None:
     """Record a person's approval of exactly what this verdict judged. Raises: InputError for a verdict that is no promotion."""
     verdict = _promotion(ledger, verdict_id)
     with ledger.begin() as tx:
-        record(tx, "approved", f"verdict:{verdict_id}", {"sha256": verdict["subject_sha256"], "by": by})
+        record(tx, "approved", Subject("verdict", verdict_id), {"sha256": verdict.subject_sha256, "by": by})
 
 
-def _approval(ledger: Ledger, verdict: dict[str, Any]) -> str | None:
-    mine = (events.c.kind == "approved") & (events.c.subject == f"verdict:{verdict['id']}")
-    for event in ledger.rows(sa.select(events.c.detail).where(mine)):
-        if event["detail"]["sha256"] == verdict["subject_sha256"]:
+def _approval(ledger: Ledger, verdict: VerdictRow) -> str | None:
+    sql = "SELECT detail FROM events WHERE kind = 'approved' AND subject = :subject"
+    for event in ledger.read(sql, subject=str(Subject("verdict", verdict.id))):
+        if event["detail"]["sha256"] == verdict.subject_sha256:
             return str(event["detail"]["by"])
     return None
 
 
-def _check_approval(workspace: Workspace, ledger: Ledger, verdict: dict[str, Any]) -> str:
+def _check_approval(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -> str:
     """Who approved: ``policy``, or the person. Takes over an approval given in MLflow. Raises: ApprovalNeeded."""
     by = _approval(ledger, verdict)
     if by or _mode(workspace) == "automatic":
         return by or "policy"
-    number = _candidate_of(verdict)
+    number = verdict.number
     version = register_candidate(workspace, ledger, number)
     with mlflow_errors("reading the approval"):
         tags = Tracking.open(workspace, ledger).client.get_model_version(MODEL, version).tags
     if tags.get(APPROVAL_TAG, "").strip().lower() == "approved":
-        approve(ledger, verdict["id"], "mlflow")
+        approve(ledger, verdict.id, "mlflow")
         return "mlflow"
     raise ApprovalNeeded(
         f"candidate {number} waits for approval: run 'factory release', or set the tag {APPROVAL_TAG}=approved on "
@@ -126,11 +124,11 @@ def release(
     ApprovalNeeded when the policy wants a person first; TrackingError when MLflow cannot be reached (call again).
     """
     verdict = _promotion(ledger, verdict_id)
-    candidate = _candidate_of(verdict)
+    candidate = verdict.number
     with waiting_lock(workspace, "release"):
         saga = _Saga(workspace, ledger, progress)
         saga.finish_others(candidate)
-        known = ledger.one(sa.select(releases).where(releases.c.candidate == candidate))
+        known = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate)
         if known is None:
             _check_current(ledger, verdict)
             _check_judged(ledger, verdict)
@@ -139,7 +137,7 @@ def release(
             by = _check_approval(workspace, ledger, verdict)
             number = _decide(ledger, verdict, by)
         else:
-            number = int(known["number"])
+            number = known.number
         saga.advance(number)
     return number
 
@@ -150,8 +148,8 @@ def reconcile(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT)
     Returns what was done, one line each; nothing to do → empty. What cannot be repaired (an export that was tampered with)
     is among the lines as well. Raises: TrackingError.
     """
-    if ledger.one(sa.select(verdicts.c.id).where(verdicts.c.gate == "release").limit(1)) is None:
-        return []  # nothing was ever judged, so nothing is shown: MLflow need not be loaded to know that
+    if VerdictRow.first(ledger, "WHERE gate = 'release'") is None:
+        return []  # no candidate was judged, so MLflow has nothing to show and need not be imported
     with waiting_lock(workspace, "release"):
         saga = _Saga(workspace, ledger, progress)
         done = saga.finish_others(None) + saga.show_judged()
@@ -165,14 +163,13 @@ def rollback(workspace: Workspace, ledger: Ledger, number: int, progress: Progre
     with waiting_lock(workspace, "release"):
         saga = _Saga(workspace, ledger, progress)
         saga.finish_others(None)
-        row, now = release_row(ledger, number), champion(ledger)
-        if row is None or row["state"] != "published":
-            raise InputError(f"there is no published release {number}; 'factory status' lists them")
-        check_export(ledger, row["candidate"])
-        assert now
-        if now["number"] != number:
+        row, now = ReleaseRow.get(ledger, number), champion(ledger)
+        if row.state != "published" or now is None:
+            raise InputError(f"release {number} is not published; 'factory status' lists those that are")
+        check_export(ledger, row.candidate)
+        if now.number != number:
             with ledger.begin() as tx:
-                record(tx, "rolled_back", f"release:{number}", {"from": now["number"]})
+                record(tx, "rolled_back", Subject("release", number), {"from": now.number})
         saga.follow_ledger(expected=True)
     progress.line(f"release {number} is champion again")
 
@@ -186,68 +183,62 @@ class _Saga:
 
     def advance(self, number: int) -> None:
         """Take a release from its recorded state to ``published``. Raises: InputError, and the state stays."""
-        steps: dict[str, Callable[[dict[str, Any]], None]] = {
+        steps: dict[str, Callable[[ReleaseRow], None]] = {
             "decided": self._register,
             "registered": self._alias,
             "aliased": self._publish,
         }
-        while (row := release_row(self.ledger, number)) and row["state"] in steps:
-            verdict = self.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
-            assert verdict
+        while (row := ReleaseRow.get(self.ledger, number)).state in steps:
+            verdict = VerdictRow.get(self.ledger, row.verdict)
             _check_judged(self.ledger, verdict)
             _check_champion(self.ledger, verdict)
-            steps[row["state"]](row)
+            steps[row.state](row)
 
-    def _register(self, row: dict[str, Any]) -> None:
-        version = register(self.workspace, self.ledger, self.tracking, row["candidate"])
+    def _register(self, row: ReleaseRow) -> None:
+        version = register(self.workspace, self.ledger, self.tracking, row.candidate)
         self._move(row, "registered", mlflow_version=version)
 
-    def _alias(self, row: dict[str, Any]) -> None:
+    def _alias(self, row: ReleaseRow) -> None:
         version = self._version(row)
         with mlflow_errors("moving the champion alias"):
             self.tracking.client.set_registered_model_alias(MODEL, CHAMPION, version)
         self._move(row, "aliased", mlflow_version=version)
 
-    def _version(self, row: dict[str, Any]) -> str:
+    def _version(self, row: ReleaseRow) -> str:
         """The version of a release's candidate; made again when somebody deleted it."""
         with mlflow_errors("finding a version"):
-            found = find_version(self.tracking.client, {"id": row["candidate"], "export_sha256": row["export_sha256"]})
-        return str(found.version) if found else register(self.workspace, self.ledger, self.tracking, row["candidate"])
+            found = find_version(self.tracking.client, row.candidate, row.export_sha256)
+        return str(found.version) if found else register(self.workspace, self.ledger, self.tracking, row.candidate)
 
-    def _publish(self, row: dict[str, Any]) -> None:
-        run = self.tracking.candidate_run(row["candidate"])
-        report = write_report(self.workspace, self.ledger, self.tracking, row["candidate"], run)
-        serving.publish(self.workspace, row["number"], Path(row["export_path"]), row["export_sha256"])
+    def _publish(self, row: ReleaseRow) -> None:
+        run = self.tracking.candidate_run(row.candidate)
+        report = write_report(self.workspace, self.ledger, self.tracking, row.candidate, run)
+        serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
         self._move(row, "published", report=str(report), event="promoted")
-        self.progress.line(f"release {row['number']}: candidate {row['candidate']} is champion")
+        self.progress.line(f"release {row.number}: candidate {row.candidate} is champion")
 
-    def _move(self, row: dict[str, Any], state: str, event: str | None = None, **values: Any) -> None:
+    def _move(self, row: ReleaseRow, state: str, event: str | None = None, **values: Any) -> None:
         with self.ledger.begin() as tx:
-            tx.execute(releases.update().where(releases.c.number == row["number"]).values(state=state, **values))
+            tx.execute(releases.update().where(releases.c.number == row.number).values(state=state, **values))
             if event:
-                record(tx, event, f"release:{row['number']}", {"candidate": row["candidate"]})
+                record(tx, event, Subject("release", row.number), {"candidate": row.candidate})
 
     def finish_others(self, candidate: int | None) -> list[str]:
         """Finish the half releases of every other candidate; one that cannot be finished is reported, and stops nothing."""
-        unfinished = releases.c.state.in_(("decided", "registered", "aliased"))
         done = []
-        for row in self.ledger.rows(sa.select(releases).where(unfinished).order_by(releases.c.number)):
-            if row["candidate"] == candidate:
+        for row in ReleaseRow.select(self.ledger, "WHERE state <> 'published' ORDER BY number"):
+            if row.candidate == candidate:
                 continue
             try:
-                self.advance(row["number"])
-                done.append(f"release {row['number']} was half done and is finished")
+                self.advance(row.number)
+                done.append(f"release {row.number} was half done and is finished")
             except InputError as error:
                 if isinstance(error, OutOfDate):
+                    detail = {"why": str(error), "candidate": row.candidate}
                     with self.ledger.begin() as tx:
-                        tx.execute(releases.delete().where(releases.c.number == row["number"]))
-                        record(
-                            tx,
-                            "withdrawn",
-                            f"release:{row['number']}",
-                            {"why": str(error), "candidate": row["candidate"]},
-                        )
-                done.append(f"release {row['number']} cannot be finished: {error}")
+                        tx.execute(releases.delete().where(releases.c.number == row.number))
+                        record(tx, "withdrawn", Subject("release", row.number), detail)
+                done.append(f"release {row.number} cannot be finished: {error}")
         return done
 
     def show_judged(self) -> list[str]:
@@ -256,24 +247,23 @@ class _Saga:
             found = self.tracking.client.search_model_versions(f"name = '{MODEL}'")
         shown = {(v.tags.get("candidate"), v.tags.get("export_sha256"), v.tags.get("verdict")) for v in found}
         done = []
-        for row in self.ledger.rows(sa.select(candidates).order_by(candidates.c.id)):
-            verdict = newest_verdict(self.ledger, row["id"])
-            if verdict is None or (str(row["id"]), row["export_sha256"], verdict["outcome"]) in shown:
+        for row in CandidateRow.select(self.ledger):
+            verdict = VerdictRow.newest(self.ledger, "release", Subject("candidate", row.id))
+            if verdict is None or (str(row.id), row.export_sha256, verdict.outcome) in shown:
                 continue
             try:
-                register_candidate(self.workspace, self.ledger, row["id"])
-                done.append(f"candidate {row['id']} is shown in MLflow")
+                register_candidate(self.workspace, self.ledger, row.id)
+                done.append(f"candidate {row.id} is shown in MLflow")
             except InputError as error:
-                done.append(f"candidate {row['id']} cannot be shown in MLflow: {error}")
+                done.append(f"candidate {row.id} cannot be shown in MLflow: {error}")
         return done
 
     def release_approved(self) -> list[str]:
         """Release the newest promotion that waits for a person, once somebody approved it in MLflow."""
-        newest = sa.select(verdicts).where(verdicts.c.gate == "release").order_by(verdicts.c.id.desc()).limit(1)
-        verdict = self.ledger.one(newest)
-        if verdict is None or verdict["outcome"] != "promote":
+        verdict = VerdictRow.first(self.ledger, "WHERE gate = 'release' ORDER BY id DESC")
+        if verdict is None or verdict.outcome != "promote":
             return []
-        if self.ledger.one(sa.select(releases.c.number).where(releases.c.candidate == _candidate_of(verdict))):
+        if ReleaseRow.first(self.ledger, "WHERE candidate = :candidate", candidate=verdict.number):
             return []
         try:
             _check_current(self.ledger, verdict)
@@ -299,20 +289,20 @@ class _Saga:
                 else:
                     client.set_registered_model_alias(MODEL, CHAMPION, want)
                 done.append(f"MLflow's champion was version {found}, the ledger says {want}: put back")
-        if row and row["mlflow_version"] != want:
-            self._move(row, row["state"], mlflow_version=want)
+        if row and row.mlflow_version != want:
+            self._move(row, row.state, mlflow_version=want)
         if row and not self._is_served(row):
-            check_export(self.ledger, row["candidate"])
-            serving.publish(self.workspace, row["number"], Path(row["export_path"]), row["export_sha256"])
-            done.append(f"release {row['number']} was not what is served: published again")
+            check_export(self.ledger, row.candidate)
+            serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
+            done.append(f"release {row.number} was not what is served: published again")
         if done and not expected:
             with self.ledger.begin() as tx:
-                record(tx, "repaired", f"release:{row['number']}" if row else MODEL, {"what": done})
+                record(tx, "repaired", Subject("release", row.number) if row else MODEL, {"what": done})
         return done
 
-    def _is_served(self, row: dict[str, Any]) -> bool:
+    def _is_served(self, row: ReleaseRow) -> bool:
         note = serving.served(self.workspace)
-        return note is not None and (note["release"], note["export_sha256"]) == (row["number"], row["export_sha256"])
+        return note is not None and (note["release"], note["export_sha256"]) == (row.number, row.export_sha256)
 
 
 # -- what must hold -----------------------------------------------------------------------------------------------------
@@ -320,57 +310,48 @@ class OutOfDate(InputError):
     """The verdict was against a champion that is no longer champion."""
 
 
-def _promotion(ledger: Ledger, verdict_id: int) -> dict[str, Any]:
-    verdict = ledger.one(sa.select(verdicts).where(verdicts.c.id == verdict_id))
-    if verdict is None or verdict["gate"] != "release":
+def _promotion(ledger: Ledger, verdict_id: int) -> VerdictRow:
+    verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
+    if verdict is None:
         raise InputError(f"there is no verdict {verdict_id} of the release gate; 'factory status' lists them")
-    if verdict["outcome"] != "promote":
-        why = "; ".join(verdict["reasons"])
-        raise InputError(
-            f"verdict {verdict_id} on {verdict['subject']} is {verdict['outcome']!r}, not 'promote': {why}"
-        )
+    if verdict.outcome != "promote":
+        why = "; ".join(verdict.reasons)
+        raise InputError(f"verdict {verdict_id} on {verdict.subject} is {verdict.outcome!r}, not 'promote': {why}")
     return verdict
 
 
-def _check_current(ledger: Ledger, verdict: dict[str, Any]) -> None:
+def _check_current(ledger: Ledger, verdict: VerdictRow) -> None:
     """Raises: InputError when the candidate was judged again since, or the champion is another one than then."""
-    newest = newest_verdict(ledger, _candidate_of(verdict))
-    assert newest
-    if newest["id"] != verdict["id"]:
+    newest = newest_verdict(ledger, verdict.number)
+    if newest.id != verdict.id:
         raise InputError(
-            f"verdict {verdict['id']} on {verdict['subject']} is out of date: verdict {newest['id']} says "
-            f"{newest['outcome']!r}"
+            f"verdict {verdict.id} on {verdict.subject} is out of date: verdict {newest.id} says {newest.outcome!r}"
         )
     _check_champion(ledger, verdict)
 
 
-def _check_champion(ledger: Ledger, verdict: dict[str, Any]) -> None:
+def _check_champion(ledger: Ledger, verdict: VerdictRow) -> None:
     now = champion(ledger)
-    subject = f"candidate:{now['candidate']}" if now else None
-    if verdict["against"] != subject:
+    subject = str(Subject("candidate", now.candidate)) if now else None
+    if verdict.against != subject:
         raise OutOfDate(
-            f"verdict {verdict['id']} judged {verdict['subject']} against {verdict['against'] or 'no champion'}, but "
+            f"verdict {verdict.id} judged {verdict.subject} against {verdict.against or 'no champion'}, but "
             f"{subject or 'nobody'} is champion now: evaluate it again"
         )
 
 
-def _check_judged(ledger: Ledger, verdict: dict[str, Any]) -> None:
+def _check_judged(ledger: Ledger, verdict: VerdictRow) -> None:
     """Raises: InputError when the export is not, byte for byte, the one that the verdict judged."""
-    row = check_export(ledger, _candidate_of(verdict))
-    if row["export_sha256"] != verdict["subject_sha256"]:
-        raise InputError(f"verdict {verdict['id']} judged another export of {verdict['subject']}: evaluate it again")
+    row = check_export(ledger, verdict.number)
+    if row.export_sha256 != verdict.subject_sha256:
+        raise InputError(f"verdict {verdict.id} judged another export of {verdict.subject}: evaluate it again")
 
 
-def _candidate_of(verdict: dict[str, Any]) -> int:
-    return int(verdict["subject"].removeprefix("candidate:"))
-
-
-def _decide(ledger: Ledger, verdict: dict[str, Any], by: str) -> int:
+def _decide(ledger: Ledger, verdict: VerdictRow, by: str) -> int:
     """The first step, and the only one that chooses: a row in ``releases``. Returns its number."""
-    candidate = _candidate_of(verdict)
+    candidate = verdict.number
+    values = {"candidate": candidate, "verdict": verdict.id, "state": "decided", "approved_by": by}
     with ledger.begin() as tx:
-        number = (tx.execute(sa.select(sa.func.max(releases.c.number))).scalar() or 0) + 1
-        values = {"verdict": verdict["id"], "state": "decided", "approved_by": by, "created_at": time.time()}
-        tx.execute(releases.insert().values(number=number, candidate=candidate, **values))
-        record(tx, "release_decided", f"release:{number}", {"candidate": candidate, "verdict": verdict["id"]})
-    return int(number)
+        number = insert(tx, releases, number=next_key(tx, releases), created_at=time.time(), **values)
+        record(tx, "release_decided", Subject("release", number), {"candidate": candidate, "verdict": verdict.id})
+    return number

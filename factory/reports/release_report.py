@@ -10,18 +10,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents.core.pages import number, render
-from factory.ledger.ledger import (
-    Ledger,
-    candidates,
-    data_plans,
-    evaluations,
-    releases,
-    shards,
-    token_shards,
-    verdicts,
-)
+from factory.ledger.ledger import Ledger, shards, token_shards
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.reports.pictures import bars, curves, intervals
-from factory.reports.provenance import lineage_of
 
 Row = dict[str, Any]
 CANDIDATE, CHAMPION, TRIGRAM, BIGRAM = "candidate", "champion", "byte trigram", "byte bigram"
@@ -31,30 +22,30 @@ TEMPLATE = Path(__file__).with_name("release.html.jinja")
 
 def release_report(ledger: Ledger, candidate_id: int) -> str:
     """The page: verdict, measurements, samples, data, lineage. What was not measured is left out or shown as ``–``."""
-    candidate = ledger.one(sa.select(candidates).where(candidates.c.id == candidate_id))
-    assert candidate, f"no candidate {candidate_id}"
-    verdict = _newest(ledger, verdicts, verdicts.c.subject == f"candidate:{candidate_id}")
-    release = ledger.one(sa.select(releases).where(releases.c.candidate == candidate_id))
-    evaluation = _newest(ledger, evaluations, evaluations.c.candidate == candidate_id)
-    summary = evaluation["summary"] if evaluation else {}
-    champion = _champion_summary(ledger, verdict)
-    lineage = lineage_of(ledger, candidate["segment"])
-    trained, quarantined = _data(ledger, lineage)
-    against = (verdict or {}).get("against")
+    candidate = CandidateRow.get(ledger, candidate_id)
+    verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
+    evidence = verdict.evidence(ledger) if verdict else {}
+    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate_id)
+    evaluation = EvaluationRow.newest(ledger, candidate_id)
+    summary = evaluation.summary if evaluation else {}
+    champion = _champion_summary(ledger, verdict, evidence)
+    lineage = SegmentRow.lineage(ledger, candidate.segment)
+    trained, quarantined = _data(ledger, lineage[-1])
+    against = verdict.against if verdict else None
     found = summary.get("samples")
     return render(
         TEMPLATE,
-        name=f"Release {release['number']}" if release else f"Candidate {candidate_id}",
+        name=f"Release {release.number}" if release else f"Candidate {candidate_id}",
         verdict=verdict,
         head={
             "Candidate": candidate_id,
             "Compared with": against.replace(":", " ") if against else "absolute floors (no champion yet)",
-            "Judged": _date(verdict["created_at"]) if verdict else "not yet",
-            "Approved by": (release or {}).get("approved_by") or "–",
-            "Export": candidate["export_sha256"][:16],
+            "Judged": _date(verdict.created_at) if verdict else "not yet",
+            "Approved by": (release and release.approved_by) or "–",
+            "Export": candidate.export_sha256[:16],
         },
         bits_per_byte=_bits_per_byte(summary, champion),
-        gains=_gains(verdict),
+        gains=_gains(evidence),
         cloze=_cloze(summary, champion),
         cloze_size=_cloze_size(_mapping(summary.get("cloze"))),
         checks={
@@ -65,7 +56,7 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
         loss=_loss(lineage),
         trained=trained,
         quarantined=quarantined,
-        lineage=[row | {"tokens": _mapping(row["result"]).get("tokens")} for row in lineage],
+        lineage=[vars(row) | {"tokens": _mapping(row.result).get("tokens")} for row in lineage],
         measured=_how(verdict, evaluation) if evaluation else {},
         held_out=_held_out(summary),
     )
@@ -85,8 +76,7 @@ def _bits_per_byte(summary: Row, champion: Row) -> str:
     return bars(groups, [CANDIDATE, CHAMPION, TRIGRAM, BIGRAM])
 
 
-def _gains(verdict: Row | None) -> str:
-    evidence = verdict["evidence"] if verdict else {}
+def _gains(evidence: Row) -> str:
     found = {"target": evidence.get("target"), **_mapping(evidence.get("guards"))}
     return intervals(
         {
@@ -114,13 +104,13 @@ def _cloze_size(cloze: Row) -> str:
     return f"{number(cloze.get('items'))} items, chance {_share(cloze.get('chance'))}"
 
 
-def _how(verdict: Row | None, evaluation: Row) -> dict[str, object]:
+def _how(verdict: VerdictRow | None, evaluation: EvaluationRow) -> dict[str, object]:
     pairs: dict[str, object] = {
-        "Evaluation": f"{evaluation['id']}, {_date(evaluation['created_at'])}",
-        "Suite": evaluation["suite_sha256"][:16],
-        "Verdict": f"{verdict['id']} by policy {verdict['policy_sha256'][:16]}" if verdict else "–",
+        "Evaluation": f"{evaluation.id}, {_date(evaluation.created_at)}",
+        "Suite": evaluation.suite_sha256[:16],
+        "Verdict": f"{verdict.id} by policy {verdict.policy_sha256[:16]}" if verdict else "–",
     }
-    if seconds := _mapping(evaluation["summary"].get("seconds")):
+    if seconds := _mapping(evaluation.summary.get("seconds")):
         pairs["Took"] = f"{sum(v for v in seconds.values() if isinstance(v, int | float)):.0f} s"
     return pairs
 
@@ -132,17 +122,17 @@ def _held_out(summary: Row) -> list[list[str]]:
 
 
 # -- training and data --------------------------------------------------------------------------------------------------
-def _loss(lineage: list[Row]) -> str:
+def _loss(lineage: list[SegmentRow]) -> str:
     lines: dict[str, list[tuple[float, float]]] = {"all": []}
     for row, child in zip(lineage, [*lineage[1:], None]):
-        end = child["first_step"] if child else row["last_step"]
-        for step, losses in _metrics(Path(row["folder"]) / "metrics.jsonl"):
+        end = child.first_step if child else row.last_step
+        for step, losses in _metrics(Path(row.folder) / "metrics.jsonl"):
             if step <= end:
                 for name, loss in losses.items():
                     lines.setdefault(name, []).append((step, loss))
     if len(lines) == 2:  # a single domain is the whole
         lines.pop("all")
-    return curves(lines, marks=[(row["first_step"], row["kind"]) for row in lineage[1:]])
+    return curves(lines, marks=[(row.first_step, row.kind) for row in lineage[1:]])
 
 
 def _metrics(path: Path) -> list[tuple[float, dict[str, float]]]:
@@ -163,10 +153,10 @@ def _metrics(path: Path) -> list[tuple[float, dict[str, float]]]:
     return sorted(found.items())
 
 
-def _data(ledger: Ledger, lineage: list[Row]) -> tuple[list[list[object]], list[Row]]:
-    """A row of each shard in the newest data plan, and the quarantined shards."""
-    plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == lineage[-1]["data_plan"]))
-    entries = _mapping(plan and plan["plan"]).get("token_shards") or []
+def _data(ledger: Ledger, segment: SegmentRow) -> tuple[list[list[object]], list[Row]]:
+    """A row of each shard in the segment's data plan, and the quarantined shards."""
+    plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)
+    entries = plan[0]["plan"].get("token_shards") or [] if plan else []
     used = {row["id"]: row["shard"] for row in ledger.rows(sa.select(token_shards.c.id, token_shards.c.shard))}
     trained = {used[entry["id"]] for entry in entries if entry.get("id") in used}
     rows: list[list[object]] = []
@@ -183,19 +173,14 @@ def _data(ledger: Ledger, lineage: list[Row]) -> tuple[list[list[object]], list[
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------
-def _newest(ledger: Ledger, of: sa.Table, where: Any) -> Row | None:
-    return ledger.one(sa.select(of).where(where).order_by(of.c.id.desc()).limit(1))
-
-
-def _champion_summary(ledger: Ledger, verdict: Row | None) -> Row:
+def _champion_summary(ledger: Ledger, verdict: VerdictRow | None, evidence: Row) -> Row:
     """The evaluation of the champion that the verdict compared with, on the same suite; empty when there was none."""
-    if not verdict or not verdict["against"]:
+    if not verdict or not verdict.against:
         return {}
-    known = _mapping(verdict["evidence"].get("evaluations")).get("champion")
-    candidate = int(verdict["against"].removeprefix("candidate:"))
-    where = evaluations.c.id == known if known else evaluations.c.candidate == candidate
-    found = _newest(ledger, evaluations, where)
-    return found["summary"] if found else {}
+    if known := _mapping(evidence.get("evaluations")).get("champion"):
+        return EvaluationRow.get(ledger, known).summary
+    newest = EvaluationRow.newest(ledger, Subject.parse(verdict.against).number)
+    return newest.summary if newest else {}
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -75,8 +75,7 @@ def open_client(workspace: Workspace) -> MlflowClient:
             _create_store(path, workspace.mlflow_artifacts)
             with closing(_connect(path, PATIENCE)) as connection:  # MLflow retries a broken file for 100 s
                 connection.execute("SELECT version_num FROM alembic_version").fetchone()
-            # In WAL a store stays whole without a flush a commit; what a power cut takes is told again from the ledger.
-            _PRAGMAS[os.path.realpath(path)] = ("synchronous=NORMAL",)
+            _flush_less(uri, workspace.mlflow_artifacts)
         client = MlflowClient(uri, registry_uri=uri)
         client.search_experiments(max_results=1)  # connects, and refuses another schema
     return client
@@ -114,15 +113,18 @@ def _create_store(path: Path, artifacts: Path) -> None:
     """Make MLflow's tables in a file aside and rename it into place; a store that is there is left alone."""
     if path.exists():
         return
+    from mlflow.store.db.utils import _initialize_tables
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     aside = path.with_name(f".{path.name}.new")  # one at a time: the caller holds the lock
     for ending in ("", "-wal", "-shm", "-journal"):
         aside.with_name(aside.name + ending).unlink(missing_ok=True)  # of a process that was killed here
     artifacts.mkdir(parents=True, exist_ok=True)
-    _PRAGMAS[str(aside)] = ("synchronous=OFF", "journal_mode=MEMORY")  # hundreds of commits; flushed once, below
-    store = SqlAlchemyStore(f"sqlite:///{aside}", artifacts.as_uri())
-    store.engine.dispose()
+    engine = sa.create_engine(f"sqlite:///{aside}")
+    sa.event.listen(engine, "connect", _never_flush)
+    _initialize_tables(engine)
+    engine.dispose()
+    SqlAlchemyStore(f"sqlite:///{aside}", artifacts.as_uri()).engine.dispose()  # adds the default experiment
     with closing(_connect(aside, PATIENCE)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
     handle = os.open(aside, os.O_RDONLY)
@@ -133,13 +135,22 @@ def _create_store(path: Path, artifacts: Path) -> None:
     os.replace(aside, path)
 
 
-_PRAGMAS: dict[str, tuple[str, ...]] = {}  # by database file
+def _flush_less(uri: str, artifacts: Path) -> None:
+    """Let SQLite flush at checkpoints and not at each commit: in WAL the store stays whole, and the ledger can fill in what a
+    power cut takes. MLflow has no setting for it, but one engine for each address, which its clients share."""
+    from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore as Registry
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as Tracking
+
+    for engine in (Tracking(uri, artifacts.as_uri()).engine, Registry(uri).engine):
+        if not sa.event.contains(engine, "connect", _flush_at_checkpoints):
+            sa.event.listen(engine, "connect", _flush_at_checkpoints)
+            engine.dispose()  # the connections from before
 
 
-@sa.event.listens_for(sa.engine.Engine, "connect")
-def _tune(connection: object, _record: object) -> None:
-    """Settings for MLflow's own connections, which MLflow gives no way to set; all other databases are left alone."""
-    if _PRAGMAS and isinstance(connection, sqlite3.Connection):
-        name = connection.execute("PRAGMA database_list").fetchone()[2]
-        for pragma in _PRAGMAS.get(name, ()):
-            connection.execute(f"PRAGMA {pragma}")
+def _flush_at_checkpoints(connection: sqlite3.Connection, _record: object) -> None:
+    connection.execute("PRAGMA synchronous=NORMAL")
+
+
+def _never_flush(connection: sqlite3.Connection, _record: object) -> None:
+    connection.execute("PRAGMA synchronous=OFF")  # hundreds of commits; the whole file is flushed once, afterwards
+    connection.execute("PRAGMA journal_mode=MEMORY")

@@ -17,17 +17,8 @@ import sqlalchemy as sa
 
 from factory.computing.computing import describe
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import (
-    Ledger,
-    candidates,
-    data_plans,
-    evaluations,
-    profiles,
-    proposals,
-    segments,
-    tracked_runs,
-    verdicts,
-)
+from factory.ledger.ledger import Ledger, tracked_runs
+from factory.ledger.rows import CandidateRow, EvaluationRow, ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.tracking.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers
 from factory.tracking.mlflow_store import mlflow_errors, open_client, ui_command, waiting_lock
 
@@ -76,7 +67,7 @@ class Tracking:
         return self._experiments[name]
 
     def _run(
-        self, subject: str, experiment: str, name: str, started: float, tags: dict[str, Any], params: dict[str, Any]
+        self, subject: Subject, experiment: str, name: str, started: float, tags: dict[str, Any], params: dict[str, Any]
     ) -> str:
         """The run of a subject, made if need be: exactly one, however often and by however many processes asked for."""
         client = self.client
@@ -94,7 +85,7 @@ class Tracking:
                 if same:
                     run_id = same[0].info.run_id
                 else:
-                    tags = {SUBJECT: subject, "mlflow.source.name": "factory", **tags}
+                    tags = {SUBJECT: str(subject), "mlflow.source.name": "factory", **tags}
                     words = {key: str(value) for key, value in tags.items() if value is not None}
                     run_id = client.create_run(experiment_id, int(started * 1000), words, name).info.run_id
                 pairs = [Param(key, str(value)) for key, value in params.items()]
@@ -105,7 +96,7 @@ class Tracking:
                     tx.execute(tracked_runs.insert().values(subject=subject, run_id=run_id))
         return run_id
 
-    def _known(self, subject: str) -> str:
+    def _known(self, subject: Subject) -> str:
         """The run of a subject, by the ledger; empty where it has none, or MLflow has it no longer."""
         from mlflow.exceptions import MlflowException
 
@@ -119,62 +110,42 @@ class Tracking:
                 return ""
 
     # -- segments ---------------------------------------------------------------------------------------------------
-    def segment_run(self, segment: Mapping[str, Any]) -> str:
-        """The run of a row of ``segments``: the recipe as parameters, lineage as tags. Returns its id.
+    def segment_run(self, segment: SegmentRow) -> str:
+        """The run of a segment: the recipe as parameters, lineage as tags. Returns its id.
 
         Raises: TrackingError.
         """
-        plan = self.ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == segment["data_plan"]))
-        tags = {
-            "kind": segment["kind"],
-            "generation": segment["generation"],
-            "segment": segment["id"],
-            "parent": segment["parent"],
-            "recipe": segment["recipe"],
-            "recipe_sha256": segment["recipe_sha256"],
-            "data_plan": segment["data_plan"],
-            "token_shards": len(plan["plan"].get("token_shards", [])) if plan else None,
-            "mlflow.source.git.commit": segment["code_commit"],
-            "computing": describe(segment.get("computing")) or None,
+        plan = self.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)
+        tags = segment.only("kind generation parent recipe recipe_sha256 data_plan") | {
+            "segment": segment.id,
+            "token_shards": len(plan[0]["plan"].get("token_shards", [])) if plan else None,
+            "mlflow.source.git.commit": segment.code_commit,
+            "computing": describe(segment.computing) or None,
         }
         params = {
-            "first_step": segment["first_step"],
-            "last_step": segment["last_step"],
-            **flatten(segment["recipe_json"]),
-            **{f"computing.{key}": value for key, value in flatten(segment.get("computing") or {}).items()},
+            "first_step": segment.first_step,
+            "last_step": segment.last_step,
+            **flatten(segment.recipe_json),
+            **{f"computing.{key}": value for key, value in flatten(segment.computing or {}).items()},
         }
-        name = f"{segment['kind']}-{segment['id']}"
-        return self._run(f"segment:{segment['id']}", TRAINING, name, segment["created_at"], tags, params)
+        subject = Subject("segment", segment.id)
+        return self._run(subject, TRAINING, f"{segment.kind}-{segment.id}", segment.created_at, tags, params)
 
-    def follow_segment(
-        self, segment: Mapping[str, Any], say: Callable[[str], None] = lambda _: None
-    ) -> MetricsFollower:
+    def follow_segment(self, segment: SegmentRow, say: Callable[[str], None] = lambda _: None) -> MetricsFollower:
         """A follower of the segment's ``metrics.jsonl`` that also makes the run; whatever MLflow does, it never raises."""
-        path = Path(segment["folder"]) / "metrics.jsonl"
-        return self._follow(path, lambda: self.segment_run(segment), say, lambda: self.finish_segment(segment["id"]))
-
-    def follow_metrics(self, path: Path, run: str, say: Callable[[str], None] = lambda _: None) -> MetricsFollower:
-        """A follower of any ``metrics.jsonl`` into a run that exists."""
-        return self._follow(path, lambda: run, say)
-
-    def _follow(
-        self,
-        path: Path,
-        run: Callable[[], str],
-        say: Callable[[str], None],
-        close: Callable[[], None] = lambda: None,
-    ) -> MetricsFollower:
+        path = Path(segment.folder) / "metrics.jsonl"
+        run = lambda: self.segment_run(segment)
+        close = lambda: self.finish_segment(segment.id)
         return MetricsFollower(self.workspace, lambda: self.client, path, run, say, close)
 
     def finish_segment(self, segment_id: int) -> None:
         """Close the run of a segment that is done or failed; one that is still planned stays open. Raises: TrackingError."""
-        segment = self.ledger.one(sa.select(segments).where(segments.c.id == segment_id))
-        assert segment, f"no segment {segment_id}"
-        if segment["state"] != "planned":
+        segment = SegmentRow.get(self.ledger, segment_id)
+        if segment.state != "planned":
             run = self.segment_run(segment)
             with mlflow_errors(f"closing the run of segment {segment_id}"):
-                ended = int((segment["finished_at"] or time.time()) * 1000)
-                self.client.set_terminated(run, "FINISHED" if segment["state"] == "done" else "FAILED", ended)
+                ended = int((segment.finished_at or time.time()) * 1000)
+                self.client.set_terminated(run, "FINISHED" if segment.state == "done" else "FAILED", ended)
 
     # -- candidates and proposals -----------------------------------------------------------------------------------
     def candidate_run(self, candidate_id: int) -> str:
@@ -182,33 +153,24 @@ class Tracking:
 
         Raises: TrackingError.
         """
-        candidate = self.ledger.one(sa.select(candidates).where(candidates.c.id == candidate_id))
-        assert candidate, f"no candidate {candidate_id}"
-        segment = self.ledger.one(sa.select(segments).where(segments.c.id == candidate["segment"]))
-        assert segment
+        candidate = CandidateRow.get(self.ledger, candidate_id)
+        segment = SegmentRow.get(self.ledger, candidate.segment)
         tags = {
             "candidate": candidate_id,
-            "segment": segment["id"],
-            "generation": segment["generation"],
-            "data_plan": segment["data_plan"],
-            "export_sha256": candidate["export_sha256"],
-            "mlflow.source.git.commit": segment["code_commit"],
-            **averaged_tag(segment["result"]),
+            "segment": segment.id,
+            "generation": segment.generation,
+            "data_plan": segment.data_plan,
+            "export_sha256": candidate.export_sha256,
+            "mlflow.source.git.commit": segment.code_commit,
+            **averaged_tag(segment.result),
         }
-        name = f"candidate-{candidate_id}"
-        params = {"recipe": segment["recipe"]}
-        run = self._run(f"candidate:{candidate_id}", CANDIDATES, name, candidate["created_at"], tags, params)
-        newest = (
-            sa.select(evaluations)
-            .where(evaluations.c.candidate == candidate_id)
-            .order_by(evaluations.c.id.desc())
-            .limit(1)
-        )
-        if evaluation := self.ledger.one(newest):
-            summary = dict(evaluation["summary"])
+        subject, name = Subject("candidate", candidate_id), f"candidate-{candidate_id}"
+        run = self._run(subject, CANDIDATES, name, candidate.created_at, tags, {"recipe": segment.recipe})
+        if evaluation := EvaluationRow.newest(self.ledger, candidate_id):
+            summary = dict(evaluation.summary)
             samples = summary.pop("samples", None)
             files = {"evaluation.json": summary, "samples.json": samples}
-            self._log_once(run, numbers(summary), evaluation["created_at"], files)
+            self._log_once(run, numbers(summary), evaluation.created_at, files)
         return run
 
     def proposal_run(self, number: int) -> str:
@@ -216,40 +178,30 @@ class Tracking:
 
         Raises: TrackingError.
         """
-        proposal = self.ledger.one(sa.select(proposals).where(proposals.c.number == number))
-        assert proposal, f"no proposal {number}"
-        tags = {
+        proposal = ProposalRow.get(self.ledger, number)
+        tags = proposal.only("agent target branch base_commit") | {
             "proposal": number,
-            "agent": proposal["agent"],
-            "target": proposal["target"],
-            "branch": proposal["branch"],
-            "base_commit": proposal["base_commit"],
-            PATCH: proposal["patch_sha256"],
-            "mlflow.source.git.commit": proposal["commit"],
+            PATCH: proposal.patch_sha256,
+            "mlflow.source.git.commit": proposal.commit,
         }
-        params = {"title": proposal["title"], "predicted_gain": proposal["predicted_gain"]}
-        name = f"proposal-{number}"
-        run = self._run(f"proposal:{number}", PROPOSALS, name, proposal["created_at"], tags, params)
-        verdict = self.ledger.one(sa.select(verdicts).where(verdicts.c.id == proposal["verdict"]))
-        if verdict:
-            outcome = {"verdict": verdict["outcome"], "reasons": short(verdict["reasons"])}
-            self._tag(run, {**outcome, "state": proposal["state"]})
-            if (
-                verdict["outcome"] == "promote"
-                and proposal["state"] == "judged"
-                and not self._tag_of(run, APPROVAL_TAG)
-            ):
+        params = proposal.only("title predicted_gain")
+        subject, name = Subject("proposal", number), f"proposal-{number}"
+        run = self._run(subject, PROPOSALS, name, proposal.created_at, tags, params)
+        if proposal.verdict:
+            verdict = VerdictRow.get(self.ledger, proposal.verdict)
+            self._tag(run, {"verdict": verdict.outcome, "reasons": short(verdict.reasons), "state": proposal.state})
+            waits = verdict.outcome == "promote" and proposal.state == "judged"
+            if waits and not self._tag_of(run, APPROVAL_TAG):
                 self._tag(run, {APPROVAL_TAG: "pending"})
-            self._log_once(
-                run, numbers(verdict["evidence"]), verdict["created_at"], {"evidence.json": verdict["evidence"]}
-            )
-        if proposal["report"] and Path(proposal["report"]).is_file():
-            self.log_report(run, Path(proposal["report"]))
+            evidence = verdict.evidence(self.ledger)
+            self._log_once(run, numbers(evidence), verdict.created_at, {"evidence.json": evidence})
+        if proposal.report and Path(proposal.report).is_file():
+            self.log_report(run, Path(proposal.report))
         return run
 
     def proposal_word(self, number: int) -> str:
-        """What a person said of a proposal: 'pending', 'approved' or 'rejected', as tag of its run. Raises: TrackingError."""
-        run = self._known(f"proposal:{number}") or self.proposal_run(number)
+        """What a person decided about a proposal: 'pending', 'approved' or 'rejected', the tag of its run. Raises: TrackingError."""
+        run = self._known(Subject("proposal", number)) or self.proposal_run(number)
         return self._tag_of(run, APPROVAL_TAG).strip().lower()
 
     def _tag_of(self, run: str, tag: str) -> str:
@@ -261,11 +213,10 @@ class Tracking:
 
         Raises: TrackingError.
         """
-        profile = self.ledger.one(sa.select(profiles).where(profiles.c.id == number))
-        assert profile, f"no profile {number}"
-        summary, created = dict(profile["summary"]), profile["created_at"]
+        profile = self.ledger.read("SELECT * FROM profiles WHERE id = :id", id=number)[0]
+        summary, created = profile["summary"], profile["created_at"]
         tags = {"profile": number, "device": summary.get("device"), "mlflow.source.git.commit": profile["code_commit"]}
-        run = self._run(f"profile:{number}", PROFILES, f"profile-{number}", created, tags, {})
+        run = self._run(Subject("profile", number), PROFILES, f"profile-{number}", created, tags, {})
         self._log_once(run, numbers(summary), created, {})
         with mlflow_errors(f"logging the files of profile {number}"):
             self.client.log_artifacts(run, str(Path(profile["path"]).parent))

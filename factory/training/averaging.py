@@ -10,19 +10,21 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import sqlalchemy as sa
-
 from factory.core.errors import ConfigError, InputError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, checkpoints, events, record, segments
-from factory.training.segment_folder import failed, give_up, record_done, run_tool
+from factory.ledger.ledger import Ledger, record, segments
+from factory.ledger.rows import SegmentRow, Subject
+from factory.ledger.writing import next_key
+from factory.training.planning import last_segment
+from factory.training.segment_folder import export, failed, give_up, record_done, run_tool
 from kernels.contract.files import write_atomically
 
 KIND = "average"
@@ -57,7 +59,7 @@ def softmax_weights(losses: Sequence[float], noise: float) -> list[float]:
 
 
 # -- choosing and planning ---------------------------------------------------------------------------------------------
-def kept(ledger: Ledger, segment: dict[str, Any]) -> list[Source]:
+def kept(ledger: Ledger, segment: SegmentRow) -> list[Source]:
     """The checkpoints on disk that may be averaged with a segment's newest one, oldest first.
 
     Of an anneal: its own. Of a trunk: also those of the trunk before it, back to where the recipe was another.
@@ -65,18 +67,18 @@ def kept(ledger: Ledger, segment: dict[str, Any]) -> list[Source]:
     from trainer.contract.checkpoint.format import manifest_sha256, steps_in
 
     found: dict[Path, Source] = {}
-    row: dict[str, Any] | None = segment
-    while row is not None and row["recipe_sha256"] == segment["recipe_sha256"]:
-        if row["kind"] == segment["kind"]:
-            listed = ledger.rows(sa.select(checkpoints.c.path).where(checkpoints.c.segment == row["id"]))
-            own = {path.resolve(): step for step, path in steps_in(Path(row["folder"]) / "checkpoints")}
+    row = segment
+    while row.recipe_sha256 == segment.recipe_sha256:
+        if row.kind == segment.kind:
+            listed = ledger.read("SELECT path FROM checkpoints WHERE segment = :segment", segment=row.id)
+            own = {path.resolve(): step for step, path in steps_in(Path(row.folder) / "checkpoints")}
             own |= {Path(r["path"]).resolve(): int(Path(r["path"]).name.rpartition("-")[2]) for r in listed}
             for path, step in own.items():
                 if path not in found and (path / "manifest.json").is_file():
-                    found[path] = Source(manifest_sha256(path), row["id"], step, str(path))
-        if segment["kind"] == "anneal" or row["parent"] is None:
+                    found[path] = Source(manifest_sha256(path), row.id, step, str(path))
+        if segment.kind == "anneal" or row.parent is None:
             break
-        row = ledger.one(sa.select(segments).where(segments.c.id == row["parent"]))
+        row = SegmentRow.get(ledger, row.parent)
     return sorted(found.values(), key=lambda source: source.step)
 
 
@@ -85,24 +87,22 @@ def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[Source
 
     Raises: InputError that says what is there, when it is not enough.
     """
-    trained = segments.c.kind.in_(("trunk", "anneal")) & (segments.c.state == "done")
     if segment is None:
-        row = ledger.one(
-            sa.select(segments).where(trained, segments.c.kind == "trunk").order_by(segments.c.id.desc()).limit(1)
-        )
+        row = last_segment(ledger, "trunk")
         if row is None:
             raise InputError("there is no finished trunk segment to average in: run 'factory train' first")
     else:
-        row = ledger.one(sa.select(segments).where(trained, segments.c.id == segment))
+        trained = SegmentRow.select(ledger, "WHERE kind <> 'average' AND state = 'done' ORDER BY id")
+        row = next((one for one in trained if one.id == segment), None)
         if row is None:
-            known = [str(r["id"]) for r in ledger.rows(sa.select(segments.c.id).where(trained).order_by(segments.c.id))]
-            raise InputError(f"no finished segment {segment}; there are: {', '.join(known) or 'none'}")
+            known = ", ".join(str(one.id) for one in trained)
+            raise InputError(f"no finished segment {segment}; there are: {known or 'none'}")
     there = kept(ledger, row)
     wanted = last if last is not None else min(AT_MOST, len(there))
     if wanted < 2 or len(there) < wanted:
         steps = ", ".join(str(source.step) for source in there) or "none"
         raise InputError(
-            f"{wanted if last is not None else 'two'} checkpoints are to be averaged; segment {row['id']} and the trunk before "
+            f"{wanted if last is not None else 'two'} checkpoints are to be averaged; segment {row.id} and the trunk before "
             f"it, under the same recipe, keep those of steps: {steps}. Ask for fewer (--last), at least 2, or raise the "
             "recipe's keep_checkpoints"
         )
@@ -117,40 +117,38 @@ def plan_average(
 
     sources = choose(ledger, segment, last)
     plan = {"rule": rule, "sources": [asdict(source) for source in sources]}
-    for row in ledger.rows(sa.select(segments.c.id).where(segments.c.kind == KIND, segments.c.state != "failed")):
-        if _identity(planned(ledger, row["id"])) == _identity(plan):
-            return int(row["id"])
+    for row in SegmentRow.select(ledger, f"WHERE kind = '{KIND}' AND state <> 'failed' ORDER BY id"):
+        if _identity(planned(ledger, row.id)) == _identity(plan):
+            return row.id
     commit = live_commit(workspace.repository)
-    parent = ledger.one(sa.select(segments).where(segments.c.id == sources[-1].segment))
-    assert parent is not None
+    parent = SegmentRow.get(ledger, sources[-1].segment)
     step = sources[-1].step
-    same = ("generation", "recipe", "recipe_json", "recipe_sha256", "data_plan")
     with ledger.begin() as tx:
-        number = int(tx.execute(sa.select(sa.func.max(segments.c.id))).scalar() or 0) + 1
+        number = next_key(tx, segments)
         tx.execute(
             segments.insert().values(
                 id=number,
                 kind=KIND,
-                parent=parent["id"],
+                parent=parent.id,
                 code_commit=commit,
                 first_step=step,
                 last_step=step,
                 state="planned",
                 folder=str(workspace.segments / f"{number:05d}-{KIND}"),
                 created_at=time.time(),
-                **{key: parent[key] for key in same},
+                **parent.only("generation recipe recipe_json recipe_sha256 data_plan"),
             )  # fmt: skip
         )
-        record(tx, "segment_planned", f"segment:{number}", {"kind": KIND, "steps": [step, step], "average": plan})
+        record(
+            tx, "segment_planned", Subject("segment", number), {"kind": KIND, "steps": [step, step], "average": plan}
+        )
     return number
 
 
 def planned(ledger: Ledger, number: int) -> dict[str, Any]:
     """What an average segment is made of, as it was planned."""
-    told = (events.c.kind == "segment_planned") & (events.c.subject == f"segment:{number}")
-    row = ledger.one(sa.select(events.c.detail).where(told))
-    assert row is not None, number
-    return dict(row["detail"]["average"])
+    sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
+    return dict(ledger.read(sql, subject=str(Subject("segment", number)))[0]["detail"]["average"])
 
 
 def _identity(plan: dict[str, Any]) -> tuple[str, list[str]]:
@@ -158,7 +156,7 @@ def _identity(plan: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 # -- making ------------------------------------------------------------------------------------------------------------
-def run_average(workspace: Workspace, ledger: Ledger, row: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress: Progress) -> dict[str, Any]:
     """Make the averaged checkpoint and record it; returns the segment's result. Safe to repeat.
 
     Raises: SegmentError when a checkpoint is damaged or does not fit (its log is named); InputError when the held-out loss
@@ -167,10 +165,10 @@ def run_average(workspace: Workspace, ledger: Ledger, row: dict[str, Any], progr
     from factory.git.repository import checkout_live
     from trainer.contract.checkpoint.format import manifest_sha256, name_of
 
-    plan = planned(ledger, row["id"])
-    folder = Path(row["folder"])
+    plan = planned(ledger, row.id)
+    folder = Path(row.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    code = checkout_live(workspace, row["code_commit"])
+    code = checkout_live(workspace, row.code_commit)
     parts: list[dict[str, Any]] = [dict(source) for source in plan["sources"]]
     measured: dict[str, Any] = {}
     with progress.task(f"averaging {len(parts)} checkpoints", None) as task:
@@ -187,11 +185,11 @@ def run_average(workspace: Workspace, ledger: Ledger, row: dict[str, Any], progr
         weights = ",".join(repr(part["weight"]) for part in parts)
         paths = [part["path"] for part in parts]
         words = ["-m", "trainer.tools.average", str(folder / "checkpoints"), *paths, "--weights", weights]
-        _tool(workspace, ledger, row, code, *words)
-    path = folder / "checkpoints" / name_of(row["last_step"])
+        _succeeded(workspace, ledger, row, run_tool(code, *words))
+    path = folder / "checkpoints" / name_of(row.last_step)
     result = {
         "state": "done",
-        "last_step": row["last_step"],
+        "last_step": row.last_step,
         "checkpoint": str(path),
         "manifest_sha256": manifest_sha256(path),
         "averaged": {"rule": plan["rule"], "sources": parts, **measured},
@@ -202,17 +200,17 @@ def run_average(workspace: Workspace, ledger: Ledger, row: dict[str, Any], progr
 
 
 def _measure(
-    workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: Path, parts: list[dict[str, Any]], advance: Any
+    workspace: Workspace, ledger: Ledger, row: SegmentRow, code: Path, parts: list[dict[str, Any]], advance: Any
 ) -> dict[str, Any]:
     """Give each part its loss and weight; returns what they were measured on."""
     from factory.training.held_out_loss import held_out_ruler
 
     ruler = held_out_ruler(workspace, ledger)
-    scratch = Path(row["folder"]) / "export"
+    scratch = Path(row.folder) / "export"
     noise = 0.0
     for part in parts:
         shutil.rmtree(scratch, ignore_errors=True)
-        _tool(workspace, ledger, row, code, "-m", "trainer.contract.checkpoint.export", part["path"], str(scratch))
+        _succeeded(workspace, ledger, row, export(code, part["path"], scratch))
         if part is parts[-1]:
             part["loss"], noise = ruler.loss_and_noise(scratch, advance)
         else:
@@ -228,9 +226,9 @@ def _measure(
     }
 
 
-def _tool(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: Path, *words: str) -> None:
-    done = run_tool(code, *words)
+def _succeeded(workspace: Workspace, ledger: Ledger, row: SegmentRow, done: subprocess.CompletedProcess[str]) -> None:
+    """Raises: SegmentError when the program failed; its words are in the segment's log."""
     if done.returncode:
-        with open(workspace.logs / f"segment-{row['id']:05d}.log", "a") as log:
+        with open(workspace.logs / f"segment-{row.id:05d}.log", "a") as log:
             log.write(done.stderr)
         failed(workspace, ledger, row, done.returncode)

@@ -32,6 +32,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.git.repository import RepositoryError, changes, checkout_live
 from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
 from factory.training.certificate import SERIES, TRAINED_WITH, CertificatePolicy, Evidence, Series, Trace
 from factory.training.planning import plan_of
 from factory.training.segment_folder import folder_lock, spec_of, write_spec
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 1.0
 EXIT_WRONG_INPUT = 2  # the trainer cannot run this spec, recipe, data or checkpoint
-Row = dict[str, Any]
+Spec = dict[str, Any]
 
 
 def changed_files(repository: Path, old: str, new: str) -> list[str]:
@@ -50,34 +51,39 @@ def changed_files(repository: Path, old: str, new: str) -> list[str]:
 
 
 def gather(
-    workspace: Workspace, ledger: Ledger, row: Row, parent: Row, policy: CertificatePolicy, progress: Progress
+    workspace: Workspace,
+    ledger: Ledger,
+    row: SegmentRow,
+    parent: SegmentRow,
+    policy: CertificatePolicy,
+    progress: Progress,
 ) -> Evidence:
     """Run what has to be run. Raises: SegmentError when the trainer was stopped or the disk is full: begin again then."""
-    evidence = Evidence(parent["code_commit"], row["code_commit"], [])
+    evidence = Evidence(parent.code_commit, row.code_commit, [])
     try:
-        files = changed_files(workspace.repository, parent["code_commit"], row["code_commit"])
+        files = changed_files(workspace.repository, parent.code_commit, row.code_commit)
         changed = files + computing.changed(parent, row)
         if not changed:
             return evidence
-        sides = {name: checkout_live(workspace, c["code_commit"]) for name, c in (("old", parent), ("new", row))}
+        sides = {name: checkout_live(workspace, c.code_commit) for name, c in (("old", parent), ("new", row))}
     except RepositoryError as error:
         return replace(evidence, changed=["(unknown)"], old_failed=str(error))
-    what = f"{parent['code_commit'][:12]} → {row['code_commit'][:12]}, {len(files)} files" if files else ""
+    what = f"{parent.code_commit[:12]} → {row.code_commit[:12]}, {len(files)} files" if files else ""
     what = "; ".join(filter(None, (what, *changed[len(files) :])))
     progress.line(
-        f"  what training runs changed since segment {parent['id']} ({what}): a certificate is needed before segment "
-        f"{row['id']} starts"
+        f"  what training runs changed since segment {parent.id} ({what}): a certificate is needed before segment "
+        f"{row.id} starts"
     )
-    steps = min(policy.steps, row["last_step"] - row["first_step"])
+    steps = min(policy.steps, row.last_step - row.first_step)
     plan = plan_of(ledger, row)
     seeds = tuple(seed_of(plan, number) for number in range(policy.seeds))
-    evidence = replace(evidence, changed=changed, first_step=row["first_step"], steps=steps, seeds=seeds)
-    scratch = Path(row["folder"]) / "certificate"
+    evidence = replace(evidence, changed=changed, first_step=row.first_step, steps=steps, seeds=seeds)
+    scratch = Path(row.folder) / "certificate"
     for basis, spec in bases(ledger, row, parent, steps).items():
         evidence = replace(evidence, basis=basis, old_failed="")
         runs = Runs(workspace, scratch, basis, spec, progress, parent, row)
         again = [] if runs.other_precision else ["again"]
-        code, said = runs.run("old", sides["old"], parent["code_commit"], ["pair", *again, *map(str, seeds)])
+        code, said = runs.run("old", sides["old"], parent.code_commit, ["pair", *again, *map(str, seeds)])
         if code == 0:
             break
         evidence = replace(evidence, old_failed=said)
@@ -85,28 +91,28 @@ def gather(
             return evidence
     else:
         return evidence
-    code, said = runs.run("new", sides["new"], row["code_commit"], ["pair"])
+    code, said = runs.run("new", sides["new"], row.code_commit, ["pair"])
     if code:
         evidence = replace(evidence, new_failed=said)
     return compare(evidence, Path(spec["initial_checkpoint"]), runs)
 
 
-def seed_of(plan: Row, number: int) -> int:
+def seed_of(plan: dict[str, Any], number: int) -> int:
     """The seed of a noise run: of what is in the data plan, wherever it lies, so that a killed factory goes on with its runs
     and the same data gives the same noise on every machine."""
     shards = sorted(shard["id"] for shard in plan["token_shards"])
     return int(hashlib.sha256(f"{plan['seed']}/{shards}/{number}".encode()).hexdigest()[:7], 16)
 
 
-def bases(ledger: Ledger, row: Row, parent: Row, steps: int) -> dict[Any, Row]:
+def bases(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> dict[Any, Spec]:
     """What to run both codes on, best first: as the segment will run, else as its parent ran.
 
     The second is for a segment whose recipe or data plan has words that the old code does not know. An anneal is squeezed
     into ``steps`` steps, so that all of its schedule is run.
     """
-    spec = spec_of(ledger, row) | {"last_step": row["first_step"] + steps}
+    spec = spec_of(ledger, row) | {"last_step": row.first_step + steps}
     plain = {key: spec[key] for key in ("kind", "first_step", "last_step", "initial_checkpoint")}
-    before = {"recipe": parent["recipe_json"], "data_plan": plan_of(ledger, parent), "restart_data": True}
+    before = {"recipe": parent.recipe_json, "data_plan": plan_of(ledger, parent), "restart_data": True}
     return {"segment": spec, "parent": plain | before}
 
 
@@ -118,12 +124,19 @@ class Runs:
     """
 
     def __init__(
-        self, workspace: Workspace, scratch: Path, basis: str, spec: Row, progress: Progress, old: Row, new: Row
+        self,
+        workspace: Workspace,
+        scratch: Path,
+        basis: str,
+        spec: Spec,
+        progress: Progress,
+        old: SegmentRow,
+        new: SegmentRow,
     ) -> None:
         self.workspace, self.scratch, self.basis, self.spec, self.progress = workspace, scratch, basis, spec, progress
         self.steps = spec["last_step"] - spec["first_step"]
         self.rows = {"old": old, "new": new}
-        self.precision = {side: row["recipe_json"]["precision"] for side, row in self.rows.items()}
+        self.precision = {side: row.recipe_json["precision"] for side, row in self.rows.items()}
         self.other_precision = self.precision["old"] != self.precision["new"]
 
     def folder(self, side: str, name: str) -> Path:
@@ -155,8 +168,8 @@ class Runs:
                     raise
         return self._outcome(side, exit_code(process, folders), folders, log)
 
-    def _spec_of(self, side: str, name: str) -> Row:
-        kernels = computing.write_kernels(self.scratch, self.rows[side]["computing"], f"kernels-{side}.yaml")
+    def _spec_of(self, side: str, name: str) -> Spec:
+        kernels = computing.write_kernels(self.scratch, self.rows[side].computing, f"kernels-{side}.yaml")
         same_run = name in ("pair", "again")
         precision = self.precision[side if same_run else "new"]
         spec = self.spec | {"kernels": kernels, "recipe": self.spec["recipe"] | {"precision": precision}}
@@ -175,7 +188,7 @@ class Runs:
         return code, f"exit {code}: {said}" if code else ""
 
 
-def _prepare(folder: Path, spec: Row) -> None:
+def _prepare(folder: Path, spec: Spec) -> None:
     """The run's folder, kept when it was begun with the same spec."""
     try:
         known = json.loads((folder / "segment.json").read_text())

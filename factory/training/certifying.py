@@ -10,19 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import sqlalchemy as sa
 
 from factory.computing.computing import changed
 from factory.core.errors import InputError, SegmentError
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, events, record, segments, verdicts
+from factory.ledger.ledger import Ledger, record, segments
+from factory.ledger.rows import SegmentRow, Subject, VerdictRow
+from factory.ledger.writing import record_verdict
 from factory.training.certificate import CertificatePolicy, Evidence, Judgement, judge_certificate
 from factory.training.planning import last_checkpoint
 from kernels.contract.files import finite, finite_json, write_atomically
@@ -30,27 +29,24 @@ from kernels.contract.files import finite, finite_json, write_atomically
 GATE = "code"
 ACCEPTED = "certificate_accepted"
 UNCERTIFIED = "uncertified"
-Row = dict[str, Any]
 
 
 class NotCertified(SegmentError):
     """The code changed, and the change is not shown to be inside seed noise: the segment was not started."""
 
 
-def ensure_certified(workspace: Workspace, ledger: Ledger, row: Row, progress: Progress) -> None:
+def ensure_certified(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress: Progress) -> None:
     """Return when a segment may start: no parent, the same code computed in the same way, a certificate, or a person's word for it.
 
     Raises: NotCertified when it may not; SegmentError when the runs were stopped: begin again then.
     """
-    parent = row["parent"] and ledger.one(sa.select(segments).where(segments.c.id == row["parent"]))
-    if not parent or (parent["code_commit"] == row["code_commit"] and not changed(parent, row)):
+    parent = SegmentRow.get(ledger, row.parent) if row.parent else None
+    if not parent or (parent.code_commit == row.code_commit and not changed(parent, row)):
         return
-    verdict = certificate_of(ledger, row["id"])
-    if verdict is None:
-        verdict = _certify(workspace, ledger, row, parent, progress)
-    shutil.rmtree(Path(row["folder"]) / "certificate", ignore_errors=True)
-    if verdict["outcome"] != "promote" and not accepted(ledger, verdict):
-        raise NotCertified(f"segment {row['id']} was not started. {' '.join(verdict['reasons'])} {way_on(row['id'])}")
+    verdict = certificate_of(ledger, row.id) or _certify(workspace, ledger, row, parent, progress)
+    shutil.rmtree(Path(row.folder) / "certificate", ignore_errors=True)
+    if verdict.outcome != "promote" and not accepted(ledger, verdict):
+        raise NotCertified(f"segment {row.id} was not started. {' '.join(verdict.reasons)} {way_on(row.id)}")
 
 
 def way_on(segment: int) -> str:
@@ -61,101 +57,94 @@ def way_on(segment: int) -> str:
     )
 
 
-def certificate_of(ledger: Ledger, segment: int) -> Row | None:
+def certificate_of(ledger: Ledger, segment: int) -> VerdictRow | None:
     """The verdict on a segment's code, or None when none was needed or made."""
-    mine = (verdicts.c.gate == GATE) & (verdicts.c.subject == f"segment:{segment}")
-    return ledger.one(sa.select(verdicts).where(mine).order_by(verdicts.c.id.desc()).limit(1))
+    return VerdictRow.newest(ledger, GATE, Subject("segment", segment))
 
 
-def accepted(ledger: Ledger, verdict: Row) -> Row | None:
+def accepted(ledger: Ledger, verdict: VerdictRow) -> dict[str, Any] | None:
     """``{"by", "at"}`` of the person who took the code that this verdict is about, or None."""
-    for row in ledger.rows(sa.select(events).where(events.c.kind == ACCEPTED).order_by(events.c.id.desc())):
-        if row["detail"]["subject_sha256"] == verdict["subject_sha256"]:
+    for row in ledger.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=ACCEPTED):
+        if row["detail"]["subject_sha256"] == verdict.subject_sha256:
             return {"by": row["detail"]["by"], "at": row["at"]}
     return None
 
 
-def accept(workspace: Workspace, ledger: Ledger, segment: int, person: str) -> Row:
+def accept(workspace: Workspace, ledger: Ledger, segment: int, person: str) -> VerdictRow:
     """A person takes the code of an uncertified segment as it is; the segment is planned again. Returns the verdict.
 
     Raises: InputError when it is not waiting for that, or another segment took its place.
     """
     verdict = certificate_of(ledger, segment)
-    row = ledger.one(sa.select(segments).where(segments.c.id == segment))
-    if row is None or verdict is None or row["state"] != UNCERTIFIED:
-        waiting = ledger.rows(sa.select(segments.c.id).where(segments.c.state == UNCERTIFIED).order_by(segments.c.id))
-        listed = ", ".join(str(r["id"]) for r in waiting) or "none"
+    waiting = SegmentRow.select(ledger, "WHERE state = :state ORDER BY id", state=UNCERTIFIED)
+    if verdict is None or segment not in {row.id for row in waiting}:
+        listed = ", ".join(str(row.id) for row in waiting) or "none"
         raise InputError(f"segment {segment} does not wait for a certificate; those that do: {listed}")
-    later = segments.c.kind.in_(("trunk", "anneal")) & (segments.c.id > segment)
-    newer = ledger.one(sa.select(segments.c.id).where(later).limit(1))
+    newer = SegmentRow.first(ledger, "WHERE kind <> 'average' AND id > :id", id=segment)
     if newer:
-        raise InputError(f"segment {newer['id']} has taken the place of segment {segment}: nothing to accept")
-    detail = {"by": person, "verdict": verdict["id"], "subject_sha256": verdict["subject_sha256"]}
+        raise InputError(f"segment {newer.id} has taken the place of segment {segment}: nothing to accept")
+    detail = {"by": person, "verdict": verdict.id, "subject_sha256": verdict.subject_sha256}
     with ledger.begin() as tx:
         waits = (segments.c.id == segment) & (segments.c.state == UNCERTIFIED)
         tx.execute(segments.update().where(waits).values(state="planned"))
-        record(tx, ACCEPTED, f"segment:{segment}", detail)
+        record(tx, ACCEPTED, Subject("segment", segment), detail)
     return verdict
 
 
-def every_certificate(ledger: Ledger) -> list[Row]:
+def every_certificate(ledger: Ledger) -> list[dict[str, Any]]:
     """All of them with their evidence, oldest first, and who accepted which."""
-    found = ledger.rows(sa.select(verdicts).where(verdicts.c.gate == GATE).order_by(verdicts.c.id))
     return [
-        {"segment": int(row["subject"].removeprefix("segment:")), **row, "accepted": accepted(ledger, row)}
-        for row in found
+        {"segment": row.number, **row.with_evidence(ledger), "accepted": accepted(ledger, row)}
+        for row in VerdictRow.select(ledger, "WHERE gate = :gate ORDER BY id", gate=GATE)
     ]
 
 
 # -- making one --------------------------------------------------------------------------------------------------------
-def _certify(workspace: Workspace, ledger: Ledger, row: Row, parent: Row, progress: Progress) -> Row:
+def _certify(
+    workspace: Workspace, ledger: Ledger, row: SegmentRow, parent: SegmentRow, progress: Progress
+) -> VerdictRow:
     policy = CertificatePolicy.load(workspace.policy("gates/certificate.yaml"))
-    subject = _identity(policy, row, parent, last_checkpoint(ledger, parent["id"])["id"])
-    same = (verdicts.c.gate == GATE) & (verdicts.c.subject_sha256 == subject) & (verdicts.c.outcome != "hold")
-    known = ledger.one(sa.select(verdicts).where(same).order_by(verdicts.c.id.desc()).limit(1))
+    judged = _identity(policy, row, parent, last_checkpoint(ledger, parent.id)["id"])
+    same = "WHERE gate = :gate AND subject_sha256 = :judged AND outcome <> 'hold' ORDER BY id DESC"
+    known = VerdictRow.first(ledger, same, gate=GATE, judged=judged)
     if known:  # the same code on the same checkpoint and data: measured for a segment that this one takes the place of
-        outcome, reasons, shown = known["outcome"], known["reasons"], known["evidence"]
+        outcome, reasons, shown = known.outcome, known.reasons, known.evidence(ledger)
     else:
         from factory.training.certificate_runs import gather
 
         evidence = gather(workspace, ledger, row, parent, policy, progress)
         judgement = judge_certificate(policy, evidence)
         outcome, reasons = judgement.outcome, judgement.reasons
-        shown = _write_file(Path(row["folder"]), evidence, judgement)
+        shown = _write_file(Path(row.folder), evidence, judgement)
     words = {"promote": "certified", "hold": "not certified", "reject": "NOT CERTIFIED"}[outcome]
+    subject = Subject("segment", row.id)
     with ledger.begin() as tx:
-        tx.execute(
-            verdicts.insert().values(
-                gate=GATE,
-                subject=f"segment:{row['id']}",
-                against=parent["code_commit"],
-                policy_sha256=policy_sha256(policy),
-                subject_sha256=subject,
-                outcome=outcome,
-                reasons=reasons,
-                evidence=shown,
-                created_at=time.time(),
-            )  # fmt: skip
+        number = record_verdict(
+            tx,
+            GATE,
+            subject,
+            against=parent.code_commit,
+            policy_sha256=policy_sha256(policy),
+            subject_sha256=judged,
+            outcome=outcome,
+            reasons=reasons,
+            evidence=shown,
         )
-        made = tx.execute(sa.select(sa.func.max(verdicts.c.id))).scalar()
-        record(tx, words.lower().replace(" ", "_"), f"segment:{row['id']}", {"verdict": made})
+        record(tx, words.lower().replace(" ", "_"), subject, {"verdict": number})
         if outcome != "promote":
-            tx.execute(segments.update().where(segments.c.id == row["id"]).values(state=UNCERTIFIED))
-    progress.line(f"  the code of segment {row['id']} is {words}: {reasons[0]}")
-    verdict = certificate_of(ledger, row["id"])
-    assert verdict is not None
-    return verdict
+            tx.execute(segments.update().where(segments.c.id == row.id).values(state=UNCERTIFIED))
+    progress.line(f"  the code of segment {row.id} is {words}: {reasons[0]}")
+    return VerdictRow.get(ledger, number)
 
 
-def _identity(policy: CertificatePolicy, row: Row, parent: Row, checkpoint: str) -> str:
+def _identity(policy: CertificatePolicy, row: SegmentRow, parent: SegmentRow, checkpoint: str) -> str:
     """One hash of all that the measurement depends on: approval binds to it."""
-    same = ("kind", "recipe_sha256", "data_plan", "first_step", "last_step")
-    parts = [policy.model_dump(), parent["code_commit"], row["code_commit"], checkpoint, [row[key] for key in same]]
-    parts += [changed(parent, row)]
+    same = [row.kind, row.recipe_sha256, row.data_plan, row.first_step, row.last_step]
+    parts = [policy.model_dump(), parent.code_commit, row.code_commit, checkpoint, same, changed(parent, row)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _write_file(folder: Path, evidence: Evidence, judgement: Judgement) -> Row:
+def _write_file(folder: Path, evidence: Evidence, judgement: Judgement) -> dict[str, Any]:
     """certificate.json, with everything that was measured; returns the part that the ledger keeps."""
     measured = [asdict(m) | {"share": m.share} for m in judgement.measures]
     losses = {

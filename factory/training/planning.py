@@ -20,7 +20,9 @@ from factory.core.errors import ConfigError, InputError
 from factory.core.launching import ranks
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, checkpoints, data_plans, record, segments, token_shards
+from factory.ledger.ledger import Ledger, data_plans, record, segments, token_shards
+from factory.ledger.rows import SegmentRow, Subject
+from factory.ledger.writing import insert, next_key
 
 if TYPE_CHECKING:
     from trainer.contract.data.data_order import DataOrder
@@ -46,7 +48,7 @@ def next_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -
     recipe = load_recipe(workspace)
     last = trunk_parent(ledger, recipe)
     wanted = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
-    first = last["last_step"] if last else 0
+    first = last.last_step if last else 0
     # positions of a trunk of that many steps and of the anneal off it, through the batch's warm-up
     needs = lambda trunk: recipe.tokens_between(first, first + trunk + recipe.schedule.anneal_steps)
     shards = _every_shard(ledger, last)
@@ -89,13 +91,12 @@ def plan_anneal(workspace: Workspace, ledger: Ledger, progress: Progress = SILEN
     return _plan(workspace, ledger, "anneal", trunk, load_recipe(workspace).schedule.anneal_steps, shards, progress)
 
 
-def last_segment(ledger: Ledger, kind: str) -> dict[str, Any] | None:
+def last_segment(ledger: Ledger, kind: str) -> SegmentRow | None:
     """The newest finished segment of that kind."""
-    done = (segments.c.kind == kind) & (segments.c.state == "done")
-    return ledger.one(sa.select(segments).where(done).order_by(segments.c.id.desc()).limit(1))
+    return SegmentRow.first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind=kind)
 
 
-def trunk_parent(ledger: Ledger, recipe: Recipe) -> dict[str, Any] | None:
+def trunk_parent(ledger: Ledger, recipe: Recipe) -> SegmentRow | None:
     """The segment that the next trunk segment goes on from; None for the first one.
 
     With ``schedule.continue_from: anneal`` (WSD-S, arXiv 2410.05192) it is the anneal off the newest trunk segment: its
@@ -105,23 +106,19 @@ def trunk_parent(ledger: Ledger, recipe: Recipe) -> dict[str, Any] | None:
     if trunk is None or recipe.schedule.continue_from == "trunk":
         return trunk
     anneal = last_segment(ledger, "anneal")
-    return anneal if anneal is not None and anneal["parent"] == trunk["id"] else trunk
+    return anneal if anneal is not None and anneal.parent == trunk.id else trunk
 
 
 def last_checkpoint(ledger: Ledger, segment: int) -> dict[str, Any]:
     """The checkpoint that a finished segment ended with."""
-    row = ledger.one(
-        sa.select(checkpoints).where(checkpoints.c.segment == segment).order_by(checkpoints.c.step.desc()).limit(1)
-    )
-    assert row is not None, segment
-    return row
+    return ledger.read(
+        "SELECT * FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1", segment=segment
+    )[0]
 
 
-def plan_of(ledger: Ledger, segment: dict[str, Any]) -> dict[str, Any]:
+def plan_of(ledger: Ledger, segment: SegmentRow) -> dict[str, Any]:
     """The data plan of a segment, as JSON values."""
-    row = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == segment["data_plan"]))
-    assert row is not None, segment["data_plan"]
-    return dict(row["plan"])
+    return dict(ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]["plan"])
 
 
 def load_recipe(workspace: Workspace) -> Recipe:
@@ -149,7 +146,7 @@ def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
         raise ConfigError(f"recipe {recipe.name}: {error}; {hint}") from error
 
 
-def _every_shard(ledger: Ledger, last: dict[str, Any] | None) -> list[tuple[str, str, int]]:
+def _every_shard(ledger: Ledger, last: SegmentRow | None) -> list[tuple[str, str, int]]:
     """(id, path, generation) of every token shard; those that the trunk has not seen make the next generation."""
     seen = {shard["id"]: shard["generation"] for shard in plan_of(ledger, last)["token_shards"]} if last else {}
     newest = max(seen.values(), default=0)
@@ -181,14 +178,14 @@ def _data_plan(
         raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
 
 
-def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: dict[str, Any] | None) -> DataOrder:
+def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: SegmentRow | None) -> DataOrder:
     """Where the segment ``last`` left the data, or its beginning. Raises: ConfigError when plan and recipe don't fit it."""
     from trainer.contract.data.data_order import DataOrder
     from trainer.contract.errors import TrainerError
 
     state = None
     if last is not None:
-        state = json.loads((Path(last_checkpoint(ledger, last["id"])["path"]) / "state.json").read_text())["sampler"]
+        state = json.loads((Path(last_checkpoint(ledger, last.id)["path"]) / "state.json").read_text())["sampler"]
     try:
         return DataOrder(
             plan,
@@ -201,9 +198,7 @@ def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: dict[str, 
         raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
 
 
-def _refuse_padding(
-    ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: dict[str, Any] | None, last_step: int
-) -> None:
+def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: SegmentRow | None, last_step: int) -> None:
     """Raises: ConfigError naming ``batch.max_padding`` when the plan cannot keep it."""
     from trainer.contract.errors import TrainerError
     from trainer.contract.plan.feasible import refuse_padding
@@ -220,7 +215,7 @@ def _plan(
     workspace: Workspace,
     ledger: Ledger,
     kind: str,
-    parent: dict[str, Any] | None,
+    parent: SegmentRow | None,
     length: int,
     shards: list[tuple[str, str, int]],
     progress: Progress,
@@ -228,39 +223,39 @@ def _plan(
     from factory.git.repository import file_text, live_commit
 
     recipe = load_recipe(workspace)
-    first = parent["last_step"] if parent else 0
+    first = parent.last_step if parent else 0
     plan, left_out = _data_plan(ledger, recipe, kind, shards, first, first + length)
     _refuse_padding(ledger, recipe, plan, parent, first + length)
     commit = live_commit(workspace.repository)
     kernels = file_text(workspace.repository, commit, KERNELS)
     recipe, computed, notes = computing.decide(
-        workspace, recipe, kernels, parent["recipe_json"]["precision"] if parent else ""
+        workspace, recipe, kernels, parent.recipe_json["precision"] if parent else ""
     )
     for note in notes:
         progress.line(f"  {note}")
     with ledger.begin() as tx:
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
-        number = int(tx.execute(sa.select(sa.func.max(segments.c.id))).scalar() or 0) + 1
-        tx.execute(
-            segments.insert().values(
-                id=number,
-                kind=kind,
-                parent=parent and parent["id"],
-                generation=max(shard.generation for shard in plan.token_shards),
-                recipe=recipe.name,
-                recipe_json=recipe.model_dump(mode="json"),
-                recipe_sha256=recipe.sha256,
-                data_plan=plan.id,
-                code_commit=commit,
-                first_step=first,
-                last_step=first + length,
-                state="planned",
-                folder=str(workspace.segments / f"{number:05d}-{kind}"),
-                computing=computed,
-                created_at=time.time(),
-            )
+        number = next_key(tx, segments)
+        insert(
+            tx,
+            segments,
+            id=number,
+            kind=kind,
+            parent=parent and parent.id,
+            generation=max(shard.generation for shard in plan.token_shards),
+            recipe=recipe.name,
+            recipe_json=recipe.model_dump(mode="json"),
+            recipe_sha256=recipe.sha256,
+            data_plan=plan.id,
+            code_commit=commit,
+            first_step=first,
+            last_step=first + length,
+            state="planned",
+            folder=str(workspace.segments / f"{number:05d}-{kind}"),
+            computing=computed,
+            created_at=time.time(),
         )
         detail = {"kind": kind, "steps": [first, first + length], "domains_not_arrived": left_out, "notes": notes}
-        record(tx, "segment_planned", f"segment:{number}", detail)
+        record(tx, "segment_planned", Subject("segment", number), detail)
     return number

@@ -14,8 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import sqlalchemy as sa
-
 from factory.core.errors import SegmentError
 from factory.core.file_lock import LockedError, file_lock
 from factory.core.launching import (
@@ -27,6 +25,7 @@ from factory.core.launching import (
 from factory.core.stopping import TRAINER_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
+from factory.ledger.rows import SegmentRow, Subject
 from factory.training.planning import last_checkpoint, plan_of
 from kernels.contract.files import write_atomically
 
@@ -35,15 +34,15 @@ MAX_ATTEMPTS = 3
 LOCK_SECONDS = 3 * TRAINER_SECONDS  # for a trainer whose factory was killed, on a busy machine too
 
 
-def spec_of(ledger: Ledger, row: dict[str, Any]) -> dict[str, Any]:
-    """What segment.json says of a segment, but for its kernels (``computing.write_kernels``)."""
-    start = None if row["parent"] is None else last_checkpoint(ledger, row["parent"])["path"]
-    parent = ledger.one(sa.select(segments.c.kind).where(segments.c.id == row["parent"]))
+def spec_of(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
+    """What segment.json says of a segment, without its kernels (``computing.write_kernels``)."""
+    parent = SegmentRow.get(ledger, row.parent) if row.parent else None
     spec = {
-        "kind": row["kind"], "recipe": row["recipe_json"], "data_plan": plan_of(ledger, row), "first_step": row["first_step"],
-        "last_step": row["last_step"], "initial_checkpoint": start, "code_commit": row["code_commit"], "kernels": None,
+        "kind": row.kind, "recipe": row.recipe_json, "data_plan": plan_of(ledger, row), "first_step": row.first_step,
+        "last_step": row.last_step, "initial_checkpoint": parent and last_checkpoint(ledger, parent.id)["path"],
+        "code_commit": row.code_commit, "kernels": None,
     }  # fmt: skip
-    if row["kind"] == "trunk" and parent is not None and parent["kind"] == "anneal":
+    if row.kind == "trunk" and parent and parent.kind == "anneal":
         spec["rewarm"] = True  # left out where it is false: code older than the key can read the spec too
     return spec
 
@@ -52,64 +51,70 @@ def write_spec(folder: Path, spec: dict[str, Any]) -> None:
     write_atomically(folder / "segment.json", json.dumps(spec, indent=1, sort_keys=True))
 
 
-def failed(workspace: Workspace, ledger: Ledger, row: dict[str, Any], code: int) -> NoReturn:
+def failed(workspace: Workspace, ledger: Ledger, row: SegmentRow, code: int) -> NoReturn:
     """Record how a process of a segment ended, with the last line of its log. Raises: SegmentError, always."""
-    log = workspace.logs / f"segment-{row['id']:05d}.log"
+    log = workspace.logs / f"segment-{row.id:05d}.log"
     words = last_words(log)
     said = f": {words}" if words else ""
     if code == EXIT_STOPPED:
-        raise SegmentError(f"segment {row['id']} was stopped; run the same command again to go on")
+        raise SegmentError(f"segment {row.id} was stopped; run the same command again to go on")
     if code == EXIT_DISK_FULL:
         raise SegmentError(
-            f"segment {row['id']}: the disk is full{said}. Free some space and run the same command again: its last checkpoint is whole"
+            f"segment {row.id}: the disk is full{said}. Free some space and run the same command again: its last checkpoint is whole"
         )
-    final = code == 2 or row["attempts"] + 1 >= MAX_ATTEMPTS
+    final = code == 2 or row.attempts + 1 >= MAX_ATTEMPTS
     with ledger.begin() as tx:
         outcome = {"state": "failed", "finished_at": time.time()} if final else {}
-        tx.execute(segments.update().where(segments.c.id == row["id"]).values(attempts=row["attempts"] + 1, **outcome))
-        record(
-            tx, "segment_failed" if final else "segment_stumbled", f"segment:{row['id']}", {"exit": code, "said": said}
-        )
+        tx.execute(segments.update().where(segments.c.id == row.id).values(attempts=row.attempts + 1, **outcome))
+        kind = "segment_failed" if final else "segment_stumbled"
+        record(tx, kind, Subject("segment", row.id), {"exit": code, "said": said})
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
     raise SegmentError(
-        f"segment {row['id']} ended with {how}{said} (log: {log}{'' if final else '; the next pass tries again from its last checkpoint'})"
+        f"segment {row.id} ended with {how}{said} (log: {log}{'' if final else '; the next pass tries again from its last checkpoint'})"
     )
 
 
-def give_up(ledger: Ledger, row: dict[str, Any], why: str) -> None:
+def give_up(ledger: Ledger, row: SegmentRow, why: str) -> None:
     """Mark a segment as failed for good: trying again would not help."""
     with ledger.begin() as tx:
-        tx.execute(segments.update().where(segments.c.id == row["id"]).values(state="failed", finished_at=time.time()))
-        record(tx, "segment_failed", f"segment:{row['id']}", {"said": why})
+        tx.execute(segments.update().where(segments.c.id == row.id).values(state="failed", finished_at=time.time()))
+        record(tx, "segment_failed", Subject("segment", row.id), {"said": why})
 
 
-def record_done(ledger: Ledger, row: dict[str, Any], folder: Path, result: dict[str, Any]) -> None:
+def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
     """Write down a segment's end, its checkpoint and its anomalies, all at once."""
     path = Path(result["checkpoint"])
     manifest = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
     if manifest != result["manifest_sha256"]:
-        raise SegmentError(f"segment {row['id']}: {path} is not the checkpoint that its result names")
+        raise SegmentError(f"segment {row.id}: {path} is not the checkpoint that its result names")
     found = [json.loads(line) for line in _lines(folder / "anomalies.jsonl")]
     with ledger.begin() as tx:
         tx.execute(
             checkpoints.insert().values(
-                id=manifest, segment=row["id"], step=result["last_step"], path=str(path), created_at=time.time()
+                id=manifest, segment=row.id, step=result["last_step"], path=str(path), created_at=time.time()
             )
         )
         for anomaly in found:
             tx.execute(
-                anomalies.insert().values(segment=row["id"], step=anomaly["step"], kind=anomaly["kind"], detail=anomaly)
+                anomalies.insert().values(segment=row.id, step=anomaly["step"], kind=anomaly["kind"], detail=anomaly)
             )
         tx.execute(
             segments.update()
-            .where(segments.c.id == row["id"])
+            .where(segments.c.id == row.id)
             .values(state="done", result=result, finished_at=time.time())
         )
-        record(tx, "segment_done", f"segment:{row['id']}", {"loss": result.get("loss"), "checkpoint": manifest})
+        record(tx, "segment_done", Subject("segment", row.id), {"loss": result.get("loss"), "checkpoint": manifest})
+
+
+def export(code: Path, checkpoint: str, target: Path) -> subprocess.CompletedProcess[str]:
+    """Write a checkpoint in transformers' format, with the exporter of the code that trained it."""
+    old = code / "trainer" / "export.py"  # where it was before there was trainer/contract
+    module = "trainer.export" if old.is_file() else "trainer.contract.checkpoint.export"
+    return run_tool(code, "-m", module, checkpoint, str(target))
 
 
 def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a short Python program of that code (``-m trainer.contract.checkpoint.export …``); it dies with the factory."""
+    """Run a short Python program of that code (``-m trainer.tools.average …``); it dies with the factory."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=code,

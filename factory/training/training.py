@@ -11,8 +11,6 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-import sqlalchemy as sa
-
 from factory.computing.computing import write_kernels
 from factory.core.launching import (
     ended,
@@ -23,7 +21,8 @@ from factory.core.launching import (
 )
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, segments
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
 from factory.training.planning import check_ranks
 from factory.training.segment_folder import failed, folder_lock, record_done, spec_of, write_spec
 
@@ -36,7 +35,6 @@ class Follower(Protocol):
     def poll(self) -> object: ...
 
 
-# -- running -----------------------------------------------------------------------------------------------------------
 def run_segment(
     workspace: Workspace, ledger: Ledger, number: int, progress: Progress, follower: Follower | None = None
 ) -> dict[str, Any]:
@@ -47,22 +45,21 @@ def run_segment(
     Raises: NotCertified when the code changed and may not go on (nothing was started); SegmentError when the trainer fails
     (its log is named). A segment that fails ``MAX_ATTEMPTS`` times is marked 'failed'.
     """
-    row = ledger.one(sa.select(segments).where(segments.c.id == number))
-    assert row is not None, number
-    if row["state"] == "done":
-        return dict(row["result"])
-    if row["kind"] == "average":
+    row = SegmentRow.get(ledger, number)
+    if row.state == "done":
+        return dict(row.result or {})
+    if row.kind == "average":
         from factory.training.averaging import run_average
 
         return run_average(workspace, ledger, row, progress)
     from factory.training.certifying import ensure_certified
     from trainer.contract.recipe import Recipe
 
-    check_ranks(workspace, Recipe.parse(row["recipe_json"]))  # planned on another number of GPUs, say
+    check_ranks(workspace, Recipe.parse(row.recipe_json))  # planned on another number of GPUs, say
     ensure_certified(workspace, ledger, row, progress)
-    folder = Path(row["folder"])
+    folder = Path(row.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_spec(folder, spec_of(ledger, row) | {"kernels": write_kernels(folder, row["computing"])})
+    write_spec(folder, spec_of(ledger, row) | {"kernels": write_kernels(folder, row.computing)})
     code = _run_trainer(workspace, row, folder, progress, follower)
     result_path = folder / "result.json"
     if code != 0 or not result_path.exists():
@@ -73,21 +70,21 @@ def run_segment(
 
 
 def _run_trainer(
-    workspace: Workspace, row: dict[str, Any], folder: Path, progress: Progress, follower: Follower | None
+    workspace: Workspace, row: SegmentRow, folder: Path, progress: Progress, follower: Follower | None
 ) -> int:
     from factory.git.repository import checkout_live
 
-    code = checkout_live(workspace, row["code_commit"])
-    log = workspace.logs / f"segment-{row['id']:05d}.log"
-    title = f"{row['kind']} {row['first_step']}–{row['last_step']}"
+    code = checkout_live(workspace, row.code_commit)
+    log = workspace.logs / f"segment-{row.id:05d}.log"
+    title = f"{row.kind} {row.first_step}–{row.last_step}"
     with (
         folder_lock(folder) as lock,
         open(log, "ab") as out,
-        progress.task(title, row["last_step"] - row["first_step"]) as task,
+        progress.task(title, row.last_step - row.first_step) as task,
     ):
         forget_exit(folder)
         process = start_trainer(workspace, code, [str(folder)], out, lock)
-        watch = _StepWatch(folder / "metrics.jsonl", row["first_step"])
+        watch = _StepWatch(folder / "metrics.jsonl", row.first_step)
         task.advance(0, "starting (the first time, the model is compiled)")
         try:
             while not ended(process, POLL_SECONDS):

@@ -112,7 +112,7 @@ def precision_of(workspace: Workspace) -> str:
     """The precision that a trunk segment planned now would train in."""
     recipe = load_recipe(workspace)
     last = trunk_parent(Ledger.open(workspace.ledger_url), recipe)
-    return str(measured_precision(recipe, last["recipe_json"]["precision"] if last else "")["precision"])
+    return str(measured_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
 
 
 def _live_code(workspace: Workspace) -> Path:

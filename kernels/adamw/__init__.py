@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, lazily_compiled, normal, op
+from kernels.adamw.dense import dense
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, in_triton, lazily_compiled, normal, op
 
 Tensors = list[Tensor]
 SETTINGS = (1e-3, 0.9, 0.95, 1e-8, 0.1)  # lr, beta1, beta2, eps, weight decay
@@ -61,33 +62,27 @@ def fused(
     """As ``reference``, by torch's fused kernel. Tensors that are not dense are updated as dense copies."""
     if not weights:
         return
-    lists = (weights, gradients, exp_avgs, exp_avg_sqs)
-    dense = [[x.contiguous() for x in tensors] for tensors in lists]
-    held, grads, means, squares = dense
     # torch leaves this to its optimiser: the count goes on first, and back where the kernel changed nothing
     torch._foreach_add_(steps, 1.0)
-    torch._fused_adamw_(
-        held,
-        grads,
-        means,
-        squares,
-        [],
-        steps,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=divide_by,
-        found_inf=skip,
-    )
+    with dense((weights, gradients, exp_avgs, exp_avg_sqs)) as (held, grads, means, squares):
+        torch._fused_adamw_(
+            held,
+            grads,
+            means,
+            squares,
+            [],
+            steps,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divide_by,
+            found_inf=skip,
+        )
     torch._foreach_sub_(steps, [skip] * len(steps))
-    for tensors, copies in zip(lists, dense):
-        for x, copy in zip(tensors, copies):
-            if copy is not x:
-                x.copy_(copy)
 
 
 one_region = lazily_compiled(reference)
@@ -104,8 +99,8 @@ def compiled(
     lr: float,
     *rest: float,
 ) -> None:
-    """As ``reference``, through torch.compile. The rate goes in as a tensor: a number that changes with every step would
-    be compiled anew each time."""
+    """As ``reference``, through torch.compile. The rate is passed as a tensor: a number that changes with every step would
+    be recompiled each time."""
     rate = torch.full((), lr, dtype=torch.float64, device=skip.device)
     one_region(weights, gradients, exp_avgs, exp_avg_sqs, steps, divide_by, skip, rate, *rest)
 
@@ -131,15 +126,9 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return *made, exp_avg_sqs, steps, *scalars, *SETTINGS
 
 
-def in_triton(*arguments: object) -> None:
-    from kernels.adamw.triton import adamw  # triton is imported only where it is used
-
-    adamw(*arguments)
-
-
 COMPILED = Implementation("compiled", compiled, "the reference through torch.compile", eager=reference)
 FUSED = Implementation("fused", fused, "torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it")
-TRITON = Implementation("triton", in_triton, "one Triton kernel over all tensors", devices=("cuda",), needs_triton=True)
+TRITON = in_triton("kernels.adamw.triton", "adamw", "one Triton kernel over all tensors")
 OP = op(
     "adamw",
     reference,

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.adamw.dense import dense
+
 BLOCK = 4096  # elements a program
 
 
@@ -58,36 +60,31 @@ def adamw(
     weight_decay: float,
 ) -> None:
     """As ``kernels.adamw.reference``. Tensors that are not dense are updated as dense copies."""
-    lists = (weights, gradients, exp_avgs, exp_avg_sqs)
-    dense = [[x.contiguous() for x in tensors] for tensors in lists]
     counts = [x.numel() for x in weights]
     ends = list(accumulate(triton.cdiv(count, BLOCK) for count in counts))
     if not weights or not ends[-1]:
         return
     on = skip.device
-    addresses = torch.tensor([x.data_ptr() for tensors in dense for x in tensors], dtype=torch.int64, device=on)
     t = torch.stack(steps).double() + 1
-    update_kernel[(ends[-1],)](
-        weights[0],
-        addresses,
-        torch.tensor(ends, dtype=torch.int32, device=on),
-        torch.tensor(counts, dtype=torch.int64, device=on),
-        (lr / (1 - beta1**t)).float(),
-        (1 - beta2**t).sqrt().float(),
-        divide_by,
-        skip,
-        len(weights),
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        eps,
-        1 - lr * weight_decay,
-        TENSORS=triton.next_power_of_2(len(weights)),
-        BLOCK=BLOCK,
-    )
+    with dense((weights, gradients, exp_avgs, exp_avg_sqs)) as lists:
+        addresses = torch.tensor([x.data_ptr() for tensors in lists for x in tensors], dtype=torch.int64, device=on)
+        update_kernel[(ends[-1],)](
+            weights[0],
+            addresses,
+            torch.tensor(ends, dtype=torch.int32, device=on),
+            torch.tensor(counts, dtype=torch.int64, device=on),
+            (lr / (1 - beta1**t)).float(),
+            (1 - beta2**t).sqrt().float(),
+            divide_by,
+            skip,
+            len(weights),
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            eps,
+            1 - lr * weight_decay,
+            TENSORS=triton.next_power_of_2(len(weights)),
+            BLOCK=BLOCK,
+        )
     torch._foreach_add_(steps, 1 - skip)
-    for tensors, copies in zip(lists, dense):
-        for x, copy in zip(tensors, copies):
-            if copy is not x:
-                x.copy_(copy)

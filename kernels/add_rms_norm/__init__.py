@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+from kernels.contract.op import Cost, Inputs, Shape, compiled, in_triton, normal, op
 from kernels.rms_norm import EPS
 from kernels.rms_norm import reference as rms_norm
 
@@ -32,15 +32,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, y, 1 + normal(generator, (shape.d_model,), device, dtype, 0.1), EPS
 
 
-def fused(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from kernels.add_rms_norm.triton import add_rms_norm  # triton is imported only where it is used
-
-    return add_rms_norm(x_XD, y_XD, weight_D, eps)
-
-
-TRITON = Implementation(
-    "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
-)
+TRITON = in_triton("kernels.add_rms_norm.triton", "add_rms_norm")
 OP = op(
     "add_rms_norm",
     reference,

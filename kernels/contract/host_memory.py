@@ -1,7 +1,7 @@
-"""Keep freed host memory, instead of handing it back to the kernel after every tensor.
+"""Keep freed host memory, instead of returning it to the kernel after every tensor.
 
-glibc maps each block above 32 MiB anew and unmaps it when freed, so that on a CPU every step pays again for the page
-faults of its activations. Held from the heap and never trimmed, the same pages serve every step.
+glibc maps each block above 32 MiB and unmaps it when freed, so that on a CPU every step pays for the page faults of its
+activations. From a heap that is never trimmed, the same pages serve every step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """To be called before the first tensor is made. Is it in force? False where the C library is not glibc."""
+    """Call before the first tensor is made. Returns whether it took effect: not where the C library is not glibc."""
     library = _glibc()
     if library is None:
         return False
@@ -22,7 +22,7 @@ def keep_freed_memory() -> bool:
 
 
 def release_freed_memory() -> None:
-    """Hand back what is free now: once after compiling, whose garbage (some 100 MiB) no step would use again."""
+    """Return what is free now: called after compiling, which leaves some 100 MiB that no step would use."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

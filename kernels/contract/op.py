@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -158,6 +159,18 @@ def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) 
         return made[0](*arguments)
 
     return call
+
+
+def in_triton(module: str, function: str, about: str = "one Triton kernel forward, one backward") -> Implementation:
+    """``function`` of ``module`` on GPUs. The module is imported at the first call: importing triton takes a while."""
+    loaded: list[Callable[..., Any]] = []
+
+    def call(*arguments: Any) -> Any:
+        if not loaded:
+            loaded.append(getattr(importlib.import_module(module), function))
+        return loaded[0](*arguments)
+
+    return Implementation("triton", call, about, devices=("cuda",), needs_triton=True)
 
 
 def compiled(reference: Callable[..., Any]) -> Implementation:

@@ -121,7 +121,7 @@ def _read(path: Path | str) -> dict[str, Any]:
     for key, value in document.items():
         if key == "fallback":
             if value not in FALLBACKS:
-                raise KernelError(f"{path}: fallback: {value!r} is none of {', '.join(FALLBACKS)}")
+                raise KernelError(f"{path}: fallback: expected one of {', '.join(FALLBACKS)}, got {value!r}")
             continue
         if key not in DEVICE_CLASSES:
             raise KernelError(f"{path}: unknown device class {key!r}; there are: {', '.join(DEVICE_CLASSES)}")
@@ -151,7 +151,7 @@ def check(name: str | Op, implementation: str, device_class: str) -> Implementat
 def failure(name: str, implementation: str, device_class: str, dtype: torch.dtype, compile: bool = True) -> str | None:
     """What goes wrong when an implementation runs once, forward and backward, on small sizes; None: nothing does.
 
-    A kernel is compiled when it is first called: without a trial it would fail in the midst of a training step.
+    A kernel is compiled when it is first called: without a trial it would fail during a training step.
     """
     op = get(name)
     inputs = op.inputs(CASES[0], device=device_class, dtype=dtype)
@@ -168,7 +168,7 @@ def _function(implementation: Implementation, compile: bool) -> Callable[..., An
 
 @dataclass(frozen=True)
 class Computing:
-    """What computes an op here. ``by`` is ``chosen`` where nothing stands in for it, and empty where nothing can."""
+    """What computes an op here. ``by`` is ``chosen``, or its replacement, or empty where no replacement is allowed."""
 
     op: str
     chosen: str

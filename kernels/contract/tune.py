@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Timed:
-    """One implementation of an op beside its reference."""
+    """One implementation of an op compared with its reference."""
 
     op: str
     implementation: str
@@ -131,19 +131,19 @@ def work(op: Op, setting: Setting) -> float:
 
 
 def _time(op: Op, implementation: Implementation, setting: Setting, device: str, seconds: float) -> Timed:
-    """Raises nothing: what cannot be compiled, run or trusted here is told and not chosen."""
+    """Raises nothing: an implementation that does not compile, run or pass the oracle here is reported and not chosen."""
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
-        return Timed(
-            op.name, name, None, None, None, None, "not timed: the seconds for tuning are spent, or too few for it"
-        )
+        return Timed(op.name, name, None, None, None, None, "not timed: the seconds left for tuning are too few")
     if instead := implementation.instead(setting.shape, dtype):
         by = instead.partition(": ")[2] or instead
         return Timed(op.name, name, None, None, None, None, f"not timed: {by}")
     try:
         checked = judge(op, name, CASES[0], dtype=dtype, device=device)
         if not checked.ok:
-            return Timed(op.name, name, None, None, None, None, f"not timed: it is wrong here: {checked.failures()}")
+            return Timed(
+                op.name, name, None, None, None, None, f"not timed: its results are wrong here: {checked.failures()}"
+            )
         with bf16_matmul(dtype):
             found: Comparison = compare(
                 op, name, setting=setting, device=device, pairs=PAIRS, warmup=2, seconds=seconds

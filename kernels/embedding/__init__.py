@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+from kernels.contract.op import Cost, Inputs, Shape, compiled, in_triton, normal, op
 
 
 def reference(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:
@@ -31,18 +31,8 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return ranks.long().clamp(max=V - 1).to(device), normal(generator, (V, shape.d_model), device, dtype)
 
 
-def fused(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:
-    from kernels.embedding.triton import embedding  # triton is imported only where it is used
-
-    return embedding(tokens_X, weight_VD)
-
-
-TRITON = Implementation(
-    "triton",
-    fused,
-    "backward by sorted places, summed in fp32 in one Triton kernel",
-    devices=("cuda",),
-    needs_triton=True,
+TRITON = in_triton(
+    "kernels.embedding.triton", "embedding", "backward by sorted places, summed in fp32 in one Triton kernel"
 )
 OP = op(
     "embedding",

@@ -70,5 +70,5 @@ forward_op.register_autograd(gradients, setup_context=keep)
 
 
 def embedding(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:
-    """As ``kernels.embedding.reference``; a token that is none fails as in ``torch.index_select``."""
+    """As ``kernels.embedding.reference``; a token outside the vocabulary fails as in ``torch.index_select``."""
     return forward_op(tokens_X, weight_VD)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kernels import native as native_library
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, lazily_compiled, normal, op
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, in_triton, lazily_compiled, normal, op
 from kernels.linear_cross_entropy import cpp as linear_cross_entropy_native
 
 Z_LOSS = 1e-4
@@ -235,20 +235,10 @@ def native(
     return loss, nll_N.detach()
 
 
-def fused(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
-) -> tuple[Tensor, Tensor]:
-    from kernels.linear_cross_entropy.triton import linear_cross_entropy  # triton is imported only where it is used
-
-    return linear_cross_entropy(x_ND, weight_VD, targets_N, weights_N, z_loss)
-
-
-TRITON = Implementation(
-    "triton",
-    fused,
+TRITON = in_triton(
+    "kernels.linear_cross_entropy.triton",
+    "linear_cross_entropy",
     "chunks of tokens, gradients made forward in the logits' place, in Triton",
-    devices=("cuda",),
-    needs_triton=True,
 )
 NATIVE = Implementation(
     "native",

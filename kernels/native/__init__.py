@@ -1,7 +1,7 @@
 """Compiles an op's C++ on first use, for this machine's processor, and keeps the libraries.
 
-Not by torch.compile's loader: that imports the compiler and tries the processor's vectors anew in each process, which
-takes three to five seconds.
+Not by torch.compile's loader: that imports the compiler and probes the processor's vectors in each process, which takes
+three to five seconds.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _own_folder() -> Path:
 
 
 def compile_to(target: Path, text: str, words: list[str]) -> None:
-    """Whole or not at all: two processes may do it at once. Raises: KernelError."""
+    """Compile into a folder of its own and rename: two processes may do it at once. Raises: KernelError."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise KernelError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+from kernels.contract.op import Cost, Inputs, Shape, compiled, in_triton, normal, op
 from kernels.newton_schulz.iteration import COEFFICIENTS, begin
 
 STEPS = 5
@@ -44,15 +44,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return normal(generator, (shape.batch, shape.d_ff, shape.d_model), device, dtype), STEPS
 
 
-def fused(matrices: Tensor, steps: int) -> Tensor:
-    from kernels.newton_schulz.triton import newton_schulz  # triton is imported only where it is used
-
-    return newton_schulz(matrices, steps)
-
-
-TRITON = Implementation(
-    "triton", fused, "half of each symmetric product, in Triton", devices=("cuda",), needs_triton=True
-)
+TRITON = in_triton("kernels.newton_schulz.triton", "newton_schulz", "half of each symmetric product, in Triton")
 OP = op(
     "newton_schulz",
     reference,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+from kernels.contract.op import Cost, Inputs, Shape, compiled, in_triton, normal, op
 from kernels.rms_norm import EPS
 from kernels.rms_norm import reference as rms_norm
 
@@ -44,15 +44,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, angle.cos().to(device, dtype).contiguous(), angle.sin().to(device, dtype).contiguous(), EPS
 
 
-def fused(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> Tensor:
-    from kernels.qk_norm_rope.triton import qk_norm_rope  # triton is imported only where it is used
-
-    return qk_norm_rope(x_BTHK, weight_K, cos_BTK, sin_BTK, eps)
-
-
-TRITON = Implementation(
-    "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
-)
+TRITON = in_triton("kernels.qk_norm_rope.triton", "qk_norm_rope")
 OP = op(
     "qk_norm_rope",
     reference,

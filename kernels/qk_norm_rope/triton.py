@@ -86,7 +86,7 @@ def dense_heads(x_BTHK: Tensor) -> Tensor:
 
 
 def sizes(x_BTHK: Tensor) -> tuple[int, ...]:
-    """What both kernels are told of x: T, heads, half a head, and the steps between rows, tokens and heads."""
+    """What both kernels need to know of x: T, heads, half a head, and the steps between rows, tokens and heads."""
     _, T, heads, K = x_BTHK.shape
     assert K % 2 == 0, K
     return T, heads, K // 2, *x_BTHK.stride()[:3]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+from kernels.contract.op import Cost, Inputs, Shape, compiled, in_triton, normal, op
 
 EPS = 1e-6
 
@@ -29,15 +29,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, EPS
 
 
-def fused(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    from kernels.rms_norm.triton import rms_norm  # triton is imported only where it is used
-
-    return rms_norm(x_XD, weight_D, eps)
-
-
-TRITON = Implementation(
-    "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
-)
+TRITON = in_triton("kernels.rms_norm.triton", "rms_norm")
 OP = op(
     "rms_norm",
     reference,

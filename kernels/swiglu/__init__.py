@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, in_triton, normal, op
 from kernels.native import NAMES, instead
 from kernels.swiglu import cpp as swiglu_native
 
@@ -26,15 +26,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return normal(generator, size, device, dtype), normal(generator, size, device, dtype)
 
 
-def fused(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
-    from kernels.swiglu.triton import swiglu  # triton is imported only where it is used
-
-    return swiglu(gate_XF, up_XF)
-
-
-TRITON = Implementation(
-    "triton", fused, "one Triton kernel forward, one backward", devices=("cuda",), needs_triton=True
-)
+TRITON = in_triton("kernels.swiglu.triton", "swiglu")
 
 
 def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kernels.native import NAMES, call, cpu_op, rows_of
+from kernels.swiglu.autograd import differentiable
 
 
 @cpu_op("factory::swiglu_native")
@@ -28,22 +27,4 @@ def backward_op(dout_XF: Tensor, gate_XF: Tensor, up_XF: Tensor) -> tuple[Tensor
     return dgate_XF, dup_XF
 
 
-@forward_op.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@backward_op.register_fake
-def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-def keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def gradients(ctx: Any, dout_XF: Tensor) -> tuple[Tensor, Tensor]:
-    return backward_op(dout_XF, *ctx.saved_tensors)
-
-
-forward_op.register_autograd(gradients, setup_context=keep)
+differentiable(forward_op, backward_op)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kernels.swiglu.autograd import differentiable
 
 BLOCK = 1024
 
@@ -50,25 +50,7 @@ def backward_op(dout_XF: Tensor, gate_XF: Tensor, up_XF: Tensor) -> tuple[Tensor
     return dgate, dup
 
 
-@forward_op.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@backward_op.register_fake
-def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-def keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def gradients(ctx: Any, dout_XF: Tensor) -> tuple[Tensor, Tensor]:
-    return backward_op(dout_XF, *ctx.saved_tensors)
-
-
-forward_op.register_autograd(gradients, setup_context=keep)
+differentiable(forward_op, backward_op)
 
 
 def swiglu(gate_XF: Tensor, up_XF: Tensor) -> Tensor:

@@ -11,13 +11,14 @@ import torch
 
 from agents.line_profiler.isolation import measure
 from agents.line_profiler.lines import Roof
-from agents.line_profiler.sweep.shapes import PARAMETERS, SHAPES, slice_of
+from agents.line_profiler.sweep.shapes import SHAPES, slice_of
 from agents.line_profiler.sweep.slices import Slice, events
 from agents.line_profiler.sweep.sweep import Sweep, parse_slices, sweep, text
 from agents.line_profiler.sweep.sweep_items import Limits, collect, fit, measure_item
 from agents.line_profiler.sweep.work_queue import Processes, SweepError
 
 ROOF = Roof(1e12, 1e10)
+PARAMETERS = {"7b": 7e9, "29b": 29e9, "375b": 375e9, "1t": 1e12}
 
 
 @pytest.mark.parametrize("name", SHAPES)

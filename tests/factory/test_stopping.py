@@ -19,10 +19,11 @@ from factory.core.launching import start_trainer, stop_trainer
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
-from tests.support.factory.trained_plant import commit_edit, make_plant, segment_row
+from tests.support.factory.trained_plant import commit_edit, make_plant
 from tests.support.paths import ROOT
 from tests.support.stopping import SLOW_STEP, WITHIN, left_of, started_by, wait_for
 from trainer.contract import stopping
@@ -44,7 +45,7 @@ class Slow:
 
     @property
     def folder(self) -> Path:
-        return Path(str(segment_row(self.ledger, self.segment)["folder"]))
+        return Path(SegmentRow.get(self.ledger, self.segment).folder)
 
     def start(self, *words: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
         """The factory, once its trainer is in the midst of a slow step; and all that it started."""
@@ -85,8 +86,8 @@ def test_told_in_the_midst_of_a_step_all_end(slow: Slow, command: tuple[str, ...
     said, _ = process.communicate(timeout=WITHIN)
     assert process.returncode == 128 + number and said.splitlines()[-1] == GO_ON and "Traceback" not in said
     assert len(started) >= 3 and not left_of(started, 0.5)
-    row = segment_row(slow.ledger, slow.segment)
-    assert (row["state"], row["attempts"]) == ("planned", 0)
+    row = SegmentRow.get(slow.ledger, slow.segment)
+    assert (row.state, row.attempts) == ("planned", 0)
 
 
 @pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
@@ -117,10 +118,10 @@ def test_afterwards_the_segment_goes_on_to_its_end(slow: Slow) -> None:
     slow.mark.unlink()
     before = read_lines(slow.folder / "metrics.jsonl")
     run_segment(slow.workspace, slow.ledger, slow.segment, SILENT)
-    row = segment_row(slow.ledger, slow.segment)
-    assert (row["state"], row["attempts"]) == ("done", 0)
+    row = SegmentRow.get(slow.ledger, slow.segment)
+    assert (row.state, row.attempts) == ("done", 0)
     steps = [line["step"] for line in read_lines(slow.folder / "metrics.jsonl")]
-    assert steps == list(range(int(str(row["first_step"])), int(str(row["last_step"]))))
+    assert steps == list(range(int(str(row.first_step)), int(str(row.last_step))))
     assert all(line["step"] < steps[0] + 12 for line in before)
 
 

@@ -1,4 +1,4 @@
-"""What a user can cause in a training run, and how a program of this package tells it: one line and an exit code."""
+"""Errors that a user can cause in a training run, and how a program of this package reports them: one line and an exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXIT_WRONG, EXIT_FULL, EXIT_STOPPED = 2, 74, 75
 
 
 class TrainerError(Exception):
-    """The root of everything a user can cause here."""
+    """The base class of errors that a user can cause here."""
 
     exit_code = EXIT_WRONG
 
@@ -27,7 +27,7 @@ class SpecError(TrainerError):
 
 
 class DataPlanError(TrainerError):
-    """The data plan is wrong, or holds too little data for what is asked of it."""
+    """The data plan is wrong, or has too little data for the steps that are planned."""
 
 
 class CheckpointError(TrainerError):
@@ -47,7 +47,7 @@ class Stopped(TrainerError):
 def exit_code_of(
     program: str, work: Callable[[], object], wrong: type[Exception] = TrainerError, where: Path | None = None
 ) -> int:
-    """Do the work; 0, or the exit code of what a user can mend, which is told in one line on stderr.
+    """Do the work; returns 0, or the exit code of an error that a user can correct, which is printed to stderr in one line.
 
     ``wrong``: another package's error that a user can cause. ``where``: what is being written, for a full disk.
     """

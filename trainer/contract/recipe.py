@@ -54,15 +54,15 @@ class ModelRecipe(Strict):
     @model_validator(mode="after")
     def _possible(self) -> ModelRecipe:
         if self.heads % self.kv_heads:
-            raise ValueError(f"model.heads ({self.heads}) is no multiple of model.kv_heads ({self.kv_heads})")
+            raise ValueError(f"model.heads ({self.heads}) is not a multiple of model.kv_heads ({self.kv_heads})")
         if self.nope_every is not None and (self.qk_norm or self.experts):
             raise ValueError(
-                "model.nope_every: no serving engine reads it beside QK-norm or experts; set model.qk_norm: false"
+                "model.nope_every: no serving engine supports it together with QK-norm or experts; set model.qk_norm: false"
             )
         if not (self.qk_norm or self.experts or self.nope_every) and self.d_model % self.heads:
             raise ValueError(
-                f"model.heads ({self.heads}) does not divide model.d_model ({self.d_model}): LlamaForCausalLM, whose maths "
-                "a model without QK-norm has, refuses that"
+                f"model.heads ({self.heads}) does not divide model.d_model ({self.d_model}): a model without QK-norm is "
+                "exported as LlamaForCausalLM, which refuses that"
             )
         experts = self.experts
         if experts is not None and self.d_model % GROUPED_MULTIPLE:
@@ -75,7 +75,7 @@ class ModelRecipe(Strict):
             )
         if experts is not None and experts.dense_layers >= self.layers:
             raise ValueError(
-                f"model.experts.dense_layers ({experts.dense_layers}) leaves none of the {self.layers} layers to experts"
+                f"model.experts.dense_layers ({experts.dense_layers}): none of the {self.layers} layers would have experts"
             )
         return self
 
@@ -110,7 +110,7 @@ class ModelRecipe(Strict):
         return total
 
     def warnings(self) -> list[str]:
-        """What costs and brings nothing, a line each: sizes that matrix units pad, a router that the loss cannot move."""
+        """Costs without a use, a line each: sizes that matrix units pad, a router without a gradient."""
         sizes = {"vocab_size": 64, "d_model": 16, "head_dim": 16, "d_ff": 16}
         found = {f"model.{key}": (getattr(self, key), multiple) for key, multiple in sizes.items()}
         if self.experts is not None:
@@ -120,12 +120,12 @@ class ModelRecipe(Strict):
             padded = -(-size // multiple) * multiple
             if padded != size:
                 lines.append(
-                    f"{key} ({size}) is no multiple of {multiple}: matrix units work on {padded}, "
-                    f"{1 - size / padded:.1%} of that for nothing; {padded} costs the same"
+                    f"{key} ({size}) is not a multiple of {multiple}: matrix units compute {padded}, "
+                    f"{1 - size / padded:.1%} of it padding; {padded} costs the same"
                 )
         if self.experts is not None and self.experts.per_token == 1:
             lines.append(
-                "model.experts.per_token (1): a single weight is always one, so the loss never moves the router"
+                "model.experts.per_token (1): a single weight is always one, so the router gets no gradient from the loss"
             )
         return lines
 
@@ -200,7 +200,7 @@ class BatchRecipe(Strict):
         named |= {f"batch.warmup.{i}.sequences": smaller.sequences for i, smaller in enumerate(self.warmup)}
         for key, sequences in named.items():
             if sequences % ranks:
-                raise RecipeError(f"{key} ({sequences}) does not divide by the {ranks} ranks")
+                raise RecipeError(f"{key} ({sequences}) is not a multiple of the number of ranks ({ranks})")
             if self.micro_sequences is not None and sequences // ranks % self.micro_sequences:
                 raise RecipeError(
                     f"batch.micro_sequences ({self.micro_sequences}) does not divide the {sequences // ranks} sequences "
@@ -270,13 +270,13 @@ class ScheduleRecipe(Strict):
                 f"schedule.warmup_steps ({self.warmup_steps}) is more than trunk_steps.first ({self.trunk_steps.first})"
             )
         if (self.kind == "cosine") != (self.cosine_steps is not None):
-            raise ValueError("schedule.cosine_steps: given with kind cosine, and with no other")
+            raise ValueError("schedule.cosine_steps is required with kind cosine, and refused with any other kind")
         if self.cosine_steps is not None and self.cosine_steps <= self.warmup_steps:
             raise ValueError(
                 f"schedule.cosine_steps ({self.cosine_steps}) is not more than warmup_steps ({self.warmup_steps})"
             )
         if (self.kind == "multi-step") != bool(self.milestones):
-            raise ValueError("schedule.milestones: given with kind multi-step, and with no other")
+            raise ValueError("schedule.milestones is required with kind multi-step, and refused with any other kind")
         steps = [milestone.from_step for milestone in self.milestones]
         if steps != sorted(set(steps)):
             raise ValueError("schedule.milestones: from_step must rise from milestone to milestone")
@@ -325,14 +325,14 @@ class ParallelRecipe(Strict):
                 raise RecipeError(f"parallel.tensor ({self.tensor}) does not divide model.{key} ({size})")
         if model.experts is not None and model.experts.d_ff // self.tensor % GROUPED_MULTIPLE:
             raise RecipeError(
-                f"parallel.tensor ({self.tensor}): a rank's share of model.experts.d_ff ({model.experts.d_ff}) is no "
-                f"multiple of {GROUPED_MULTIPLE}"
+                f"parallel.tensor ({self.tensor}): a rank's share of model.experts.d_ff ({model.experts.d_ff}) is not "
+                f"a multiple of {GROUPED_MULTIPLE}"
             )
         return ranks // self.tensor
 
 
 class Recipe(Strict):
-    """All that decides a run but its data, code and checkpoint."""
+    """Everything that decides a run except its data, code and checkpoint."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
     seed: Annotated[int, Field(ge=0)] = 1

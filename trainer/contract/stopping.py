@@ -1,8 +1,8 @@
-"""How a process ends when it is told to: in order if that takes no longer than a grace, else in the midst of its work.
+"""How a process ends on SIGTERM: after its step and checkpoint if they take no longer than a grace period, else at once.
 
-A Python handler runs only between two bytecodes, and a step may be a minute in C++. So a thread is told too, by
-``signal.set_wakeup_fd``; to block the signal and wait for it there would do as well, but children would inherit the mask.
-To end in the midst is safe: checkpoints and results are written aside and renamed, and who goes on drops torn lines.
+A Python handler runs only between two bytecodes, and a step may spend a minute in C++. So a thread gets the signal too, by
+``signal.set_wakeup_fd``. (Blocking the signal and waiting for it in a thread would work too, but children inherit the mask.)
+To end at any moment is safe: checkpoints and results are renamed into place when complete, and a resumed run drops torn lines.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from trainer.contract.errors import EXIT_STOPPED
 GRACE_SECONDS = 6.0  # for the step that runs and the checkpoint after it
 SAME_SECONDS = 0.25  # signals so close are one: make, timeout and a terminal each pass on what the whole group got
 
-_asked: list[int] = []  # of this process: a signal that comes between two segments stops the second
+_asked: list[int] = []  # signals of this process: one that arrives between two segments stops the second
 
 
 def asked() -> bool:
-    """Was this process told to end?"""
+    """Has this process received SIGTERM?"""
     return bool(_asked)
 
 
@@ -51,19 +51,19 @@ def watch(numbers: Collection[int], seconds: float, end: Callable[[int], NoRetur
 
     Only signals with a Python handler reach it. To be called by the main thread.
     """
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell)
-    threading.Thread(target=_wait, args=(told, numbers, seconds, end), name="stopping", daemon=True).start()
+    received, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    threading.Thread(target=_wait, args=(received, numbers, seconds, end), name="stopping", daemon=True).start()
 
 
-def _wait(told: int, numbers: Collection[int], seconds: float, end: Callable[[int], NoReturn]) -> None:
+def _wait(received: int, numbers: Collection[int], seconds: float, end: Callable[[int], NoReturn]) -> None:
     first, at = 0, math.inf
     while True:
         left = max(0.0, at + seconds - time.monotonic()) if first else None
-        if not select.select([told], [], [], left)[0]:
+        if not select.select([received], [], [], left)[0]:
             end(first)
-        number = os.read(told, 1)[0]
+        number = os.read(received, 1)[0]
         if number not in numbers:
             continue
         if not first:
@@ -73,7 +73,7 @@ def _wait(told: int, numbers: Collection[int], seconds: float, end: Callable[[in
 
 
 def children(process: int) -> list[int]:
-    """The processes that it started and that are not reaped."""
+    """The child processes that are not reaped yet."""
     found: list[int] = []
     gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)  # it, or a thread of it, ended while we looked
     with gone:
@@ -84,7 +84,7 @@ def children(process: int) -> list[int]:
 
 
 def kill(processes: Iterable[int]) -> None:
-    """Kill them and all that they started. Each is halted before it is asked for its children, so that none comes later."""
+    """Kill the processes and their descendants. Each is stopped before its children are listed, so that no new one is missed."""
     found = list(processes)
     for process in found:
         _send(process, signal.SIGSTOP)

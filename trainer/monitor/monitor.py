@@ -1,16 +1,16 @@
-"""How healthy the updates are: update-to-weight ratio and gradient noise scale, of one layer every fourth step, in turn.
+"""How healthy the updates are: update-to-weight ratio and gradient noise scale, of one layer every fourth step, layer by layer.
 
-Exact numbers need passes over weights and gradients that the step itself does not make. One layer at a time makes their
-cost that of one layer; after four steps for each layer all have been measured.
+Exact numbers need passes over weights and gradients that the step itself does not make. Measuring one layer at a time costs
+one layer's passes; after four steps for each layer all have been measured.
 
 The gradient noise scale B = tr(Σ) / |G|² is the batch size, in supervised tokens, at which noise and signal are equal
 (McCandlish et al. 2018, arXiv 1812.06162 §2.2; the estimator is their appendix A.1 with both halves of a batch as small
 batches). With h₁ and h₂ = g − h₁ what n₁ and n₂ of a batch's N supervised tokens add to its gradient g, both at the same
 weights: E[h₁ · h₂] = n₁ n₂ / N² |G|² and E[|g|²] = |G|² + tr(Σ) / N. Both sums are smoothed, their ratio is taken last.
 
-A step of several micro-batches has its halves for nothing but a copy of a layer's gradient. One of a single micro-batch is
-slower in two (a seventh on two CPU cores), so only every ``stability.noise_scale_every``-th is split, and all layers are
-measured at once then: their copies take less than the activations that two halves save.
+A step of several micro-batches has its halves at the cost of copying one layer's gradient. A step of a single micro-batch
+is slower in two (a seventh on two CPU cores), so only every ``stability.noise_scale_every``-th step is split, and all layers
+are measured then: their copies take less memory than the activations that two halves save.
 
 Limits: a rank's rows must be even in number. The running mean of past gradients is no second sample: it is a few times to
 hundreds of times off at a training rate, where gradients of neighbouring steps work against each other. The scale is of
@@ -50,7 +50,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Before:
-    """Of the layer whose turn it is, before the update."""
+    """Of the layer to measure, before the update."""
 
     layer: str | None = None  # None: no layer's turn
     weights: list[Tensor] = field(default_factory=list)  # by parameter, this rank's share
@@ -60,7 +60,7 @@ class Before:
 
 
 class Monitor(Hook):
-    """A hook that is also called amid the backward passes: ``half``."""
+    """A hook that is also called between the backward passes of a step: ``half``."""
 
     key = "monitor"
 
@@ -83,7 +83,7 @@ class Monitor(Hook):
         self._before = Before()
 
     def layer_at(self, step: int) -> str | None:
-        """Whose turn it is; None: nobody's."""
+        """The layer to measure at a step; None at most steps."""
         return None if step % TURN_STEPS else list(self.layers)[step // TURN_STEPS % len(self.layers)]
 
     def layer_norms(self, squares: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Monitor(Hook):
 
     @torch.no_grad()
     def after_update(self, update: Update) -> dict[str, Tensor]:
-        """``agreements``: h₁ · h₂ of each layer measured. ``lengths``: Σ update², Σ weight² of the layer whose turn it is.
+        """``agreements``: h₁ · h₂ of each layer measured. ``lengths``: Σ update², Σ weight² of the layer to measure.
         ``grad_norms``: by layer, unclipped. All over all ranks. Uses up the copies of the weights.
         """
         before = self._before
@@ -149,7 +149,7 @@ class Monitor(Hook):
         return torch.tensor(values, device=self.ranks.device)
 
     def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
-        """``grad_norm/<layer>``; ``update_ratio/<layer>`` in its turn; once every layer had its turn, ``noise_scale``."""
+        """``grad_norm/<layer>``; ``update_ratio/<layer>`` of the layer measured; ``noise_scale`` once all layers were measured."""
         before, self._before = self._before, Before()
         grad_norms = dict(zip(self.layers, numbers["grad_norms"]))
         record: dict[str, Any] = {f"grad_norm/{layer}": norm for layer, norm in grad_norms.items()}

@@ -1,4 +1,4 @@
-"""What keeps a run whole: clipping, skipping of updates that would break it, and detectors of anomalies.
+"""Stability: gradient clipping, skipping of updates that would break the run, and detectors of anomalies.
 
 Statistics are robust (median and median absolute deviation over a window), so that one spike does not hide the next.
 """
@@ -49,7 +49,7 @@ class Window:
 
 
 class LossHistory:
-    """The loss from the first step on, in at most ``MOST_BLOCKS`` blocks of equal length: the mean of window medians.
+    """The loss since the first step, in at most ``MOST_BLOCKS`` blocks of equal length: the mean of window medians.
 
     A plateau is judged over the last quarter of a run, and never over less than ``least`` windows: what a loss still
     falls in a given number of steps shrinks as a run grows old (arXiv 2001.08361 §5), and drowns in its noise.
@@ -115,7 +115,7 @@ class Detector(Hook):
         self.grad_norm = Window(recipe.window)
         self.best = math.inf  # lowest median of a full window of losses
         self.course = LossHistory(recipe.plateau_windows)
-        self.told: list[str] = []  # lasting states that were reported and still hold
+        self.reported: list[str] = []  # lasting states that were reported and still hold
 
     def grad_norm_limit(self) -> float:
         """The gradient norm above which the next update is skipped; infinite until the window is half full."""
@@ -150,7 +150,7 @@ class Detector(Hook):
             window.values.append(value)
 
     def _lasting(self, step: int, loss: float) -> Iterator[Anomaly]:
-        """Divergence of the loss's median over a whole window, and plateau; each is told once until it ends."""
+        """Divergence of the loss's median over a whole window, and plateau; each is reported once until it ends."""
         if not math.isfinite(loss):
             return
         grown = self.course.observe(self.loss)
@@ -159,20 +159,20 @@ class Detector(Hook):
         center, deviation = self.loss.center_and_deviation()
         self.best = min(self.best, center)
         diverged = center > self.recipe.divergence * self.best
-        if self._news("divergence", diverged):
+        if self._is_new("divergence", diverged):
             yield Anomaly(step, "divergence", center, self.best, (center - self.best) / deviation, False)
         if grown and (halves := self.course.halves()) is not None:
             earlier, later, error = halves
             falls = (earlier - later) / max(error, 1e-12)
-            flat = falls < (FALLS if "plateau" in self.told else MAY_FALL)
-            if self._news("plateau", flat and not diverged):
+            flat = falls < (FALLS if "plateau" in self.reported else MAY_FALL)
+            if self._is_new("plateau", flat and not diverged):
                 yield Anomaly(step, "plateau", later, earlier, -falls, False)
 
-    def _news(self, kind: str, holds: bool) -> bool:
-        """Does a state hold that was not told yet?"""
-        news = holds and kind not in self.told
-        self.told = [told for told in self.told if told != kind] + [kind] * holds
-        return news
+    def _is_new(self, kind: str, holds: bool) -> bool:
+        """Does the state hold, and was it not reported since it began?"""
+        new = holds and kind not in self.reported
+        self.reported = [other for other in self.reported if other != kind] + [kind] * holds
+        return new
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -180,7 +180,7 @@ class Detector(Hook):
             "grad_norm": list(self.grad_norm.values),
             "best": self.best if math.isfinite(self.best) else None,
             "course": self.course.state_dict(),
-            "told": self.told,
+            "told": self.reported,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class Detector(Hook):
         self.grad_norm.restore(state["grad_norm"])
         self.best = math.inf if state["best"] is None else state["best"]
         self.course.load_state_dict(state["course"])
-        self.told = list(state["told"])
+        self.reported = list(state["told"])
 
 
 class ThroughputDetector(Hook):
@@ -209,7 +209,7 @@ class ThroughputDetector(Hook):
         return self.observe(record["step"], record["tokens_per_s"])
 
     def observe(self, step: int, tokens_per_s: float) -> list[Anomaly]:
-        """A drop is told once, until the rate has come back."""
+        """A drop is reported once, until the rate has recovered."""
         self.recent.values.append(tokens_per_s)
         if not (self.usual.ready and self.recent.full):
             self.usual.values.append(tokens_per_s)

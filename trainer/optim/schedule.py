@@ -1,7 +1,7 @@
 """The learning rate: a trunk (``wsd``, ``cosine`` or ``multi-step``), and anneal branches that decay off it.
 
-Everything is a pure function of the recipe and the step, so that a checkpoint holds nothing of it and a resumed run
-cannot differ. Shares are of the peak, ``optimizer.lr``.
+Everything is a pure function of the recipe and the step: a checkpoint stores no state of the schedule, and a resumed run
+has the same rates. Shares are of the peak, ``optimizer.lr``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TAILS = {
 def lr_share(
     recipe: Recipe, kind: Literal["trunk", "anneal"], step: int, first: int, last: int, rewarm: bool = False
 ) -> float:
-    """The rate of ``step`` as a share of the peak, for a segment of steps [first, last); its batch counted in."""
+    """The rate of ``step`` as a share of the peak, for a segment of steps [first, last), with ``batch_share`` applied."""
     schedule = recipe.schedule
     if kind == "anneal":
         share = anneal_share(schedule, step, first, last)
@@ -33,7 +33,7 @@ def lr_share(
 
 
 def trunk_share(schedule: ScheduleRecipe, step: int) -> float:
-    """A linear warm-up, then what ``schedule.kind`` says, for ever.
+    """A linear warm-up, then ``schedule.kind``, without an end.
 
     ``wsd``: the peak (Hägele et al. 2024, arXiv 2405.18392 §3). ``cosine``: half a cosine from the end of the warm-up to
     ``final_lr_share`` at ``cosine_steps`` (SGDR, arXiv 1608.03983 eq. 5, without restarts), the same rate from then on.

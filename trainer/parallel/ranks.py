@@ -1,4 +1,4 @@
-"""Many ranks as one: who computes what, and how weights, gradients and positions are split among them.
+"""Ranks: which part of the work each does, and how weights, gradients and positions are split among them.
 
 The ranks form a mesh [replica, shard, tensor]. FSDP2 splits weights, gradients and optimiser over *shard* and sums
 gradients over *replica* and *shard*. Over *tensor* each matrix is split by heads or hidden units, and between the
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part, and where this one computes."""
+    """This rank's number, device, and place in the mesh."""
 
     rank: int
     size: int
@@ -62,7 +62,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Does this rank write the files that are nobody's share?"""
+        """Is this the rank that writes the files of which there is one for all ranks?"""
         return self.rank == 0
 
     @property
@@ -77,14 +77,6 @@ class Ranks:
         """Sum over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
-
-    def agree(self, value: int) -> int:
-        """The leader's value."""
-        if self.size == 1:
-            return value
-        held = torch.tensor(value, device=self.device)
-        dist.broadcast(held, 0)
-        return int(held)
 
     def wait(self) -> None:
         """Until every rank is here."""

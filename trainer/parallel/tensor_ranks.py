@@ -1,4 +1,4 @@
-"""The ranks that a matrix is split over, as a block of the model sees them: here one, that has everything whole."""
+"""The ranks that a matrix is split over, as a block of the model uses them; this is the case of one rank."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def documents_of(segment: Path, step: int) -> list[str]:
     spec = SegmentSpec.load(segment)
     if not spec.first_step <= step < spec.last_step:
         raise SpecError(
-            f"{segment}: step {step} is none of this segment's: it has steps {spec.first_step} to {spec.last_step - 1}"
+            f"{segment}: step {step} is not in this segment, which has steps {spec.first_step} to {spec.last_step - 1}"
         )
     return documents_at(order_before(segment, spec, step), step)
 

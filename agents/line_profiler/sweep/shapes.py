@@ -24,7 +24,6 @@ SHAPES: dict[str, ModelRecipe] = {
         experts=ExpertsRecipe(count=384, per_token=8, d_ff=2048, shared=1, dense_layers=1),
     ),
 }  # fmt: skip
-PARAMETERS = {"7b": 7e9, "29b": 29e9, "375b": 375e9, "1t": 1e12}
 
 
 def slice_of(model: ModelRecipe, sequence: int) -> ModelRecipe:

@@ -46,7 +46,7 @@ POLL_SECONDS = 0.01
 NEVER = 1 << 30  # checkpoint_every: a run writes its last step only
 UNSTEADY_STEPS = 2  # first steps of a run whose speed is that of compilation and caches
 SIDES = ("baseline", "candidate")
-Side = Literal["baseline", "candidate"]
+
 Score = Callable[[Weights], dict[str, float]]
 
 

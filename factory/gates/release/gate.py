@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from dataclasses import asdict
 from typing import Any, cast
 
 import sqlalchemy as sa
 
-from factory.core.errors import InputError
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
@@ -22,8 +20,9 @@ from factory.evals.statistics import Bounds, compare
 from factory.evals.suite import Suite
 from factory.gates.release.judge import FIRST_RELEASE, Evidence, Gain, judge
 from factory.gates.release.policy import ReleasePolicy
-from factory.ledger.champion import champion
-from factory.ledger.ledger import Ledger, candidates, evaluations, record, releases, verdicts
+from factory.ledger.ledger import Ledger, record, verdicts
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
+from factory.ledger.writing import record_verdict
 from kernels.contract.files import finite
 
 GATE = "release"
@@ -35,14 +34,14 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     A candidate that has been released keeps the verdict that released it. Raises: InputError for an unknown candidate; ConfigError.
     """
     policy = ReleasePolicy.load(workspace.policy("gates/release.yaml"))
-    released = ledger.one(sa.select(releases.c.verdict).where(releases.c.candidate == candidate_id))
+    released = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate_id)
     if released:
-        return int(released["verdict"])
+        return released.verdict
     suite = current_suite(workspace, ledger)
     shown = cast(Progress, progress or SILENT)
     ours = evaluate_on(workspace, ledger, candidate_id, suite, shown)
-    crowned = champion(ledger)
-    champion_id = None if crowned is None else int(crowned["candidate"])
+    best = champion(ledger)
+    champion_id = best.candidate if best else None
     theirs = None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, shown, released=True)
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
     return _record(ledger, policy, candidate_id, champion_id, suite, evidence, {"candidate": ours, "champion": theirs})
@@ -52,7 +51,7 @@ def gather(
     ledger: Ledger, policy: ReleasePolicy, suite: Suite, champion_id: int | None, ours: int, theirs: int | None
 ) -> Evidence:
     """Read the two evaluations and compare them item by item."""
-    mine = _summary(ledger, ours)
+    mine = EvaluationRow.get(ledger, ours).summary
     cloze = mine.get("cloze", {})
     measured: dict[str, Any] = {
         "domains": tuple(suite.domains),
@@ -65,7 +64,7 @@ def gather(
     }
     if champion_id is None or theirs is None:
         return Evidence(against=FIRST_RELEASE, **measured)
-    other = _summary(ledger, theirs)
+    other = EvaluationRow.get(ledger, theirs).summary
     measured |= {
         "champion_bits_per_byte": other.get("bpb", {}),
         "champion_cloze": other.get("cloze", {}).get("share_right"),
@@ -80,17 +79,11 @@ def gather(
     )
     if target_bounds is not None and guard_bounds is not None:
         target, guards = _gain(target_bounds[0]), {name: _gain(bounds) for name, bounds in guard_bounds[1].items()}
-    return Evidence(against=f"candidate:{champion_id}", target=target, guards=guards, **measured)
+    return Evidence(against=str(Subject("candidate", champion_id)), target=target, guards=guards, **measured)
 
 
 def _gain(bounds: Bounds) -> Gain:
     return Gain(**asdict(bounds))
-
-
-def _summary(ledger: Ledger, evaluation: int) -> dict[str, Any]:
-    row = ledger.one(sa.select(evaluations.c.summary).where(evaluations.c.id == evaluation))
-    assert row is not None, evaluation
-    return dict(row["summary"])
 
 
 def _record(
@@ -105,30 +98,22 @@ def _record(
     verdict = judge(policy, evidence)
     stored = finite(evidence.to_json()) | {"suite_sha256": suite.sha256, "evaluations": evaluated}
     stored["sha256"] = hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()
-    subject = f"candidate:{candidate_id}"
+    subject = Subject("candidate", candidate_id)
+    values: dict[str, Any] = {
+        "against": None if champion_id is None else Subject("candidate", champion_id),
+        "policy_sha256": policy_sha256(policy),
+        "subject_sha256": CandidateRow.get(ledger, candidate_id).export_sha256,
+    }
+    same = [verdicts.c[name].is_not_distinct_from(value) for name, value in values.items()]
     with ledger.begin() as tx:
-        export = tx.execute(sa.select(candidates.c.export_sha256).where(candidates.c.id == candidate_id)).scalar()
-        if export is None:
-            raise InputError(f"no candidate {candidate_id}")
-        values = {
-            "gate": GATE,
-            "subject": subject,
-            "against": None if champion_id is None else f"candidate:{champion_id}",
-            "policy_sha256": policy_sha256(policy),
-            "subject_sha256": export,
-        }
-        same = sa.and_(
-            *(
-                verdicts.c[name].is_(None) if value is None else verdicts.c[name] == value
-                for name, value in values.items()
-            )
+        known = sa.select(verdicts.c.id, verdicts.c.evidence).where(
+            verdicts.c.gate == GATE, verdicts.c.subject == subject, *same
         )
-        for row in tx.execute(sa.select(verdicts.c.id, verdicts.c.evidence).where(same)):
+        for row in tx.execute(known):
             if row.evidence.get("sha256") == stored["sha256"]:
                 return int(row.id)
-        insert = verdicts.insert().values(
-            **values, outcome=verdict.outcome, reasons=list(verdict.reasons), evidence=stored, created_at=time.time()
+        number = record_verdict(
+            tx, GATE, subject, **values, outcome=verdict.outcome, reasons=verdict.reasons, evidence=stored
         )
-        number = int(tx.execute(insert.returning(verdicts.c.id)).scalar_one())
         record(tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome})
     return number

@@ -34,6 +34,7 @@ def test_init_says_what_to_do_next_and_is_safe_to_repeat(home: Path) -> None:
         (["ingest", "missing.jsonl", "-w", "HOME"], 2, "missing.jsonl: no such file"),
         (["evaluate", "7", "-w", "HOME"], 2, "there is no candidate yet"),
         (["release", "-w", "HOME"], 2, "there is no candidate yet"),
+        (["serve", "-w", "HOME"], 2, "nothing is published"),
         (["anneal", "-w", "HOME"], 2, "no trunk to anneal from"),
         (["train", "-w", "HOME"], 2, "nothing to train on"),
         (["proposals", "show", "3", "-w", "HOME"], 2, "no proposal 3"),

@@ -146,7 +146,7 @@ def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) ->
         with pytest.raises(InputError):
             bench.read(path)
     bench.spent = 1e9
-    with pytest.raises(MeasurementError, match="spent"):
+    with pytest.raises(MeasurementError, match="used up"):
         bench.measure("attention", "recompute", "reference")
 
 

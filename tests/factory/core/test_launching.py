@@ -20,11 +20,12 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.git.repository import checkout_live
 from factory.ledger.ledger import Ledger, data_plans, segments
+from factory.ledger.rows import SegmentRow
 from factory.training.certifying import certificate_of
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
-from tests.support.factory.trained_plant import commit_edit, make_plant, segment_row
+from tests.support.factory.trained_plant import commit_edit, make_plant
 from tests.support.patience import PATIENCE_S
 
 Plant = tuple[Workspace, Ledger]
@@ -56,13 +57,13 @@ def test_two_ranks_train_what_one_rank_would(plant: Plant, tmp_path: Path) -> No
     workspace, ledger = plant
     number = plan_trunk(workspace, ledger, 8)
     run_segment(workspace, ledger, number, SILENT)
-    row = segment_row(ledger, number)
-    folder = Path(str(row["folder"]))
-    assert row["state"] == "done"
-    written = {path.name for path in Path(str(row["result"]["checkpoint"])).iterdir()}  # type: ignore[index]
+    row = SegmentRow.get(ledger, number)
+    folder = Path(row.folder)
+    assert row.state == "done"
+    written = {path.name for path in Path(str(row.result["checkpoint"])).iterdir()}  # type: ignore[index]
     assert sum("00001" in name for name in written) >= 1, f"a share of each rank: {sorted(written)}"
     (tmp_path / "segment.json").write_text((folder / "segment.json").read_text())
-    code = checkout_live(workspace, str(row["code_commit"]))
+    code = checkout_live(workspace, str(row.code_commit))
     subprocess.run([sys.executable, "-m", "trainer", str(tmp_path)], cwd=code, check=True, capture_output=True)
     assert losses(folder) == pytest.approx(losses(tmp_path), rel=2e-5)
 
@@ -84,7 +85,7 @@ def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -
     """Stopped, they leave a checkpoint. Orphans would train on beside the next attempt's ranks, in the same folder."""
     workspace, ledger = plant
     number = plan_trunk(workspace, ledger, 60)
-    folder = Path(str(segment_row(ledger, number)["folder"]))
+    folder = Path(SegmentRow.get(ledger, number).folder)
     process = training(workspace, folder, 3)
     try:
         trainers = [p for p in psutil.Process(process.pid).children(recursive=True) if "trainer" in p.cmdline()]
@@ -95,8 +96,8 @@ def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -
         process.kill()
     assert process.returncode != 0, said
     assert not psutil.wait_procs(trainers, timeout=PATIENCE_S)[1]
-    row = segment_row(ledger, number)
-    assert row["state"] != "failed" and row["attempts"] == 0 and (folder / "exit-75").exists()
+    row = SegmentRow.get(ledger, number)
+    assert row.state != "failed" and row.attempts == 0 and (folder / "exit-75").exists()
 
     process = training(workspace, folder, 3)
     try:
@@ -116,11 +117,11 @@ def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Plant) ->
     """Exit 2: trying again would not help, and the trainer's own words are told."""
     workspace, ledger = plant
     number = plan_trunk(workspace, ledger, 6)
-    row = segment_row(ledger, number)
-    folder = Path(str(row["folder"]))
+    row = SegmentRow.get(ledger, number)
+    folder = Path(row.folder)
     folder.mkdir(parents=True)
     (folder / "exit-75").touch()  # of an earlier process
-    plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == row["data_plan"]))
+    plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == row.data_plan))
     assert plan is not None
     wrong = plan["plan"] | {"weights": {"nothing-of-it-here": 1.0}}
     with ledger.begin() as tx:
@@ -128,17 +129,17 @@ def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Plant) ->
         tx.execute(segments.update().where(segments.c.id == number).values(data_plan="wrong"))
     with pytest.raises(SegmentError, match=r"ended with exit 2: trainer: .*nothing-of-it-here") as raised:
         run_segment(workspace, ledger, number, SILENT)
-    assert "====" not in str(raised.value) and segment_row(ledger, number)["state"] == "failed"
+    assert "====" not in str(raised.value) and SegmentRow.get(ledger, number).state == "failed"
 
 
 def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Plant) -> None:
     """A GPU less than yesterday: the segment waits for a person."""
     workspace, ledger = plant
     number = plan_trunk(workspace, ledger, 6)
-    with pytest.raises(ConfigError, match="does not divide by the 3 ranks"):
+    with pytest.raises(ConfigError, match=r"is not a multiple of the number of ranks \(3\)"):
         run_segment(configured(workspace, "ranks: 3"), ledger, number, SILENT)
-    row = segment_row(ledger, number)
-    assert row["state"] == "planned" and row["attempts"] == 0
+    row = SegmentRow.get(ledger, number)
+    assert row.state == "planned" and row.attempts == 0
     configured(workspace, "ranks: 2")
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
@@ -153,14 +154,14 @@ def test_a_change_of_the_code_is_certified_over_ranks(plant: Plant) -> None:
     number = plan_trunk(workspace, ledger, 6)
     run_segment(workspace, ledger, number, SILENT)
     found = certificate_of(ledger, number)
-    assert found is not None and found["outcome"] == "promote", found
-    assert segment_row(ledger, number)["state"] == "done"
+    assert found is not None and found.outcome == "promote", found
+    assert SegmentRow.get(ledger, number).state == "done"
 
 
 def test_what_cannot_be_started_is_refused_when_planning(plant: Plant) -> None:
     workspace, ledger = plant
     cases = {
-        "ranks: 3": r"batch.sequences \(8\) does not divide by the 3 ranks; 3 ranks train \('ranks' in .*factory.yaml",
+        "ranks: 3": r"batch.sequences \(8\) is not a multiple of the number of ranks \(3\); 3 ranks train \('ranks' in .*factory.yaml",
         "ranks: -1": "ranks: expected a number of ranks, got -1",
         "ranks: yes": "ranks",
         "ranks: two": "expected int",

@@ -41,7 +41,7 @@ def test_bad_config_is_a_config_error(tmp_path: Path, text: str) -> None:
 def test_another_version_is_refused(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w")
     (workspace.root / "factory.yaml").write_text("version: 2\n")
-    with pytest.raises(WorkspaceError, match="version 2.*speaks version 1"):
+    with pytest.raises(WorkspaceError, match="version 2.*reads version 1"):
         Workspace.open(workspace.root)
 
 

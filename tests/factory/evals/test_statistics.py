@@ -83,7 +83,9 @@ def test_two_equal_models_are_told_apart_no_more_often_than_alpha() -> None:
 def test_expanded_percentile_widens_for_few_clusters() -> None:
     assert expanded(0.025, 10_000) == pytest.approx(0.025, rel=0.01)
     # t(0.025, 9) = 2.2622: Phi(-2.2622 * sqrt(10 / 9)) = 0.00855
-    assert expanded(0.025, 10) == pytest.approx(0.00855, rel=0.02)
+    assert expanded(0.025, 10) == pytest.approx(0.00855, rel=1e-3)
+    # t(0.025, 2) = 4.3027: Phi(-4.3027 * sqrt(3 / 2)) = 6.8e-8
+    assert expanded(0.025, 3) == pytest.approx(6.8e-8, rel=0.02)
     assert expanded(0.025, 1) == 0
 
 

@@ -17,8 +17,8 @@ from factory.core.workspace import Workspace
 from factory.evals.evaluator import evaluate
 from factory.evals.parity import CHECKS
 from factory.gates.release.gate import decide
-from factory.ledger.champion import champion
 from factory.ledger.ledger import Ledger, documents, eval_items, evaluations, held_out, record, releases, verdicts
+from factory.ledger.rows import champion
 from tests.support.factory.exports import SHARD, Plant, build_plant, save_export, tiny_model, trained
 
 
@@ -89,8 +89,8 @@ def test_better_model_is_promoted_over_the_champion_on_the_same_items(plant: Pla
     with plant.ledger.begin() as tx:
         tx.execute(releases.insert().values(number=1, candidate=weak, verdict=first, state="published", created_at=0.0))
         record(tx, "promoted", "release:1")
-    crowned = champion(plant.ledger)
-    assert crowned and crowned["candidate"] == weak
+    best = champion(plant.ledger)
+    assert best and best.candidate == weak
     number = decide(plant.workspace, plant.ledger, better)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "promote", verdict["reasons"]

@@ -20,14 +20,15 @@ from hypothesis import strategies as st
 from factory.core.errors import ConfigError, FactoryError, InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace, code_root
-from factory.ingest import chain, provenance
+from factory.ingest import chain
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.rules.words import word_hashes
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.ledger import Ledger, documents, held_out, metadata, near_dup_bands, ngrams, shards
+from factory.ledger.ledger import Ledger, documents, held_out, metadata, near_dup_bands, ngrams, shards, token_shards
+from factory.reports.provenance import of_document
 from tests.support.factory.made_up_text import prose, use_policy, use_small_vocabulary
 from tests.support.patience import PATIENCE_S
-from trainer.contract.data.token_shard import TokenShard
+from trainer.contract.data.token_shard import TokenShard, file_sha256
 
 Ingest = Callable[..., ShardReport]
 MIT = {"license": "MIT"}
@@ -37,8 +38,13 @@ def texts(first: int, count: int, words: int = 120) -> list[dict[str, Any]]:
     return [{"id": f"d{i}", "text": prose(i, words), "source": f"s{i}", **MIT} for i in range(first, first + count)]
 
 
+def document(ledger: Ledger, name: str) -> dict[str, Any]:
+    (row,) = of_document(ledger, name)
+    return row
+
+
 def fate(ledger: Ledger, name: str) -> tuple[str, str | None]:
-    row = provenance.document(ledger, name)
+    row = document(ledger, name)
     return row["fate"], row["rule"]
 
 
@@ -52,16 +58,18 @@ def test_a_shard_becomes_a_token_shard_and_rows(workspace: Workspace, ledger: Le
     report = ingest([*texts(0, 200), {**chat, "id": "chat", **MIT}])
     assert report.state == "ingested" and report.rows == 201
     assert report.counts["train"] + report.counts["held_out"] == 201 and report.counts["held_out"] >= 1
-    found = provenance.document(ledger, "d7")
-    shard = TokenShard(found["token_shard"]["path"])
-    shard.verify()
+    found = document(ledger, "d7")
+    row = ledger.one(sa.select(token_shards.c.path).where(token_shards.c.id == found["token_shard"]))
+    assert row
+    shard = TokenShard(row["path"])
+    assert all(file_sha256(shard.path / name) == sha256 for name, sha256 in shard.manifest["files"].items())
     columns = shard.documents.to_pydict()
     place = columns["key"].index(found["key"])
     start, length = columns["start"][place], columns["length"][place]
     tokenizer = Tokenizer.load(workspace.tokenizer)
     assert tokenizer.decode(shard.tokens[start : start + length]) == prose(7)
     assert found["tokens"] == length == found["supervised_tokens"]
-    chatted = provenance.document(ledger, "chat")
+    chatted = document(ledger, "chat")
     assert 0 < chatted["supervised_tokens"] < chatted["tokens"] and chatted["domain"] == "chat"
     assert report.tokens == shard.manifest["tokens"] == sum(d["tokens"] for d in report.domains.values())
     kept = ledger.rows(sa.select(documents.c.key).where(documents.c.fate == "train").order_by(documents.c.row))
@@ -105,20 +113,17 @@ def test_every_rule_of_the_chain(workspace: Workspace, ledger: Ledger, ingest: I
     }  # fmt: skip
     assert report.counts["trimmed"] == 1 and report.counts["pii_kinds"] == {"email": 1}
     assert fate(ledger, "exact") == ("dropped", "exact_duplicate")
-    assert provenance.document(ledger, "exact")["matched"]["id"] == trained[0]
+    assert document(ledger, "exact")["matched_document"]["id"] == trained[0]
     assert fate(ledger, "near") == ("dropped", "near_duplicate")
-    assert provenance.document(ledger, "near")["matched"]["id"] == trained[1]
-    assert provenance.document(ledger, "again")["matched"]["id"] == "within"
+    assert document(ledger, "near")["matched_document"]["id"] == trained[1]
+    assert document(ledger, "again")["matched_document"]["id"] == "within"
     for name in ("leak", "mostly", "answer"):
         assert fate(ledger, name) == ("dropped", "contaminated")
-        assert provenance.document(ledger, name)["matched"]["key"] == key
-    partly = provenance.document(ledger, "partly")
-    assert partly["fate"] == "train" and partly["matched"]["key"] == key and "cut out" in partly["detail"]
-    assert "1 email" in provenance.document(ledger, "private")["detail"]
-    assert (
-        not provenance.document(ledger, "unlicensed")["releasable"]
-        and provenance.document(ledger, "private")["releasable"]
-    )
+        assert document(ledger, name)["matched"] == key
+    partly = document(ledger, "partly")
+    assert partly["fate"] == "train" and partly["matched"] == key and "cut out" in partly["detail"]
+    assert "1 email" in document(ledger, "private")["detail"]
+    assert not document(ledger, "unlicensed")["releasable"] and document(ledger, "private")["releasable"]
     # What was kept holds no 13 words of any held-out document.
     tokenizer = Tokenizer.load(workspace.tokenizer)
     from factory.ingest.rules.decontaminate import ngrams as of
@@ -361,10 +366,9 @@ def test_the_number_of_workers_changes_nothing(
     assert ledger.rows(sa.select(ngrams).where(ngrams.c.held_out))
 
 
-def test_an_unknown_document_is_an_input_error(ledger: Ledger, ingest: Ingest) -> None:
+def test_a_document_is_found_by_its_id_and_its_key(ledger: Ledger, ingest: Ingest) -> None:
     ingest([*texts(0, 10), {"id": "d1", "text": prose(99), **MIT}])
     with pytest.raises(InputError, match="no document 'nobody'"):
-        provenance.document(ledger, "nobody")
-    with pytest.raises(InputError, match="several documents"):
-        provenance.document(ledger, "d1")
-    assert sum(row["documents"] for row in provenance.fates(ledger)) == 11
+        of_document(ledger, "nobody")
+    both = of_document(ledger, "d1")
+    assert len(both) == 2 and [of_document(ledger, row["key"])[0]["key"] for row in both] == [r["key"] for r in both]

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Config, Workspace
 from factory.ledger.ledger import Ledger, events, meta, record
-from factory.ledger.listing import rows
+from factory.ledger.reader import Reader
 from tests.support.patience import PATIENCE_S
 
 
@@ -65,17 +65,17 @@ def test_no_ledger_is_a_clear_error(workspace: Workspace) -> None:
     with pytest.raises(WorkspaceError, match="factory init"):
         Ledger.open(workspace.ledger_url)
     with pytest.raises(WorkspaceError, match="cannot be read"):
-        rows(workspace, "SELECT * FROM shards")
+        Reader(workspace).read("SELECT * FROM shards")
 
 
 def test_listing_decodes_json_and_cannot_write(workspace: Workspace, ledger: Ledger) -> None:
     with ledger.begin() as tx:
         record(tx, "ingested", "shard:1", {"kept": 3})
-    assert rows(workspace, "SELECT kind, detail FROM events WHERE subject = :s", s="shard:1") == [
+    assert Reader(workspace).read("SELECT kind, detail FROM events WHERE subject = :s", s="shard:1") == [
         {"kind": "ingested", "detail": {"kept": 3}}
     ]
     with pytest.raises(WorkspaceError, match="readonly|read-only"):
-        rows(workspace, "DELETE FROM events")
+        Reader(workspace).read("DELETE FROM events")
 
 
 def test_a_nul_in_a_name_is_stored_and_found_by_either_database(ledger: Ledger) -> None:

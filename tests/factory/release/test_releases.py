@@ -16,9 +16,9 @@ import sqlalchemy as sa
 from factory.core.errors import ConfigError, InputError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
-from factory.ledger.champion import champion
 from factory.ledger.ledger import Ledger, candidates, events
 from factory.ledger.ledger import releases as releases_table
+from factory.ledger.rows import ReleaseRow, champion
 from factory.release import registry, releases, serving
 from factory.release.registry import MODEL
 from factory.release.releases import ApprovalNeeded, approve, reconcile, register_candidate, release, rollback
@@ -43,28 +43,32 @@ def kinds(ledger: Ledger) -> list[str]:
     return [row["kind"] for row in ledger.rows(sa.select(events.c.kind).order_by(events.c.id))]
 
 
+def best(ledger: Ledger) -> ReleaseRow:
+    found = champion(ledger)
+    assert found is not None
+    return found
+
+
 def test_release_moves_alias_link_and_ledger_once(workspace: Workspace, ledger: Ledger) -> None:
     add_shard(ledger)
     assert champion(ledger) is None
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
     assert release(workspace, ledger, verdict) == release(workspace, ledger, verdict) == 1
-    row = champion(ledger)
-    assert row and (row["number"], row["state"], row["approved_by"], row["mlflow_version"]) == (
-        1, "published", "policy", "1",
-    )  # fmt: skip
+    row = best(ledger)
+    assert (row.number, row.state, row.approved_by, row.mlflow_version) == (1, "published", "policy", "1")
     assert in_mlflow(workspace) == ([("1", "promote")], {"champion": "1", "candidate": "1"})
     assert (serving.served(workspace) or {})["release"] == 1
     assert kinds(ledger) == ["release_decided", "promoted"]
-    assert "Release 1" in Path(row["report"]).read_text()
+    assert "Release 1" in Path(row.report or "").read_text()
 
     client = open_client(workspace)
     version = client.get_model_version_by_alias(MODEL, "champion")
     assert version.tags["bpb.code"] == "2.1000" and version.tags["release"] == "1"
-    assert version.tags["export_sha256"] == row["export_sha256"] and version.tags["code_commit"] == "c" * 40
+    assert version.tags["export_sha256"] == row.export_sha256 and version.tags["code_commit"] == "c" * 40
     files = {a.path for a in client.list_artifacts(version.run_id)}
     assert {"model", "report.html", "samples.json"} <= files
     copied = workspace.mlflow_artifacts / "candidates" / version.run_id / "artifacts" / "model"
-    assert folder_sha256(copied) == row["export_sha256"] and version.source == copied.as_uri()
+    assert folder_sha256(copied) == row.export_sha256 and version.source == copied.as_uri()
     assert reconcile(workspace, ledger) == []
 
 
@@ -75,13 +79,12 @@ def test_the_second_release_and_back(workspace: Workspace, ledger: Ledger) -> No
     assert in_mlflow(workspace)[1] == {"champion": "2", "candidate": "2"}
     rollback(workspace, ledger, 1)
     rollback(workspace, ledger, 1)
-    row = champion(ledger)
-    assert row and row["number"] == 1
+    assert best(ledger).number == 1
     assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"}
     assert (serving.served(workspace) or {})["release"] == 1
     assert kinds(ledger).count("rolled_back") == 1 and "repaired" not in kinds(ledger)
     assert reconcile(workspace, ledger) == []
-    with pytest.raises(InputError, match="no published release 7"):
+    with pytest.raises(InputError, match="no release 7; there are: 1, 2"):
         rollback(workspace, ledger, 7)
 
 
@@ -149,7 +152,7 @@ def test_a_half_release_whose_export_changed_stops_nothing_and_shows_nothing(
     (workspace.exports / "candidate-2" / "config.json").write_text("changed")
     done = reconcile(workspace, ledger)
     assert any("release 2 cannot be finished" in line for line in done)
-    assert in_mlflow(workspace)[1]["champion"] == "1" and (champion(ledger) or {})["number"] == 1
+    assert in_mlflow(workspace)[1]["champion"] == "1" and best(ledger).number == 1
 
 
 def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: Workspace, ledger: Ledger) -> None:
@@ -165,7 +168,7 @@ def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: 
     assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"} and kinds(ledger)[-1] == "repaired"
     client.delete_model_version(MODEL, "1")
     reconcile(workspace, ledger)
-    assert in_mlflow(workspace)[1]["champion"] == "3" and (champion(ledger) or {})["mlflow_version"] == "3"
+    assert in_mlflow(workspace)[1]["champion"] == "3" and best(ledger).mlflow_version == "3"
     assert reconcile(workspace, ledger) == []
 
 
@@ -178,7 +181,7 @@ def test_manual_approval_by_command_binds_to_what_was_judged(workspace: Workspac
     assert open_client(workspace).get_model_version(MODEL, "1").tags["approval"] == "pending"
     approve(ledger, verdict, "ada")
     assert release(workspace, ledger, verdict) == 1
-    assert (champion(ledger) or {})["approved_by"] == "ada"
+    assert best(ledger).approved_by == "ada"
 
     second = add_candidate(workspace, ledger)
     later = add_verdict(ledger, second, against=1)
@@ -196,7 +199,7 @@ def test_manual_approval_in_mlflow(workspace: Workspace, ledger: Ledger) -> None
     assert reconcile(workspace, ledger) == []
     open_client(workspace).set_model_version_tag(MODEL, version, "approval", "approved")
     assert reconcile(workspace, ledger) == ["release 1 was approved in MLflow and is published"]
-    assert (champion(ledger) or {})["approved_by"] == "mlflow" and kinds(ledger)[0] == "approved"
+    assert best(ledger).approved_by == "mlflow" and kinds(ledger)[0] == "approved"
 
 
 def test_policy_that_is_wrong_is_named(workspace: Workspace, ledger: Ledger) -> None:
@@ -274,6 +277,6 @@ def test_killed_anywhere_there_is_one_release_and_one_version(template: tuple[Pa
     assert release(workspace, ledger, verdict) == 2
     assert [row["state"] for row in ledger.rows(releases_table.select())] == ["published", "published"]
     assert in_mlflow(workspace) == ([("1", "promote"), ("2", "promote")], {"champion": "2", "candidate": "2"})
-    assert kinds(ledger).count("promoted") == 2 and (champion(ledger) or {})["number"] == 2
+    assert kinds(ledger).count("promoted") == 2 and best(ledger).number == 2
     assert (serving.served(workspace) or {})["release"] == 2
     assert reconcile(workspace, ledger) == []

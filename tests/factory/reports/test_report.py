@@ -67,7 +67,7 @@ def read(page: str) -> str:
 def candidate(workspace: Workspace, ledger: Ledger) -> int:
     add_shard(ledger)
     trunk = add_segment(workspace, ledger, "trunk")
-    write_metrics(Path(trunk["folder"]) / "metrics.jsonl", 0, 100)
+    write_metrics(Path(trunk.folder) / "metrics.jsonl", 0, 100)
     found = add_candidate(workspace, ledger)
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == 2).values(parent=1, first_step=100, last_step=200))

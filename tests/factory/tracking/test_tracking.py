@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from factory.core.workspace import Workspace, code_root
 from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
@@ -31,8 +32,8 @@ from factory.tracking.tracking import Tracking
 from factory.core.workspace import Workspace
 workspace = Workspace.open(Path(sys.argv[1]))
 ledger = Ledger.open(workspace.ledger_url)
-from factory.ledger.ledger import segments
-print(Tracking.open(workspace, ledger).segment_run(ledger.one(segments.select())))
+from factory.ledger.rows import SegmentRow
+print(Tracking.open(workspace, ledger).segment_run(SegmentRow.get(ledger, 1)))
 """
 
 
@@ -113,7 +114,7 @@ def test_follower_sees_lines_as_they_come_each_step_once(
     tracking: Tracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
-    path = Path(segment["folder"]) / "metrics.jsonl"
+    path = Path(segment.folder) / "metrics.jsonl"
     follower = tracking.follow_segment(segment)
     assert follower.poll() == 0, "no file yet"
     write_metrics(path, 0, 3)
@@ -137,7 +138,7 @@ def test_a_resumed_trainer_that_cut_its_file_back_adds_nothing_twice(
     tracking: Tracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
-    path = Path(segment["folder"]) / "metrics.jsonl"
+    path = Path(segment.folder) / "metrics.jsonl"
     write_metrics(path, 0, 50)
     follower = tracking.follow_segment(segment)
     assert follower.poll() == 50
@@ -151,7 +152,7 @@ def test_a_resumed_trainer_that_cut_its_file_back_adds_nothing_twice(
 
 def test_hostile_metrics_do_not_stop_the_others(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
     segment = add_segment(workspace, ledger)
-    path = Path(segment["folder"]) / "metrics.jsonl"
+    path = Path(segment.folder) / "metrics.jsonl"
     many = {f"loss/domain {i}": float(i) for i in range(2500)}
     rows: list[object] = [
         {"step": 0, "loss": math.nan, "time": math.inf},
@@ -173,7 +174,7 @@ def test_a_locked_store_never_stops_training_and_is_said_once(
     tracking: Tracking, ledger: Ledger, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segment = add_segment(workspace, ledger)
-    write_metrics(Path(segment["folder"]) / "metrics.jsonl", 0, 10)
+    write_metrics(Path(segment.folder) / "metrics.jsonl", 0, 10)
     said: list[str] = []
     asked: list[object] = []
     follower = tracking.follow_segment(segment, said.append)
@@ -283,3 +284,13 @@ def test_nothing_of_a_run_is_left_open_in_the_ledger(tracking: Tracking, ledger:
         tracking.segment_run(add_segment(workspace, ledger))
     subjects = ledger.rows(sa.select(tracked_runs.c.subject).order_by(tracked_runs.c.subject))
     assert [row["subject"] for row in subjects] == ["segment:1", "segment:2"]
+
+
+def test_only_the_stores_own_connections_flush_less(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+    tracking.client.search_experiments()
+    assert Ledger.open(ledger.url).rows(sa.text("PRAGMA synchronous")) == [{"synchronous": 2}]
+    other = sa.create_engine(f"sqlite:///{workspace.root / 'mlflow.db'}")
+    with other.connect() as connection:
+        assert connection.execute(sa.text("PRAGMA synchronous")).scalar() == 2
+    with SqlAlchemyStore(workspace.mlflow_uri, workspace.mlflow_artifacts.as_uri()).engine.connect() as connection:
+        assert connection.execute(sa.text("PRAGMA synchronous")).scalar() == 1

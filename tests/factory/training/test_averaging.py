@@ -21,6 +21,7 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import Action, judge, next_action, observe, perform
 from factory.ledger.ledger import Ledger, candidates, checkpoints, segments, verdicts
+from factory.ledger.rows import SegmentRow
 from factory.ledger.status import screen, snapshot
 from factory.release.releases import release
 from factory.reports.provenance import of_release
@@ -133,8 +134,7 @@ def test_of_an_anneal_only_its_own_are_taken(plant: Plant) -> None:
     workspace, ledger = plant
     number = train_anneal(workspace, ledger)
     export_candidate(workspace, ledger, number)
-    row = ledger.one(sa.select(segments).where(segments.c.id == number))
-    assert row and [source.step for source in kept(ledger, row)] == [30, 32]
+    assert [source.step for source in kept(ledger, SegmentRow.get(ledger, number))] == [30, 32]
 
 
 class Killed(BaseException):
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Plant,
     world = observe(workspace, ledger)
     assert world.failed_segment is None and world.open_segment is None
     assert plan_average(workspace, ledger, "held-out-loss", last=2) > number, "asked again, it is tried again"
-    averaging.give_up(ledger, {"id": number + 1}, "test")
+    averaging.give_up(ledger, SegmentRow.get(ledger, number + 1), "test")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import Action, next_action, observe, reconcile
 from factory.ledger.ledger import Ledger, events, segments, verdicts
+from factory.ledger.rows import SegmentRow, VerdictRow
 from factory.ledger.status import screen, snapshot
 from factory.training import certificate_runs
 from factory.training.certifying import NotCertified, accept, certificate_of, ensure_certified, every_certificate
@@ -27,7 +28,7 @@ from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
-from tests.support.factory.trained_plant import commit_edit, git, make_plant, segment_row
+from tests.support.factory.trained_plant import commit_edit, git, make_plant
 from tests.support.paths import ROOT
 
 STEPS = 8
@@ -89,10 +90,10 @@ class Site:
     def run(self, number: int) -> dict[str, Any]:
         return run_segment(self.workspace, self.ledger, number, SILENT)
 
-    def certify(self, number: int) -> dict[str, Any]:
+    def certify(self, number: int) -> VerdictRow:
         """The verdict, whatever it is."""
         with contextlib.suppress(NotCertified):
-            ensure_certified(self.workspace, self.ledger, segment_row(self.ledger, number), SILENT)
+            ensure_certified(self.workspace, self.ledger, SegmentRow.get(self.ledger, number), SILENT)
         found = certificate_of(self.ledger, number)
         assert found is not None
         return found
@@ -121,23 +122,23 @@ def site(plant: Site) -> Iterator[Site]:
 
 
 def runs_of(site: Site, number: int) -> Path:
-    return Path(str(segment_row(site.ledger, number)["folder"])) / "certificate"
+    return Path(SegmentRow.get(site.ledger, number).folder) / "certificate"
 
 
 def started(site: Site, number: int) -> bool:
-    return (Path(str(segment_row(site.ledger, number)["folder"])) / "segment.json").exists()
+    return (Path(SegmentRow.get(site.ledger, number).folder) / "segment.json").exists()
 
 
 def test_the_first_segment_needed_none(site: Site) -> None:
-    assert certificate_of(site.ledger, 1) is None and segment_row(site.ledger, 1)["state"] == "done"
+    assert certificate_of(site.ledger, 1) is None and SegmentRow.get(site.ledger, 1).state == "done"
 
 
 def test_docs_need_no_runs_and_the_record_says_so(site: Site) -> None:
     site.edit("docs/notes.md", "", "# Notes\n")
     number = site.plan()
     verdict = site.certify(number)
-    assert verdict["outcome"] == "promote" and "no runs were needed" in verdict["reasons"][0]
-    assert verdict["evidence"]["steps"] == 0 and not runs_of(site, number).exists()
+    assert verdict.outcome == "promote" and "no runs were needed" in verdict.reasons[0]
+    assert verdict.evidence(site.ledger)["steps"] == 0 and not runs_of(site, number).exists()
 
 
 def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
@@ -146,10 +147,10 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
     site.edit("policies/kernels.yaml", text, text.replace("attention: reference", "attention: recompute", 1))
     number = site.plan()
     site.run(number)
-    assert segment_row(site.ledger, number)["state"] == "done"
-    (verdict,) = [row for row in every_certificate(site.ledger) if row["segment"] == number]
-    facts = verdict["evidence"]
-    assert verdict["outcome"] == "promote" and facts["basis"] == "segment" and facts["steps"] == STEPS
+    assert SegmentRow.get(site.ledger, number).state == "done"
+    (shown,) = [row for row in every_certificate(site.ledger) if row["segment"] == number]
+    facts = shown["evidence"]
+    assert shown["outcome"] == "promote" and facts["basis"] == "segment" and facts["steps"] == STEPS
     assert facts["changed"] == ["policies/kernels.yaml", "kernel of attention: reference → recompute"]
     assert len(facts["seeds"]) == 3
     assert (facts["old_commit"], facts["new_commit"]) == (site.base, git(site.code, "rev-parse", "HEAD"))
@@ -175,11 +176,11 @@ def test_another_precision_is_certified_like_other_code(site: Site) -> None:
         number = site.plan()
     finally:
         recipe.write_text(before)
-    row = segment_row(site.ledger, number)
-    assert row["recipe_json"]["precision"] == "bf16" and row["computing"]["precision"]["asked"] == "bf16"
+    row = SegmentRow.get(site.ledger, number)
+    assert row.recipe_json["precision"] == "bf16" and (row.computing or {})["precision"]["asked"] == "bf16"
     verdict = site.certify(number)
-    facts = verdict["evidence"]
-    assert verdict["outcome"] == "promote" and facts["changed"] == ["precision: fp32 → bf16"], verdict["reasons"]
+    facts = verdict.evidence(site.ledger)
+    assert verdict.outcome == "promote" and facts["changed"] == ["precision: fp32 → bf16"], verdict.reasons
     assert facts["old_commit"] == facts["new_commit"] and facts["basis"] == "segment" and len(facts["seeds"]) == 3
     weights = next(m for m in facts["measures"] if m["name"] == "weights")
     assert 0 < weights["share"] < 1, "bf16 rounds otherwise than fp32, and less than another seed moves"
@@ -201,15 +202,15 @@ def test_a_wrong_change_is_refused_and_nothing_starts(site: Site, code: str, see
     with pytest.raises(NotCertified, match=f"Outside seed noise.*certify --accept {number}"):
         site.run(number)
     verdict = certificate_of(site.ledger, number)
-    assert verdict and verdict["outcome"] == "reject"
-    assert any(seen_by in reason for reason in verdict["reasons"]), verdict["reasons"]
-    assert segment_row(site.ledger, number)["state"] == "uncertified" and not started(site, number)
+    assert verdict and verdict.outcome == "reject"
+    assert any(seen_by in reason for reason in verdict.reasons), verdict.reasons
+    assert SegmentRow.get(site.ledger, number).state == "uncertified" and not started(site, number)
 
 
 def test_a_crash_is_refused_with_the_trainers_words(site: Site) -> None:
     site.edit(INIT, "", BACKWARD.format("1 / 0"))
     verdict = site.certify(site.plan())
-    assert verdict["outcome"] == "reject" and "ZeroDivisionError" in verdict["reasons"][0]
+    assert verdict.outcome == "reject" and "ZeroDivisionError" in verdict.reasons[0]
 
 
 def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
@@ -222,20 +223,20 @@ def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
     finally:
         with site.ledger.begin() as tx:
             tx.execute(segments.update().where(segments.c.id == 1).values(code_commit=site.base))
-    assert verdict["outcome"] == "hold" and "old code could not be run" in verdict["reasons"][0]
-    assert segment_row(site.ledger, number)["state"] == "uncertified"
+    assert verdict.outcome == "hold" and "old code could not be run" in verdict.reasons[0]
+    assert SegmentRow.get(site.ledger, number).state == "uncertified"
 
 
 def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site: Site) -> None:
     known = '"""All that decides a run but its data, code and checkpoint."""\n'
     site.edit("trainer/contract/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
     number = site.plan()
-    recipe = segment_row(site.ledger, number)["recipe_json"] | {"colour": "blue"}  # type: ignore[operator]
+    recipe = SegmentRow.get(site.ledger, number).recipe_json | {"colour": "blue"}
     with site.ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == number).values(recipe_json=recipe))
     verdict = site.certify(number)
-    assert verdict["outcome"] == "promote", verdict["reasons"]
-    assert verdict["evidence"]["basis"] == "parent" and "to the last bit" in verdict["reasons"][0]
+    assert verdict.outcome == "promote", verdict.reasons
+    assert verdict.evidence(site.ledger)["basis"] == "parent" and "to the last bit" in verdict.reasons[0]
 
 
 def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
@@ -266,7 +267,7 @@ def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
     assert event and event["subject"] == f"segment:{number}"
     assert site.action() == Action("train", number)
     site.run(number)
-    assert segment_row(site.ledger, number)["state"] == "done"
+    assert SegmentRow.get(site.ledger, number).state == "done"
     assert "accepted by" in factory("certify", "-w", str(site.workspace.root)).stdout
     with site.ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
@@ -278,7 +279,7 @@ def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monk
     monkeypatch.setattr(certificate_runs, "gather", lambda *_: pytest.fail("measured again"))
     number = site.plan()
     again = site.certify(number)
-    assert (again["outcome"], again["reasons"]) == ("reject", first["reasons"]) and again["id"] != first["id"]
+    assert (again.outcome, again.reasons) == ("reject", first.reasons) and again.id != first.id
     with pytest.raises(InputError, match=f"segment {number} has taken the place"):
         accept(site.workspace, site.ledger, number - 1, "somebody")
 
@@ -308,6 +309,6 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(site: Site) -> None:
         patch.setattr(certificate_runs, "compare", watched)
         verdict = site.certify(number)
     assert seen == [before], "a run that had ended is kept"
-    assert verdict["outcome"] == "promote", verdict["reasons"]
-    assert {m["name"]: m["again"] for m in verdict["evidence"]["measures"]}["weights"] == 0
+    assert verdict.outcome == "promote", verdict.reasons
+    assert {m["name"]: m["again"] for m in verdict.evidence(site.ledger)["measures"]}["weights"] == 0
     assert len(site.ledger.rows(sa.select(verdicts.c.id).where(verdicts.c.subject == f"segment:{number}"))) == 1

@@ -16,7 +16,7 @@ import pytest
 
 from factory.core.workspace import Config, Workspace
 from factory.ledger.ledger import Ledger
-from factory.ledger.listing import rows
+from factory.ledger.reader import Reader
 from tests.support.factory.trained_plant import lenient, write_shards
 from tests.support.lent_libraries import lend
 from tests.support.paths import ROOT
@@ -38,19 +38,16 @@ def start(workspace: Workspace) -> subprocess.Popen[bytes]:
 
 def end_state(workspace: Workspace) -> dict[str, Any]:
     """What must not depend on the kills. Paths, times and attempts may differ."""
+    read = Reader(workspace).read
     return {
-        "documents": rows(
-            workspace, "SELECT key, id, fate, rule, matched, tokens, token_shard FROM documents ORDER BY key"
-        ),
-        "shards": rows(workspace, "SELECT sha256, state, counts FROM shards ORDER BY sha256"),
-        "segments": rows(workspace, "SELECT id, kind, parent, first_step, last_step, state FROM segments ORDER BY id"),
-        "checkpoints": rows(workspace, "SELECT segment, step FROM checkpoints ORDER BY segment, step"),
-        "candidates": rows(workspace, "SELECT id, segment, export_sha256 FROM candidates ORDER BY id"),
-        "items": rows(
-            workspace, "SELECT evaluation, task, item, value FROM eval_items ORDER BY evaluation, task, item"
-        ),
-        "verdicts": rows(workspace, "SELECT id, subject, outcome, reasons FROM verdicts ORDER BY id"),
-        "releases": rows(workspace, "SELECT number, candidate, state, mlflow_version FROM releases ORDER BY number"),
+        "documents": read("SELECT key, id, fate, rule, matched, tokens, token_shard FROM documents ORDER BY key"),
+        "shards": read("SELECT sha256, state, counts FROM shards ORDER BY sha256"),
+        "segments": read("SELECT id, kind, parent, first_step, last_step, state FROM segments ORDER BY id"),
+        "checkpoints": read("SELECT segment, step FROM checkpoints ORDER BY segment, step"),
+        "candidates": read("SELECT id, segment, export_sha256 FROM candidates ORDER BY id"),
+        "items": read("SELECT evaluation, task, item, value FROM eval_items ORDER BY evaluation, task, item"),
+        "verdicts": read("SELECT id, subject, outcome, reasons FROM verdicts ORDER BY id"),
+        "releases": read("SELECT number, candidate, state, mlflow_version FROM releases ORDER BY number"),
         "inbox": sorted(path.name for path in workspace.inbox.iterdir()),
     }
 
@@ -60,7 +57,7 @@ def metrics_lines(workspace: Workspace, kind: str) -> int:
 
 
 def count(table: str, where: str = "1") -> Callable[[Workspace], bool]:
-    return lambda workspace: rows(workspace, f"SELECT COUNT(*) AS n FROM {table} WHERE {where}")[0]["n"] > 0
+    return lambda workspace: Reader(workspace).read(f"SELECT COUNT(*) AS n FROM {table} WHERE {where}")[0]["n"] > 0
 
 
 KILL_POINTS: dict[str, Callable[[Workspace], bool]] = {

@@ -14,6 +14,7 @@ from factory.core.errors import ConfigError, InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, events, segments, shards, token_shards
+from factory.ledger.rows import SegmentRow
 from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
 from kernels.contract.machine import here
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
@@ -107,9 +108,7 @@ def test_domains_that_have_not_arrived_are_left_out_and_recorded(planned: tuple[
     workspace, ledger = planned
     ingested(workspace, ledger, code=40 * STEP)
     number = plan_trunk(workspace, ledger)
-    row = ledger.one(sa.select(segments).where(segments.c.id == number))
-    assert row is not None
-    assert plan_of(ledger, row)["weights"] == {"code": 0.6, "*": 0.1}
+    assert plan_of(ledger, SegmentRow.get(ledger, number))["weights"] == {"code": 0.6, "*": 0.1}
     planned_so = {"kind": "trunk", "steps": [0, 20], "domains_not_arrived": ["chat", "docs"]}
     assert last_event(ledger) == planned_so | {"notes": last_event(ledger)["notes"]}
 
@@ -119,9 +118,7 @@ def test_all_that_has_arrived_is_in_the_plan(planned: tuple[Workspace, Ledger]) 
     ingested(workspace, ledger, code=40 * STEP)
     ingested(workspace, ledger, docs=40 * STEP, chat=40 * STEP, wiki=STEP)
     number = plan_trunk(workspace, ledger)
-    row = ledger.one(sa.select(segments).where(segments.c.id == number))
-    assert row is not None
-    assert plan_of(ledger, row)["weights"] == load_recipe(workspace).mixture.weights
+    assert plan_of(ledger, SegmentRow.get(ledger, number))["weights"] == load_recipe(workspace).mixture.weights
     assert last_event(ledger)["domains_not_arrived"] == []
 
 

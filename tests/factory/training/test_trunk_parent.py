@@ -89,7 +89,7 @@ def test_what_the_trunk_goes_on_from(
     for number, (kind, of, state) in enumerate(history, start=1):
         put_segment(ledger, number, kind, of, state)
     found = trunk_parent(ledger, load_recipe(plant))
-    assert (found and found["id"]) == parent
+    assert (found and found.id) == parent
 
 
 @pytest.mark.slow("three segments, each by its own trainer")

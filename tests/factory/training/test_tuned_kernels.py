@@ -17,7 +17,6 @@ from factory.computing.tuned_kernels import every, lookup, path_of
 from factory.core.errors import ConfigError, InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace, code_root
-from factory.ledger.ledger import Ledger
 from factory.training import tuning
 from factory.training.planning import load_recipe
 from kernels.contract.bench import Setting
@@ -160,23 +159,6 @@ def test_the_daemon_tunes_once(plant: Workspace, monkeypatch: pytest.MonkeyPatch
     put(plant, machine=replace(MACHINE, torch="1.13.0").to_json())
     tuning.tune_if_new(plant, SILENT)
     assert len(asked) == 2
-
-
-def test_an_older_ledger_gets_the_column(workspace: Workspace) -> None:
-    ledger = Ledger.create(workspace.ledger_url)
-    with ledger.begin() as tx:
-        tx.exec_driver_sql("ALTER TABLE segments DROP COLUMN computing")
-        tx.exec_driver_sql("UPDATE meta SET value = '1' WHERE key = 'schema'")
-    for _ in range(2):
-        opened = Ledger.open(workspace.ledger_url)
-        columns = [row["name"] for row in opened.rows(tuning_columns())]
-        assert columns.count("computing") == 1
-
-
-def tuning_columns() -> Any:
-    import sqlalchemy as sa
-
-    return sa.text("SELECT name FROM pragma_table_info('segments')")
 
 
 def test_what_tuning_has_no_time_for_is_what_matters_least() -> None:

@@ -7,7 +7,6 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
@@ -22,6 +21,7 @@ from factory.ledger.ledger import (
     token_shards,
     verdicts,
 )
+from factory.ledger.rows import SegmentRow
 from factory.tracking.mlflow_store import open_client
 
 QUESTION, ANSWER = "What is <b>len</b>?", "<script>alert(1)</script> \x1b[31m \u202e \ud800"
@@ -41,9 +41,7 @@ def with_store(workspace: Workspace) -> Workspace:
     return workspace
 
 
-def add_segment(
-    workspace: Workspace, ledger: Ledger, kind: str = "anneal", parent: int | None = None
-) -> dict[str, Any]:
+def add_segment(workspace: Workspace, ledger: Ledger, kind: str = "anneal", parent: int | None = None) -> SegmentRow:
     with ledger.begin() as tx:
         number = len(tx.execute(segments.select()).all()) + 1
         folder = workspace.segments / f"{number:04d}-{kind}"
@@ -59,7 +57,7 @@ def add_segment(
             "created_at": 1.7e9 + number, "finished_at": 1.7e9 + number + 60,
         }  # fmt: skip
         tx.execute(segments.insert().values(row))
-    return row
+    return SegmentRow.get(ledger, number)
 
 
 def write_metrics(path: Path, first: int, last: int) -> None:
@@ -110,11 +108,11 @@ def add_shard(ledger: Ledger, sha256: str = "s" * 64, name: str = "code-00.jsonl
 def add_candidate(workspace: Workspace, ledger: Ledger) -> int:
     """A candidate with an export of its own and an evaluation."""
     segment = add_segment(workspace, ledger)
-    write_metrics(Path(segment["folder"]) / "metrics.jsonl", 0, 100)
-    export = workspace.exports / f"candidate-{segment['id']}"
+    write_metrics(Path(segment.folder) / "metrics.jsonl", 0, 100)
+    export = workspace.exports / f"candidate-{segment.id}"
     export.mkdir()
-    (export / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "id": segment["id"]}))
-    (export / "model.safetensors").write_bytes(bytes([segment["id"]]) * 4096)
+    (export / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "id": segment.id}))
+    (export / "model.safetensors").write_bytes(bytes([segment.id]) * 4096)
     summary = {
         "bpb": {"code": 2.1, "docs": 2.4},
         "bytes": {"code": 90_000, "docs": 40_000},
@@ -131,7 +129,7 @@ def add_candidate(workspace: Workspace, ledger: Ledger) -> int:
     with ledger.begin() as tx:
         key = tx.execute(
             candidates.insert().values(
-                segment=segment["id"],
+                segment=segment.id,
                 checkpoint="k" * 64,
                 export_path=str(export),
                 export_sha256=folder_sha256(export),

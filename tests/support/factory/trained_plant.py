@@ -8,13 +8,12 @@ import random
 import subprocess
 from pathlib import Path
 
-import sqlalchemy as sa
 import yaml
 
 from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
 from factory.ingest.chain import ingest_shard
-from factory.ledger.ledger import Ledger, segments
+from factory.ledger.ledger import Ledger
 from factory.training.planning import plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from tests.support.lent_libraries import lend
@@ -132,12 +131,6 @@ def train_anneal(workspace: Workspace, ledger: Ledger) -> int:
     number = plan_anneal(workspace, ledger)
     run_segment(workspace, ledger, number, SILENT)
     return number
-
-
-def segment_row(ledger: Ledger, number: int) -> dict[str, object]:
-    row = ledger.one(sa.select(segments).where(segments.c.id == number))
-    assert row is not None
-    return row
 
 
 def commit_edit(repository: Path, path: str, old: str, new: str) -> str:

@@ -21,7 +21,7 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model__heads": 3}, r"model\.heads \(3\) is no multiple of model\.kv_heads \(2\)"),
+        ({"model__heads": 3}, r"model\.heads \(3\) is not a multiple of model\.kv_heads \(2\)"),
         ({"model__head_dim": 15}, r"'model\.head_dim'.*multiple of 2"),
         ({"model__d_model": 0}, r"'model\.d_model'.*greater than 0"),
         ({"model__layers": "two"}, r"'model\.layers'.*valid integer \(got 'two'\)"),
@@ -40,17 +40,17 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
         ({"model__experts": {"count": 4, "per_token": 5, "d_ff": 8}}, r"experts\.per_token \(5\) is more than .*count"),
         (
             {"model__experts": {"count": 4, "per_token": 2, "d_ff": 8, "dense_layers": 2}},
-            r"dense_layers \(2\) leaves none",
+            r"dense_layers \(2\): none of the 2 layers",
         ),
         ({"batch__warmup": [{"until_step": 9, "sequences": 2}] * 2}, r"batch\.warmup: until_step must rise"),
         ({"batch__packing": "tetris"}, r"'batch\.packing'.*'best-fit'"),
-        ({"schedule__kind": "cosine"}, r"schedule\.cosine_steps: given with kind cosine"),
-        ({"schedule__cosine_steps": 9}, r"schedule\.cosine_steps: given with kind cosine"),
+        ({"schedule__kind": "cosine"}, r"schedule\.cosine_steps is required with kind cosine"),
+        ({"schedule__cosine_steps": 9}, r"schedule\.cosine_steps is required with kind cosine"),
         (
             {"schedule__kind": "cosine", "schedule__cosine_steps": 4},
             r"cosine_steps \(4\) is not more than warmup_steps",
         ),
-        ({"schedule__kind": "multi-step"}, r"schedule\.milestones: given with kind multi-step"),
+        ({"schedule__kind": "multi-step"}, r"schedule\.milestones is required with kind multi-step"),
         ({"stability__divergence": 0.5}, r"'stability\.divergence'.*greater than 1"),
         ({"parallel__tensr": 2}, r"unknown key 'parallel\.tensr'; did you mean 'tensor'"),
     ],
@@ -70,7 +70,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(sequences: int, micro: int | N
 
 def test_tensor_ranks_that_split_an_expert_too_thin_are_refused() -> None:
     recipe = recipe_with(model__experts={"count": 4, "per_token": 1, "d_ff": 24}, parallel__tensor=2)
-    with pytest.raises(RecipeError, match=r"a rank's share of model\.experts\.d_ff \(24\) is no multiple of 8"):
+    with pytest.raises(RecipeError, match=r"a rank's share of model\.experts\.d_ff \(24\) is not a multiple of 8"):
         recipe.parallel.data_ranks(2, recipe.model)
 
 
@@ -90,15 +90,17 @@ def test_a_layout_that_does_not_fit_the_ranks_is_refused(changes: dict[str, Any]
 
 def test_a_batch_of_the_warm_up_must_divide_too() -> None:
     recipe = recipe_with(batch__warmup=[{"until_step": 4, "sequences": 3}])
-    with pytest.raises(RecipeError, match=r"batch\.warmup\.0\.sequences \(3\) does not divide by the 2 ranks"):
+    with pytest.raises(
+        RecipeError, match=r"batch\.warmup\.0\.sequences \(3\) is not a multiple of the number of ranks \(2\)"
+    ):
         recipe.batch.check_ranks(2)
 
 
 def test_widths_that_matrix_units_pad_are_told_with_their_cost() -> None:
     assert recipe_with().model.warnings() == []
     odd = recipe_with(model__vocab_size=520, model__d_ff=65).model.warnings()
-    assert odd[0].startswith("model.vocab_size (520) is no multiple of 64: matrix units work on 576, 9.7%")
-    assert odd[1].startswith("model.d_ff (65) is no multiple of 16: matrix units work on 80, 18.8%")
+    assert odd[0].startswith("model.vocab_size (520) is not a multiple of 64: matrix units compute 576, 9.7%")
+    assert odd[1].startswith("model.d_ff (65) is not a multiple of 16: matrix units compute 80, 18.8%")
 
 
 def test_tokens_of_steps_follow_the_batch_s_warm_up() -> None:

@@ -35,7 +35,7 @@ def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
     assert [documents_of(trunk, step) for step in range(13)] == expected[:13]
     assert [documents_of(anneal, step) for step in range(13, 18)] == expected[13:]
     for folder, step, steps in ((trunk, 13, "0 to 12"), (anneal, 12, "13 to 17")):
-        with pytest.raises(SpecError, match=f"step {step} is none of this segment's: it has steps {steps}"):
+        with pytest.raises(SpecError, match=f"step {step} is not in this segment, which has steps {steps}"):
             documents_of(folder, step)
 
     assert main([str(trunk), "10", "--json"]) == 0

@@ -255,17 +255,6 @@ def put_away(path: Path, reason: str) -> Skipped:
     return Skipped(str(away), reason)
 
 
-def newest_good(parent: Path) -> tuple[Path | None, list[Skipped]]:
-    """The newest checkpoint that verifies; those that don't are put away."""
-    skipped: list[Skipped] = []
-    for _, path in reversed(steps_in(parent)):
-        fault = find_fault(path)
-        if not fault:
-            return path, skipped
-        skipped.append(put_away(path, fault))
-    return None, skipped
-
-
 def safetensors_bytes(
     tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:

@@ -50,7 +50,7 @@ class Stream:
         supervised = np.concatenate([t["supervised_tokens"] for t in tables])
         self.supervised_tokens = int(supervised.sum())
         self.unmasked = supervised == self.length  # documents all of whose tokens carry loss: their mask is not read
-        # the number of pieces of a document: packing.pieces_in, for all of them at once
+        # one token alone has no pair and so no piece
         self.ends = np.cumsum(np.maximum(0, -(-(self.length - 1) // context)))
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
         self.positions = int(np.maximum(0, self.length - 1).sum())

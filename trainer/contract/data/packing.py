@@ -64,15 +64,6 @@ Packed = tuple[Rows, list[Part]]  # the rows, and what is left over, oldest firs
 Packer = Callable[[Sequence[int], Sequence[bool], int, int, int], Packed]
 
 
-def pieces_in(tokens: int, context: int) -> int:
-    """How many pieces a document of ``tokens`` tokens has: 0 for a single token, which has no pair.
-
-    >>> [pieces_in(tokens, context=4) for tokens in (1, 2, 5, 6)]
-    [0, 1, 1, 2]
-    """
-    return -(-(tokens - 1) // context) if tokens > 1 else 0
-
-
 def cut(tokens: int, context: int, piece: int) -> Cut:
     """The ``piece``-th piece (from 0) of a document of ``tokens`` tokens."""
     start = piece * context

@@ -146,12 +146,6 @@ class TokenShard:
             raise TokenShardError(f"{self.path}: format {manifest['format']}, this code reads {FORMAT}")
         return manifest
 
-    def verify(self) -> None:
-        """Read every byte. Raises: TokenShardError that names the file that differs."""
-        for name, expected in self.manifest["files"].items():
-            if file_sha256(self.path / name) != expected:
-                raise TokenShardError(f"{self.path / name}: bytes differ from the manifest")
-
     @cached_property
     def tokens(self) -> npt.NDArray[Any]:
         """All tokens, memory-mapped, shape [tokens]."""

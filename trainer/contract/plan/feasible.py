@@ -1,4 +1,4 @@
-"""What is refused before the first step: a run that its data cannot feed, padding that its packing cannot keep down."""
+"""Checks before the first step: is there data enough for the planned steps, and does packing stay under the allowed padding?"""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def refuse_impossible(order: DataOrder, recipe: Recipe, first_step: int, last_st
         left = order.positions_until(last_step, lambda first, last: round(recipe.tokens_between(first, last) * used))
     if left < wanted * 0.99:
         raise DataPlanError(
-            f"max_epochs: {steps} steps of {recipe.tokens_per_step} tokens need {wanted}, the "
-            f"data holds {left} under max_epochs {order.plan.max_epochs}: add shards, raise it or plan fewer steps"
+            f"max_epochs: {steps} steps of {recipe.tokens_per_step} tokens need {wanted} tokens, the "
+            f"data has {left} under max_epochs {order.plan.max_epochs}: add shards, raise max_epochs or plan fewer steps"
         )
 
 
@@ -73,9 +73,9 @@ def refuse_padding(order: DataOrder, recipe: Recipe, last_step: int) -> None:
         if rehearsal is not None and rehearsal.padding > most:
             longest = max(int(stream.length.max()) - 1 for stream in order.streams.values())
             raise DataPlanError(
-                f"batch.max_padding ({most}) cannot be kept: from step {step} on, batch.packing "
+                f"batch.max_padding ({most}) is exceeded: from step {step} on, batch.packing "
                 f"({recipe.batch.packing}) leaves {rehearsal.padding:.2%} of the positions empty, because pieces of "
                 f"documents (the longest has {longest} positions) do not fill rows of model.context "
-                f"({order.context}): shorten model.context, raise batch.max_padding, or set batch.packing "
+                f"({order.context}) positions: shorten model.context, raise batch.max_padding, or set batch.packing "
                 "to truncate-and-concatenate"
             )

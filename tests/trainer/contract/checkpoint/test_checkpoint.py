@@ -16,10 +16,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.support.paths import ROOT
+from tests.support.trainer.segments import MakeShard, plan_of, write_spec
 from trainer.checkpoint_writer import Writer
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.errors import CheckpointError
+from trainer.contract.plan.spec import SegmentSpec
+from trainer.parallel.ranks import Ranks
+from trainer.segment import find_start
 
 pytestmark = pytest.mark.portable
 
@@ -66,16 +70,20 @@ def test_a_flipped_bit_or_a_torn_end_anywhere_is_found(tmp_path: Path, seed: int
         assert name == "manifest.json" and json.loads(blob)["files"] == before["files"]
 
 
-def test_the_newest_good_one_is_used_and_the_bad_said(tmp_path: Path) -> None:
+def test_a_run_starts_from_the_newest_good_checkpoint_and_renames_bad_ones(
+    tmp_path: Path, make_shard: MakeShard
+) -> None:
+    spec = SegmentSpec.load(write_spec(tmp_path, plan_of(make_shard())))
+    alone, own = Ranks(0, 1, torch.device("cpu")), tmp_path / "checkpoints"
+    assert find_start(tmp_path, spec, alone) == (None, [])
     for step in (1, 2, 3):
-        checkpoints.save(tmp_path, make(step))
-    (tmp_path / "step-00000003" / "state.json").unlink()
-    found, skipped = checkpoints.newest_good(tmp_path)
-    assert found == tmp_path / "step-00000002"
+        checkpoints.save(own, make(step))
+    (own / "step-00000003" / "state.json").unlink()
+    found, skipped = find_start(tmp_path, spec, alone)
+    assert found == own / "step-00000002"
     assert len(skipped) == 1 and "step-00000003/state.json: No such file" in skipped[0].reason
-    assert (tmp_path / "bad-step-00000003").is_dir()
-    assert checkpoints.newest_good(tmp_path)[1] == []
-    assert checkpoints.newest_good(tmp_path / "none") == (None, [])
+    assert (own / "bad-step-00000003").is_dir()
+    assert find_start(tmp_path, spec, alone) == (found, [])
 
 
 def test_a_writer_keeps_the_newest_and_its_copy_is_not_changed_by_later_steps(tmp_path: Path) -> None:

@@ -1,0 +1,13 @@
+"""A segment's row says how it is computed; null for segments of before."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "2"
+down_revision = None
+
+
+def upgrade() -> None:
+    op.add_column("segments", sa.Column("computing", sa.JSON(none_as_null=True)))

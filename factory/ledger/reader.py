@@ -1,0 +1,47 @@
+"""Reads a workspace's ledger for the commands that a person runs all day (``status``, ``proposals`` …).
+
+The embedded ledger is read with the standard library's sqlite3, read-only; any other through SQLAlchemy, with the same SQL.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from factory.core.errors import WorkspaceError
+from factory.core.workspace import Workspace
+from factory.ledger.rows import decoded
+from factory.ledger.version import refuse_other_version
+
+VERSION = "SELECT value FROM meta WHERE key = 'schema'"
+
+
+class Reader:
+    def __init__(self, workspace: Workspace) -> None:
+        """Raises: WorkspaceError when there is no ledger, it cannot be read, or it is of another version."""
+        self._where = f"the ledger of {workspace.root}"
+        self._url = workspace.ledger_url
+        if self._url.startswith("sqlite:///"):
+            found = self.read(VERSION)
+            refuse_other_version(found[0]["value"] if found else None, self._where)
+
+    def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
+        """All rows of ``sql`` (``:name`` parameters) as dicts, JSON columns decoded. Raises: WorkspaceError."""
+        if not self._url.startswith("sqlite:///"):
+            from factory.ledger.ledger import Ledger, sa
+
+            try:
+                return Ledger.open(self._url).read(sql, **parameters)
+            except sa.exc.DBAPIError as error:
+                raise WorkspaceError(f"{self._where} cannot be read: {error.orig}") from error
+        path = Path(self._url.removeprefix("sqlite:///"))
+        try:
+            connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)
+            try:
+                connection.row_factory = sqlite3.Row
+                return [decoded(dict(row)) for row in connection.execute(sql, parameters)]
+            finally:
+                connection.close()
+        except sqlite3.Error as error:
+            raise WorkspaceError(f"{self._where} cannot be read: {error}; run 'factory doctor'") from error

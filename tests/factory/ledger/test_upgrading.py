@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import yaml
+from alembic.script import ScriptDirectory
+
+from factory.core.errors import ConfigError, WorkspaceError
+from factory.core.workspace import Config, Workspace
+from factory.git.scope import AgentsPolicy
+from factory.ledger.ledger import Ledger
+from factory.ledger.reader import Reader
+from factory.ledger.rows import SegmentRow
+from factory.ledger.upgrading import MIGRATIONS
+from factory.ledger.version import SCHEMA
+from factory.upgrade import upgrade
+from tests.support.factory.command import factory
+from tests.support.paths import ROOT
+
+SCHEMA_1 = Path(__file__).with_name("schema_1.sql")  # with one trunk segment
+DIES = """
+import os, signal, sys
+from pathlib import Path
+import sqlalchemy as sa
+from factory.core.workspace import Workspace
+from factory.upgrade import upgrade
+
+@sa.event.listens_for(sa.Engine, "after_cursor_execute")
+def die(connection, cursor, statement, *_):
+    if statement.startswith(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+upgrade(Workspace.open(Path(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Workspace:
+    workspace = Workspace.create(tmp_path / "workspace")
+    with closing(sqlite3.connect(workspace.root / "ledger.db")) as ledger:
+        ledger.executescript(SCHEMA_1.read_text())
+    return workspace
+
+
+def columns(path: Path) -> dict[str, set[tuple[str, str]]]:
+    """(name, type) of every table's columns."""
+    with closing(sqlite3.connect(path)) as ledger:
+        tables = [row[0] for row in ledger.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {name: {row[1:3] for row in ledger.execute(f"PRAGMA table_info({name})")} for name in tables}
+
+
+def backups(workspace: Workspace) -> list[Path]:
+    return sorted((workspace.root / "backups").glob("*"))
+
+
+def test_an_older_ledger_is_refused_and_not_altered(old: Workspace) -> None:
+    before = columns(old.root / "ledger.db")
+    for opened in (lambda: Ledger.open(old.ledger_url), lambda: Reader(old)):
+        with pytest.raises(WorkspaceError, match="is of version 1.*run 'factory upgrade'"):
+            opened()
+    assert columns(old.root / "ledger.db") == before
+
+
+def test_an_older_ledger_is_upgraded_once_after_a_backup(old: Workspace) -> None:
+    before = columns(old.root / "ledger.db")
+    done = factory("upgrade", "--json", "-w", str(old.root))
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["done"]) == 1
+    segment = SegmentRow.get(Ledger.open(old.ledger_url), 1)
+    assert (segment.state, segment.result, segment.computing) == ("done", {"loss": 3.5}, None)
+    (backup,) = backups(old)
+    assert backup.name.startswith("ledger-1-") and columns(backup) == before
+    with closing(sqlite3.connect(backup)) as ledger:
+        assert ledger.execute("SELECT value FROM meta WHERE key = 'schema'").fetchall() == [("1",)]
+        assert ledger.execute("SELECT id, folder FROM segments").fetchall() == [(1, "segments/00001-trunk")]
+    assert upgrade(old) == [] and backups(old) == [backup]
+
+
+def test_an_upgraded_ledger_has_the_columns_of_a_new_one(old: Workspace, tmp_path: Path) -> None:
+    upgrade(old)
+    Ledger.create(f"sqlite:///{tmp_path / 'new.db'}")
+    assert columns(old.root / "ledger.db") == columns(tmp_path / "new.db")
+    assert ScriptDirectory(str(MIGRATIONS), version_locations=[str(MIGRATIONS)]).get_current_head() == SCHEMA
+
+
+@pytest.mark.parametrize("statement", ["ALTER TABLE", "UPDATE meta"])
+def test_killed_in_between_the_ledger_is_as_before_and_is_upgraded_again(old: Workspace, statement: str) -> None:
+    words = [sys.executable, "-c", DIES, str(old.root), statement]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == -signal.SIGKILL
+    with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
+        assert ledger.execute("SELECT value FROM meta WHERE key = 'schema'").fetchall() == [("1",)]
+    assert ("computing", "JSON") not in columns(old.root / "ledger.db")["segments"]
+    assert len(upgrade(old)) == 1
+    assert SegmentRow.get(Ledger.open(old.ledger_url), 1).computing is None
+
+
+def test_a_newer_ledger_is_refused(old: Workspace) -> None:
+    with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
+        ledger.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
+        ledger.commit()
+    for opened in (lambda: Ledger.open(old.ledger_url), lambda: Reader(old), lambda: upgrade(old)):
+        with pytest.raises(WorkspaceError, match="version 99.*use the newer factory"):
+            opened()
+    assert backups(old) == []
+
+
+def test_an_upgrade_waits_for_no_daemon(old: Workspace) -> None:
+    with old.lock("model-loop"):
+        done = factory("upgrade", "-w", str(old.root))
+    assert done.returncode == 3 and f"process {os.getpid()} holds" in done.stderr
+
+
+def test_a_postgresql_ledger_is_upgraded_when_a_person_has_a_backup(
+    postgres: Callable[[], str], tmp_path: Path
+) -> None:
+    workspace = Workspace.create(tmp_path / "workspace", Config(ledger_url=postgres()))
+    with Ledger.create(workspace.ledger_url).begin() as tx:
+        tx.exec_driver_sql("ALTER TABLE segments DROP COLUMN computing")
+        tx.exec_driver_sql("UPDATE meta SET value = '1' WHERE key = 'schema'")
+    with pytest.raises(WorkspaceError, match="pg_dump, then run 'factory upgrade --i-have-a-backup'"):
+        upgrade(workspace)
+    assert len(upgrade(workspace, has_backup=True)) == 1 and upgrade(workspace) == []
+    assert SegmentRow.select(Ledger.open(workspace.ledger_url)) == []
+
+
+LISTED = """max_files: 8
+# People's own.
+out_of_scope:
+  # what judges
+  - kernels/__init__.py
+  - trainer/checkpoint.py
+
+  - "kernels/mine/**"
+  - {more}
+
+# After it.
+max_file_bytes: 100000
+"""
+
+
+def own_policy(workspace: Workspace, more: str) -> Path:
+    shipped = yaml.safe_load((ROOT / "policies" / "agents.yaml").read_text())
+    rest = yaml.safe_dump({key: shipped[key] for key in ("scope", "llm")})
+    path = workspace.root / "policies" / "agents.yaml"
+    path.write_text(LISTED.format(more=more) + rest)
+    return path
+
+
+def test_a_policy_that_lists_files_is_rewritten_after_a_backup(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "workspace")
+    Ledger.create(workspace.ledger_url)
+    path = own_policy(workspace, "trainer/region.py")
+    before = path.read_text()
+    with pytest.raises(ConfigError, match="out_of_scope"):
+        AgentsPolicy.load(path)
+    assert len(upgrade(workspace)) == 1 and upgrade(workspace) == []
+    policy = AgentsPolicy.load(path)
+    assert policy.out_of_scope == ["kernels/contract/**", "trainer/contract/**", "kernels/mine/**"]
+    assert (policy.max_files, policy.max_file_bytes) == (8, 100000)
+    assert "# People's own.\n" in path.read_text() and "# After it.\n" in path.read_text()
+    (backup,) = backups(workspace)
+    assert backup.read_text() == before
+
+
+def test_a_policy_whose_files_would_become_open_is_refused(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "workspace")
+    Ledger.create(workspace.ledger_url)
+    path = own_policy(workspace, "trainer/run.py")
+    before = path.read_text()
+    with pytest.raises(ConfigError, match="open to patches then: trainer/run.py"):
+        upgrade(workspace)
+    assert path.read_text() == before and backups(workspace) == []

@@ -1,0 +1,126 @@
+"""Everything public is used by what runs, and not by tests alone.
+
+A function, class or constant of a module is used when its module names it outside its own definition, when another file
+imports it, or names it as an attribute of the imported module. A method is used when any file names an attribute so. A string
+that is a name, or ends in one (``"package.module:name"``), is a use of that name too: ``getattr``, entry points, kernels.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+JUDGED = ("agents", "factory", "kernels", "trainer")
+DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/]*")
+# A decorator that hands a function to its caller: typer, pydantic, torch, SQLAlchemy.
+REGISTERING = {"command", "callback", "model_validator", "register_fake", "register_flop_formula", "listens_for"}
+# Methods that a library calls by name, and what of it.
+CALLED_BY_LIBRARIES = {
+    "forward": "torch.nn.Module, torch.autograd.Function",
+    "backward": "torch.autograd.Function",
+    "setup_context": "torch.autograd.Function",
+    "do_GET": "http.server",
+    "do_POST": "http.server",
+    "log_message": "http.server",
+    "readable": "io.RawIOBase",
+    "process_bind_param": "sqlalchemy.TypeDecorator",
+}
+# name: why it stays though nothing but tests names it
+ALLOWED = {"OP": "kernels.contract.registry imports the folder of each op by name"}
+
+
+@dataclass
+class File:
+    """A module: what it defines at its top (name → its node), its methods, and what it names."""
+
+    path: Path
+    name: str
+    top: dict[str, list[ast.stmt]] = field(default_factory=dict)
+    methods: list[ast.FunctionDef] = field(default_factory=list)
+    names: list[ast.Name] = field(default_factory=list)
+    attributes: set[str] = field(default_factory=set)
+    strings: set[str] = field(default_factory=set)
+    imported: set[tuple[str, str]] = field(default_factory=set)  # (module, name)
+
+    def names_itself(self, name: str) -> bool:
+        """Is it named in its own module, outside its own definition?"""
+        inside = lambda node: any(d.lineno <= node.lineno <= (d.end_lineno or 0) for d in self.top[name])
+        return any(node.id == name and not inside(node) for node in self.names)
+
+
+@cache
+def files() -> tuple[File, ...]:
+    found = []
+    for path in sorted(path for folder in (*JUDGED, "benchmarks") for path in (ROOT / folder).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        file = File(path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
+            for name in defined(node):
+                file.top.setdefault(name, []).append(node)
+            if isinstance(node, ast.ClassDef):
+                file.methods += [m for m in node.body if isinstance(m, ast.FunctionDef) and not registered(m)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                file.names.append(node)
+            elif isinstance(node, ast.Attribute):
+                file.attributes.add(node.attr)
+            elif isinstance(node, ast.ImportFrom):
+                file.imported |= {(node.module or "", alias.name) for alias in node.names}
+            elif isinstance(node, ast.Import):
+                file.imported |= {tuple(alias.name.rpartition(".")[::2]) for alias in node.names}  # type: ignore[misc]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
+                file.strings.add(re.split(r"[.:/]", node.value)[-1])
+        found.append(file)
+    return tuple(found)
+
+
+def defined(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and not registered(node):
+        yield node.name
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def registered(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    words = {word for decorator in node.decorator_list for word in re.findall(r"\w+", ast.unparse(decorator))}
+    return bool(words & REGISTERING)
+
+
+def dead() -> list[tuple[str, str]]:
+    """Public names that no production code uses, with the place of each."""
+    found = []
+    attributes = {name for file in files() for name in file.attributes}
+    strings = {name for file in files() for name in file.strings}
+    templates = "\n".join(path.read_text() for folder in JUDGED for path in (ROOT / folder).rglob("*.jinja"))
+    imported = {pair for file in files() for pair in file.imported}
+    as_modules: dict[tuple[str, str], set[str]] = {}  # (package, module) → attributes in the files that import it
+    for file in files():
+        for pair in file.imported:
+            as_modules.setdefault(pair, set()).update(file.attributes)
+    for file in (file for file in files() if file.path.relative_to(ROOT).parts[0] in JUDGED):
+        where = file.path.relative_to(ROOT)
+        module = tuple(file.name.rpartition(".")[::2])
+        for name, nodes in file.top.items():
+            used = file.names_itself(name) or (file.name, name) in imported or name in as_modules.get(module, ())  # type: ignore[call-overload]
+            if not (used or name.startswith("_") or name in strings):
+                found.append((name, f"{where}:{nodes[0].lineno}"))
+        for method in file.methods:
+            used = method.name in attributes | strings or method.name in CALLED_BY_LIBRARIES
+            if not (used or method.name.startswith("_") or re.search(rf"\b{method.name}\b", templates)):
+                found.append((method.name, f"{where}:{method.lineno}"))
+    return found
+
+
+def test_nothing_public_is_used_by_tests_alone() -> None:
+    found = [f"{where} {name}" for name, where in dead() if name not in ALLOWED]
+    assert not found, "remove it, or say in ALLOWED why it stays:\n" + "\n".join(found)
+
+
+def test_what_is_allowed_would_be_found() -> None:
+    assert set(ALLOWED) <= {name for name, _ in dead()}
