@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
-    """One row a check: ``{"check", "ok", "detail"}``; ``ok`` None means 'only told'. No check changes anything."""
+    """One row a check: ``{"check", "ok", "detail"}``; ``ok`` None: for information only. No check changes anything."""
     checks: list[tuple[str, Callable[[], tuple[bool | None, str]]]] = [
         ("python", lambda: (sys.version_info >= (3, 11), f"{platform.python_version()} at {sys.executable}")),
         ("machine", _machine),
@@ -80,12 +80,12 @@ def _precision(workspace: Workspace | None) -> tuple[bool | None, str]:
     recipe = _recipe(workspace)
     found = measured_precision(recipe)
     seconds, rates = found["probe"]["seconds"], found["probe"]["rates"]
-    told = [f"{here()}; recipe {recipe.name} says {found['asked']}: it trains in {found['precision']}"]
+    lines = [f"{here()}; recipe {recipe.name} has precision {found['asked']}: it trains in {found['precision']}"]
     for name, value in seconds.items():
         parts = ", ".join(f"{part} {rate / 1e9:.3g}" for part, rate in rates[name].items())
-        told.append(f"{name}: {value * 1e3:.0f} ms a step for these parts; GFLOP/s{_each(here().threads)}: {parts}")
+        lines.append(f"{name}: {value * 1e3:.0f} ms a step for these parts; GFLOP/s{_each(here().threads)}: {parts}")
     slow = seconds[found["precision"]] > WARN * min(seconds.values())
-    return not slow, "\n".join([*told, *([found["warning"]] if found["warning"] else [])])
+    return not slow, "\n".join([*lines, *([found["warning"]] if found["warning"] else [])])
 
 
 def _each(threads: int) -> str:

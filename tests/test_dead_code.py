@@ -1,8 +1,9 @@
 """Everything public is used by what runs, and not by tests alone.
 
 A function, class or constant of a module is used when its module names it outside its own definition, when another file
-imports it, or names it as an attribute of the imported module. A method is used when any file names an attribute so. A string
-that is a name, or ends in one (``"package.module:name"``), is a use of that name too: ``getattr``, entry points, kernels.
+imports it, or names it as an attribute of the imported module. What a package re-exports is used when its own name for it
+is. A method is used when any file names such an attribute. A string that is a dotted name (``"package.module:name"``) is a
+use of its last part; one that is a plain name is a use within its folder (nodes of a graph, kernels of an op).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 JUDGED = ("agents", "factory", "kernels", "trainer")
-DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/]*")
+DOTTED = re.compile(r"\w+([.:]\w+)*")
 # A decorator that hands a function to its caller: typer, pydantic, torch, SQLAlchemy.
 REGISTERING = {"command", "callback", "model_validator", "register_fake", "register_flop_formula", "listens_for"}
 # Methods that a library calls by name, and what of it.
@@ -31,7 +32,10 @@ CALLED_BY_LIBRARIES = {
     "process_bind_param": "sqlalchemy.TypeDecorator",
 }
 # name: why it stays though nothing but tests names it
-ALLOWED = {"OP": "kernels.contract.registry imports the folder of each op by name"}
+ALLOWED = {
+    "OP": "kernels.contract.registry imports the folder of each op by name",
+    "cut": "says which positions a piece of a document has; document_stream computes the same for whole arrays",
+}
 
 
 @dataclass
@@ -44,8 +48,12 @@ class File:
     methods: list[ast.FunctionDef] = field(default_factory=list)
     names: list[ast.Name] = field(default_factory=list)
     attributes: set[str] = field(default_factory=set)
-    strings: set[str] = field(default_factory=set)
+    strings: set[str] = field(default_factory=set)  # names, dotted or not
     imported: set[tuple[str, str]] = field(default_factory=set)  # (module, name)
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
 
     def names_itself(self, name: str) -> bool:
         """Is it named in its own module, outside its own definition?"""
@@ -75,7 +83,7 @@ def files() -> tuple[File, ...]:
             elif isinstance(node, ast.Import):
                 file.imported |= {tuple(alias.name.rpartition(".")[::2]) for alias in node.names}  # type: ignore[misc]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
-                file.strings.add(re.split(r"[.:/]", node.value)[-1])
+                file.strings.add(node.value)
         found.append(file)
     return tuple(found)
 
@@ -96,22 +104,30 @@ def dead() -> list[tuple[str, str]]:
     """Public names that no production code uses, with the place of each."""
     found = []
     attributes = {name for file in files() for name in file.attributes}
-    strings = {name for file in files() for name in file.strings}
+    strings = {re.split("[.:]", name)[-1] for file in files() for name in file.strings if not name.isidentifier()}
+    by_folder: dict[Path, set[str]] = {}
+    for file in files():
+        by_folder.setdefault(file.path.parent, set()).update(file.strings)
     templates = "\n".join(path.read_text() for folder in JUDGED for path in (ROOT / folder).rglob("*.jinja"))
-    imported = {pair for file in files() for pair in file.imported}
+    imported = {pair for file in files() if not file.is_package for pair in file.imported}
+    for file in (file for file in files() if file.is_package):  # what it re-exports is used if its own name for it is
+        used_here = {node.id for node in file.names}
+        imported |= {(m, n) for m, n in file.imported if n in used_here or (file.name, n) in imported}
     as_modules: dict[tuple[str, str], set[str]] = {}  # (package, module) → attributes in the files that import it
     for file in files():
         for pair in file.imported:
             as_modules.setdefault(pair, set()).update(file.attributes)
     for file in (file for file in files() if file.path.relative_to(ROOT).parts[0] in JUDGED):
         where = file.path.relative_to(ROOT)
+        if "migrations" in where.parts:  # alembic calls what they define
+            continue
         module = tuple(file.name.rpartition(".")[::2])
         for name, nodes in file.top.items():
             used = file.names_itself(name) or (file.name, name) in imported or name in as_modules.get(module, ())  # type: ignore[call-overload]
-            if not (used or name.startswith("_") or name in strings):
+            if not (used or name.startswith("_") or name in strings | by_folder[file.path.parent]):
                 found.append((name, f"{where}:{nodes[0].lineno}"))
         for method in file.methods:
-            used = method.name in attributes | strings or method.name in CALLED_BY_LIBRARIES
+            used = method.name in attributes | strings | by_folder[file.path.parent] | CALLED_BY_LIBRARIES.keys()
             if not (used or method.name.startswith("_") or re.search(rf"\b{method.name}\b", templates)):
                 found.append((method.name, f"{where}:{method.lineno}"))
     return found

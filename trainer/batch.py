@@ -1,4 +1,4 @@
-"""Batches: rows of pieces turned into tensors, read ahead in a thread so that the step does not wait."""
+"""Batches: rows of pieces as tensors, made ahead in a thread so that the step does not wait."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What all agents share: a proposal, the workbench that hands them evidence, and how to write what is not trusted."""
+"""What all agents share: a proposal, the workbench that gives them evidence, untrusted text, YAML edits, HTML pages."""

@@ -1,4 +1,4 @@
-"""What an agent hands back: edits as data, and a hypothesis that a measurement can refute."""
+"""What an agent returns: edits as data, and a hypothesis that a measurement can refute."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from agents.core.untrusted import one_line
 
-QUALITY = (
-    "quality"  # kind of target (``quality:<recipe key>``) of what shall make the model better, not the step faster
-)
+QUALITY = "quality"  # kind of target, ``quality:<recipe key>``: a better model, not a faster step
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,8 @@ class Edit:
 
 @dataclass(frozen=True)
 class Proposal:
-    """``predicted_gain``: the whole training step's time before over after (1.12: the step gets 12 % more done in the same time);
-    of a target of quality, bits per byte on held-out documents that the gate's runs end better.
+    """``predicted_gain``: the whole training step's time before over after (1.12: 12 % more work in the same time); for a target
+    of quality, how many bits per byte on held-out documents better the gate's runs end.
 
     The hypothesis says what was measured, what follows for the whole step, and what would refute it.
     """
@@ -36,17 +34,19 @@ class Proposal:
     edits: tuple[Edit, ...]
 
     def __post_init__(self) -> None:
-        """Words are one bounded line each, whoever wrote them: they go into commit messages, terminals and reports."""
+        """Make each text one bounded line: they go into commit messages, terminals and reports."""
         for name, limit in (("agent", 60), ("target", 200), ("title", 200), ("hypothesis", 4000)):
             object.__setattr__(self, name, one_line(getattr(self, name), limit))
 
     @property
     def patch_id(self) -> str:
-        """The same edits give the same id, whoever proposes them and whatever is said about them."""
+        """A hash of the edits alone."""
         digest = hashlib.sha256()
         for edit in sorted(self.edits, key=lambda e: e.path):
             for part in (edit.path, edit.new_text):
-                encoded = part.encode("utf-8", "surrogatepass")  # scope refuses half a character, by this id
+                encoded = part.encode(
+                    "utf-8", "surrogatepass"
+                )  # half a surrogate pair has an id too, by which scope refuses it
                 digest.update(len(encoded).to_bytes(8, "little") + encoded)
         return digest.hexdigest()
 

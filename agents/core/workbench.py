@@ -1,4 +1,4 @@
-"""All that an agent sees of the world. The factory implements it, in its sandbox; evidence in, edits out."""
+"""The workbench, an agent's only access to the world. The factory implements it, in its sandbox."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A proposal made before."""
+    """An earlier proposal."""
 
     patch_id: str  # of ``Proposal.patch_id``
     outcome: str  # promote | hold | reject | pending
@@ -30,21 +30,21 @@ class Attempt:
 
 
 class MeasurementError(Exception):
-    """What was asked for could not be measured; says why."""
+    """A measurement was not possible; the text says why."""
 
 
 class ReadError(Exception):
-    """A file that is not there, or not in scope."""
+    """The file does not exist or is not in scope."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A quick check of edits, no verdict: ``problems`` that the gate would find too, from the first stage that found any."""
+    """A quick check of edits, no verdict. ``problems``: those of the first stage that found any; the gate would find them too."""
 
     stage: str  # scope | static | oracle | import
     problems: tuple[str, ...]
     times: tuple[str, ...] = ()
-    """A line per op whose choice changes: how fast it is alone. Told by the code under test itself: for its author, never for the gate."""
+    """A line for each op whose choice changes: how fast it is alone. Measured by the code under test, so only for its author."""
 
     @property
     def ok(self) -> bool:
@@ -61,9 +61,9 @@ class Workbench(Protocol):
         ...
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
-        """Would the gate's first stages take these edits? ``op`` is run against fp64 in the sandbox, as is what they choose anew.
-
-        ``timed``: what they choose anew is timed too, within the agent's seconds for measuring."""
+        """Would the gate's first stages accept these edits? Checks ``op``, and each op whose choice changes, against fp64 in the
+        sandbox. ``timed``: also times those ops, within the agent's seconds for measuring.
+        """
         ...
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:

@@ -1,5 +1,5 @@
-"""The proposer of faster kernels that is a language model: one target, a falsifiable hypothesis, a patch as edits.
+"""The kernel engineer: a language model that proposes faster kernels. One target, a falsifiable hypothesis, a patch as edits.
 
-``targets`` picks what to work on by Amdahl's law; ``prompts`` and ``tools`` are all that the model is told and may ask for;
-``draft`` turns what it says into a ``Proposal``, or says what is wrong with it; ``role`` is the whole, for ``agents.loop`` to run.
+``targets`` picks what to work on by Amdahl's law; ``prompts`` and ``tools`` are what the model reads and may ask for;
+``draft`` turns its answer into a ``Proposal``, or says what is wrong with it; ``role`` joins them for ``agents.loop``.
 """

@@ -1,4 +1,4 @@
-"""From what the model said to a ``Proposal``, or to what is wrong with it. Nothing of it is believed; all of it is bounded and cleaned."""
+"""The model's answer as a ``Proposal``, or what is wrong with it. The answer is untrusted: all of it is bounded and cleaned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_draft(arguments: str, target: Target, workbench: Workbench, tried: str 
     raw = read_object(arguments)
     title, hypothesis = title_and_hypothesis(raw)
     gain, saved, work = (number(raw, key) for key in ("predicted_gain", "bytes_saved", "flops_saved"))
-    if not LEAST_PREDICTED <= gain <= target.most + 0.0005:  # as it was told, rounded
+    if not LEAST_PREDICTED <= gain <= target.most + 0.0005:  # the prompt gives it rounded
         raise DraftError(
             f"predicted_gain is {gain:g}; for this target it lies between {LEAST_PREDICTED} and {target.most:.3f}"
         )
@@ -40,14 +40,16 @@ def read_edits(raw: Any, workbench: Workbench) -> tuple[Edit, ...]:
     if not isinstance(raw, list) or not raw:
         raise DraftError("edits is a list of at least one edit")
     if len(raw) > MOST_EDITS:
-        raise DraftError(f"{len(raw)} edits, {MOST_EDITS} may be")
+        raise DraftError(f"{len(raw)} edits; at most {MOST_EDITS} are allowed")
     texts: dict[str, str] = {}
     for count, edit in enumerate(raw, 1):
         if not isinstance(edit, dict):
-            raise DraftError(f"edit {count} is no object")
+            raise DraftError(f"edit {count} is not an object")
         path = text(edit, "path", f"edit {count}: ")
         if len(path) > 200 or not path.isascii() or not path.isprintable():
-            raise DraftError(f"edit {count}: the path is not plain: {one_line(ascii(path), 120)}")
+            raise DraftError(
+                f"edit {count}: the path is not printable ASCII of at most 200 characters: {one_line(ascii(path), 120)}"
+            )
         if ("new_text" in edit) == ("find" in edit):
             raise DraftError(f"edit {count}: give either new_text, or find and replace")
         if "new_text" in edit:

@@ -1,4 +1,4 @@
-"""What the model is told. Everything that comes from files, measurements or people outside stands in marked data."""
+"""The model's instructions. Everything that comes from files, measurements or other people is marked as data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ How a patch is judged, by measurements it cannot touch:
   non-contiguous inputs. Errors may be twice those of the eager reference.
 - exploits: some thirty calls in one process at sizes drawn anew, with new data in the same tensors; every one must be right, and what it
   returned must stay so.
-- then N real training steps, baseline and candidate in turn, timed from outside: only the whole step's time counts, and the
-  weights must learn the same.
+- then N real training steps, in which baseline and candidate alternate, timed from outside: only the whole step's time
+  counts, and the weights must end where the baseline's do.
 
 How ops are built: kernels/<op>/__init__.py holds a reference, a cost model, test inputs and implementations; policies/kernels.yaml chooses one for
 each kind of device. `auto` there stands for the fastest of the implementations that are registered already, measured on this machine;

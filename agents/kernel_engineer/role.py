@@ -26,7 +26,7 @@ class KernelEngineer:
         self.profile, self.workbench, self.asked = profile, workbench, asked
 
     def aim(self, rounds: int) -> Aim | str:
-        """The target that was asked for, or the one with the most to gain. Raises: TargetError."""
+        """The target that a person named, or the one with the most to gain. Raises: TargetError."""
         found = targets(self.profile, set(self.workbench.files(patchable=True)))
         if self.asked:
             aims = [named(self.asked, found, self.profile)]

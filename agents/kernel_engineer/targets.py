@@ -12,12 +12,12 @@ from agents.loop.role import TargetError
 
 MOST_LINES = 12  # named of a target, hottest first
 MOST_TRIES = 3  # refused proposals after which a target is left alone, unless a person names it
-LEAST_GAIN = 1.02  # an attainable whole-step gain below this drowns in the gate's noise floor
+LEAST_GAIN = 1.02  # a smaller attainable gain of the whole step is below the gate's noise floor
 
 
 @dataclass(frozen=True)
 class Target:
-    """``share`` of the eager step that it takes; ``attainable``: the share that would be saved at the roofline."""
+    """``share``: of the eager step's time; ``attainable``: the share that would be saved at the roofline."""
 
     name: str  # kernel:<op> | file:<path>
     op: str
@@ -67,21 +67,21 @@ def worthwhile(found: Sequence[Target], history: Callable[[str], Sequence[Attemp
     ]
 
 
-def named(asked: str, found: Sequence[Target], profile: Mapping[str, Any]) -> Target:
+def named(wanted: str, found: Sequence[Target], profile: Mapping[str, Any]) -> Target:
     """The target of an op's name or a ``file:line``. Raises: TargetError that names the nearest."""
     for target in found:
-        if asked in (target.op, target.name):
+        if wanted in (target.op, target.name):
             return target
     at = {f"{line['file']}:{line['line']}": line for line in profile["lines"]}
-    if asked in at:
-        line = at[asked]
+    if wanted in at:
+        line = at[wanted]
         name = f"kernel:{line['op']}" if line["op"] else f"file:{line['file']}"
         for target in found:
             if target.name == name:
-                lines = (asked, *(other for other in target.lines if other != asked))
+                lines = (wanted, *(other for other in target.lines if other != wanted))
                 return Target(target.name, target.op, lines, target.share, target.attainable)
-        raise TargetError(f"target {asked!r} is measured, and lies where agents may not patch")
+        raise TargetError(f"target {wanted!r} is a line of the profile, but agents may not patch its file")
     known = [target.op for target in found if target.op] + list(at)
-    near = difflib.get_close_matches(asked, known, n=1)
+    near = difflib.get_close_matches(wanted, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known[:8])}"
-    raise TargetError(f"target {asked!r} is no op and no line of the profile; {hint}")
+    raise TargetError(f"target {wanted!r} is neither an op nor a line of the profile; {hint}")

@@ -1,4 +1,4 @@
-"""The tools that the model may use: they read, or try edits in the sandbox. Whatever they return is bounded and marked as data."""
+"""The tools of the model: they read, or try edits in the sandbox. Their answers are bounded and marked as data."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Reader:
         self.profile, self.workbench, self.target = profile, workbench, target
 
     def call(self, name: str, arguments: str) -> str:
-        """The tool's answer; a call that cannot be answered says why."""
+        """The tool's answer, or why there is none."""
         known: dict[str, Callable[..., str]] = {
             "list_files": lambda: tools.list_files(self.workbench),
             "read_file": partial(tools.read_file, self.workbench),
@@ -68,7 +68,7 @@ class Reader:
         return tools.answered(known, name, arguments)
 
     def try_patch(self, edits: Any) -> str:
-        """The quick check of edits, and how fast what they choose anew is alone, by its own clock."""
+        """The quick check of edits, and how fast the ops that they choose are alone, by the code's own clock."""
         try:
             edits = read_edits(edits, self.workbench)
         except DraftError as error:
@@ -109,7 +109,7 @@ class Reader:
         return tools.earlier(self.workbench.history(self.target.name))
 
     def evidence(self) -> str:
-        """What the model is told unasked."""
+        """What the first message holds."""
         own = self.target.op or self.target.name.partition(":")[2]
         return "\n\n".join((self.roofline(), self.line_profile(own), self.earlier_proposals()))
 

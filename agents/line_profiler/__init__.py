@@ -1,14 +1,9 @@
 """Where a training step's time goes, by source line of ``trainer/`` and ``kernels/``: forward, backward, optimiser,
 data loading.
 
-``workload`` builds a run of the recipe on random documents; ``session`` runs it; ``capture`` times its operations and finds
-their lines; ``isolation`` calls each operation alone, by its ``signature``; ``lines`` folds them; ``graph`` says what could
-be fused or overlap; ``table`` is the profile (the schema of ``profile.json``, which agents read); ``report`` prints it,
-``page`` and ``trace`` write ``profile.html`` and ``trace.json``. Run as ``python -m agents.line_profiler --recipe R
+``workload`` builds a run of the recipe on random documents; ``session`` runs it; ``capture`` records its operations and
+finds their lines; ``stopwatch`` times them; ``isolation`` calls each operation alone, by its ``signature``; ``lines`` sums
+them by line; ``graph`` finds what could be fused or overlap; ``table`` is the profile (the schema of ``profile.json``, which
+agents read); ``report`` prints it and writes ``profile.html``; ``trace`` writes ``trace.json``. Run as ``python -m agents.line_profiler --recipe R
 --kernels K --out DIR``.
 """
-
-from agents.line_profiler.session import Session, measure, profile
-from agents.line_profiler.table import Profile, ProfiledLine, ProfiledOp
-
-__all__ = ["Profile", "ProfiledLine", "ProfiledOp", "Session", "measure", "profile"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agents.line_profiler.capture import ROOT
 from agents.line_profiler.report.page import html
-from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, Session, measure
+from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, ProfileSession, measure
 from agents.line_profiler.trace import chrome_trace
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.registry import KernelError
@@ -18,7 +18,7 @@ from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 
 
-def write(session: Session, folder: Path) -> None:
+def write(session: ProfileSession, folder: Path) -> None:
     """profile.json, profile.html and trace.json. Raises: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "profile.json").write_text(session.profile.to_json(), encoding="utf-8")
@@ -65,9 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.json:
         print(session.profile.to_json())
     else:
-        from agents.line_profiler.report.report import show  # rich may be missing on a bare GPU image
+        from rich.console import Console  # it may be missing on a bare GPU image
 
-        show(session.profile, top=chosen.top)
+        from agents.line_profiler.report.report import table
+
+        Console().print(table(session.profile, chosen.top))
     return 0
 
 

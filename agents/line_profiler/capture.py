@@ -1,10 +1,10 @@
-"""Which source line causes which operation: a dispatch mode that sees every tensor operation of an eager step.
+"""Which source line causes which operation: a dispatch mode that records every tensor operation of an eager step.
 
 *Forward*: an operation belongs to the innermost frame in ``trainer/`` or ``kernels/``. *Backward*: the node that autograd
 runs carries the sequence number it got in the forward pass, at the moment its operation was dispatched; that operation's
 line caused it. A hand-written backward has frames of its own and keeps them, for the op that caused it.
 
-What it finds out takes longer than most operations: their times are another step's (``stopwatch``).
+Recording takes longer than most operations, so their times come from another step (``stopwatch``).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Event:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operation between ``__enter__`` and ``__exit__``, on the thread that entered.
+    """Records every operation between ``__enter__`` and ``__exit__``, on the thread that entered.
 
-    ``callers`` maps each line to the lines of ours that stood above it when it was first seen, innermost first.
+    ``callers`` maps each line to the lines of ours that called it when it was first seen, innermost first.
     """
 
     def __init__(self, folders: tuple[str, ...] = ("trainer", "kernels")) -> None:
@@ -91,8 +91,8 @@ class Recorder(TorchDispatchMode):
         return signature
 
     def _numbers(self, tree: Any, fresh: bool = False) -> tuple[int, ...]:
-        """Numbers of the storages of a tree's tensors. ``fresh``: it is what a call made, whose addresses may have
-        belonged to storages that were freed since (a weak reference instead would keep their memory)."""
+        """Numbers of the storages of a tree's tensors. ``fresh``: the tensors are results of a call, and their addresses may
+        be those of storages that were freed since (weak references to storages would keep their memory)."""
         found = []
         for address in {t.untyped_storage()._cdata: None for t in tree_leaves(tree) if isinstance(t, Tensor)}:
             if fresh or address not in self._storages:
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         backward = torch._C._current_graph_task_id() != -1
         while frame is not None:
             if backward and frame.f_code.co_filename.endswith("torch/autograd/graph.py"):
-                break  # nothing of ours runs inside the engine: the node says whose it is
+                break  # none of our frames is inside the engine: the node names the line
             where = self._ours(frame)
             if where is not None:
                 op, call = self._op_of_node() if backward else (self.current_op, self.current_call)
@@ -120,8 +120,7 @@ class Recorder(TorchDispatchMode):
                 if line not in self.callers:
                     self.callers[line] = self._above(frame)
                 if not backward:
-                    # Autograd makes an operation's node just before dispatching it: the newest number is this one's,
-                    # if it is new.
+                    # Autograd makes an operation's node just before dispatching it: a new number is this operation's.
                     self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, (line, call))
                 return line, call, backward
             frame = frame.f_back
@@ -156,7 +155,7 @@ class Recorder(TorchDispatchMode):
         return tuple(found)
 
     def watch(self, ops: Ops) -> Ops:
-        """The same ops, told apart: what runs inside of one is marked with its name."""
+        """The same ops; operations that run inside one are recorded with its name."""
         return replace(ops, **{f.name: self._watched(f.name, getattr(ops, f.name)) for f in fields(ops)})
 
     def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ BY_DIMENSION = ("gather", "scatter")  # operations whose second argument is the 
 
 
 def inputs(signature: Signature, values: Samples, device: torch.device, generator: torch.Generator) -> list[Any]:
-    """The leaves of (args, kwargs). Floats are normal; integers, masks and scalars keep their recorded values, or are
-    drawn so that they stay valid indices where none were recorded."""
+    """The leaves of (args, kwargs). Floats are drawn from a normal distribution; integers, masks and scalars keep their
+    recorded values, or become valid indices where none were recorded."""
     leaves: list[Any] = []
     for spec, value in zip(signature.leaves, values):
         if isinstance(spec, torch.device):
@@ -43,7 +43,7 @@ def _tensor(spec: TensorSpec, value: Tensor | None, device: torch.device, genera
 
 
 def _indices(signature: Signature, spec: TensorSpec, device: torch.device) -> Tensor:
-    """Integers below the size of what they index: evenly spread, as balanced routing would have them."""
+    """Integers below the size of what they index, evenly spread, as balanced routing spreads them."""
     indexed = signature.tensors[0].shape
     if "grouped_mm" in signature.operation:  # where each expert's rows end
         ends = torch.linspace(indexed[0] / spec.shape[0], indexed[0], spec.shape[0])

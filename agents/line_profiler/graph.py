@@ -1,6 +1,6 @@
-"""What the recorded operations say about one another: which line feeds which, what could be fused, what could overlap.
+"""Relations between the recorded operations: which line feeds which, what could be fused, what could overlap.
 
-All of it follows from the events' reads and writes of storages, by pure functions.
+Pure functions of the storages that the events read and write.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Callers = Mapping[Line, tuple[tuple[str, int], ...]]
 
 
 def edges(events: Sequence[Event], callers: Callers) -> list[Edge]:
-    """Which line reads what which line wrote last, forward and in the optimiser, layers folded.
+    """Edges from the line that last wrote a storage to the line that reads it, in the forward pass and the optimiser; the
+    layers share their lines.
 
-    ``callers``: the lines above each, whose conditions are its own too.
+    ``callers``: the lines that called each line; a line also depends on their conditions.
     """
     writer: dict[int, Line] = {}
     walked: Counter[tuple[Line, Line]] = Counter()
@@ -49,7 +50,7 @@ def _conditions_above(line: Line, callers: Callers) -> frozenset[tuple[str, int]
 
 @cache
 def conditions(file: str) -> dict[int, frozenset[int]]:
-    """Line → the lines of the conditions that it depends on: the ``if`` it stands in, or one before it that returns."""
+    """Line → the lines of the conditions that it depends on: an ``if`` around it, or one before it that returns."""
     found: dict[int, frozenset[int]] = {}
 
     def visit(body: Iterable[ast.stmt], outer: frozenset[int]) -> None:
@@ -76,10 +77,10 @@ def conditions(file: str) -> dict[int, frozenset[int]]:
 def fusion_candidates(
     events: Sequence[Event], lines: Iterable[ProfiledLine], bytes_per_s: float, step_s: float
 ) -> list[FusionCandidate]:
-    """Chains of memory-bound lines whose intermediates nobody else reads; largest gain first.
+    """Chains of memory-bound lines with intermediates that no other line reads; largest gain first.
 
-    A line is joined to the next when that one alone reads what it makes, in the forward pass and in the backward pass of
-    both: a fused kernel's backward makes the intermediate again. A line of several operations may be a chain by itself.
+    A line is joined to the next when only that one reads what it writes, in the forward pass and in the backward pass of
+    both: a fused kernel's backward computes the intermediate again. A line of several operations may be a chain by itself.
     """
     by_line = {(line.file, line.line, line.op): line for line in lines if line.bound == "memory"}
     memory_bound = by_line.keys()
@@ -119,7 +120,7 @@ def fusion_candidates(
     for root, total in saved.items():
         members = sorted((line for line in chain if chain[line] == root and line in order), key=order.__getitem__)
         chained = [by_line[member] for member in members]
-        # What stays in cache moves faster than a copy: never more than the share of the chain's time that the bytes are.
+        # What stays in cache moves faster than a copy, so the gain is at most the bytes' share of the chain's time.
         reached = sum(line.bytes for line in chained) / sum(line.seconds for line in chained)
         gain = total / max(bytes_per_s, reached)
         if gain >= LEAST_GAIN * step_s:
@@ -129,7 +130,7 @@ def fusion_candidates(
 
 
 def _joined(groups: Iterable[Sequence[Line]]) -> dict[Line, Line]:
-    """Line → the line that stands for all that it is joined with, directly or through others."""
+    """Line → the line that represents its group (union-find)."""
     parent: dict[Line, Line] = {}
 
     def root(line: Line) -> Line:
@@ -146,10 +147,10 @@ def _joined(groups: Iterable[Sequence[Line]]) -> dict[Line, Line]:
 
 
 def stream_candidates(events: Sequence[Event], step_s: float) -> list[StreamCandidate]:
-    """Pairs of branches from one tensor that need nothing of each other, largest gain first; layers folded.
+    """Pairs of branches from one tensor that do not depend on each other, largest gain first; the layers share their lines.
 
-    A branch is what follows from its first operation and not from the other's; a kernel op stands at the line that calls
-    it, so that two calls of one op are two branches.
+    A branch is what depends on its first operation and not on the other branch's. A kernel op counts for the line that
+    calls it, so that two calls of one op are two branches.
     """
     working = [event for event in events if event.reads or event.writes]
     places = [event.called_from or line_name(*event.line) for event in working]
@@ -185,7 +186,7 @@ def stream_candidates(events: Sequence[Event], step_s: float) -> list[StreamCand
 
 
 def _united(below: Sequence[int], starts: int) -> int:
-    """The operations that are given, and all that follow from them."""
+    """The given operations and all that depend on them."""
     bits = starts
     for n in _members(starts):
         bits |= below[n]

@@ -1,9 +1,9 @@
-"""Each operation alone: called again and again on fresh tensors of the recorded shapes, strides and dtypes.
+"""Each operation alone: called repeatedly on fresh tensors of the recorded shapes, strides and dtypes.
 
-Ten warm-ups, then 100 timed calls; a slow operation gets fewer, so that all of them fit a time budget, and the profile says
-how many it got. Several sets of inputs are used in turn, so that an operation does not find in the cache what it would have
-to fetch in the step. Floating-point inputs are drawn anew; integers, masks and scalars keep their recorded values, because
-an index must stay one.
+Ten warm-ups, then 100 timed calls; a slow operation gets fewer, so that all fit a time budget, and the profile says how many
+it got. The calls alternate between several sets of inputs, so that an operation does not find in the cache what it would
+have to fetch in the step. Floating-point inputs are random; integers, masks and scalars keep their recorded values, because
+an index must stay valid.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def measure_all(
     budget_s: float,
     report: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[Signature, Isolated]:
-    """Measure each signature once, within ``budget_s`` in all: the cheapest first, each with an equal part of what is left,
-    so that what they leave over goes to the dear ones.
+    """Measure each signature once, within ``budget_s`` in all: the fastest first, each with an equal part of the time that is
+    left, so that what they do not use goes to the slow ones.
 
-    ``estimates``: seconds of one call, as the step saw it. What moves nothing is left out.
+    ``estimates``: seconds of one call in the step. What moves no memory is left out.
     """
     wanted = [signature for signature in recorded if not moves_nothing(signature.func)]
     wanted.sort(key=lambda signature: estimates.get(signature, 0.0))
@@ -62,7 +62,7 @@ def measure_all(
 
 
 def measure(signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int = 0) -> Isolated:
-    """One operation, alone. What it raises stands in ``why_not``: an operation that cannot be called again is no error."""
+    """One operation, alone. If it raises, the message is in ``why_not``: an operation that cannot be repeated is no error."""
     try:
         with torch.no_grad():
             return _measure(signature, values, device, budget_s, seed)
@@ -96,7 +96,7 @@ def _measure(signature: Signature, values: Samples, device: torch.device, budget
 
 
 def repeated(call: Callable[[int], float], first: float, ends: float) -> Isolated:
-    """``call(number)`` returns its seconds: warm-ups, then the timed ones, fewer where ``ends`` comes before.
+    """Warm-ups, then timed calls, fewer where the time ``ends`` comes first. ``call(number)`` returns its seconds.
 
     ``first``: seconds of one call that was made already.
     """
@@ -122,7 +122,7 @@ def _seconds(function: Callable[[], Any]) -> float:
 
 
 def _cuda_seconds(function: Callable[[], Any]) -> float:
-    """By device events around the call, so that the host's launch is not counted unless the device waits for it."""
+    """Measured by device events around the call: the launch on the host counts only where the device waits for it."""
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()
     function()

@@ -1,4 +1,4 @@
-"""Events folded to lines: time, calls, bytes, FLOPs, how near the roofline, and what bounds the line."""
+"""Events summed by source line: time, calls, bytes, FLOPs, share of the roofline, and what bounds the line."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from kernels.contract.registry import OPS
 
 OPTIMIZER_FILES = ("trainer/optim/optimizer.py", "trainer/monitor/stability.py", "trainer/optim/muon.py")
 OPTIMIZER_OPS = frozenset(name for name, op in OPS.items() if not op.gradients)
-LAUNCH_BOUND = (
-    0.1  # a line that reaches less than this share of the roofline with short operations waits for its launches
-)
+LAUNCH_BOUND = 0.1  # a line of short operations below this share of the roofline waits for its launches
 SHORT_OPERATION_S = 20e-6
 NOTHING_ALONE = Isolated(0.0, 0.0, 0)
 
 
 @dataclass(frozen=True)
 class Roof:
-    """What the machine can do at most: the matrix products and the copies that were measured on it."""
+    """The machine's measured peak rates: of matrix products and of copies."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -44,7 +42,7 @@ def fold(
     roof: Roof,
     alone: Mapping[Signature, Isolated] | None = None,
 ) -> list[ProfiledLine]:
-    """The lines of a recorded step. ``calls``: how often it executes each; ``step_s``: its time when nobody watches."""
+    """The lines of a recorded step. ``calls``: how often it executes each; ``step_s``: its time without a profiler."""
     by_line: defaultdict[Line, list[Event]] = defaultdict(list)
     for event in events:
         by_line[event.line].append(event)
@@ -89,7 +87,7 @@ def _line(
 
 
 def phase(line: Line) -> str:
-    """Of a line that is not the data loader's: optimizer or forward."""
+    """'optimizer' or 'forward'; not for lines of the data loader."""
     file, _, op = line
     return "optimizer" if op in OPTIMIZER_OPS or file in OPTIMIZER_FILES else "forward"
 
@@ -114,7 +112,7 @@ def _isolated(events: list[Event], alone: Mapping[Signature, Isolated] | None) -
 
 
 def data_lines(traced: Mapping[Line, tuple[float, float]], step_s: float) -> list[ProfiledLine]:
-    """The data loader's lines: line → (seconds, times). All of it is the host's."""
+    """The data loader's lines, from line → (seconds, times). All of their time is the host's."""
     return [
         ProfiledLine(
             file, line, source(file, line), "", "data", 0.0, 0.0, seconds, times, 0.0, 0.0, seconds / step_s, 0.0,
@@ -127,7 +125,7 @@ def data_lines(traced: Mapping[Line, tuple[float, float]], step_s: float) -> lis
 def fold_ops(
     events: Iterable[Event], calls: Mapping[str, int], choice: Mapping[str, str], step_s: float, device: str
 ) -> list[ProfiledOp]:
-    """What is known of each op goes with its times: who reads a profile need not import the kernels."""
+    """The times of each op with what the registry knows of it, so that readers of a profile need not import the kernels."""
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     for event in events:

@@ -1,4 +1,4 @@
-"""Profile a recipe: run steps of it eagerly, record them, check the sum against the clock and against torch.profiler."""
+"""Profile a recipe: run steps of it eagerly, record them, compare their sum with the clock and with torch.profiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agents.line_profiler.graph import edges, fusion_candidates, stream_candidat
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, Isolated, measure_all
 from agents.line_profiler.lines import Roof, data_lines, fold, fold_ops
 from agents.line_profiler.signature import Samples, Signature
-from agents.line_profiler.stopwatch import Lap, crossing, laps, no_collector, settled, timed, total
+from agents.line_profiler.stopwatch import Lap, counted, crossing, laps, no_collector, settled, timed, total
 from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
 from agents.line_profiler.traced_lines import traced_lines
 from agents.line_profiler.workload import make_run, smallest
@@ -33,23 +33,18 @@ from trainer.run import Run
 
 WARMUP_STEPS = 2
 STEPS = 6
-ALIKE_FOR_TORCH = 1.1  # its profiler's own cost varies more, of short steps most
-LEAST_S, SETTLING_S = 2.0, 10.0  # short steps are taken more often than STEPS; waiting for a quiet machine ends
+ALIKE_FOR_TORCH = 1.1  # its profiler's own cost varies more, most for short steps
+LEAST_S, SETTLING_S = 2.0, 10.0  # short steps are taken more often than STEPS; the longest wait for a quiet machine
 ISOLATION_BUDGET_S = 18.0
 COPY_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class Session:
+class ProfileSession:
     """The profile, and the operations of the recorded step in the order in which they ran."""
 
     profile: Profile
     events: tuple[Event, ...]
-
-
-def profile(recipe: Recipe, kernels: Path, **options: object) -> Profile:
-    """As ``measure``, the profile alone."""
-    return measure(recipe, kernels, **options).profile  # type: ignore[arg-type]
 
 
 def measure(
@@ -61,9 +56,9 @@ def measure(
     isolate: bool = True,
     isolation_budget_s: float = ISOLATION_BUDGET_S,
     report: Callable[[str], None] = lambda text: None,
-) -> Session:
-    """Profile an eager step: its lines from one recorded step, their times from the fastest of at least ``steps``, each in
-    turn with one that nobody watches and one that torch.profiler does.
+) -> ProfileSession:
+    """Profile an eager step: its lines from one recorded step, their times from the fastest of at least ``steps`` timed
+    ones, which alternate with steps that nothing watches and steps under torch.profiler.
 
     Raises: TrainerError, KernelError.
     """
@@ -78,18 +73,18 @@ def measure(
         report("lines of the data loader")
         data, making_s = _data_lines(run)
         report("lines of the step")
-        # One batch for all: what is compared is the same step.
+        # One batch for all steps, so that the same step is compared.
         batch = make_batch(run.order).to(device)
         recorder = Recorder()
         with _ops_of(run, recorder.watch(run.model.ops)), no_collector(), recorder:
             run.train_step(batch)
-        turns = _turns(run, batch, steps, synchronize, report)
-        # The fastest of each: what a busy machine adds is no property of a line.
-        step_s = min(turns.unwatched) + making_s
-        report("what watching costs")
+        rounds = _rounds(run, batch, steps, synchronize, report)
+        # The fastest of each: other programs only add time.
+        step_s = min(rounds.unwatched) + making_s
+        report("cost of the stopwatch")
         crossing_s = _crossing(recipe, kernels, Path(folder))
-        events = tuple(timed(recorder.events, min(turns.watched, key=total), crossing_s))
-        check = CrossCheck(min(turns.torch), sum(e.seconds for e in events))
+        events = tuple(timed(recorder.events, min(rounds.watched, key=total), crossing_s))
+        check = CrossCheck(min(rounds.torch), sum(e.seconds for e in events))
         calls = _calls(run, batch, recorder)
         roof = Roof(matmul_rate(device, DTYPES[recipe.precision]), memory_rate(device))
         alone, isolation = None, None
@@ -114,7 +109,7 @@ def measure(
         overhead_s=crossing_s * len(events),
         matmul_flops_per_s=roof.flops_per_s,
         memory_bytes_per_s=roof.bytes_per_s,
-        steps=len(turns.watched),
+        steps=len(rounds.watched),
         cross_check=check,
         isolation=isolation,
         lines=tuple(lines),
@@ -123,45 +118,45 @@ def measure(
         fusion_candidates=tuple(fusion_candidates(events, lines, roof.bytes_per_s, step_s)),
         stream_candidates=tuple(stream_candidates(events, step_s)),
     )
-    return Session(found, events)
+    return ProfileSession(found, events)
 
 
 @dataclass(frozen=True)
-class Turns:
-    """The same step again and again: seconds of those that nobody watched, laps of those under a stopwatch, seconds of
-    operations by torch.profiler."""
+class Rounds:
+    """The same step many times: seconds of the unwatched steps, laps of those under the stopwatch, seconds of operations
+    by torch.profiler."""
 
     unwatched: list[float]
     watched: list[list[Lap]]
     torch: list[float]
 
     def settled(self) -> bool:
-        """Are the fastest steps of each kind no accident?"""
+        """Were the fastest steps of each kind confirmed by others?"""
         ours = self.unwatched, [total(step) for step in self.watched]
         return all(map(settled, ours)) and settled(self.torch, ALIKE_FOR_TORCH)
 
 
-def _turns(
+def _rounds(
     run: Run, batch: Batch, steps: int, synchronize: Callable[[], None] | None, report: Callable[[str], None]
-) -> Turns:
-    """In turn, so that whatever else the machine does falls on all; after torch.profiler one step uncounted, so that none
-    begins with colder caches. At least ``steps`` times, and until settled or the time for that is spent."""
-    turns = Turns([], [], [])
+) -> Rounds:
+    """The three kinds of step alternate, so that other programs slow all of them; one step after torch.profiler is not
+    counted, so that none starts with colder caches. At least ``steps`` rounds, until settled or the time is spent."""
+    rounds = Rounds([], [], [])
     began = time.perf_counter()
 
     def enough() -> bool:
         spent = time.perf_counter() - began
-        settled = spent > LEAST_S and turns.settled()
-        return len(turns.watched) >= steps and (settled or spent > SETTLING_S)
+        settled = spent > LEAST_S and rounds.settled()
+        return len(rounds.watched) >= steps and (settled or spent > SETTLING_S)
 
     with no_collector():
         while not enough():
-            turns.torch.append(_torch_profiler_s(run, batch))
+            rounds.torch.append(_torch_profiler_s(run, batch))
             run.train_step(batch)
-            turns.unwatched.append(_timed(run, batch, synchronize))
-            turns.watched.append(laps(lambda: run.train_step(batch), synchronize))
-            report(f"lines of the step: turn {len(turns.watched)}")
-    return turns
+            rounds.unwatched.append(_timed(run, batch, synchronize))
+            rounds.watched.append(laps(lambda: run.train_step(batch), synchronize))
+            report(f"lines of the step: round {len(rounds.watched)}")
+    return rounds
 
 
 def _crossing(recipe: Recipe, kernels: Path, folder: Path) -> float:
@@ -185,7 +180,7 @@ def _ops_of(run: Run, ops: Ops) -> Iterator[None]:
     """The model and the optimiser call ``ops`` within the block."""
     before = run.model.ops
 
-    def hand(ops: Ops) -> None:
+    def use(ops: Ops) -> None:
         for module in run.model.modules():
             if hasattr(module, "ops"):
                 module.ops = ops  # type: ignore[assignment]
@@ -193,16 +188,16 @@ def _ops_of(run: Run, ops: Ops) -> Iterator[None]:
         if run.optimizer.muon is not None:
             run.optimizer.muon.orthogonalise = ops.newton_schulz
 
-    hand(ops)
+    use(ops)
     try:
         yield
     finally:
-        hand(before)
+        use(before)
 
 
 def _data_lines(run: Run) -> tuple[dict[Line, tuple[float, float]], float]:
-    """(line → (seconds, times) of making one batch, seconds of making one untraced): the tracer's own time is taken out
-    by scaling."""
+    """(line → (seconds, times) of making one batch, seconds of making one untraced). Scaling the lines to the untraced
+    time removes the tracer's own."""
     untraced = []
     for _ in range(2):
         began = time.perf_counter()
@@ -228,7 +223,7 @@ def _calls(run: Run, batch: Batch, recorder: Recorder) -> dict[Line, float]:
 
 
 def _torch_profiler_s(run: Run, batch: Batch) -> float:
-    """Self time of all operations of the step, as torch.profiler has it: the device's where there is one."""
+    """Self time of all operations of the step by torch.profiler: on the GPU where there is one."""
     cuda = run.ranks.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
     with torch_profile(activities=activities, acc_events=True) as found:
@@ -245,16 +240,9 @@ def _isolate(
     report: Callable[[str], None],
 ) -> tuple[dict[Signature, Isolated], Isolation]:
     estimates = {event.signature: event.seconds for event in events if event.signature is not None}
-    began = said = time.perf_counter()
-
-    def heard(done: int, of: int) -> None:
-        nonlocal said
-        if time.perf_counter() - said > 2.0:
-            said = time.perf_counter()
-            report(f"operations alone: {done}/{of}")
-
+    began = time.perf_counter()
     report(f"operations alone: {len(recorded)} different ones, at most {budget_s:.0f} s")
-    alone = measure_all(recorded, estimates, device, budget_s, heard)
+    alone = measure_all(recorded, estimates, device, budget_s, counted(report, "operations alone: "))
     why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
     full = sum(one.iterations == ITERATIONS for one in alone.values())
     spent = time.perf_counter() - began
@@ -279,9 +267,9 @@ def _recipe_step(
     return min(times)
 
 
-def memory_rate(device: torch.device, size: int = COPY_BYTES) -> float:
+def memory_rate(device: torch.device) -> float:
     """Bytes read and written a second by a copy of 64 MiB: the best of five."""
-    source = torch.zeros(size // 4, device=device)
+    source = torch.zeros(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(6):
@@ -290,7 +278,7 @@ def memory_rate(device: torch.device, size: int = COPY_BYTES) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - began)
-    return 2 * size / best
+    return 2 * COPY_BYTES / best
 
 
 def device_name(device: torch.device) -> str:

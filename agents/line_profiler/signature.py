@@ -1,4 +1,4 @@
-"""What an operation was called with, without the tensors: enough to call it again on fresh data of the same kind."""
+"""The arguments of an operation without the tensors' data: enough to call it again on fresh data of the same kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-LARGEST_SAMPLE = 1 << 24  # elements: integers of larger tensors are drawn anew
+LARGEST_SAMPLE = 1 << 24  # elements: integers of larger tensors are not recorded
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def describe(func: Any, args: Any, kwargs: Any) -> Signature:
 
 
 def samples(args: Any, kwargs: Any) -> Samples:
-    """Copies of what random numbers must not replace: indices, masks, and scalars such as a loss scale."""
+    """Copies of what random numbers must not replace: indices, masks, scalars such as a loss scale."""
     leaves, _ = tree_flatten((args, kwargs))
     return tuple(leaf.detach().clone() if _is_kept(leaf) else None for leaf in leaves)
 

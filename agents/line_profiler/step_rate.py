@@ -1,7 +1,7 @@
-"""``python -m agents.line_profiler.step_rate --recipe FILE --kernels FILE``: how long a recipe takes to start, and a step of it.
+"""``python -m agents.line_profiler.step_rate --recipe FILE --kernels FILE``: how long a recipe's start and its steps take.
 
-On random documents, through the trainer's own step. Prints one JSON object: {"first_step_s", "step_s", "steps", "tokens_per_s",
-"whole_s"}. The first step compiles what no cache holds; loading Python's packages, before all that, is not in any of them.
+On random documents, with the trainer's own step. Prints one JSON object: {"first_step_s", "step_s", "steps", "tokens_per_s",
+"whole_s"}. The first step compiles what no cache has; the time to import Python packages is in none of the numbers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from trainer.contract.recipe import Recipe
 STEPS, SECONDS = 8, 6.0
 
 
-def rate(recipe: Recipe, kernels: Path, steps: int = STEPS, seconds: float = SECONDS) -> dict[str, float]:
-    """Seconds to the end of the first step, and of a step after it: the median of ``steps``, or of as many as fit into ``seconds``.
+def rate(recipe: Recipe, kernels: Path, steps: int = STEPS) -> dict[str, float]:
+    """Seconds to the end of the first step, and of a later step: the median of ``steps``, or of as many as fit into ``SECONDS``.
 
     Raises: TrainerError, KernelError.
     """
@@ -38,7 +38,7 @@ def rate(recipe: Recipe, kernels: Path, steps: int = STEPS, seconds: float = SEC
         run.train_step(make_batch(run.order).to(run.ranks.device))
         started = time.perf_counter()
         times: list[float] = []
-        while len(times) < steps and (not times or time.perf_counter() - started < seconds):
+        while len(times) < steps and (not times or time.perf_counter() - started < SECONDS):
             before = time.perf_counter()
             run.train_step(make_batch(run.order).to(run.ranks.device))
             times.append(time.perf_counter() - before)

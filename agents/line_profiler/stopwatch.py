@@ -1,10 +1,10 @@
 """How long each operation of a step takes: a dispatch mode that only reads the clock.
 
-Every mode makes each operation cross into Python and back, some microseconds that no other step pays. What a crossing costs is
-measured on a run of its own, the recipe's step over tensors so small that crossings are much of it, and taken out of each
-operation. The step that is profiled has no part in that, so that it can still say whether the lines add up.
+A dispatch mode makes each operation cross into Python and back, which takes some microseconds. The cost of a crossing is
+measured on a separate run, the recipe's step over tensors so small that crossings are a large part of it, and subtracted
+from each operation. The profiled step is not used for that, so that comparing its time with the sum of its lines stays a test.
 
-A mode that does more than read the clock cannot be corrected so: what it leaves in the caches slows what comes next.
+A mode that does more than read the clock cannot be corrected so: what it leaves in the caches slows the next operation.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agents.line_profiler.capture import Event
 
-CONFIRMED, ALIKE = 5, 1.03  # a fastest step is believed when five lie within 3 %: on a busy machine it takes more
-SETTLING_S = 2.0  # waiting for a quiet moment ends
+CONFIRMED, ALIKE = 5, 1.03  # the fastest step counts when five steps lie within 3 % of it
+SETTLING_S = 2.0  # the longest wait for a quiet machine
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,33 @@ def laps(step: Callable[[], object], synchronize: Callable[[], None] | None = No
     return watch.laps()
 
 
+def counted(report: Callable[[str], None], what: str) -> Callable[[int, int], None]:
+    """A function of (done, of all) that reports ``what`` and the numbers, at most every two seconds and at the end."""
+    last = time.perf_counter()
+
+    def heard(done: int, of: int) -> None:
+        nonlocal last
+        if done == of or time.perf_counter() - last > 2.0:
+            last = time.perf_counter()
+            report(f"{what}{done}/{of}")
+
+    return heard
+
+
 def total(laps: Sequence[Lap]) -> float:
     """Seconds of the whole step."""
     return sum(lap.gap + lap.seconds + lap.after for lap in laps)
 
 
 def settled(times: Sequence[float], alike: float = ALIKE) -> bool:
-    """Is the fastest no accident?"""
+    """Do enough other times lie near the fastest?"""
     return len(times) >= CONFIRMED and sorted(times)[CONFIRMED - 1] <= alike * min(times)
 
 
 def crossing(step: Callable[[], object], turns: int = 80) -> float:
-    """Seconds that the stopwatch adds to an operation of a step: the fastest of ``turns`` watched less the fastest not.
+    """Seconds that the stopwatch adds to an operation: of ``turns`` steps, the fastest watched minus the fastest unwatched.
 
-    On a busy machine more of them, until both are settled or the time for that is spent.
+    On a busy machine there are more steps, until both are settled or the time for that is spent.
     """
     plain: list[float] = []
     watched: list[float] = []
@@ -104,9 +117,9 @@ def crossing(step: Callable[[], object], turns: int = 80) -> float:
 
 
 def timed(events: Sequence[Event], laps: Sequence[Lap], crossing_s: float) -> list[Event]:
-    """The events with the times of the same step's laps, less a crossing each: out of the gap first, then out of the
-    operation, and what a view is too short to give out of the next. What Python does after the last operation is on that
-    one's line."""
+    """The events with the times of the same step's laps, each reduced by one crossing: from the gap before the operation
+    first, then from the operation; what exceeds both is taken from the next. What Python does after the last operation
+    counts for that operation's line."""
     assert [event.operation for event in events] == [lap.operation for lap in laps], "not the same step"
     found, owed = [], 0.0
     for event, lap in zip(events, laps):
@@ -119,7 +132,7 @@ def timed(events: Sequence[Event], laps: Sequence[Lap], crossing_s: float) -> li
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Python's collector would have its time fall on whatever line it interrupts."""
+    """Switch off Python's garbage collector, whose time would count for the line that it interrupts."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The profile as data: what ``profile.json`` holds, field by field. Times are seconds of one step, bytes and FLOPs of one step."""
+"""The profile as data, the schema of ``profile.json``. Times, bytes and FLOPs are those of one step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class ProfiledLine:
-    """One source line, its layers folded. ``op`` is the kernel op that it runs for, or empty."""
+    """One source line, summed over the layers. ``op`` is the kernel op that it runs for, or empty."""
 
     file: str
     line: int
@@ -38,7 +38,7 @@ class ProfiledLine:
 
     @property
     def name(self) -> str:
-        """What edges, fusion and stream candidates call it."""
+        """Its name in edges, fusion candidates and stream candidates."""
         return line_name(self.file, self.line, self.op)
 
 
@@ -63,7 +63,7 @@ class ProfiledOp:
 
 @dataclass(frozen=True)
 class CrossCheck:
-    """The same batch under ``torch.profiler``: does it see the same time in operations as the lines do?"""
+    """Time in operations by ``torch.profiler`` and by the lines, for the same batch."""
 
     torch_s: float  # self time of all operations, summed
     lines_s: float  # forward_s + backward_s of all lines but the data loader's, of the step recorded beside it
@@ -75,7 +75,7 @@ class CrossCheck:
 
 @dataclass(frozen=True)
 class Isolation:
-    """How the operations were measured alone."""
+    """How each operation was measured alone."""
 
     signatures: int  # different (operation, shapes, strides, dtypes); each measured once
     full: int  # those that got all of their iterations
@@ -98,10 +98,10 @@ class Edge:
 
 @dataclass(frozen=True)
 class FusionCandidate:
-    """Memory-bound lines that hand tensors to one another that no other line reads, forward or backward.
+    """Memory-bound lines that pass tensors to one another which no other line reads, forward or backward.
 
-    One kernel could keep those on the chip: ``bytes_saved`` are their writes and reads, ``gain_s`` that traffic at the
-    measured bandwidth, or at the chain's own where caches make that higher. A bound, not a promise.
+    One kernel could keep those tensors on the chip: ``bytes_saved`` counts their writes and reads, ``gain_s`` is the time of
+    that traffic at the measured bandwidth, or at the chain's own where caches make it higher. An upper bound.
     """
 
     lines: tuple[str, ...]  # in the order in which they run
@@ -113,9 +113,9 @@ class FusionCandidate:
 
 @dataclass(frozen=True)
 class StreamCandidate:
-    """Two branches that begin at one tensor and need nothing of each other: they could run on two streams.
+    """Two branches that start at one tensor and do not depend on each other: they could run on two streams.
 
-    ``gain_s``: the shorter branch, were it hidden wholly behind the longer one.
+    ``gain_s``: the time of the shorter branch, which the longer one could hide. An upper bound.
     """
 
     fork: str  # the line that made the tensor
@@ -128,7 +128,7 @@ class StreamCandidate:
 
 @dataclass(frozen=True)
 class Profile:
-    """What ``profile.json`` holds (``format`` 2). The batch of a step is made in the step, not ahead of it."""
+    """What ``profile.json`` holds. The batch of a step is made in the step, not ahead of it."""
 
     format: int
     recipe: dict[str, Any]
@@ -136,11 +136,11 @@ class Profile:
     device: str
     device_kind: str  # 'cpu' or 'cuda', as kernels.yaml names it
     torch: str
-    eager_step_s: float  # the fastest, no profiler, taken in turn with the profiled steps
+    eager_step_s: float  # the fastest without a profiler; such steps alternate with profiled ones
     recipe_step_s: float | None  # as the recipe runs it: compiled where it says so; None when not measured
     covered_s: float  # sum over the lines
     coverage: float  # covered_s / eager_step_s
-    overhead_s: float  # what the stopwatch added to the step, measured apart and taken out of every line's time
+    overhead_s: float  # what the stopwatch added to the step, measured separately and subtracted from every line's time
     matmul_flops_per_s: float
     memory_bytes_per_s: float
     steps: int

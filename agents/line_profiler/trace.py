@@ -1,7 +1,7 @@
 """The step as a Chrome trace: opens in Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Trace Event Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Times are those of the
-table: what watching costs is left out, so that the events stand as close as in a step that nobody watches.
+table: the cost of watching is subtracted, so that the events lie as close as in a step that nothing watches.
 """
 
 from __future__ import annotations

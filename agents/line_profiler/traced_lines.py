@@ -1,4 +1,4 @@
-"""A line tracer: seconds and times of every line of ours that a block of Python executes."""
+"""A line tracer: how long, and how often, a block of Python executes each of our lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def traced_lines(
 ) -> Iterator[dict[Line, list[float]]]:
     """Time every line of ours that this thread executes in the block: line → [seconds, times entered].
 
-    A line's callees of ours are their own lines'. ``op`` says which kernel op is running.
+    A line's time excludes that of our lines which it calls. ``op`` returns the kernel op that is running.
     """
     roots = tuple(f"{ROOT / folder}/" for folder in folders)
     found: dict[Line, list[float]] = {}

@@ -1,8 +1,7 @@
 """A run to profile: the recipe's own model, optimiser and data order, on a token shard of random documents.
 
-What a token is does not change how long a step takes; how long documents are, and how many carry loss, does: lengths
-are log-normal with a
-median of 250 tokens, and a third of the documents are chats whose first 60 % carry no loss.
+The time of a step depends on the lengths of documents and on how many tokens carry loss, not on the tokens: lengths are
+log-normal with a median of 250 tokens, and in a third of the documents, the chats, the first 60 % carry no loss.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ MEDIAN_TOKENS = 250
 
 
 def make_run(recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile: bool) -> Run:
-    """A fresh run of ``steps`` steps whose shard lies in ``folder``; compiled or eager whatever the recipe says. ``precision:
-    auto`` is the fastest here.
+    """A fresh run of ``steps`` steps with its token shard in ``folder``. ``compile`` overrides the recipe. ``precision: auto``
+    is the fastest on this device.
 
     Raises: TrainerError, KernelError.
     """

@@ -1,6 +1,6 @@
-"""The recipe scout: reads how the trunk's loss went and proposes a changed value of its recipe.
+"""The recipe scout: reads the trunk's metrics and proposes a changed value of its recipe.
 
-course (what the record says) → changes (a declared list, each with a predicted gain) → scout (picks one that was not
-rejected before) → lines (the edit: one value, comments kept). With a language model ``role`` stands in for the pick: it is told the same
-record, the declared list and what was tried (``prompts``), and ``draft`` reads what it says. The gate's paired runs decide either way.
+``course`` (what the metrics say) → ``changes`` (a declared list, each with a predicted gain) → ``scout`` (picks one that was
+not rejected before). With a language model ``role`` replaces the pick: the model gets the same record, the declared list and
+the earlier attempts (``prompts``), and ``draft`` reads its answer. The gate's paired runs decide in both cases.
 """

@@ -1,7 +1,7 @@
-"""The declared list of what the scout may try, each with a reason from the record and a predicted gain in bits per byte.
+"""The changes that the scout may try, each with a reason from the record and a predicted gain in bits per byte.
 
-A prediction is a prior and is meant to be refuted: "a token is worth φ tokens" for rates, batch and schedule (then the loss's
-own slope gives the gain), the domains' slopes for the mixture. The gate's paired runs decide.
+A prediction is a prior, meant to be refuted: for rates, batch and schedule "a token is worth φ tokens" (the loss's slope then
+gives the gain), for the mixture the domains' slopes. The gate's paired runs decide.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from agents.core.yaml_edit import Scalar, written
 from agents.recipe_scout.course import Course
 from trainer.contract.plan.run_plan import lr_by_rule
 
-STEPS_OF_RATE = (2.0, 1.4)  # factors that the rate is moved by, the larger one first
+STEPS_OF_RATE = (2.0, 1.4)  # factors by which the rate changes, the larger one first
 CURVATURE = 0.25  # ln(φ) lost per squared ln(rate off its best): at twice the best rate a token is worth 11 % less
-LONG_ENOUGH = 0.2  # share of a run that its anneal takes: arXiv 2405.18392 §4 finds no more to gain from there on
-
-
-OWN = 0.2  # share of a domain's slope that its own tokens bring, the rest any tokens do; with 1 a gain of 0.023 was predicted, 0.001 seen
+LONG_ENOUGH = 0.2  # share of a run that its anneal takes; a longer one gains no more (arXiv 2405.18392 §4)
+OWN = 0.2  # share of a domain's slope due to its own tokens, the rest to any; with 1, 0.023 was predicted and 0.001 measured
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Tried:
 
 
 def all_changes(course: Course, tried_rate: Tried) -> list[Change]:
-    """Every change that the record gives a reason for, the largest predicted gain first."""
+    """Every change for which the record has a reason, largest predicted gain first."""
     sources = (rates(course, tried_rate), mixture(course), batch(course), schedule(course), regularisers(course))
     return sorted((change for source in sources for change in source), key=lambda change: -change.gain)
 
@@ -65,12 +63,12 @@ def rates(course: Course, tried: Tried) -> Iterator[Change]:
     why = (
         f"DeepSeek's rule gives a rate of {rule:.2g} for this model and {tokens:.2g} tokens, the recipe has {rate:.2g}"
     )
-    why += f"; {course.trouble} anomalies speak for a lower one" if course.trouble else "; no anomaly speaks against it"
+    why += f"; {course.trouble} anomalies suggest a lower one" if course.trouble else "; there were no anomalies"
     if tried.higher and tried.lower:
         return
     if tried.higher or tried.lower:
         off = -math.log(2) if tried.higher else math.log(2)
-        why += f"; {'higher' if tried.higher else 'lower'} was rejected before, so the best rate may lie the other way"
+        why += f"; {'higher' if tried.higher else 'lower'} was rejected before, so the best rate may lie in the other direction"
     for factor in STEPS_OF_RATE:
         move = math.copysign(math.log(factor), off)
         speed = math.exp(CURVATURE * (off**2 - (off - move) ** 2))
@@ -80,14 +78,14 @@ def rates(course: Course, tried: Tried) -> Iterator[Change]:
     if warm > course.step:
         new_warm = 2 * warm if course.trouble else max(1, warm // 2)
         if new_warm <= course.recipe.schedule.trunk_steps.first:
-            words = f"the warm-up still runs, with {course.trouble} anomalies so far"
+            words = f"the warm-up is not over, with {course.trouble} anomalies so far"
             yield Change(("schedule", "warmup_steps"), warm, new_warm, course.gain_of_speed(1.05), words)
 
 
 def mixture(course: Course) -> Iterator[Change]:
-    """Half as much again, or two thirds, of one domain: the loss of each follows its own slope in its own tokens.
+    """One domain's weight times 1.5 or 2/3: each domain's loss follows its own slope in its own tokens.
 
-    The shares of supervised tokens that best serve the mean over domains are proportional to the slopes.
+    The shares of supervised tokens that are best for the mean over domains are proportional to the slopes.
     """
     weights = course.recipe.mixture.weights
     named = {name: weight for name, weight in weights.items() if weight > 0 and course.domain_slopes.get(name)}
@@ -109,7 +107,7 @@ def mixture(course: Course) -> Iterator[Change]:
             slopes = ", ".join(f"{n} {course.domain_slopes[n]:.3f}" for n in named)
             before, after = shares[name]
             why = (
-                f"by domain the loss falls by {slopes} bits per byte while tokens grow e-fold; {name} has {before:.0%} of the "
+                f"by domain the loss falls by {slopes} bits per byte for e times the tokens; {name} has {before:.0%} of the "
                 f"tokens and would have {after:.0%}"
             )
             yield Change(("mixture", "weights", name), weight, new, gain, why)
@@ -142,20 +140,20 @@ def schedule(course: Course) -> Iterator[Change]:
 
 
 def regularisers(course: Course) -> Iterator[Change]:
-    """Clipping, z-loss, decay: worth a try when the record shows them at work; a prior of little else."""
+    """Clipping, z-loss, weight decay: tried when the record shows that they have an effect; the predicted gains are guesses."""
     stability, decay = course.recipe.stability, course.recipe.optimizer.weight_decay
     if course.clipped > 0.5 and not course.trouble:
-        why = f"{course.clipped:.0%} of the steps are clipped though nothing broke"
+        why = f"{course.clipped:.0%} of the steps are clipped, without any anomaly"
         gain = course.gain_of_speed(1 + 0.1 * course.clipped)
         yield Change(("stability", "grad_clip"), stability.grad_clip, 2 * stability.grad_clip, gain, why)
     if course.trouble:
-        why = f"{course.trouble} anomalies: a firmer hold on the logits may spare them"
+        why = f"{course.trouble} anomalies: a stronger z-loss may avoid them"
         new = 10 * stability.z_loss or 1e-4
         yield Change(("stability", "z_loss"), stability.z_loss, new, course.gain_of_speed(1.03), why)
     elif course.z_share > 0.01 and stability.z_loss:
-        why = f"the z-loss is {course.z_share:.1%} of the loss, which it takes gradient from"
+        why = f"the z-loss is {course.z_share:.1%} of the loss: a weaker one leaves more of the gradient to the loss itself"
         yield Change(("stability", "z_loss"), stability.z_loss, stability.z_loss / 10, course.gain_of_speed(1.03), why)
     for factor in (2.0, 0.5):
-        why = "weight decay has no measurement that speaks for a value before it was tried"
+        why = "no measurement suggests a value of the weight decay before it is tried"
         gain = course.gain_of_speed(1.01)
         yield Change(("optimizer", "weight_decay"), decay, (decay or 0.05) * factor, gain, why)

@@ -1,4 +1,4 @@
-"""How the trunk went, from the lines that it wrote down: what the scout's predictions are made of."""
+"""The trunk's course, from its metrics: the basis of the scout's predictions."""
 
 from __future__ import annotations
 
@@ -10,22 +10,16 @@ from typing import Any
 
 from trainer.contract.recipe import Recipe
 
-LEAST_SLOPE = 0.01  # bits per byte an e-fold of tokens: a loss that stands still does not say that nothing can be won
-TROUBLE = (
-    "loss_spike",
-    "grad_norm_jump",
-    "divergence",
-    "non_finite",
-    "skipped_outlier",
-)  # anomalies of a rate too high
-SAMPLED = 24  # lines that are shown of a record
+LEAST_SLOPE = 0.01  # bits per byte for e times the tokens: a flat loss does not prove that nothing can be gained
+TROUBLE = ("loss_spike", "grad_norm_jump", "divergence", "non_finite", "skipped_outlier")  # signs of too high a rate
+SAMPLED = 24  # lines of the metrics that are shown
 SHOWN = ("step", "loss", "lr", "grad_norm", "z_loss", "noise_scale", "tokens_per_s")
 Lines = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Course:
-    """Losses in bits per byte; slopes: how far they fall while the tokens grow e-fold, over the later half of the record."""
+    """Losses in bits per byte. Slopes: how far the loss falls for e times the tokens, over the later half of the record."""
 
     recipe: Recipe
     path: str  # of the recipe in the repository
@@ -33,23 +27,23 @@ class Course:
     tokens: float  # positions trained on so far
     judged_tokens: float  # positions of one of the gate's runs
     least_gain: float  # bits per byte that the gate asks for at least
-    may_change: Callable[[str], bool]  # does the gate let patches change this key?
+    may_change: Callable[[str], bool]  # may patches change this key?
     slope: float
     domain_slopes: dict[str, float] = field(default_factory=dict)
     noise_scale: float | None = None  # gradient noise scale in supervised tokens, arXiv 1812.06162
     supervised: float = 0.0  # tokens a step
-    clipped: float = 0.0  # share of the steps whose gradient was
+    clipped: float = 0.0  # share of the steps with a clipped gradient
     z_share: float = 0.0  # of the loss
-    trouble: int = 0  # anomalies that a lower rate would spare
-    sample: tuple[str, ...] = ()  # lines of the record, oldest first, for whoever reads it
+    trouble: int = 0  # anomalies that a lower rate may avoid
+    sample: tuple[str, ...] = ()  # lines of the record for a reader, oldest first
 
     @property
     def ahead(self) -> float:
-        """Share that the tokens of a gate's run have of all that its weights saw."""
+        """The tokens of a gate's run as a share of all tokens that its weights were trained on."""
         return self.judged_tokens / (self.tokens + self.judged_tokens)
 
     def gain_of_speed(self, speed: float) -> float:
-        """Bits per byte won when each token of the judged run is worth ``speed`` tokens: the loss's own slope, followed on."""
+        """Bits per byte gained when each token of the judged run is worth ``speed`` tokens, by the loss's slope."""
         return self.slope * math.log1p(self.ahead * (speed - 1))
 
 
@@ -93,7 +87,7 @@ def course_of(
 
 
 def sampled(lines: Lines) -> tuple[str, ...]:
-    """Some lines in a few words: closer together where the loss falls fast, the last one in any case."""
+    """Some lines in short form: denser at the start, where the loss falls fast; always the last one."""
     places = {round(len(lines) ** (i / SAMPLED)) - 1 for i in range(SAMPLED)} | {len(lines) - 1}
     said = []
     for place in sorted(places):

@@ -1,4 +1,4 @@
-"""From what a model said to a change of the recipe as a ``Proposal``, or to what is wrong with it."""
+"""The model's answer as a ``Proposal`` that changes the recipe, or what is wrong with it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from agents.recipe_scout.prompts import MOST_CHANGES
 from agents.recipe_scout.scout import AGENT
 from trainer.contract.errors import RecipeError
 
-MOST_PREDICTED = 1.0  # bits per byte: nobody who says more has looked at the record
+MOST_PREDICTED = 1.0  # bits per byte; no record supports more
 WORD = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 
-def read_change(arguments: str, course: Course, recipe: str, asked: str) -> Proposal:
-    """The proposal that a call of ``propose`` makes over the text of ``recipe``; ``asked``: a key that must be changed. Raises: DraftError."""
+def read_change(arguments: str, course: Course, recipe: str, required: str) -> Proposal:
+    """The proposal of a call of ``propose``. ``recipe``: the text to edit; ``required``: a key that must be changed, or ''.
+
+    Raises: DraftError.
+    """
     raw = read_object(arguments)
     hypothesis = one_line(text(raw, "hypothesis"), 2000)
     if not hypothesis:
-        raise DraftError("hypothesis may not be empty")
+        raise DraftError("hypothesis must not be empty")
     gain = number(raw, "predicted_gain")
     if not course.least_gain <= gain <= MOST_PREDICTED:
         raise DraftError(
@@ -32,8 +35,8 @@ def read_change(arguments: str, course: Course, recipe: str, asked: str) -> Prop
         )
     before = values(course.recipe)
     new_values = _changes(raw.get("changes"), course)
-    if asked and asked not in new_values:
-        raise DraftError(f"one of the changed keys must be {asked}")
+    if required and required not in new_values:
+        raise DraftError(f"one of the changed keys must be {required}")
     new = recipe
     for key, value in new_values.items():
         try:
@@ -43,11 +46,11 @@ def read_change(arguments: str, course: Course, recipe: str, asked: str) -> Prop
     after = values(made)
     if differing := {key for key in before | after if before.get(key) != after.get(key)} ^ set(new_values):
         raise DraftError(f"the recipe has these values already, or others would change: {', '.join(sorted(differing))}")
-    said = [
+    words_of_each = [
         f"{key} {written(before[key]) if key in before else 'unset'} → {written(value)}"
         for key, value in new_values.items()
     ]
-    title = f"recipe {course.recipe.name}: {' and '.join(said)}{' together' if len(said) > 1 else ''}"
+    title = f"recipe {course.recipe.name}: {' and '.join(words_of_each)}{' together' if len(words_of_each) > 1 else ''}"
     words = (
         f"{hypothesis} Predicted: {gain:.4f} bits per byte better on held-out documents, the mean over domains, after the anneal that ends "
         f"each of the gate's runs. No gain beyond the noise of seeds, or a domain that gets worse, refutes the change; less than "
@@ -62,10 +65,10 @@ def _changes(raw: Any, course: Course) -> dict[str, Scalar]:
     found: dict[str, Scalar] = {}
     for count, change in enumerate(raw, 1):
         if not isinstance(change, dict):
-            raise DraftError(f"change {count} is no object")
+            raise DraftError(f"change {count} is not an object")
         key, value = text(change, "key", f"change {count}: "), change.get("value")
         if not course.may_change(key) or not all(WORD.fullmatch(part) for part in key.split(".")):
-            raise DraftError(f"change {count}: {one_line(ascii(key), 80)} is no key that may be changed")
+            raise DraftError(f"change {count}: {one_line(ascii(key), 80)} is not a key that may be changed")
         if isinstance(value, str) and not WORD.fullmatch(value):
             raise DraftError(f"change {count}: the value of {key} is neither a number nor a word")
         found[key] = value if isinstance(value, str) else _plain(number(change, "value"))
@@ -73,5 +76,5 @@ def _changes(raw: Any, course: Course) -> dict[str, Scalar]:
 
 
 def _plain(value: float) -> float | int:
-    """A whole number as one: a model may write 8.0 for a count."""
+    """A whole number as an int: a model may write 8.0 for a count."""
     return int(value) if value == int(value) and abs(value) < 1e9 else value

@@ -1,4 +1,4 @@
-"""What a language model is told as recipe scout. Everything that comes from files, measurements or people outside stands in marked data."""
+"""The instructions of a language model as recipe scout. Everything that comes from files or other people is marked as data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from agents.loop.prompts import MATERIAL
 from agents.recipe_scout.course import Course
 
-MOST_CHANGES = 3  # of one proposal: what cannot be told apart afterwards teaches little
+MOST_CHANGES = 3  # of one proposal: the effects of many changes cannot be separated
 
 RULES = f"""You are the recipe scout of a factory that trains language models without ever stopping. You make the model learn more from the
 same tokens by changing one value of its recipe, or up to {MOST_CHANGES} that belong together (such as the batch and the rate).

@@ -1,4 +1,4 @@
-"""The recipe scout that is a language model: the same record, the same edit and the same gate as the one that is not."""
+"""The recipe scout as a language model: the same record, edits and gate as the scout without one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHANGE = {
 }
 TOOLS = (
     *READING,
-    tool("record", "How the trunk went: losses, gradients, anomalies, slopes."),
+    tool("record", "The trunk's course: losses, gradients, anomalies, slopes."),
     tool("ideas", "Changes that simple rules suggest, with the gain that they predict."),
     tool("earlier_proposals", "Which changes were tried before, and why they were kept or not."),
     tool(
@@ -58,12 +58,12 @@ class RecipeScout:
         if self.asked and self.asked not in keys:
             near = difflib.get_close_matches(self.asked, keys, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(keys)}"
-            raise TargetError(f"target {self.asked!r} is no key of the recipe that may be changed; {hint}")
+            raise TargetError(f"target {self.asked!r} is not a key of the recipe that may be changed; {hint}")
         if not keys:
-            return "the recipe gate lets no key of the recipe be changed"
+            return "the recipe gate allows no key of the recipe to be changed"
         recipe = quoted(course.path, self.workbench.read(course.path), 40_000)
         evidence = "\n\n".join((recipe, self.record(), self.ideas(), self.earlier_proposals()))
-        about = f"recipe {course.recipe.name} at step {course.step}, a loss that falls by {course.slope:.3f} bits per byte while tokens grow e-fold"
+        about = f"recipe {course.recipe.name} at step {course.step}, a loss that falls by {course.slope:.3f} bits per byte for e times the tokens"
         return Aim(prompts.task(course, keys, self.asked, evidence, rounds), about, {})
 
     def answer(self, facts: JsonObject, tool: str, arguments: str) -> str:
@@ -89,10 +89,10 @@ class RecipeScout:
         slopes = ", ".join(f"{name} {slope:.3f}" for name, slope in course.domain_slopes.items())
         scale = f"{course.noise_scale:,.0f}" if course.noise_scale else "not measured"
         words = [
-            f"bits per byte that the loss falls by while tokens grow e-fold: {course.slope:.3f}; by domain: {slopes}",
+            f"bits per byte that the loss falls by for e times the tokens: {course.slope:.3f}; by domain: {slopes}",
             f"gradient noise scale: {scale} supervised tokens; a step has {course.supervised:,.0f}",
             f"{course.clipped:.0%} of the later steps were clipped; the z-loss is {course.z_share:.2%} of the loss",
-            f"anomalies that a lower rate would spare: {course.trouble}",
+            f"anomalies that a lower rate may avoid: {course.trouble}",
             *course.sample,
         ]
         return quoted("record of the trunk", "\n".join(words))

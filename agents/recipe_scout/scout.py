@@ -13,8 +13,8 @@ from agents.recipe_scout.course import Course
 from trainer.contract.errors import RecipeError
 
 AGENT = "recipe-scout"
-REFUSED = "reject"  # what was held for want of evidence may be tried again
-DISCOURAGED = 0.5  # what a prediction is worth after each rejection on its key
+REFUSED = "reject"  # what was held for lack of evidence may be tried again
+DISCOURAGED = 0.5  # factor on a prediction for each rejection on its key
 
 
 def propose(course: Course, workbench: Workbench) -> Proposal | None:
@@ -31,7 +31,7 @@ def propose(course: Course, workbench: Workbench) -> Proposal | None:
         try:
             new_text, _ = change_recipe(text, change.path, change.new)
         except RecipeError:
-            continue  # a value that no recipe may have, such as a batch that its micro-batches do not divide
+            continue  # an invalid value, such as a batch that its micro-batches do not divide
         drafted = _write(course, change, worth, new_text, history)
         if not any(attempt.patch_id == drafted.patch_id and attempt.outcome == REFUSED for attempt in history):
             ranked.append(drafted)
@@ -39,13 +39,13 @@ def propose(course: Course, workbench: Workbench) -> Proposal | None:
 
 
 def _waits(change: Change, history: Sequence[Attempt]) -> bool:
-    """Was another value of this key promoted, from the one that it has now? It waits for a person, or a person took it back."""
+    """Was another value of this key promoted, from the one that it has now? It waits for approval, or was reverted."""
     begins = f": {change.key} {written(change.old)} → "
     return any(attempt.outcome == "promote" and begins in attempt.title for attempt in history)
 
 
 def tried(value: float, history: Sequence[Attempt]) -> Tried:
-    """Which ways from ``value`` the gate rejected, by the titles that ``Change.words`` gives."""
+    """In which directions from ``value`` the gate rejected changes, read from titles that ``Change.words`` made."""
     higher = lower = False
     rejected = [attempt for attempt in history if attempt.outcome == REFUSED]
     for attempt in rejected:

@@ -1,5 +1,6 @@
-"""What exists that covers a fusion candidate of the profile: an implementation of the op it lies in, or the compiler over the
-model's blocks (the recipe's knob ``compile``)."""
+"""Fusion candidates of the profile, and what covers them: another implementation of their op, or the compiler over the
+model's blocks (the recipe's key ``compile``).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from agents.core.workbench import ReadError, Workbench
 from agents.core.yaml_edit import set_value
 
 Fusion = Mapping[str, Any]  # one of profile.json's ``fusion_candidates``
-BLOCKS = "trainer/model/transformer.py"  # its lines outside of any op are compiled with the block they stand in
+NAMED = 3
+BLOCKS = "trainer/model/transformer.py"  # its lines outside of ops are compiled with their block
 
 
 def of_op(profile: Mapping[str, Any], op: str) -> list[Fusion]:
-    """The candidates all of whose lines run for that op: a faster implementation of it covers them. Largest gain first."""
+    """The candidates with all lines in that op, which another implementation covers. Largest gain first."""
     return [f for f in profile.get("fusion_candidates", ()) if {_op(line) for line in f["lines"]} == {op}]
 
 
@@ -30,20 +32,20 @@ def _op(line: str) -> str:
     return line.partition("#")[2]
 
 
-def said(fusions: Sequence[Fusion], most: int = 3) -> str:
-    """The candidates in words, the largest by name."""
+def in_words(fusions: Sequence[Fusion]) -> str:
+    """The largest by name, and how many more."""
     named = [
         f"{' → '.join(f['lines'])} ({f['bytes_saved'] / 1e6:,.0f} MB, {f['gain_s'] * 1e3:.1f} ms)"
-        for f in fusions[:most]
+        for f in fusions[:NAMED]
     ]
-    more = f"; and {len(fusions) - most} more" if len(fusions) > most else ""
+    more = f"; and {len(fusions) - NAMED} more" if len(fusions) > NAMED else ""
     return "; ".join(named) + more
 
 
 def compile_blocks(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
     """``compile: true`` for a recipe that runs its blocks eagerly, where the profile has candidates in them.
 
-    The prediction is the candidates' bytes at the measured bandwidth, and nothing for the launches that are saved besides.
+    The prediction is the candidates' bytes at the measured bandwidth; saved launches are not counted.
     """
     recipe, fusions = profile["recipe"], of_blocks(profile)
     if recipe["compile"] or not fusions:
@@ -62,7 +64,7 @@ def compile_blocks(profile: Mapping[str, Any], workbench: Workbench, agent: str)
         title=f"recipe {recipe['name']}: compile its blocks",
         hypothesis=(
             f"torch.compile over each block covers {len(fusions)} fusion candidates of the profile, {megabytes:,.0f} MB and "
-            f"{share:.0%} of the eager step together: {said(fusions)}. If the whole step does not get at least "
+            f"{share:.0%} of the eager step together: {in_words(fusions)}. If the whole step does not get at least "
             f"{1 + (gain - 1) / 2:.3f} times as fast (predicted: {gain:.3f}), or held-out evaluations get worse, this is refuted."
         ),
         predicted_gain=gain,

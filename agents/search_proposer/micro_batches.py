@@ -1,7 +1,7 @@
-"""The recipe's knob ``batch.micro_sequences``: how many rows of a step go through the model at once.
+"""The recipe's key ``batch.micro_sequences``: how many rows of a step go through the model at once.
 
-It changes no result but its rounding, and which caches hold what. The hottest ops are measured, as they run now, with half as
-many rows and with twice as many; what the rest of the step does is taken to stay.
+It changes only rounding and the use of caches. The hottest ops are measured with half as many rows and with twice as many;
+the time of the rest of the step is assumed to stay.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from agents.core.workbench import MeasurementError, ReadError, Workbench
 from agents.core.yaml_edit import change_recipe
 from trainer.contract.errors import RecipeError
 
-LEAST_SHARE = 0.05  # of the step: what takes less says nothing of it
+LEAST_SHARE = 0.05  # of the step: ops with less are not measured
 MOST_OPS = 3
 
 
 def propose(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
-    """The number of rows whose predicted gain is largest, where that is a gain; None where it cannot be told."""
+    """The number of rows with the largest predicted gain; None without a gain, or when it cannot be measured."""
     recipe = profile["recipe"]
     batch = recipe.get("batch") or {}
     whole = batch.get("sequences", 1)
@@ -42,7 +42,7 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Pro
         target="recipe:micro_sequences",
         title=f"recipe {recipe['name']}: {best} rows at a time in place of {now}",
         hypothesis=(
-            f"The hottest ops do their rows of a step faster {best} at a time than {now} at a time, alone and as they run now. If the "
+            f"Alone, the hottest ops process the rows of a step faster {best} at a time than {now} at a time. If the "
             f"whole step does not get at least {1 + (gains[best] - 1) / 2:.3f} times as fast (predicted: {gains[best]:.3f}), this is refuted."
         ),
         predicted_gain=gains[best],

@@ -1,9 +1,9 @@
 """The proposer that needs no language model: for the hottest kernel ops, choose a faster registered implementation.
 
-Every implementation of an op that runs on the device is measured, alone, against the one in use, on the recipe's shapes and as the recipe
-runs it. The step's predicted time follows by Amdahl's law: each call saves (1 − 1/ratio) of the time that the chosen one takes.
-The profile's fusion candidates that a change covers are named in its reason. Of the recipe's knobs, those that change no result are tried:
-``compile``, and the rows of a micro-batch where seconds for measuring are left.
+Every implementation of an op that runs on the device is measured alone against the one in use, on the recipe's shapes and as
+the recipe runs it. The step's predicted time follows by Amdahl's law: each call saves (1 − 1/ratio) of the time of the one in
+use. The reason names the profile's fusion candidates that a change covers. Of the recipe's keys, those that change no result
+are tried: ``compile``, and the rows of a micro-batch if there is time left for measuring.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kernels.contract.choice import automatic, section_of
 
 AGENT = "search"
 POLICY = "policies/kernels.yaml"
-LEAST_GAIN = 1.02  # a predicted whole-step gain below this is not worth a branch: it drowns in the gate's noise floor
-LEAST_SHARE = 0.02  # ops that take less of the step cannot reach it
+LEAST_GAIN = 1.02  # a smaller predicted gain of the whole step is below the gate's noise floor
+LEAST_SHARE = 0.02  # of the step: an op with less cannot reach that gain
 MOST_MEASURED = 8  # implementations measured a proposal, hottest ops first
-REFUSED = ("reject",)  # what was held for want of evidence may be tried again
+REFUSED = ("reject",)  # what was held for lack of evidence may be tried again
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Candidate:
 def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) -> list[Proposal]:
     """Up to ``count`` proposals, the best of each target, largest predicted gain first. ``profile`` is a parsed profile.json.
 
-    An op that kernels.yaml leaves to ``auto`` has the fastest registered implementation already: 'factory tune' measured them.
-    A patch that the workbench's history says failed is never proposed again.
+    An op that is ``auto`` in kernels.yaml has the fastest registered implementation already, by 'factory tune'. A patch that the
+    workbench's history has as rejected is not proposed again.
     """
     policy = workbench.read(POLICY)
     device = profile["device_kind"]
@@ -64,7 +64,7 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
 
 
 def candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOST_MEASURED) -> list[Candidate]:
-    """Measure ``most`` implementations of the hottest ops; what cannot be measured is no candidate."""
+    """Measure up to ``most`` implementations of the hottest ops; leave out those that cannot be measured."""
     step = profile["recipe_step_s"] or profile["eager_step_s"]
     found: list[Candidate] = []
     seconds_now: dict[str, float] = {}
@@ -82,10 +82,10 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOS
                 measured = workbench.measure(op["op"], name, op["implementation"])
             except MeasurementError:
                 continue
-            # Where the recipe compiles, the eager shares do not hold: the op's time in the step is its measured time alone, times its calls.
-            # One time of what runs now serves all of an op's candidates: they are ranked by their ratios, not by its noise.
+            # Where the recipe compiles, the eager shares do not hold: the op's time in the step is its time alone times its calls.
+            # All candidates of an op use one time of the current implementation, so that its noise does not rank them.
             now = seconds_now.setdefault(op["op"], measured.against_seconds)
-            # The optimiser is never compiled with the model: what it took of the eager step, it takes of the recipe's.
+            # The optimiser is not compiled with the model: it takes the same time in the recipe's step as in the eager one.
             share = op["share"]
             if profile["recipe"]["compile"]:
                 share = op["calls"] * now / step if op["trained"] else share * profile["eager_step_s"] / step
@@ -97,17 +97,17 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOS
 
 
 def amdahl(share: float, ratio: float) -> float:
-    """Time before over time after, when ``share`` of it gets ``ratio`` times faster."""
+    """Time before over time after, when ``share`` of it becomes ``ratio`` times as fast."""
     return 1.0 / (1.0 - share + share / ratio)
 
 
 def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device: str) -> Proposal:
-    """The proposal's words and its one edited line."""
+    """The proposal: its texts and its one edited line."""
     c, m = candidate, candidate.measured
     hot = [line for line in profile["lines"] if line["op"] == c.op][:3]
     where = ", ".join(f"{line['file']}:{line['line']}" for line in hot)
     covered = fusions.of_op(profile, c.op)
-    covers = f"It covers what the profile lists as fusion candidates: {fusions.said(covered)}. " if covered else ""
+    covers = f"It covers what the profile lists as fusion candidates: {fusions.in_words(covered)}. " if covered else ""
     hypothesis = (
         f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({c.about}) runs its forward and backward on the "
         f"recipe's shapes in {m.seconds * 1e3:.1f} ms, `{c.before}` in {m.against_seconds * 1e3:.1f} ms: {m.ratio:.2f} times as fast in interleaved "

@@ -40,11 +40,11 @@ def rounds(count: int) -> dict[str, Ratio]:
 
 def as_markdown(ratios: dict[str, Ratio], facts: dict[str, str], count: int) -> str:
     lines = [
-        "# Kernels beside eager",
+        "# Kernels compared with eager",
         "",
         f"Made by `make bench-report` on {facts['processor']} ({facts['device_class']}), torch {facts['torch']},",
         f"Liger-Kernel {facts['liger']}, commit `{facts['commit']}`: forward and backward in {facts['precision']},",
-        f"pairs run in turn, {count} processes.",
+        f"pairs alternate, {count} processes.",
         "The ratio is eager's time over the",
         "implementation's, above one is faster; the range spans the 95 % intervals of every process's median. `compiled` is torch.compile.",
         "",

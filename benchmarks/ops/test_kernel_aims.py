@@ -65,9 +65,9 @@ def print_peak(implementation: str) -> None:
 
 
 def test_the_whole_step_gains_by_the_choices(tmp_path: Path) -> None:
-    """The demo's recipe, compiled as it says, every record written, beside the same with references.
+    """The demo's recipe, compiled as it says, every record written, against the same with references.
 
-    AdamW is torch's fused one on both sides: beside the plain expression of it, the gain would be larger.
+    AdamW is torch's fused one on both sides: against the plain expression, the gain would be larger.
     """
     keep_freed_memory()
     plain = tmp_path / "kernels.yaml"

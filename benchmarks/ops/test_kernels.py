@@ -47,7 +47,7 @@ def _memory() -> None:
 
 
 @pytest.mark.parametrize(("op", "implementation", "shape"), kernels())
-def test_no_slower_beside_eager_than_it_was(
+def test_no_slower_relative_to_eager_than_its_baseline(
     benchmark: Any, measured: dict[str, Ratio], op: str, implementation: str, shape: str
 ) -> None:
     case = Case(shape, SHAPES[shape])

@@ -1,4 +1,4 @@
-"""Ingest of real text beside the least that it could be: reading the shard's lines and tokenising them, in one process.
+"""Ingest of real text compared with the least that it could do: read the shard's lines and tokenise them, in one process.
 
 ``python -m pytest benchmarks/pipeline/test_ingest.py -s``. The corpus is the standard library of this Python, as in the demo. Ingest also
 normalises, filters, looks for personal data, duplicates and contamination, splits off held-out documents and writes a
@@ -32,7 +32,7 @@ def bare(path: Path, tokenizer: Tokenizer) -> int:
     return sum(len(tokenizer.encode_text(document["text"])[0]) for document in documents)
 
 
-def test_ingest_beside_bare_tokenising(tmp_path: Path, benchmark: Any) -> None:
+def test_ingest_compared_with_bare_tokenising(tmp_path: Path, benchmark: Any) -> None:
     corpus = tmp_path / "corpus"
     write_corpus(corpus, SILENT)
     first, second = sorted(corpus.glob("code-*.jsonl"))[:2]

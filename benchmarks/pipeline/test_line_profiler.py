@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.line_profiler import Profile
 from agents.line_profiler.report.words import summary
+from agents.line_profiler.table import Profile
 from benchmarks.support.best_here import ROOT
 
 

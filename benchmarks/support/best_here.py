@@ -1,4 +1,4 @@
-"""What this machine computes best: its precision, and the kernels that tuning chooses, as a factory here would train."""
+"""What a factory on this machine would train with: the precision, and the kernels that tuning chooses."""
 
 from __future__ import annotations
 

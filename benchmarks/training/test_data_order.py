@@ -1,4 +1,4 @@
-"""Opening a data order takes as long for ten million planned steps as for a thousand: both in turn, in one process."""
+"""Opening a data order takes as long for ten million planned steps as for a thousand: both alternate in one process."""
 
 from __future__ import annotations
 

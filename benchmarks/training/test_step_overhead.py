@@ -1,8 +1,8 @@
 """What metrics, monitor and detectors add to a step of the demo recipe: less than 1 %.
 
 ``python -m pytest benchmarks/training/test_step_overhead.py -s``. Two views of the same steps, in one process: the time spent in
-those parts, clocked one by one within real steps, as a share of the step; and whole steps with and without them in turn,
-as a ratio of medians, whose own noise on a shared machine is often wider than what is looked for.
+those parts, clocked one by one within real steps, as a share of the step; and whole steps with and without them, which
+alternate, as a ratio of medians; on a shared machine its noise is often larger than the difference.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
     print(
         f"\n{recipe.name}, micro_sequences {micro_sequences}: {statistics.median(seconds['full']) * 1e3:.0f} ms a step; "
         f"{share:.2%} in {shares}   halves for the noise scale, every {every} steps {splitting:.3%}\n"
-        f"with / without in turn: {ratio:.4f} (95 % of resamplings {low:.4f} to {high:.4f})"
+        f"with / without, alternating: {ratio:.4f} (95 % of resamplings {low:.4f} to {high:.4f})"
     )
     if not CUDA:  # there the host's clock sees launches only
         assert share < AIM

@@ -1,4 +1,4 @@
-"""The trainer's step beside that of ``transformers``: same architecture, batch, data, precision and optimiser, in turn.
+"""The trainer's step compared with that of ``transformers``: same architecture, batch, data, precision, optimiser; they alternate.
 
 ``python -m pytest benchmarks/training/test_training_step.py -s``. Prints tokens/s of both, the ratio, MFU against the measured
 matmul rate, and the peak memory of each in a process of its own. Ours runs what ``kernels.contract.tune`` chooses
@@ -6,7 +6,7 @@ here; all run in the precision that is fastest here. transformers gets the bette
 the batches ready made, plain causal attention over whole rows (its fastest path), and no z-loss; ours reads its batches,
 masks documents from one another, and writes every metric of a step.
 
-On an NVIDIA GPU the same file runs a model of the 1 B class, beside torch.compile and (if it is installed) Liger.
+On an NVIDIA GPU the same file runs a model of the 1 B class, against torch.compile and (if it is installed) Liger.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def print_peak_memory(name: str) -> None:
         print(torch.cuda.max_memory_allocated() if CUDA else resident("VmHWM") - before)
 
 
-def test_training_step_beside_transformers(tmp_path: Path) -> None:
+def test_training_step_compared_with_transformers(tmp_path: Path) -> None:
     keep_freed_memory()
     recipe = recipe_here()
     names = ["ours", *rivals()]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from factory.core.console import Terminal
     from factory.ledger.ledger import Ledger
 
-# OpenMP threads that wait for one another spin, by default for milliseconds: beside two busy programs on two cores a step took 4.8 s
+# OpenMP threads that wait for one another spin, by default for milliseconds: next to two busy programs on two cores a step took 4.8 s
 # in place of 0.17, with fewer turns 0.4. Alone that costs about 4 % (docs/LOG.md). Read when torch is loaded, by children too.
 SPINS = {"GOMP_SPINCOUNT": "1000"}
 HELP = """A factory for language models: data shards come in, gated model releases come out, and its own code is
@@ -50,7 +50,7 @@ def open_workspace(where: Path) -> tuple[Workspace, Ledger, Terminal]:
 
 
 def person() -> str:
-    """Whose word a decision on the command line is."""
+    """The person who decides on the command line."""
     return os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
 
 
@@ -60,13 +60,13 @@ def print_json(value: Any) -> None:
 
 def main() -> None:
     """The entry point: a ``FactoryError`` is one clear message, a full disk too; anything else is a bug and keeps its traceback."""
-    stopping.heed_signals()
+    end_if_stopped = stopping.heed_signals()
     for name, value in (SPINS | devices.COMPILER).items():
         os.environ.setdefault(name, value)
     try:
         app()
     except BaseException as error:
-        stopping.end_if_told()  # whatever became of the signal's exception on its way: an import cut short fails anyhow
+        end_if_stopped()  # whatever became of the signal's exception on its way: an import that it cut short fails otherwise
         code = _exit_code(error)
         if code is None:
             raise
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _exit_code(error: BaseException) -> int | None:
-    """Of an error that a user can mend, which is told; None for any other."""
+    """Of an error that a user can correct, whose message is printed; None for any other."""
     if isinstance(error, FactoryError):
         print(f"factory: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,4 +1,4 @@
-"""The code loop from the command line: ``propose``, ``proposals`` and what people decide of them. (``profile`` stands in a file of its own.)"""
+"""The code loop from the command line: ``propose``, ``proposals`` and what people decide about them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
 
 proposals_app = typer.Typer(
-    help="The patches that agents proposed, and what the gate said of each.",
+    help="The patches that agents proposed, and the verdict on each.",
     rich_markup_mode=None,
     invoke_without_command=True,
 )
@@ -34,7 +34,7 @@ def propose(
     agent: Annotated[
         str,
         typer.Option(
-            help="Who proposes: 'kernel-engineer' (an LLM) or 'search' (none) make the step faster; 'recipe-scout' (with an LLM "
+            help="Which agent proposes: 'kernel-engineer' (an LLM) or 'search' (none) make the step faster; 'recipe-scout' (with an LLM "
             "or without) makes the model learn more. By default one that makes the step faster."
         ),
     ] = "",
@@ -117,7 +117,7 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
 
 @proposals_app.callback()
 def proposals_default(context: typer.Context, where: Where = DEFAULT, as_json: AsJson = False) -> None:
-    """The patches that agents proposed, and what the gate said of each."""
+    """The patches that agents proposed, and the verdict on each."""
     context.obj = where
     if context.invoked_subcommand is None:
         _list_proposals(where, as_json)
@@ -156,7 +156,7 @@ def proposals_show(context: typer.Context, number: int, where: Where = DEFAULT, 
 
 
 Number = Annotated[int, typer.Argument(help="The proposal's number, as 'factory proposals' lists it.")]
-Why = Annotated[str, typer.Option(help="The reason, kept in the ledger.")]
+Why = Annotated[str, typer.Option(help="The reason, for the ledger.")]
 
 
 @proposals_app.command("approve")
@@ -174,7 +174,7 @@ def proposals_approve(context: typer.Context, number: Number, where: Where = DEF
 
 @proposals_app.command("reject")
 def proposals_reject(context: typer.Context, number: Number, where: Where = DEFAULT, why: Why = "") -> None:
-    """Turn a judged proposal down, whatever the gate says. Its branch stays."""
+    """Reject a judged proposal, whatever its verdict. Its branch stays."""
     from factory.code_loop.approvals import reject
 
     _decide(_named(context, where), number, lambda workspace, ledger, terminal: reject(ledger, number, person(), why))
@@ -182,7 +182,7 @@ def proposals_reject(context: typer.Context, number: Number, where: Where = DEFA
 
 @proposals_app.command("revert")
 def proposals_revert(context: typer.Context, number: Number, where: Where = DEFAULT, why: Why = "") -> None:
-    """Take an approved proposal back with a commit of its own."""
+    """Undo an approved proposal with a commit of its own."""
     from factory.code_loop.approvals import revert
 
     _decide(
@@ -193,7 +193,7 @@ def proposals_revert(context: typer.Context, number: Number, where: Where = DEFA
 
 
 def _decide(where: Path, number: int, decision: Callable[[Workspace, Ledger, Progress], object]) -> None:
-    """Carry a person's word out, alone in the code loop, and tell MLflow."""
+    """Carry out a person's decision under the code loop's lock, and show it in MLflow."""
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock("code-loop"):
         decision(workspace, ledger, terminal)

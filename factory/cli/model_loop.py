@@ -127,9 +127,7 @@ def run(
 @app.command()
 def train(
     where: Where = DEFAULT,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of this segment (default: what the recipe says).")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of this segment (default: the recipe's).")] = None,
 ) -> None:
     """Train the trunk for one more segment over all ingested shards."""
     from factory.daemon import LOCK, observe
@@ -158,7 +156,7 @@ def certify(
     from factory.training.certifying import accept, every_certificate
 
     workspace, ledger, terminal = open_workspace(where)
-    if take is not None:  # one transaction: this works beside the daemon
+    if take is not None:  # one transaction: works while the daemon runs
         accept(workspace, ledger, take, person())
     found = every_certificate(ledger)
     if as_json:
@@ -266,15 +264,14 @@ def release(
     where: Where = DEFAULT,
     rollback: Annotated[int | None, typer.Option(help="Make this older release champion again.")] = None,
 ) -> None:
-    """Release a candidate that the gate promoted (this is the approval, where the policy asks for one), or roll back."""
+    """Release a candidate that the gate promoted (this is the approval, where the policy requires one), or roll back."""
     from factory.ledger.rows import champion
     from factory.release.registry import newest_verdict
     from factory.release.releases import release as release_verdict
     from factory.release.releases import rollback as roll_back
 
-    workspace, ledger, terminal = open_workspace(
-        where
-    )  # releases have a lock of their own: this works beside the daemon
+    # Releases have a lock of their own: this works while the daemon runs.
+    workspace, ledger, terminal = open_workspace(where)
     if rollback is not None:
         roll_back(workspace, ledger, rollback)
         terminal.line(f"  release {rollback} is champion again")

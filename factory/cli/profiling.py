@@ -80,8 +80,9 @@ def profile(
         print(path.read_text(encoding="utf-8"))
         return
     from agents.line_profiler.report.report import table
+    from agents.line_profiler.table import Profile
 
-    terminal.console.print(table(json.loads(path.read_text(encoding="utf-8"))))
+    terminal.console.print(table(Profile.from_mapping(json.loads(path.read_text(encoding="utf-8")))))
     terminal.line(f"  all of it: {path.with_suffix('.html')}, {path}, {path.with_name('trace.json')}")
 
 

@@ -1,4 +1,4 @@
-"""How a segment is computed: in which precision, by which kernels, on what machine. Decided once, when it is planned.
+"""How a segment is computed: precision, kernels, machine. Decided once, when it is planned.
 
 What was decided stands in the segment's row (``computing``) and holds until the segment ends, wherever it goes on. A segment that
 would be computed otherwise than the one before it needs a certificate, as after a change of the code (``factory.training.certifying``).
@@ -11,9 +11,6 @@ would be computed otherwise than the one before it needs a certificate, as after
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -25,7 +22,7 @@ import yaml
 from factory.computing import tuned_kernels
 from factory.core import devices
 from factory.core.errors import ConfigError
-from factory.core.launching import die_with
+from factory.core.launching import run_python
 from factory.core.workspace import Workspace, code_root
 from kernels.contract.files import write_atomically
 
@@ -65,7 +62,7 @@ def decide(workspace: Workspace, recipe: Recipe, kernels: str, before: str = "")
 
 
 def measured_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
-    """``trainer.contract.plan.precision.choose`` as JSON. On a GPU in a process of its own: the factory's would hold memory there for ever.
+    """``trainer.contract.plan.precision.choose`` as JSON. On a GPU in a process of its own: the factory itself would hold memory there until it ends.
 
     Raises: ConfigError.
     """
@@ -83,15 +80,8 @@ def measured_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder) / "recipe.yaml"
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-        done = subprocess.run(
-            [sys.executable, "-m", "trainer.contract.plan.precision", str(given), "--json", "--before", before],
-            cwd=code_root(),
-            env=os.environ | {"PYTHONPATH": str(code_root())},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            preexec_fn=die_with(os.getpid()),
-        )
+        words = ("-m", "trainer.contract.plan.precision", str(given), "--json", "--before", before)
+        done = run_python(code_root(), *words)
     if done.returncode:
         raise ConfigError((done.stderr.strip().splitlines() or ["the precisions could not be measured"])[-1])
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -22,7 +22,7 @@ KERNELS = "policies/kernels.yaml"
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning says for a machine and a precision. ``note``: one line for a person, where it says less than it could."""
+    """The tuned kernels of a machine and a precision. ``note``: one line for a person, where they are not exactly this machine's or recipe's."""
 
     choice: Mapping[str, str] | None
     source: str  # the file, or ''

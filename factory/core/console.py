@@ -43,32 +43,30 @@ class _PlainTask:
     def __init__(self, terminal: Terminal, title: str, total: float | None) -> None:
         self.terminal, self.title, self.total = terminal, title, total
         self.done, self.note, self.started = 0.0, "", time.monotonic()
-        self.told = -1.0
+        self.shown = -1.0
         self.over = threading.Event()
-        self.beat = threading.Thread(target=self._go_on_saying, daemon=True)
+        self.beat = threading.Thread(target=self._repeat, daemon=True)
         self.beat.start()
 
     def advance(self, amount: float = 1, note: str = "") -> None:
         self.done += amount
         self.note = note or self.note
 
-    def _go_on_saying(self) -> None:
-        """Work may be silent for as long as a compiler takes: who watches a log is told that it goes on."""
+    def _repeat(self) -> None:
+        """A line every few seconds, also while the work itself reports nothing (a compiler)."""
         while not self.over.wait(0.5):
-            if time.monotonic() - self.terminal.said >= self.EVERY:
+            if time.monotonic() - self.terminal.last_line_at >= self.EVERY:
                 self.say()
 
     def close(self) -> None:
         self.over.set()
         self.beat.join()
-        counted = (
-            self.done or time.monotonic() - self.started >= self.EVERY
-        )  # else it was over before it was worth a word
-        if self.done != self.told and counted:
+        long = time.monotonic() - self.started >= self.EVERY
+        if self.done != self.shown and (self.done or long):
             self.say()
 
     def say(self) -> None:
-        self.told = self.done
+        self.shown = self.done
         part = f"{self.done:.0f}/{self.total:.0f}" if self.total else f"{self.done:.0f}" if self.done else ""
         words = " ".join(filter(None, (self.title, part, self.note)))
         self.terminal.line(f"  {words} ({time.monotonic() - self.started:.0f} s)")
@@ -81,11 +79,11 @@ class Terminal:
         self.console = console or Console(highlight=False, stderr=False)
         self.bars: Progress | None = None
         self._tasks, self._lock = 0, threading.Lock()
-        self.said = time.monotonic()  # when the last line was printed
+        self.last_line_at = time.monotonic()  # when the last line was printed
 
     def line(self, text: str) -> None:
-        """Print a line; what a terminal would obey (an agent may have written it) is shown as �."""
-        self.said = time.monotonic()
+        """Print a line; control characters (an agent may have written the text) are shown as �."""
+        self.last_line_at = time.monotonic()
         self.console.print(visible(text, LONGEST_LINE), markup=False, soft_wrap=True)
         if not self.console.is_terminal:
             sys.stdout.flush()

@@ -1,6 +1,6 @@
 """The machine's devices, one holder each: what is timed has its device alone, whatever else this process does meanwhile.
 
-Agents that work side by side wait for their language models together and take turns here: at the GPUs, or at the CPU as one device.
+Agents that run in parallel wait here for a device: one of the GPUs, or the CPU as one device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _held: ContextVar[str | None] = ContextVar("device", default=None)
 
 @contextmanager
 def one() -> Iterator[None]:
-    """Hold a device until the block ends; waits for a free one. Who holds one already keeps it."""
+    """Hold a device until the block ends; waits for a free one. A caller that holds one already keeps it."""
     if _held.get() is not None:
         yield
         return
@@ -57,20 +57,20 @@ def compiled(root: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """What tells a process to use the held device only; nothing on a CPU, or while none is held."""
+    """The environment that restricts a process to the held device; empty on a CPU, or while none is held."""
     name = _held.get()
     return {"CUDA_VISIBLE_DEVICES": name} if name else {}
 
 
 def label() -> str:
-    """A word for names of folders that those who hold another device may not share; empty for the CPU."""
+    """A suffix for folders that holders of another device may not share; empty for the CPU."""
     return f"-{_held.get()}" if _held.get() else ""
 
 
 def nodes() -> list[str]:
     """The files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while none is held.
 
-    Which of several GPUs it may use, ``environment`` says: NVIDIA's driver numbers them by what it sees of all.
+    ``environment`` selects one of several GPUs: NVIDIA's driver numbers all that it sees.
     """
     found = [path for pattern in GPU_FILES for path in Path("/dev").glob(pattern)] if _held.get() else []
     return sorted(str(path) for path in found if not path.is_dir())
@@ -104,7 +104,7 @@ def side_by_side(jobs: Sequence[Callable[[], Found]]) -> list[Found]:
 
 @functools.cache
 def _free() -> queue.SimpleQueue[str]:
-    """The names of those that nobody holds; the CPU's is empty."""
+    """The names of the devices that are free; the CPU's is empty."""
     import torch
 
     count = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""What a user can cause. Each says what was wrong, where, and what to do; none costs anything already stored.
+"""What a user can cause. Each message has what was wrong, where, and what to do; nothing already stored is lost.
 
 What only a bug can cause is an ``assert``. The command line prints a ``FactoryError`` as one clear message and exits with
 its ``exit_code``; anything else is a bug and keeps its traceback.
@@ -35,7 +35,7 @@ class WorkspaceError(FactoryError):
 
 
 class IsolationError(FactoryError):
-    """No sandbox that can hold untrusted code is to be had; nothing was run."""
+    """No sandbox that can isolate untrusted code is available; nothing was run."""
 
     exit_code = 4
 

@@ -1,7 +1,7 @@
-"""Starts the trainer: one process, or as many ranks as ``factory.yaml`` says, through torchrun (torch elastic).
+"""Starts the trainer: one process, or as many ranks as ``factory.yaml`` has, through torchrun (torch elastic).
 
 Whatever starts them, the ranks die with the factory, and how the trainer ended is known here by its own exit code: torchrun
-tells only that a rank failed, so ranks leave theirs in the segment's folder.
+reports only that a rank failed, so ranks leave theirs in the segment's folder.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
@@ -23,14 +24,14 @@ from factory.core.stopping import TRAINER_SECONDS
 from factory.core.workspace import Workspace
 from trainer.contract import stopping
 
-EXIT_STOPPED = 75  # the trainer was told to stop, and goes on where its newest checkpoint is
+EXIT_STOPPED = 75  # the trainer was stopped, and goes on from its newest checkpoint
 EXIT_DISK_FULL = 74
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # what Linux has where torch could find several: NVIDIA, AMD, WSL
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=0")
 
 
 def ranks(workspace: Workspace) -> int:
-    """How many ranks train: what ``factory.yaml`` says; by default one for each GPU of this machine, one without any."""
+    """How many ranks train: ``ranks`` of ``factory.yaml``; by default one for each GPU of this machine, one without any."""
     if workspace.config.ranks:
         return workspace.config.ranks
     if not any(found for name in GPU_DEVICES for found in Path("/dev").glob(name)):
@@ -45,7 +46,7 @@ def launcher(workspace: Workspace) -> list[str]:
     where = workspace.root / "factory.yaml"
     if workspace.config.launcher:
         if not workspace.config.ranks:
-            raise ConfigError(f"{where}: launcher: say in 'ranks' how many ranks it starts")
+            raise ConfigError(f"{where}: launcher: set 'ranks' to the number of ranks that it starts")
         try:
             if words := shlex.split(workspace.config.launcher):
                 return words
@@ -90,7 +91,7 @@ def start_trainer(
 
 
 def ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Has it ended? Waits so long for it, and no longer than it takes."""
+    """Has it ended? Waits for at most so many seconds."""
     try:
         process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -107,7 +108,7 @@ def stop_trainer(process: subprocess.Popen[bytes]) -> None:
 
 
 def forget_exit(folder: Path) -> None:
-    """Before a start: what an earlier process said of its end is old."""
+    """Remove the exit codes of earlier processes, before a start."""
     for path in folder.glob("exit-*"):
         path.unlink(missing_ok=True)
 
@@ -121,7 +122,7 @@ def exit_code(process: subprocess.Popen[bytes], folders: Iterable[Path]) -> int:
 
 
 def last_words(log: Path) -> str:
-    """The line of a log that says best why it ended: the trainer's own, one of a rank's, else the last."""
+    """The line of a log that best explains why it ended: the trainer's own, one of a rank's, else the last."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     for start in ("trainer: ", "[rank"):
         if found := [line for line in lines[-200:] if line.startswith(start)]:
@@ -129,13 +130,42 @@ def last_words(log: Path) -> str:
     return lines[-1][:400] if lines else ""
 
 
-def die_with(parent: int) -> Callable[[], None]:
-    """To be run in the child: be told to end (SIGTERM) when the factory dies, however it dies."""
+def run_python(
+    code: Path, *words: str, heard: Callable[[str], object] = lambda _: None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python words`` on a checkout's code to its end; it dies with the factory. ``heard`` gets its standard error line by line."""
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=code,
+            env=os.environ | {"PYTHONPATH": str(code)} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=die_with(os.getpid()),
+        )
+        errors = []
+        try:
+            for line in process.stderr or ():
+                heard(line)
+                errors.append(line)
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        out.seek(0)
+        return subprocess.CompletedProcess(words, process.returncode, out.read(), "".join(errors))
 
-    def ask() -> None:
+
+def die_with(parent: int) -> Callable[[], None]:
+    """To be run in the child: it gets a SIGTERM when the factory dies, however it dies."""
+
+    def request() -> None:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before it was asked
+        if os.getppid() != parent:  # it died before the request
             os._exit(1)
 
-    return ask
+    return request

@@ -1,4 +1,4 @@
-"""How any policy file of the factory is read: YAML without doubled keys, unknown keys refused, nothing coerced."""
+"""How every policy file is read: strict YAML, unknown keys are errors, values are never converted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Strict(trainer.contract.strict.Strict):
-    """Unknown keys and values of another type are errors, and so are infinities; nothing changes after loading."""
+    """Unknown keys, values of another type and infinities are errors; a loaded policy does not change."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -33,5 +33,5 @@ def load_policy(schema: type[Policy], path: Path) -> Policy:
 
 
 def policy_sha256(policy: BaseModel) -> str:
-    """One hash of what a policy says, whatever its file's comments and spacing."""
+    """A hash of a policy's values: comments, spacing and spelled-out defaults of its file do not change it."""
     return hashlib.sha256(policy.model_dump_json().encode()).hexdigest()

@@ -9,43 +9,44 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
 from trainer.contract import stopping
 from trainer.contract.stopping import GRACE_SECONDS
 
-TRAINER_SECONDS = GRACE_SECONDS + 2.0  # within which a trainer that was told to end has ended
+TRAINER_SECONDS = GRACE_SECONDS + 2.0  # within which a trainer that got a SIGTERM has ended
 UNWIND_SECONDS = TRAINER_SECONDS + 1.0  # within which all has; then what is left is killed
 SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 
 class Stopped(BaseException):
-    """A signal said to end. No ``KeyboardInterrupt``: typer makes an exit of that, without a word."""
+    """SIGINT or SIGTERM came. No ``KeyboardInterrupt``: typer exits on that without a message."""
 
 
-_told: list[int] = []  # the signals of this process
+def heed_signals() -> Callable[[], None]:
+    """From now on SIGINT and SIGTERM raise ``Stopped`` in the main thread, which calls this. A signal that is ignored already
+    (nohup, a shell's background) stays ignored.
 
-
-def heed_signals() -> None:
-    """From now on a signal raises ``Stopped`` in the main thread, which calls this. One that whoever started us had ignored
-    (nohup, a shell's background) stays ignored."""
+    Returns what the main thread calls once it has unwound: it ends the process if a signal came.
+    """
+    received: list[int] = []
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
     stopping.watch(numbers, UNWIND_SECONDS, end)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        _told.append(number)
-        if len(_told) == 1:  # the second must not interrupt the unwinding: ``end`` is called for it
+        received.append(number)
+        if len(received) == 1:  # the second must not interrupt the unwinding: ``end`` is called for it
             raise Stopped
+
+    def end_if_stopped() -> None:
+        if received:
+            end(received[0])
 
     for number in numbers:
         signal.signal(number, stop)
-
-
-def end_if_told() -> None:
-    """Once the main thread has unwound."""
-    if _told:
-        end(_told[0])
+    return end_if_stopped
 
 
 def end(number: int) -> NoReturn:

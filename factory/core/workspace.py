@@ -56,47 +56,30 @@ def code_root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
+class Folder:
+    """A folder of a workspace, of the attribute's name."""
+
+    def __set_name__(self, owner: type[Workspace], name: str) -> None:
+        self.name = name
+
+    def __get__(self, workspace: Workspace, owner: type[Workspace]) -> Path:
+        return workspace.root / self.name
+
+
 @dataclass(frozen=True)
 class Workspace:
     root: Path
     config: Config
 
-    # -- where things lie -------------------------------------------------------------------------------------------
-    @property
-    def inbox(self) -> Path:
-        return self.root / "inbox"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.root / "quarantine"
-
-    @property
-    def shards(self) -> Path:
-        return self.root / "shards"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.root / "tokenizer"
-
-    @property
-    def segments(self) -> Path:
-        return self.root / "segments"
-
-    @property
-    def exports(self) -> Path:
-        return self.root / "exports"
-
-    @property
-    def worktrees(self) -> Path:
-        return self.root / "worktrees"
-
-    @property
-    def reports(self) -> Path:
-        return self.root / "reports"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
+    inbox = Folder()
+    quarantine = Folder()
+    shards = Folder()
+    tokenizer = Folder()
+    segments = Folder()
+    exports = Folder()
+    worktrees = Folder()
+    reports = Folder()
+    logs = Folder()
 
     @property
     def repository(self) -> Path:

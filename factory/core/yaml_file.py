@@ -9,7 +9,7 @@ from kernels.contract.strict_yaml import read_yaml
 
 
 def load_yaml(path: Path) -> object:
-    """What a YAML file holds. Raises: ConfigError where it cannot be read, or says a key twice."""
+    """The parsed file. Raises: ConfigError when it cannot be read, or has a key twice."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,5 +1,5 @@
-"""A deliberately bad shard, for showing and testing what ingest does with one: every kind of badness is made from
-what the workspace really holds, and good rows stand between them.
+"""A deliberately bad shard, to show and test ingest: every kind of bad row, made from the workspace's own documents, between
+good rows.
 """
 
 from __future__ import annotations
@@ -41,11 +41,8 @@ def write_bad_shard(path: Path, workspace: Workspace, ledger: Ledger) -> Path:
     if not known or not secret:
         raise InputError(f"{workspace.root} has no ingested and held-out text yet: ingest the corpus first")
     good = list(_inventories(6 * _OF_EACH))
-    plain, personal, carriers = (
-        good[: 2 * _OF_EACH],
-        good[2 * _OF_EACH : 3 * _OF_EACH],
-        good[3 * _OF_EACH : 4 * _OF_EACH],
-    )
+    plain, personal = good[: 2 * _OF_EACH], good[2 * _OF_EACH : 3 * _OF_EACH]
+    carriers = good[3 * _OF_EACH : 4 * _OF_EACH]
     rows = [_row(f"good/{i}", text) for i, text in enumerate(plain)]
     rows += [_row(f"personal/{i}", _with_personal_data(text, i)) for i, text in enumerate(personal)]
     rows += [_row(f"copy/{i}", text) for i, text in enumerate(known[:_OF_EACH])]
@@ -74,7 +71,7 @@ def _row(name: str, text: str) -> dict[str, Any]:
 
 
 def _ingested_texts(workspace: Workspace, ledger: Ledger) -> Iterator[str]:
-    """Texts of training documents that went in unchanged, as the token shards hold them."""
+    """Texts of training documents that ingest did not change, decoded from the token shards."""
     d, t = documents.c, token_shards.c
     statement = (
         sa.select(d.key, t.path)
@@ -104,7 +101,7 @@ def _edited(text: str, rng: random.Random) -> str:
 
 
 def _passage(text: str) -> str:
-    """Some forty words from the middle of a text."""
+    """Forty words from the middle of a text."""
     words = text.split()
     middle = len(words) // 2
     return " ".join(words[max(middle - 20, 0) : middle + 20])
@@ -117,7 +114,7 @@ def _with_personal_data(text: str, number: int) -> str:
 
 
 def _shuffled(line: bytes, rng: random.Random) -> bytes:
-    """The bytes in another order, some of them high, none a line end."""
+    """The bytes in random order, every tenth replaced by a non-ASCII one, without line ends."""
     data = bytearray(line.replace(b"\n", b" "))
     rng.shuffle(data)
     for place in range(0, len(data), 10):
@@ -126,7 +123,7 @@ def _shuffled(line: bytes, rng: random.Random) -> bytes:
 
 
 def _inventories(count: int) -> Iterator[str]:
-    """New text that is in no other shard: what some modules are made of, counted from their syntax trees."""
+    """New text that is in no other shard: counts over the syntax trees of some modules."""
     written = 0
     for path, source in source_files():
         module = read_module(path, source)

@@ -1,8 +1,7 @@
-"""Questions and answers about a module, grounded in its docstrings and signatures. Deterministic: a hash picks the
-wording.
+"""Questions and answers about a module, from its docstrings and signatures. Deterministic: a hash picks the wording.
 
-The wordings hold no run of 13 words that is free of names: that much in common would count as contamination between
-them."""
+No wording has a run of 13 words without a name: chats that share so much would count as contaminated.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ _LISTED = 12
 
 @dataclass(frozen=True)
 class Described:
-    """What the source says of one name. ``head`` is its ``def`` or ``class`` line, empty for a module; ``members``
-    are the parameters of a function, the public names of a class or module.
+    """One name of a module. ``head``: its ``def`` or ``class`` line, empty for a module; ``members``: the parameters of a
+    function, the public names of a class or module.
     """
 
     kind: str  # 'module' | 'class' | 'function' | 'method'
@@ -85,7 +84,7 @@ def chats(described: Sequence[Described]) -> Iterator[Messages]:
 
 
 def summary_of(doc: str, longest: int) -> str:
-    """The leading paragraphs of a docstring that fit; empty when not even the first does."""
+    """The first paragraphs of a docstring, up to ``longest`` characters; empty when the first does not fit."""
     kept: list[str] = []
     size = 0
     for paragraph in textwrap.dedent(doc).strip().split("\n\n"):

@@ -18,9 +18,7 @@ _TESTS = {"test", "tests", "idle_test"}
 
 @dataclass(frozen=True)
 class Module:
-    """One source file of the library. ``tree`` is None for tests, whose docstrings explain nothing, and what does not
-    parse.
-    """
+    """One source file of the library. ``tree`` is None for tests, whose docstrings explain nothing, and for what does not parse."""
 
     source: str  # 'Lib/json/decoder.py', the same on every machine
     name: str  # 'json.decoder'

@@ -1,4 +1,4 @@
-"""Docstrings as reference pages: what a module's syntax tree says of its public names, gathered into documents."""
+"""Docstrings as reference pages: the public names of a module's syntax tree, joined into documents."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _members(node: ast.Module | ast.ClassDef) -> tuple[str, ...]:
 
 
 def render(one: Described) -> str:
-    """A part of a reference page; empty for what has no docstring."""
+    """A part of a reference page; empty without a docstring."""
     if not one.doc:
         return ""
     indented = "\n".join(f"    {line}".rstrip() for line in one.doc.strip().split("\n"))
@@ -64,9 +64,7 @@ def topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def split_long(text: str) -> list[str]:
-    """Parts of at most ``_LONGEST_PAGE`` characters, cut between paragraphs, or lines where one paragraph is too
-    long.
-    """
+    """Parts of at most ``_LONGEST_PAGE`` characters, cut between paragraphs, or between lines of a longer paragraph."""
     if len(text) <= _LONGEST_PAGE:
         return [text] if text else []
     parts, current = [], ""
@@ -83,7 +81,7 @@ def split_long(text: str) -> list[str]:
 
 
 def paginate(parts: list[str]) -> list[str]:
-    """Parts in order, gathered into pages."""
+    """Parts joined into pages, in order."""
     pages, current = [], ""
     for part in filter(None, parts):
         if current and len(current) + len(part) > _PAGE:

@@ -1,1 +1,1 @@
-"""``factory demo``: the whole story on this machine, sized to some minutes."""
+"""``factory demo``: the whole factory once on this machine, sized to some minutes."""

@@ -1,8 +1,8 @@
-"""``factory demo``: the whole factory once, on real text, through the same code paths as the daemon, in the minutes it is given.
+"""``factory demo``: the whole factory once, on real text, through the same code as the daemon, in the minutes given.
 
-Nothing here is scripted but the arrival of the shards: what happens to them is the reconcile loop's and the code loop's business, and
-every number of the last screen is read back from the ledger. How large the model is, how long it trains and how much is measured
-follows from what this machine shows (``demo_size``). Killed half-way, the same command goes on where it was.
+Only the arrival of the shards is scripted: the reconcile loop and the code loop decide what happens to them, and every number
+of the last screen is read from the ledger. The size of the model, the steps and how much is measured follow from measurements
+of this machine (``demo_size``). After a kill the same command goes on where it was.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.console import Terminal
 from factory.core.errors import FactoryError, InputError, WorkspaceError
-from factory.core.launching import die_with
+from factory.core.launching import run_python
 from factory.core.workspace import Config, Workspace, code_root
 from factory.demo import demo_size
 from factory.demo.demo_size import LADDER, Seen, Shape, Size
@@ -33,15 +31,15 @@ from factory.ingest.inbox import arrived, ingest_arrived
 from factory.ledger.ledger import Ledger, proposals, sa, shards
 from factory.ledger.status import snapshot
 
-MARK = ".demo"  # only a folder with this file in it may be thrown away by --fresh
+MARK = ".demo"  # --fresh removes only a folder with this file
 BAD_SHARD = "surprise-00.jsonl"
-CODE = "code"  # in the workspace: a repository of the demo's own, so that yours gets no branches
+CODE = "code"  # in the workspace: the demo's own repository, so that yours gets no branches
 RECIPE = "policies/recipes/demo.yaml"
 SMALL_CORPUS = 4.0  # minutes below which half of the library is the corpus
 
 
 def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX, fresh: bool = False) -> None:
-    """Raises: InputError for minutes that it cannot keep; WorkspaceError when the folder holds a workspace that no demo made."""
+    """Raises: InputError for minutes out of range; WorkspaceError when the folder has files that no demo made."""
     began = time.monotonic()
     try:
         demo_size.checked(minutes)
@@ -50,10 +48,10 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
     root = where.expanduser().resolve()
     if root.exists() and any(root.iterdir()):
         if not (root / MARK).exists():
-            raise WorkspaceError(f"{root} holds something that no demo made: name another folder with --workspace")
+            raise WorkspaceError(f"{root} has files that no demo made: name another folder with --workspace")
         if fresh:
             if (root / "factory.yaml").exists():
-                with Workspace.open(root).lock(daemon.LOCK):  # not under a demo that is running
+                with Workspace.open(root).lock(daemon.LOCK):  # no demo may be running in it
                     pass
             shutil.rmtree(root)
     terminal.heading("1  A workspace, and a corpus: the standard library of this Python")
@@ -83,7 +81,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
     failure: FactoryError | None = None
     try:
         _code_loop(workspace, ledger, terminal)
-    except FactoryError as error:  # no sandbox here, say: all that came before stands
+    except FactoryError as error:  # for example without a sandbox; the earlier results stay
         failure = error
         terminal.line(f"  the code loop could not run: {error}")
     terminal.heading("7  What happened")
@@ -94,7 +92,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
 
 
 def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float, ingest: float) -> None:
-    """Measure, choose, and write what was chosen: the code's recipe and kernels, the workspace's policies. Says why."""
+    """Measure, choose sizes, and write them: the code's recipe and kernels, the workspace's policies."""
     from factory.computing.computing import describe_precision, measured_precision
     from trainer.contract.recipe import Recipe
 
@@ -107,7 +105,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         terminal.line(f"  {shape}: {measured['step_s'] * 1e3:,.0f} ms a step, {measured['tokens_per_s']:,.0f} tokens/s")
         better = demo_size.next_guess(minutes, shape, measured["step_s"])
         climbs = LADDER.index(better) > LADDER.index(shape)
-        if better == shape or attempt == 2 or (climbs and attempt == 1):  # what is taken was measured
+        if better == shape or attempt == 2 or (climbs and attempt == 1):  # the chosen shape must have been measured
             break
         shape = better
     seen = Seen(time.monotonic() - began, ingest, measured["start_s"], measured["step_s"])
@@ -120,8 +118,8 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     terminal.line(f"  seconds expected: {parts}")
     if size.over > 30:
         terminal.line(
-            f"  on this machine, as busy as it is now, that takes about {sum(size.seconds.values()) / 60:.1f} minutes: "
-            "fewer steps would show nothing"
+            f"  on this machine, with its present load, that takes about {sum(size.seconds.values()) / 60:.1f} minutes; "
+            "with fewer steps the model would learn too little"
         )
     _write_policies(workspace, size)
     edits = {KERNELS: plain_kernels, RECIPE: lambda text: _recipe_text(text, shape, size)}
@@ -134,7 +132,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
 
 
 def _read_recipe(text: str) -> dict[str, Any]:
-    """What a recipe's file says, and no default: a recipe is written of it again."""
+    """The keys of a recipe's file, without defaults."""
     from kernels.contract.strict_yaml import read_yaml
     from trainer.contract.errors import RecipeError
 
@@ -144,7 +142,7 @@ def _read_recipe(text: str) -> dict[str, Any]:
 
 
 def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[Shape, float]:
-    """Seconds of the products, attention and loss head of a step of each shape, by the rates that the probe found."""
+    """Seconds of the matrix products, attention and loss head of a step of each shape, by the probe's rates."""
     import torch
 
     from trainer.contract.plan.precision import DTYPES, parts
@@ -160,10 +158,10 @@ def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[Shape, float]
 
 
 def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any], title: str) -> dict[str, float]:
-    """Steps of the recipe in a process of its own, whose compiled code the training that follows finds again. ``start_s``: what
-    starting such a program takes, twice its imports.
+    """The rate of the recipe's steps, from a process of its own; training reuses its compiled code. ``start_s``: the start of
+    such a program, twice its imports.
 
-    Raises: FactoryError with what it said last.
+    Raises: FactoryError with the last line of its output.
     """
     folder = workspace.root / "cache"
     folder.mkdir(exist_ok=True)
@@ -171,23 +169,12 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     given.write_text(yaml.safe_dump(recipe))
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
     words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    environment = {
-        "PYTHONPATH": str(code_root()),
-        "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root)),
-    }
+    cache = str(devices.compiled(workspace.root))
     began = time.monotonic()
     with terminal.task(f"timing steps of {title} (the first compiles)"):
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=code_root(),
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            preexec_fn=die_with(os.getpid()),
-        )
+        done = run_python(code_root(), *words, TORCHINDUCTOR_CACHE_DIR=cache)
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        said = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise FactoryError(f"a step of the demo's recipe could not be timed: {said}")
     found = dict(json.loads(done.stdout.splitlines()[-1]))
     return found | {"start_s": 2 * (time.monotonic() - began - found["whole_s"])}
@@ -200,7 +187,7 @@ def _recipe_text(text: str, shape: Shape, size: Size) -> str:
 
 
 def _write_policies(workspace: Workspace, size: Size) -> None:
-    """Copies of the policies with as much measuring as there is time for; the thresholds are the shipped ones."""
+    """Copies of the policies with as much measuring as there is time for, and the shipped thresholds."""
     own = workspace.root / "policies"
     changes: dict[str, dict[str, Any]] = {
         "evals.yaml": size.evals,
@@ -220,7 +207,7 @@ def _write_policies(workspace: Workspace, size: Size) -> None:
 
 
 def plain_kernels(policy: str) -> str:
-    """kernels.yaml with what runs untuned in place of ``auto``: where a factory stands before it has measured anything."""
+    """kernels.yaml with the untuned implementations in place of ``auto``."""
     from agents.core.yaml_edit import set_value
     from kernels.contract.choice import UNTUNED
 
@@ -241,13 +228,13 @@ def _corpus(workspace: Workspace, terminal: Terminal, minutes: float) -> list[Pa
         os.rename(aside, folder)
     found = sorted(path for path in folder.glob("*.jsonl") if path.name != BAD_SHARD)
     if not found:
-        raise InputError(f"{folder} holds no shards: run 'factory demo --fresh'")
+        raise InputError(f"{folder} has no shards: run 'factory demo --fresh'")
     terminal.line("  " + ", ".join(f"{path.name} {path.stat().st_size / 1e6:.1f} MB" for path in found))
     return found
 
 
 def _bad_shard(workspace: Workspace, ledger: Ledger) -> Path:
-    """Made once, when the first documents are in: it holds copies of ingested and of held-out documents."""
+    """Written once, after the first ingest, because it has copies of ingested and of held-out documents."""
     from factory.corpus import write_bad_shard
 
     path = workspace.root / "corpus" / BAD_SHARD
@@ -257,7 +244,7 @@ def _bad_shard(workspace: Workspace, ledger: Ledger) -> Path:
 
 
 def _arrive(workspace: Workspace, ledger: Ledger, files: list[Path]) -> None:
-    """Drop shards into the inbox as a person would; those already ingested stay where they are."""
+    """Copy shards into the inbox, but not those that are ingested already."""
     from trainer.contract.data.token_shard import file_sha256
 
     known = {row["sha256"] for row in ledger.rows(sa.select(shards.c.sha256))}

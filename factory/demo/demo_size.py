@@ -1,8 +1,8 @@
-"""What fits into the demo's minutes: the model, the steps, and how much is measured. Pure, from what this machine showed so far.
+"""What fits into the demo's minutes: the model, the steps, and how much is measured. Pure functions of measured seconds.
 
-The story is the same everywhere: two candidates, one judged proposal. A faster machine gets a larger model and more of everything,
-not a shorter wait. A step should take about ``STEP_S`` of six minutes, so that the patch gate's runs, which repeat steps some 300
-times, leave time to learn in; the model is the largest of ``LADDER`` that keeps to it.
+Every machine runs the same story: two candidates, one judged proposal. A faster machine gets a larger model and more steps, not
+a shorter demo. A step should take about ``STEP_S`` in a demo of six minutes, so that the patch gate's runs, which repeat steps
+about 300 times, leave time for training; the model is the largest of ``LADDER`` with such steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 LEAST_MINUTES, MOST_MINUTES = 2.0, 120.0
 STEP_S = 0.15  # seconds of a step, where the demo has SIX minutes
 SIX = 6.0
-OVERHEAD = 2.0  # a step's seconds over those of its products, attention and loss head alone: what small models were seen to take
+OVERHEAD = 2.0  # a step's seconds over those of its products, attention and loss head alone; measured on small models
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Shape:
         """A recipe with these sizes. The rate was found at a width of 256 and moves with muP (``base_d_model``)."""
         sizes = {"d_model": self.d_model, "layers": self.layers, "heads": self.heads, "kv_heads": self.kv_heads}
         model = raw["model"] | sizes | {"d_ff": self.d_ff, "base_d_model": 256}
-        # Two micro-batches measure the gradient's noise for nothing; one would be split now and then, and compiled anew for it.
+        # With two micro-batches the gradient's noise costs nothing to measure; one would be split now and then, and compiled again.
         batch = raw["batch"] | {"sequences": self.sequences, "micro_sequences": self.sequences // 2}
         return raw | {"model": model, "batch": batch}
 
@@ -54,7 +54,7 @@ LADDER = (  # smallest first; each step takes 1.5 to 3 times as long as the one 
 
 @dataclass(frozen=True)
 class Seen:
-    """What this machine showed so far, in seconds."""
+    """Measured seconds of this machine."""
 
     spent: float  # since the demo began
     ingest: float  # of the first shards
@@ -64,7 +64,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Size:
-    """What the rest of the demo does. ``over``: seconds by which it will pass its minutes all the same; 0 where it fits."""
+    """The sizes of the rest of the demo. ``over``: seconds by which it will exceed its minutes; 0 where it fits."""
 
     first: int  # steps of the first trunk segment, of later ones, and of each anneal
     later: int
@@ -78,14 +78,12 @@ class Size:
 
 LEAST = {"first": 60, "later": 30, "anneal": 24}  # fewer steps, and a candidate may not beat the trigram
 SHARES = {"first": 0.44, "later": 0.24, "anneal": 0.16}  # of all steps; there are two anneals
-JUDGED_STEPS = (
-    310  # of the gate's runs and their warm-ups, measured twice, with four pairs; with two, TWO_PAIRS of them
-)
-TWO_PAIRS = 0.74
+JUDGED_STEPS = 310  # of the gate's runs and their warm-ups, measured twice, with four pairs
+TWO_PAIRS = 0.74  # share of those steps with two pairs
 
 
 def checked(minutes: float) -> float:
-    """Raises: ValueError that says what is possible."""
+    """Raises: ValueError for minutes out of range."""
     if not (math.isfinite(minutes) and LEAST_MINUTES <= minutes <= MOST_MINUTES):
         raise ValueError(
             f"--minutes {minutes:g}: the demo takes {LEAST_MINUTES:g} to {MOST_MINUTES:g} minutes; 6 is the default"
@@ -101,7 +99,7 @@ def first_guess(minutes: float, predicted: dict[Shape, float]) -> Shape:
 
 
 def next_guess(minutes: float, shape: Shape, step: float) -> Shape:
-    """The shape to try after ``shape`` took ``step`` seconds a step; the same one where that is near enough."""
+    """The shape to try after ``shape`` took ``step`` seconds a step; the same one where that is close enough."""
     ratio, place = step / (STEP_S * minutes / SIX), LADDER.index(shape)
     if ratio > 1.3 and place > 0:
         return LADDER[place - (2 if ratio > 5 and place > 1 else 1)]
@@ -111,21 +109,21 @@ def next_guess(minutes: float, shape: Shape, step: float) -> Shape:
 
 
 def plan(minutes: float, seen: Seen) -> Size:
-    """How the minutes that are left are spent."""
+    """The sizes that use the minutes that are left."""
     scale = min(1.0, minutes / SIX)
     evals = {
         "documents_per_domain": max(16, round(60 * scale)),
         "cloze_items_per_domain": max(10, round(40 * scale)),
         "chat_samples": max(4, round(12 * scale)),
     }
-    # What promotes is measured twice: two pairs in each of two measurements are enough for a gain as large as the demo's.
-    # On a noisy machine a measurement is made anew once: a second time would take another minute of the six.
+    # A gain that would promote is measured twice: two pairs in each are enough for one as large as the demo's.
+    # On a noisy machine a measurement is repeated once: a second time would take another minute of the six.
     hurried = minutes < 2 * SIX
     patch = {"steps": 10, "pairs": 2 if hurried else 4, "tries": 2 if hurried else 3, "long": 8 if scale == 1 else 4}
-    # Enough for two implementations at least, which are compiled first: with none there is nothing to propose.
+    # Enough for at least two implementations, which are compiled first: without any there is nothing to propose.
     measure = round(max(40.0 * scale, 15.0 + 5 * seen.start), 1)
     judged = JUDGED_STEPS * (1.0 if patch["pairs"] == 4 else TWO_PAIRS)
-    # In starts of a program that imports torch, as counted on two cores without a GPU: the work between them is small.
+    # Counted in starts of a program that imports torch, on two cores without a GPU; the work between them is small.
     fixed = {
         "ingest of the shards that come later": 0.5 * seen.ingest,
         "starting segments": 8 * seen.start,

@@ -1,4 +1,4 @@
-"""The demo's last screen: what came in, what was dropped, what was learnt, released and proposed, and why. Read back, never remembered."""
+"""The demo's last screen, read from the ledger: what was ingested, dropped, learnt, released and proposed, and why."""
 
 from __future__ import annotations
 

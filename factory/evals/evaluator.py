@@ -74,7 +74,7 @@ def evaluate_on(
         return known.id
     candidate = CandidateRow.get(ledger, candidate_id)
     if not suite.documents:
-        raise InputError("nothing is held out, so nothing can be measured: ingest more documents first")
+        raise InputError("no document is held out, so nothing can be measured: ingest more documents first")
     segment = SegmentRow.get(ledger, candidate.segment)
     plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]
     policy = EvalPolicy.load(workspace.policy("evals.yaml"))
@@ -116,7 +116,9 @@ def _measure(
     }
     try:
         if folder_sha256(export) != candidate.export_sha256:
-            raise ExportError(f"{export} has changed since it was exported: its hash is not the candidate's")
+            raise ExportError(
+                f"{export} has changed since it was exported: its hash is not the one recorded for the candidate"
+            )
         model = ReferenceModel.load(export)
         if model.config.vocab_size < tokenizer.vocab_size:
             raise ExportError(

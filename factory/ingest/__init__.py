@@ -2,7 +2,7 @@
 
 ``policy``         what ``policies/data.yaml`` may say
 ``readers``        a file as a stream of rows
-``document``       a row as a normalised document, or the rule that dropped it
+``document``       a row as a normalised document, or the rule that drops it
 ``filters`` ``pii``  rules per domain; personal data and secrets replaced
 ``words``          hashes of words and of runs of words, for the next three
 ``near_dup``       MinHash signatures and bands
@@ -10,7 +10,7 @@
 ``decontaminate``  overlap of training and held-out documents, in both directions
 ``worker`` ``pool``  the per-document work of the above, in processes
 ``index``          what the ledger knows of earlier shards
-``decide``         what documents are decided by together
+``decide``         duplicates, held-out split, contamination: decisions over the whole shard
 ``tokenizer`` ``vocabulary``  the tokenizer; its one training
 ``store``          the ledger rows, in one transaction
 """

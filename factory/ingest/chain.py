@@ -5,10 +5,10 @@
                  filter, PII, hashes   held-out,        round trip
                                        contamination
 
-All work is done before the transaction, which is the only thing that changes the ledger: killed at any instruction, the
-next call starts afresh and ends with the same rows, because every step is a function of the shard, the policy and the
-ledger. What a killed run leaves is a spool (removed by the next run) or a token shard that no ledger row names (found
-and used by the next run, as it is named by its content).
+All work is done before the transaction, which is the only step that changes the ledger. After a kill the next call starts
+again and ends with the same rows, because every step is a function of the shard, the policy and the ledger. A killed run
+leaves a spool (removed by the next run) or a token shard that no ledger row names (used by the next run, because a token
+shard is named by its content).
 
 The caller holds the workspace's ``ingest`` lock: two shards are never ingested at once.
 """
@@ -46,13 +46,13 @@ from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, fil
 _CHUNK_BYTES = 1 << 19
 _CHUNK_ROWS = 1000
 _WORTH_WORKERS = 4 << 20  # bytes of a shard below which starting processes takes longer than the work
-# A row that breaks one of these could not be read at all; too many, and the shard is quarantined.
+# Rules of rows that cannot be read at all; with too many of them the shard is quarantined.
 UNREADABLE = frozenset({"bad_json", "bad_encoding", "bad_schema", "row_too_long", "empty"})
 
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What became of a shard: its row of the ledger's ``shards``."""
+    """The result of an ingest: the shard's row of the ledger's ``shards``."""
 
     sha256: str
     name: str
@@ -72,11 +72,12 @@ def ingest_shard(
 ) -> ShardReport:
     """Ingest one file. A file with the same content is never ingested twice: the recorded report is returned.
 
-    ``workers``: processes for the per-document work; None is one a core, 0 is none (for small shards none are started).
+    ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard.
 
-    Raises: InputError when the path is no readable file or changes meanwhile; ConfigError for a bad policy; WorkerDied;
-    FactoryError when the disk is full. Whatever is wrong *inside* the file ends in a report: rows are dropped, each
-    by a rule, and a file that is unusable as a whole is quarantined."""
+    Raises: InputError when the path is not a readable file or changes during the ingest; ConfigError for a bad policy;
+    WorkerDied; FactoryError when the disk is full. What is wrong *inside* the file ends in a report: rows are dropped, each
+    by a rule, and a file that is unusable as a whole is quarantined.
+    """
     policy = DataPolicy.load(workspace.policy("data.yaml"))
     before, sha256 = _identify(path)
     if known := report(ledger, sha256):
@@ -124,7 +125,7 @@ class Ingested:
     """A shard that is ready to be stored."""
 
     rows: list[Row]
-    decided: Decided | None  # None when no document lives
+    decided: Decided | None  # None when every row was dropped
     finished: dict[str, Finished]  # by key; token arrays left out
     tokenizer: Tokenizer | None
     token_shard: TokenShard | None
@@ -192,9 +193,9 @@ def _run(
 
 
 def _settle(row: Row, result: Finished) -> TokenizedDocument | None:
-    """Give the row its fate, and the tokens of a training document on."""
+    """Set the row's fate. Returns the tokenised document when it is training data."""
     if result.dropped:
-        row.fate = ""  # a held-out document whose text does not come back is no more
+        row.fate = ""  # a held-out document that does not decode to the same text is dropped
         row.drop(*result.dropped, matched=row.matched)
         return None
     row.tokens, row.supervised_tokens = len(result.tokens), int(result.loss_mask.sum())

@@ -1,8 +1,8 @@
-"""What a shard's documents are decided by together: duplicates, the held-out split, contamination. In the order of
-rows.
+"""Decisions that need all documents of a shard: duplicates, the held-out split, contamination. In the order of rows.
 
-Input are the analysed chunks and the ledger's index; output are fates on the rows, and what is left to do for each
-document that lives. Nothing is written here."""
+The input is the analysed chunks and the ledger's index; the output is fates on the rows, and the work left for each
+remaining document. Nothing is written here.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from factory.ingest.rules import decontaminate
 from factory.ingest.rules.near_dup import NearDuplicates, Signatures
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes
-from factory.ingest.worker import Analysed, Task, spool_ngrams
+from factory.ingest.worker import Analysed, FinishTask, spool_ngrams
 
 
 @dataclass(frozen=True)
 class Decided:
-    """``tasks`` per chunk for the documents that live; ``held_out`` n-grams of the new held-out ones."""
+    """``tasks``: by chunk, for the remaining documents; ``held_out``: n-grams of the new held-out ones."""
 
-    tasks: list[list[Task]]
+    tasks: list[list[FinishTask]]
     held_out: dict[str, Hashes]
     near: NearDuplicates
     signatures: Signatures  # [alive, permutations], numbered as ``numbers``
@@ -34,7 +34,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class _Living:
-    """A document that has no fate yet, where its content lies, and its number in the shard."""
+    """A document without a fate yet, the place of its content, and its number in the shard."""
 
     row: Row
     number: int
@@ -60,9 +60,7 @@ def _living(analysed: Sequence[Analysed]) -> Iterator[_Living]:
 
 
 def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) -> list[_Living]:
-    """The first of equal or near-equal documents lives. A copy of a held-out document is contamination, and called
-    so.
-    """
+    """Drop all but the first of equal or near-equal documents. A copy of a held-out document counts as contamination."""
     known = index.kept_by_content([one.row.content_sha256 or "" for one in living])
     fates = index.fates(sorted({key for keys in near.stored.keys.values() for key in keys}))
     first: dict[str, str] = {}
@@ -79,9 +77,9 @@ def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) 
         elif found := near.match(one.number):
             other, similarity = found
             if isinstance(other, int):
-                row.drop("near_duplicate", f"{similarity:.0%} alike, in this shard", by_number[other])
+                row.drop("near_duplicate", f"{similarity:.0%} similar, in this shard", by_number[other])
             else:
-                _drop_copy(row, "near_duplicate", fates[other], f"{similarity:.0%} alike", other)
+                _drop_copy(row, "near_duplicate", fates[other], f"{similarity:.0%} similar", other)
         else:
             near.keep(one.number)
             by_number[one.number] = row.key
@@ -109,7 +107,7 @@ def _grams(living: Sequence[_Living], analysed: Sequence[Analysed], spool: Path)
 def _hold_out(
     living: Sequence[_Living], analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path
 ) -> dict[str, Hashes]:
-    """Choose the held-out documents: key → the n-grams by which later copies are known. Their rows get their fate."""
+    """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
     wanting = [one for one in living if one.row.wants_held_out]
     if not wanting:
         return {}
@@ -144,7 +142,7 @@ def _hold_out(
 
 
 def _places(ordered: Hashes, values: Hashes) -> np.ndarray:
-    """Where ``values`` stand in ``ordered``, those that do."""
+    """The positions in ``ordered`` of those ``values`` that are there."""
     places = np.searchsorted(ordered, values)
     places[places == len(ordered)] = 0
     return places[ordered[places] == values]
@@ -157,9 +155,9 @@ def _find_contamination(
     policy: DataPolicy,
     spool: Path,
     held_out: dict[str, Hashes],
-) -> list[list[Task]]:
+) -> list[list[FinishTask]]:
     known = decontaminate.HeldOutNgrams.of([*index.held_out_ngrams(), *held_out.items()])
-    tasks: list[list[Task]] = [[] for _ in analysed]
+    tasks: list[list[FinishTask]] = [[] for _ in analysed]
     for one, grams in _grams(living, analysed, spool):
         cuts: list[tuple[int, int]] = []
         if one.row.fate != "held_out":
@@ -167,5 +165,5 @@ def _find_contamination(
             cuts = decontaminate.spans(collisions, policy.decontamination.ngram)
             if cuts:
                 one.row.matched = known.owner(grams[collisions[0]])
-        tasks[one.chunk].append(Task(one.place, one.row.key, one.row.fate == "held_out", cuts))
+        tasks[one.chunk].append(FinishTask(one.place, one.row.key, one.row.fate == "held_out", cuts))
     return tasks

@@ -1,4 +1,4 @@
-"""One row of a shard: from the bytes that arrived to a normalised document, or to the rule that dropped it."""
+"""One row of a shard: from its bytes to a normalised document, or to the rule that drops it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROLES = ("system", "user", "assistant", "tool")
-_RESERVED = frozenset({"cloze", "all", "target"})  # names that the release gate gives to measures of its own
+_RESERVED = frozenset({"cloze", "all", "target"})  # names of the release gate's own measures
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}\Z")
 
 Content = dict[str, Any]  # {"text": str} or {"messages": [{"role", "content"}]}
@@ -25,12 +25,12 @@ class BadRow(Exception):
         self.detail = detail
 
     def __reduce__(self) -> tuple[type[BadRow], tuple[str, str]]:
-        return BadRow, (self.rule, self.detail)  # it travels to worker processes
+        return BadRow, (self.rule, self.detail)  # so that it can be pickled for worker processes
 
 
 @dataclass(slots=True)
 class Row:
-    """One row and what became of it. ``fate`` is empty until it is decided: 'train' | 'held_out' | 'dropped'."""
+    """One row and its fate: empty until it is decided, then 'train' | 'held_out' | 'dropped'."""
 
     number: int
     key: str
@@ -84,7 +84,7 @@ def parse_json(line: bytes) -> Any:
 
 
 def parse_document(row: Any, default_domain: str) -> Parsed:
-    """Check a decoded row against the document contract. Unknown keys are let through and not kept.
+    """Check a decoded row against the document contract. Unknown keys are ignored.
 
     Raises: BadRow 'bad_schema' | 'bad_encoding' | 'no_supervised' | 'empty'.
     """
@@ -114,7 +114,7 @@ def parse_document(row: Any, default_domain: str) -> Parsed:
             try:
                 value.encode("utf-8")
             except UnicodeEncodeError:
-                raise BadRow("bad_encoding", "holds half of a surrogate pair") from None
+                raise BadRow("bad_encoding", "contains half of a surrogate pair") from None
     return parsed
 
 
@@ -126,12 +126,12 @@ def normalise(content: Content, *, code: bool) -> Content:
     if "text" in content:
         text = _normal(content["text"], code)
         if not text:
-            raise BadRow("empty", "no text in it")
+            raise BadRow("empty", "there is no text")
         return {"text": text}
-    # Blanks at the start of a message would melt into the line end that closes its role.
+    # Blanks at the start of a message would merge with the line end after its role.
     messages = [{"role": m["role"], "content": _normal(m["content"], code).strip()} for m in content["messages"]]
     if not any(m["content"] for m in messages if m["role"] == "assistant"):
-        raise BadRow("empty", "the assistant says nothing")
+        raise BadRow("empty", "the assistant's messages are empty")
     return {"messages": messages}
 
 
@@ -166,12 +166,12 @@ def _messages(value: Any) -> list[dict[str, str]]:
             raise BadRow("bad_schema", f"message {place} is not an object")
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise BadRow("bad_schema", f"message {place}: role is none of {', '.join(ROLES)}")
+            raise BadRow("bad_schema", f"message {place}: role is not one of {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise BadRow("bad_schema", f"message {place}: content is not a string")
         messages.append({"role": role, "content": content})
     if all(message["role"] != "assistant" for message in messages):
-        raise BadRow("no_supervised", "no assistant message: nothing in it carries loss")
+        raise BadRow("no_supervised", "no assistant message, so no token carries loss")
     return messages
 
 

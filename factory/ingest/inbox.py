@@ -1,4 +1,4 @@
-"""The inbox: files that people drop in, taken when they are whole, ingested, and filed away."""
+"""The inbox: files that people put there are ingested once they are complete, and then moved away."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, shards
 
-SETTLE_SECONDS = 2.0  # a file that changed more recently may still be on its way
+SETTLE_SECONDS = 2.0  # a file that changed more recently may be incomplete
 PARTIAL = (".part", ".tmp", ".crdownload")
 LONGEST_NAME = 200
 Refused = frozenset[tuple[str, int]]  # (name, modification time in ns) of files that could not be ingested
 
 
 def arrived(workspace: Workspace, settle: float = SETTLE_SECONDS, refused: Refused = frozenset()) -> list[Path]:
-    """Regular files of the inbox that are whole: not hidden, not named as partial, not touched for ``settle`` seconds; by name."""
+    """Complete files of the inbox, by name: regular, not hidden, not named as partial, unchanged for ``settle`` seconds."""
     found = []
     workspace.inbox.mkdir(exist_ok=True)
     for entry in sorted(os.scandir(workspace.inbox), key=lambda e: e.name):
@@ -34,9 +34,10 @@ def arrived(workspace: Workspace, settle: float = SETTLE_SECONDS, refused: Refus
 
 
 def ingest_arrived(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> None:
-    """Ingest a file of the inbox, then file it away whole: under ``shards/raw/``, or ``quarantine/``.
+    """Ingest a file of the inbox, then move it to ``shards/raw/`` or ``quarantine/``.
 
-    Killed between the two, it is recognised the next time and only filed. A file that took its name meanwhile goes back.
+    After a kill between the two the next call recognises the content and only moves the file. Another file that got the
+    same name meanwhile is moved back.
     """
     from factory.ingest.chain import ingest_shard
     from trainer.contract.data.token_shard import file_sha256
@@ -54,7 +55,7 @@ def ingest_arrived(workspace: Workspace, ledger: Ledger, path: Path, progress: P
 
 
 def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] | None, reason: str | None) -> str:
-    """One line a person can read."""
+    """One line for people."""
     counts = counts or {}
     words = [f"{counts.get('train', 0):,} to train on, {counts.get('held_out', 0):,} held out"]
     dropped = counts.get("dropped")

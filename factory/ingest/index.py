@@ -1,4 +1,4 @@
-"""What ingest asks the ledger: documents known by content, near-duplicate bands, n-grams. Reads only."""
+"""Ingest's queries of the ledger: documents by content, near-duplicate bands, n-grams. Read only."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PARAMETERS = "ingest_index"  # key in ``meta``
 
 
 class Index:
-    """Everything ever kept, as one ingest sees it."""
+    """All documents of earlier shards that were not dropped."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def check(self, policy: DataPolicy) -> str:
-        """The parameters of the stored hashes; hashes made with others cannot be compared with them.
+        """The parameters that the stored hashes were made with; only hashes made with the same ones are comparable.
 
         Raises: ConfigError when the policy (or an installed library) has changed them.
         """
@@ -36,7 +36,7 @@ class Index:
         found = self._ledger.one(sa.select(meta.c.value).where(meta.c.key == PARAMETERS))
         if found and found["value"] != wanted:
             raise ConfigError(
-                f"data.yaml: this workspace's index was made with '{found['value']}', the policy now says '{wanted}': "
+                f"data.yaml: this workspace's index was made with '{found['value']}', the policy now asks for '{wanted}': "
                 "go back to the old values, or start a new workspace and ingest the same shards"
             )
         return wanted
@@ -81,7 +81,7 @@ class Index:
         return [(key, np.array(grams[key], np.int64).astype(np.uint64)) for key in sorted(grams)]
 
     def held_out_count(self) -> dict[str, int]:
-        """How many documents each domain holds out already."""
+        """The number of held-out documents by domain."""
         statement = sa.select(held_out.c.domain, sa.func.count().label("n")).group_by(held_out.c.domain)
         return {row["domain"]: row["n"] for row in self._ledger.rows(statement)}
 

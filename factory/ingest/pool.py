@@ -1,7 +1,7 @@
-"""Worker processes for the per-document work: results in order, a bounded number of chunks under way.
+"""Worker processes for the per-document work: results in order, a bounded number of chunks at a time.
 
-Processes are spawned, never forked: the parent may hold threads and database connections. A worker ends when its parent
-does, also when the parent is killed.
+Processes are spawned, not forked, because the parent may have threads and database connections. A worker ends with its
+parent, also when the parent is killed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from factory.core.errors import FactoryError
 from factory.ingest.worker import start_worker
 
 R = TypeVar("R")
-_AHEAD = 2  # chunks waiting or under way, per worker
+_AHEAD = 2  # chunks of each worker that wait or are worked on
 
 
 class WorkerDied(FactoryError):
-    """A worker process was killed, most likely for want of memory. Nothing was stored."""
+    """A worker process was killed, most likely because memory ran out. Nothing was stored."""
 
 
 class Pool:
-    """``workers`` processes, or none: with 0 the work is done here, chunk by chunk."""
+    """``workers`` processes; with 0 the work is done in this process, chunk by chunk."""
 
     def __init__(self, workers: int | None) -> None:
         self.workers = min(os.cpu_count() or 1, 16) if workers is None else workers
@@ -43,7 +43,7 @@ class Pool:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
     def map(self, function: Callable[..., R], calls: Iterable[tuple[Any, ...]]) -> Iterator[R]:
-        """``function(*call)`` for each call, in order; ``calls`` is drawn from only as fast as the work is done.
+        """``function(*call)`` for each call, in order; ``calls`` is consumed only as fast as the work is done.
 
         Raises: WorkerDied.
         """
@@ -61,6 +61,6 @@ class Pool:
                 yield under_way.popleft().result()
         except BrokenProcessPool as error:
             raise WorkerDied(
-                "a worker process of ingest died, most likely for want of memory; nothing was stored: run it again, "
+                "a worker process of ingest died, most likely because memory ran out; nothing was stored: run it again "
                 "with fewer workers or a smaller shard"
             ) from error

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from factory.ingest.document import BadRow
-from factory.ingest.rules.policy import Limits
+from factory.ingest.rules.policy import ShardLimits
 
 CODE = (
     ".py",
@@ -61,7 +61,7 @@ class ShardProblem(Exception):
         self.dropped = dropped or {}
 
 
-def read_rows(path: Path, limits: Limits) -> Iterator[RawRow]:
+def read_rows(path: Path, limits: ShardLimits) -> Iterator[RawRow]:
     """The rows of a shard, in order. Raises: ShardProblem."""
     suffixes = [s.lower() for s in path.suffixes] or [""]
     compression = COMPRESSIONS.get(suffixes[-1], "")
@@ -76,7 +76,7 @@ def read_rows(path: Path, limits: Limits) -> Iterator[RawRow]:
 class _Bounded(io.RawIOBase):
     """A decompressing stream that stops at a bomb and says what is wrong with a broken file."""
 
-    def __init__(self, inner: Any, path: Path, limits: Limits) -> None:
+    def __init__(self, inner: Any, path: Path, limits: ShardLimits) -> None:
         self._inner, self._name, self._limits = inner, path.name, limits
         self._size = path.stat().st_size
         self._given = 0
@@ -103,7 +103,7 @@ class _Bounded(io.RawIOBase):
         super().close()
 
 
-def _opened(path: Path, compression: str, limits: Limits) -> _Bounded:
+def _opened(path: Path, compression: str, limits: ShardLimits) -> _Bounded:
     inner: Any
     try:
         if compression == "gzip":
@@ -117,18 +117,18 @@ def _opened(path: Path, compression: str, limits: Limits) -> _Bounded:
     return _Bounded(inner, path, limits)
 
 
-def _jsonl(path: Path, compression: str, limits: Limits) -> Iterator[RawRow]:
+def _jsonl(path: Path, compression: str, limits: ShardLimits) -> Iterator[RawRow]:
     with _opened(path, compression, limits) as stream:
         yield from _lines(stream, limits.max_row_bytes)
 
 
-def _text(path: Path, compression: str, limits: Limits) -> Iterator[RawRow]:
+def _text(path: Path, compression: str, limits: ShardLimits) -> Iterator[RawRow]:
     """A text file is one document whose source is the file's name."""
     with _opened(path, compression, limits) as stream:
         yield {"text": _whole(stream, limits), "source": path.name}
 
 
-def _code(path: Path, compression: str, limits: Limits) -> Iterator[RawRow]:
+def _code(path: Path, compression: str, limits: ShardLimits) -> Iterator[RawRow]:
     with _opened(path, compression, limits) as stream:
         yield {"text": _whole(stream, limits), "source": path.name, "domain": "code"}
 
@@ -165,7 +165,7 @@ def _too_long(size: int, limit: int) -> BadRow:
     return BadRow("row_too_long", f"a row of {size} bytes; limits.max_row_bytes is {limit}")
 
 
-def _whole(stream: _Bounded, limits: Limits) -> str:
+def _whole(stream: _Bounded, limits: ShardLimits) -> str:
     blocks: list[bytes] = []
     size = 0
     while block := stream.read(_BLOCK):
@@ -187,7 +187,7 @@ def _refuse_other_encodings(head: bytes) -> None:
             raise ShardProblem(f"encoded as {name}, not UTF-8: convert it, for example with iconv")
 
 
-def _parquet(path: Path, compression: str, limits: Limits) -> Iterator[RawRow]:
+def _parquet(path: Path, compression: str, limits: ShardLimits) -> Iterator[RawRow]:
     try:
         with pq.ParquetFile(path) as file:
             columns = set(file.schema_arrow.names) & COLUMNS
@@ -218,7 +218,7 @@ def _parquet_row(batch: pa.RecordBatch, row: int, max_bytes: int) -> RawRow:
     return {name: value for name, value in values.items() if value is not None}
 
 
-Reader = Callable[[Path, str, Limits], Iterator[RawRow]]  # of (file, its compression or '', limits)
+Reader = Callable[[Path, str, ShardLimits], Iterator[RawRow]]  # of (file, its compression or '', limits)
 READERS: dict[str, Reader] = {  # by suffix, without that of a compression
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), _jsonl),
     **dict.fromkeys(TEXT, _text),

@@ -147,8 +147,8 @@ def _detail(row: Row) -> str | None:
 
 
 def _insert_plain(tx: sa.Connection, table: sa.Table, values: Iterator[tuple[Any, ...]]) -> None:
-    """Like ``_insert`` for tables of plain columns, in their order: these are by far the most rows, and SQLAlchemy's
-    work a row takes longer than SQLite's.
+    """As ``_insert``, for tables of plain columns in their order: most rows are theirs, and SQLAlchemy's work for a row
+    takes longer than SQLite's.
     """
     names = [column.name for column in table.columns]
     compiled = table.insert().compile(dialect=tx.dialect, column_keys=names)

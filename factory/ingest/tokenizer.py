@@ -1,12 +1,13 @@
 """The tokenizer: byte-level BPE, trained once on a bounded sample of the first ingest, then frozen.
 
-Frozen because token ids are what the trunk has learned: the ledger records the hash, and every later ingest checks it.
-Text is split with the Qwen2 pattern (numbers digit by digit, runs of line ends kept together: both matter for code) and
-encoded as bytes, so every string has ids and comes back exactly. Chat is ChatML.
+It is frozen because the trunk has learned its token ids: the ledger records its hash, and every later ingest checks it.
+Text is split with the Qwen2 pattern (numbers digit by digit, runs of line ends together: both matter for code) and encoded
+as bytes, so every string has ids and decodes to itself. Chat is ChatML.
 
-The special tokens cannot be written by a document: the string ``<|im_end|>`` inside text or a message is encoded as
-ordinary characters here, and the exported chat template defuses it with a blank (``<| im_end|>``), because other
-programs match special tokens in the rendered string."""
+A document cannot produce special tokens: the string ``<|im_end|>`` inside text or a message is encoded as ordinary
+characters here, and the exported chat template breaks it with a blank (``<| im_end|>``), because other programs match
+special tokens in the rendered string.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ CHAT_TEMPLATE = (
     "{%- endif -%}\n"
 )
 
-# The same pattern for text that is all ASCII, in the standard library's regex: with no letters, digits or blanks beyond
-# ASCII the two agree, and a table of known pieces then makes encoding three times as fast (4 against 1.5 MB/s a core).
+# The same pattern for ASCII text, in the standard library's regex: without letters, digits or blanks beyond ASCII the two
+# agree, and a table of known pieces then makes encoding three times as fast (4 instead of 1.5 MB/s on a core).
 _ASCII_PATTERN = re.compile(
     r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -55,8 +56,8 @@ _ASCII_PATTERN = re.compile(
 )
 # No piece spans a line end and the visible character after it, so text may be cut there.
 _SEGMENT = re.compile(r"(?<=\n)(?=\S)")
-_PIECES_AT_MOST = 300_000  # pieces remembered; then the table starts anew
-_LONGEST_PIECE = 64  # characters of a piece worth remembering
+_PIECES_AT_MOST = 300_000  # pieces in the table; then it is cleared
+_LONGEST_PIECE = 64  # characters; longer pieces are not put in the table
 
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
@@ -86,7 +87,7 @@ class Tokenizer:
             data = path.read_bytes()
             inner = tokenizers.Tokenizer.from_buffer(data)
         except OSError as error:
-            raise InputError(f"{folder} holds no tokenizer: {error.strerror}; the first ingest makes it") from error
+            raise InputError(f"{folder} has no tokenizer: {error.strerror}; the first ingest trains it") from error
         except Exception as error:  # the library raises bare Exception for a broken file
             raise InputError(f"{path} is not a tokenizer: {error}") from error
         if [inner.token_to_id(token) for token in SPECIAL] != [0, 1, 2]:
@@ -217,5 +218,5 @@ def train(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
 
 
 def holds_special(text: str) -> bool:
-    """Does the text spell a special token? Programs that match them in text give other ids for it than we do."""
+    """Does the text spell a special token? Programs that match them in text encode it differently."""
     return any(token in text for token in SPECIAL)

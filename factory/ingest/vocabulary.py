@@ -1,8 +1,7 @@
-"""The workspace's one tokenizer: loaded when it is there, else trained on a bounded sample of what waits to be
-ingested.
+"""The workspace's one tokenizer: loaded when it exists, else trained on a bounded sample of what waits to be ingested.
 
-The sample is drawn from the documents of the first shard that are to be trained on and, in equal shares, from the other
-shards waiting in the inbox, so that a first shard of chats does not leave code without words of its own.
+The sample is taken from the training documents of the first shard and, in equal shares, from the other shards in the
+inbox, so that a first shard of chats does not leave code without tokens of its own.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from factory.ingest.document import BadRow, Row, flat
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer, train
-from factory.ingest.worker import Task, read_row, spool_contents
+from factory.ingest.worker import FinishTask, read_row, spool_contents
 from factory.ledger.ledger import Ledger, tokenizers
 
-_OF_ONE_DOCUMENT = 50_000  # characters: one large file must not be the sample
+_OF_ONE_DOCUMENT = 50_000  # characters: one large file must not fill the sample
 _OTHER_SHARDS = 16
-_SMALL = 100_000  # characters below which a vocabulary is too small to be good
+_SMALL = 100_000  # characters; less is too little text for a good vocabulary
 
 
 def frozen_tokenizer(
     workspace: Workspace,
     ledger: Ledger,
     policy: DataPolicy,
-    tasks: Sequence[Sequence[Task]],
+    tasks: Sequence[Sequence[FinishTask]],
     spool: Path,
     path: Path,
     progress: Progress,
@@ -55,14 +54,16 @@ def frozen_tokenizer(
         for other in others:
             sample += _sample_file(other, policy, share)
         if sum(map(len, sample)) < _SMALL:
-            progress.line("the tokenizer is trained once, on what is there: this is very little text for it")
+            progress.line(
+                f"the tokenizer is trained once, and now on little text ({sum(map(len, sample)):,} characters): better start with more"
+            )
         bar.advance(note=f"{sum(map(len, sample)) / 1e6:.1f} MB of {len(others) + 1} shards")
         # It may be called from worker-free code, where the library would start threads of its own.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         return train(iter(sample), policy.tokenizer.vocab_size, workspace.tokenizer)
 
 
-def _sample_spool(tasks: Sequence[Sequence[Task]], spool: Path, budget: int) -> Iterator[str]:
+def _sample_spool(tasks: Sequence[Sequence[FinishTask]], spool: Path, budget: int) -> Iterator[str]:
     """Every k-th training document, so that about ``budget`` characters come from all over the shard."""
     total = sum(file.stat().st_size for file in spool.glob("*.jsonl"))
     every = max(1, -(-total // budget))
@@ -84,7 +85,7 @@ def _other_shards(workspace: Workspace, path: Path) -> list[Path]:
 
 
 def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
-    """The first documents of a shard that is still to be ingested; what is wrong with it will be said when it is."""
+    """The first documents of a shard that is not ingested yet; its ingest will report what is wrong with it."""
     drawn = 0
     try:
         for number, raw in enumerate(islice(read_rows(path, policy.limits), policy.limits.max_rows)):

@@ -1,10 +1,11 @@
-"""The per-document work, chunk by chunk, in worker processes. Plain functions of picklable arguments; no ledger here.
+"""The per-document work, chunk by chunk, in worker processes: functions of picklable arguments, without the ledger.
 
 ``analyse``  raw rows → fates of the bad ones; content, n-grams and near-duplicate signatures of the others
-``finish``   the chunk's decided documents → trimmed, tokenised, checked to come back exactly
+``finish``   the chunk's documents that are kept → trimmed, tokenised, checked to decode to the same text
 
-Between the two the normalised content lies in a spool of two files a chunk (JSON lines and n-gram hashes), so that
-memory does not grow with the shard."""
+Between the two the normalised content lies in a spool of two files for each chunk (JSON lines and n-gram hashes), so that
+memory does not grow with the shard.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,13 +29,13 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes, winnow, word_hashes
 from factory.ingest.tokenizer import Tokenizer, holds_special
 
-if TYPE_CHECKING:  # pyarrow, which workers have no use for
+if TYPE_CHECKING:  # it imports pyarrow, which workers do not need
     from factory.ingest.readers import RawRow
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for every chunk of a shard."""
+    """What all chunks of a shard share."""
 
     policy: DataPolicy
     spool: Path
@@ -42,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Analysed:
-    """One chunk. ``rows`` holds every row; ``alive`` the places in ``rows`` of those without a fate, in spool order."""
+    """One chunk. ``rows``: every row; ``alive``: positions in ``rows`` of those without a fate, in spool order."""
 
     chunk: int
     rows: list[Row]
@@ -52,8 +54,8 @@ class Analysed:
 
 
 @dataclass(frozen=True)
-class Task:
-    """What ``finish`` does with one document of the spool: its place there, and the word spans to cut."""
+class FinishTask:
+    """One document of the spool for ``finish``: its position there, and the word spans to cut."""
 
     place: int
     key: str
@@ -135,7 +137,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
         raise BadRow(*failure)
     content = _redact(content, rules.pii, row)
     row.content_sha256 = content_sha256(content)
-    # Other programs give a text that spells a special token other ids than we do: no such item to compare models on.
+    # Other programs encode a text that spells a special token differently, so it cannot compare models.
     row.wants_held_out = split.chosen(
         row.content_sha256, row.source, rules, policy.held_out.share
     ) and not holds_special(text)
@@ -154,13 +156,13 @@ def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
     return {"messages": [{"role": m["role"], "content": one(m["content"])} for m in content["messages"]]}
 
 
-def finish(job: Job, chunk: int, tasks: Sequence[Task], tokenizer_folder: Path) -> list[Finished]:
+def finish(job: Job, chunk: int, tasks: Sequence[FinishTask], tokenizer_folder: Path) -> list[Finished]:
     tokenizer = _tokenizer(tokenizer_folder)
     contents = spool_contents(job.spool, chunk)
     return [_finish_one(job.policy, task, contents[task.place], tokenizer) for task in tasks]
 
 
-def _finish_one(policy: DataPolicy, task: Task, content: Content, tokenizer: Tokenizer) -> Finished:
+def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenizer: Tokenizer) -> Finished:
     rules = policy.decontamination
     trimmed = 0
     if task.cuts:
@@ -187,14 +189,10 @@ def _finish_one(policy: DataPolicy, task: Task, content: Content, tokenizer: Tok
     return Finished(task.place, tokens, mask, sampled, trimmed)
 
 
-_loaded: dict[Path, Tokenizer] = {}
-
-
+@lru_cache(maxsize=1)
 def _tokenizer(folder: Path) -> Tokenizer:
-    if folder not in _loaded:
-        _loaded.clear()
-        _loaded[folder] = Tokenizer.load(folder)
-    return _loaded[folder]
+    """Loaded once by each worker process."""
+    return Tokenizer.load(folder)
 
 
 # -- the spool -------------------------------------------------------------------------------------------------------

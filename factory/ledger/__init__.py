@@ -1,1 +1,1 @@
-"""The ledger: SQL that remembers every shard, segment, candidate, verdict, release and proposal; and what is asked of it all day."""
+"""The ledger: SQL tables of every shard, segment, candidate, verdict, release and proposal; typed rows; the facts of ``factory status``."""

@@ -149,15 +149,13 @@ segments = sa.Table(
     C("code_commit", T, nullable=False),
     C("first_step", N, nullable=False),
     C("last_step", N, nullable=False),  # the step after which it ends
-    C(
-        "state", T, nullable=False
-    ),  # 'planned' | 'done' | 'failed' | 'uncertified' (its code may not go on; not started)
+    # 'planned' | 'done' | 'failed' | 'uncertified' (not started: its code has no certificate)
+    C("state", T, nullable=False),
     C("attempts", N, nullable=False, default=0),  # tries that failed; being stopped or killed is no failure
     C("folder", T, nullable=False),
-    C(
-        "computing", J(none_as_null=True)
-    ),  # precision, kernels and machine (factory.computing.computing); null: an older factory's
-    C("result", J),  # what result.json said, once done
+    # precision, kernels and machine (factory.computing.computing); null: an older factory's
+    C("computing", J(none_as_null=True)),
+    C("result", J),  # the content of result.json, once done
     C("created_at", F, nullable=False),
     C("finished_at", F),
 )
@@ -189,9 +187,8 @@ evaluations = sa.Table(
     C("id", SERIAL, primary_key=True),
     C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False),
     C("suite_sha256", T, nullable=False),  # identity of the held-out items and task versions
-    C(
-        "summary", J, nullable=False
-    ),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
+    # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
+    C("summary", J, nullable=False),
     C("created_at", F, nullable=False),
     sa.UniqueConstraint("candidate", "suite_sha256"),
 )
@@ -270,9 +267,8 @@ proposals = sa.Table(
     C("branch", T, nullable=False),
     C("commit", T),
     C("patch_sha256", T),
-    C(
-        "state", T, nullable=False
-    ),  # 'drafted' → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
+    # 'drafted' → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
+    C("state", T, nullable=False),
     C("verdict", N, sa.ForeignKey("verdicts.id")),
     C("report", T),
     C("created_at", F, nullable=False),
@@ -303,10 +299,10 @@ exchanges = sa.Table(  # every request to a language model, from before it was s
     C("tokens", N, nullable=False),  # the most that it can be; once settled, what it was
     C("usd", F, nullable=False),
     C("file", T),  # the whole exchange as JSON
-    C("trace", T),  # MLflow's, once it was told
+    C("trace", T),  # MLflow's, once MLflow has it
 )
 
-# What MLflow was told already: a run per segment / candidate / proposal.
+# The runs that MLflow has: one per segment, candidate, proposal, profile.
 tracked_runs = sa.Table("tracked_runs", metadata, C("subject", T, primary_key=True), C("run_id", T, nullable=False))
 
 

@@ -1,7 +1,8 @@
 """The nouns of the ledger as typed rows, read with plain SQL: ``factory status`` must not wait for SQLAlchemy's import (0.2 s).
 
-    >>> SegmentRow.get(ledger, 3).folder
-    >>> SegmentRow.first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind="trunk")
+    SegmentRow.get(ledger, 3).folder
+    SegmentRow.first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind="trunk")
+
     >>> str(Subject("candidate", 7)), Subject.parse("candidate:7").number
     ('candidate:7', 7)
 
@@ -86,7 +87,7 @@ class LedgerRow:
         return {name: getattr(self, name) for name in names.split()}
 
 
-# What the columns mean is said at the tables, in ``factory.ledger.ledger``.
+# The columns are documented at the tables, in ``factory.ledger.ledger``.
 @dataclass(frozen=True)
 class SegmentRow(LedgerRow):
     noun, source = "segment", "segments"

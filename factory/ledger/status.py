@@ -1,4 +1,4 @@
-"""What the factory holds right now, read from the ledger alone: the facts of ``factory status`` and of the demo's last screen."""
+"""The facts of ``factory status`` and of the demo's last screen, read from the ledger alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROPOSAL = "number agent target title hypothesis predicted_gain branch state rep
 
 
 def snapshot(workspace: Workspace) -> dict[str, Any]:
-    """The answers to what a person asks first, as plain JSON-ready data."""
+    """The facts of ``factory status``, as JSON-ready data."""
     db = Reader(workspace)
     shards = db.read(
         "SELECT name, sha256, state, reason, rows, counts, domains, tokens FROM shards ORDER BY ingested_at"
@@ -136,7 +136,7 @@ def screen(facts: dict[str, Any]) -> list[str]:
 
 
 def describe_average(averaged: dict[str, Any]) -> str:
-    """What ``averaged`` of an average segment's result says: 'average of 3 checkpoints (steps 10, 15, 20; uniform)'."""
+    """``averaged`` of an average segment's result in words: 'average of 3 checkpoints (steps 10, 15, 20; uniform)'."""
     parts = averaged["sources"]
     if averaged["rule"] == "uniform":
         return f"average of {len(parts)} checkpoints (steps {', '.join(str(part['step']) for part in parts)}; uniform)"

@@ -76,7 +76,7 @@ def _backup(workspace: Workspace, version: str) -> Path:
         closing(sqlite3.connect(aside)) as copy,
     ):
         ledger.backup(copy)
-        copy.execute("PRAGMA journal_mode=DELETE")  # one file, without a -wal beside it
+        copy.execute("PRAGMA journal_mode=DELETE")  # one file, no -wal
     with open(aside, "rb+") as file:
         os.fsync(file.fileno())
     aside.replace(path)

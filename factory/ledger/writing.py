@@ -36,7 +36,7 @@ def record_verdict(
     reasons: Sequence[str],
     evidence: dict[str, Any],
 ) -> int:
-    """Add a verdict; returns its id. What each value means is said at the table."""
-    bound = {"policy_sha256": policy_sha256, "subject_sha256": subject_sha256}
-    said = {"outcome": outcome, "reasons": list(reasons), "evidence": evidence}
-    return insert(tx, verdicts, gate=gate, subject=subject, against=against, **bound, **said, created_at=time.time())
+    """Add a verdict; returns its id. The table documents each value."""
+    hashes = {"policy_sha256": policy_sha256, "subject_sha256": subject_sha256}
+    judged = {"outcome": outcome, "reasons": list(reasons), "evidence": evidence}
+    return insert(tx, verdicts, gate=gate, subject=subject, against=against, **hashes, **judged, created_at=time.time())

@@ -1,7 +1,7 @@
 """The registered model in MLflow: a version for every judged candidate, so that people see, compare and approve there.
 
 A version's tags carry the verdict and the lineage; the alias ``candidate`` is the newest judged candidate, ``champion`` is
-whatever the ledger says it is. A version is found by its tags, so that registering again finds it instead of adding one.
+the ledger's champion. A version is found by its tags, so that registering again finds it instead of adding one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
 
 
 def write_report(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate_id: int, run: str) -> Path:
-    """Write ``reports/candidate-N.html`` and put it beside the candidate's run."""
+    """Write ``reports/candidate-N.html`` and attach it to the candidate's run."""
     path = workspace.reports / f"candidate-{candidate_id}.html"
     write_atomically(path, release_report(ledger, candidate_id))
     tracking.log_report(run, path)

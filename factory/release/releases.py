@@ -2,11 +2,11 @@
 
 Each step is idempotent and is recorded after it is done; killed anywhere, ``reconcile`` (or the same ``release`` again) goes
 on from the recorded state. The ledger decides who is champion: the newest ``promoted`` or ``rolled_back`` event. MLflow's
-alias and the served link follow it, and are put back when somebody or a crash moved them.
+alias and the served link follow it, and are put back when a person or a crash moved them.
 
 What is released is what was judged: before each step the export is hashed again and compared with the verdict's hash; a
 person's approval, where the policy asks for one, is recorded with that hash too. A verdict against a champion that is no
-longer champion says nothing any more: its release is withdrawn, and the candidate must be judged again.
+longer champion is out of date: its release is withdrawn, and the candidate must be judged again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MODES = ("automatic", "manual")
 
 
 class ApprovalNeeded(InputError):
-    """The policy wants a person's word before this release."""
+    """The policy requires a person's approval before this release."""
 
 
 def register_candidate(workspace: Workspace, ledger: Ledger, candidate_id: int) -> str:
@@ -118,7 +118,7 @@ def release(
 ) -> int:
     """Release the candidate that a verdict promotes; safe to call again, finishes what was begun. Returns its number.
 
-    approved_by: the person whose word this call is, where the policy asks for one.
+    approved_by: the person who approves by this call, where the policy requires approval.
 
     Raises: InputError when the verdict does not promote, is out of date, or the export is not what was judged;
     ApprovalNeeded when the policy wants a person first; TrackingError when MLflow cannot be reached (call again).
@@ -143,7 +143,7 @@ def release(
 
 
 def reconcile(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT) -> list[str]:
-    """Finish half releases, show what MLflow misses, put alias and served link back to what the ledger says.
+    """Finish half releases, show what MLflow misses, put alias and served link back to the ledger's champion.
 
     Returns what was done, one line each; nothing to do → empty. What cannot be repaired (an export that was tampered with)
     is among the lines as well. Raises: TrackingError.
@@ -205,7 +205,7 @@ class _Saga:
         self._move(row, "aliased", mlflow_version=version)
 
     def _version(self, row: ReleaseRow) -> str:
-        """The version of a release's candidate; made again when somebody deleted it."""
+        """The version of a release's candidate; made again when it was deleted."""
         with mlflow_errors("finding a version"):
             found = find_version(self.tracking.client, row.candidate, row.export_sha256)
         return str(found.version) if found else register(self.workspace, self.ledger, self.tracking, row.candidate)
@@ -259,7 +259,7 @@ class _Saga:
         return done
 
     def release_approved(self) -> list[str]:
-        """Release the newest promotion that waits for a person, once somebody approved it in MLflow."""
+        """Release the newest promotion that waits for a person, once a person approved it in MLflow."""
         verdict = VerdictRow.first(self.ledger, "WHERE gate = 'release' ORDER BY id DESC")
         if verdict is None or verdict.outcome != "promote":
             return []
@@ -288,7 +288,7 @@ class _Saga:
                     client.delete_registered_model_alias(MODEL, CHAMPION)
                 else:
                     client.set_registered_model_alias(MODEL, CHAMPION, want)
-                done.append(f"MLflow's champion was version {found}, the ledger says {want}: put back")
+                done.append(f"MLflow's champion was version {found}, the ledger's is version {want}: put back")
         if row and row.mlflow_version != want:
             self._move(row, row.state, mlflow_version=want)
         if row and not self._is_served(row):
@@ -336,7 +336,7 @@ def _check_champion(ledger: Ledger, verdict: VerdictRow) -> None:
     if verdict.against != subject:
         raise OutOfDate(
             f"verdict {verdict.id} judged {verdict.subject} against {verdict.against or 'no champion'}, but "
-            f"{subject or 'nobody'} is champion now: evaluate it again"
+            f"{subject or 'no candidate'} is champion now: evaluate it again"
         )
 
 

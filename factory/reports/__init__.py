@@ -1,1 +1,1 @@
-"""Pages and lines for people: a candidate's report, a proposal's, and where a release came from."""
+"""Reports for people: the page of a candidate, the page of a proposal, and provenance."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from agents.core.pages import number, text
 
 Points = Sequence[tuple[float, float]]
+BINS = 240  # points of a curve
 
 
 def legend(colours: Mapping[str, str]) -> str:
@@ -66,11 +67,9 @@ def intervals(rows: Mapping[str, tuple[float, float, float]]) -> str:
     return f'<svg viewBox="0 0 {width} {y + 8}" role="img">{zero}{"".join(out)}{foot}</svg>'
 
 
-def curves(lines: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = (), bins: int = 240) -> str:
-    """Lines over steps, each averaged into at most ``bins`` points; ``marks`` are named steps (a branch, a new generation)."""
-    made = {
-        name: _binned([p for p in points if _finite(p[0]) and _finite(p[1])], bins) for name, points in lines.items()
-    }
+def curves(lines: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = ()) -> str:
+    """Lines over steps, each averaged into at most ``BINS`` points; ``marks`` are named steps (a branch, a new generation)."""
+    made = {name: _binned([p for p in points if _finite(p[0]) and _finite(p[1])]) for name, points in lines.items()}
     made = {name: points for name, points in made.items() if len(points) > 1}
     if not made:
         return ""
@@ -106,9 +105,9 @@ def _finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _binned(points: Points, bins: int) -> list[tuple[float, float]]:
-    """Neighbours averaged so that at most ``bins`` points are left."""
-    size = max(1, math.ceil(len(points) / bins))
+def _binned(points: Points) -> list[tuple[float, float]]:
+    """Neighbours averaged so that at most ``BINS`` points are left."""
+    size = max(1, math.ceil(len(points) / BINS))
     chunks = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(p[0] for p in chunk) / len(chunk), sum(p[1] for p in chunk) / len(chunk)) for chunk in chunks]
 

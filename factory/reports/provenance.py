@@ -1,4 +1,4 @@
-"""Both ways through the ledger: what became of a document, and what a release was made of."""
+"""Provenance, in both directions: the fate of a document, and what a release was made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The virtual environment: whether it is whole, how it is made, and its byte-code."""
+"""The virtual environment: whether it is complete, how it is made, and its byte-code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from factory.set_up.journal import Journal, since
 
-# What the demo's processes import, a half each for two processes at once.
+# What the demo's processes import, one half for each of two processes.
 IMPORTS = (
     "torch._inductor.compile_fx torch.profiler torch.distributed torch.utils.cpp_extension safetensors.torch tokenizers "
     "transformers.models.qwen3.modeling_qwen3",
@@ -24,13 +24,13 @@ DEV_IMPORTS = ("pytest xdist.plugin hypothesis",)
 
 
 def fingerprint(root: Path) -> str:
-    """Of what a virtual environment is made from. Its scripts name the folder, so a checkout that was moved is set up again."""
+    """A hash of what the virtual environment is made from. Its scripts name the folder, so a moved checkout is set up again."""
     parts = [str(root).encode(), *((root / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def packages(venv: Path) -> Path | None:
-    """Where its packages are; None without a virtual environment, or with one whose Python is gone or has become another."""
+    """The folder of its packages; None without a virtual environment, or when its Python is missing or has another version."""
     ask = "import sys; print('python%d.%d' % sys.version_info[:2])"
     try:
         answer = subprocess.run([venv / "bin" / "python", "-I", "-c", ask], capture_output=True, text=True, timeout=60)
@@ -41,27 +41,27 @@ def packages(venv: Path) -> Path | None:
 
 
 def whole(folder: Path) -> int:
-    """Packages that are there to the last file: pip writes RECORD at the end."""
+    """The number of completely installed packages: pip writes RECORD last."""
     return sum(1 for _ in folder.glob("*.dist-info/RECORD"))
 
 
 def forget_halves(folder: Path) -> None:
-    """Undo what a killed pip left. It takes a package for installed whose METADATA is there, RECORD or not."""
+    """Remove what a killed pip left. Pip counts a package with METADATA as installed, with or without RECORD."""
     for path in folder.glob("*.dist-info"):
         if not (path / "RECORD").exists():
             shutil.rmtree(path)
-    for path in folder.glob("~*"):  # where pip puts aside what it is about to replace
+    for path in folder.glob("~*"):  # pip moves what it replaces there
         _remove(path)
 
 
 def make_venv(venv: Path, journal: Journal) -> Path:
-    """Returns the folder of its packages. One that is whole stays, and what a killed pip left in it goes."""
+    """Make it, or clean up one that is complete. Returns the folder of its packages."""
     folder = packages(venv)
     if folder:
         forget_halves(folder)
         if any(folder.glob("pip-*.dist-info")):
             return folder
-    for name in ("bin", "include", "lib", "lib64", "share", "pyvenv.cfg"):  # neither the log nor what pip has cached
+    for name in ("bin", "include", "lib", "lib64", "share", "pyvenv.cfg"):  # but not the log or pip's cache
         _remove(venv / name)
     journal.say(f"making {venv.name} with Python {'.'.join(map(str, sys.version_info[:3]))}")
     began = time.monotonic()
@@ -73,9 +73,9 @@ def make_venv(venv: Path, journal: Journal) -> Path:
 
 
 def compile_imports(venv: Path, groups: Sequence[str], journal: Journal) -> None:
-    """Import each group once, all groups at the same time. That writes the byte-code, which the sandbox cannot do later, and shows
-    that what was installed can be imported."""
-    journal.say("compiling what will be imported")
+    """Import each group once, all groups at the same time. That writes the byte-code, which the sandbox cannot do later, and
+    checks that the installed packages can be imported."""
+    journal.say("compiling the packages that will be imported")
     began = time.monotonic()
     unwanted = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONPATH", "PYTHONHOME")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
@@ -83,7 +83,7 @@ def compile_imports(venv: Path, groups: Sequence[str], journal: Journal) -> None
     lines = ("; ".join(f"import {name}" for name in group.split()) for group in groups)
     commands = [[str(venv / "bin" / "python"), "-sPc", line] for line in lines]
     if journal.follow(commands, lambda: f"compiling, {since(began)}", environment=environment):
-        journal.fail("what was installed cannot be imported", "remove .venv, then run the same command again")
+        journal.fail("the installed packages cannot be imported", "remove .venv, then run the same command again")
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Commands that are never silent: all their lines go to a log, what matters to the terminal, and if nothing does, how far they are."""
+"""Run commands with progress: all their lines go to a log, the important ones to the terminal, and after a silence their state."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-EVERY = 5.0  # seconds of silence until a line says how far it is
+EVERY = 5.0  # seconds of silence before a line of progress
 LONGEST_ERROR = 60  # lines
 ERROR = re.compile(r"\s*(ERROR|error|fatal|E):|Traceback")
 
 
 class SetUpError(Exception):
-    """What stands in the way, and what to do about it."""
+    """What prevents the set-up, and what to do about it."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """``say`` prints a line; ``log`` is a file of the disk, whose lock says that somebody works here."""
+    """``say`` prints a line; ``log`` is a file, locked while a set-up runs."""
 
     log: IO[str]
     say: Callable[[str], None]
@@ -37,8 +37,8 @@ class Journal:
         hear: Callable[[str], str] = lambda line: "",
         environment: dict[str, str] | None = None,
     ) -> int:
-        """Run the commands at once, say what ``hear`` makes of each of their lines, and ``state`` after ``EVERY`` seconds of
-        silence. Returns the worst exit status."""
+        """Run the commands at the same time. Prints what ``hear`` returns for each of their lines, and ``state()`` after ``EVERY``
+        seconds of silence. Returns the largest exit status."""
         lines: queue.Queue[str | None] = queue.Queue()
         running: list[subprocess.Popen[str]] = []
         try:
@@ -63,7 +63,7 @@ class Journal:
             text=True,
             errors="replace",
             env=environment,
-            pass_fds=[self.log.fileno()],  # an orphan keeps the lock for as long as it writes
+            pass_fds=[self.log.fileno()],  # an orphan holds the lock while it writes
         )
 
     def _listen(
@@ -82,23 +82,25 @@ class Journal:
                 pipes -= 1
                 continue
             self.log.write(line)
-            told = hear(line.rstrip()) if line else ""
-            if not told and time.monotonic() - said >= EVERY:
-                told = state()
-            if told:
-                self.say(f"  {told}")
+            text = hear(line.rstrip()) if line else ""
+            if not text and time.monotonic() - said >= EVERY:
+                text = state()
+            if text:
+                self.say(f"  {text}")
                 said = time.monotonic()
 
     def fail(self, what: str, advice: str = "") -> NoReturn:
-        """Raises: SetUpError with what the last command said from its first error on, without the warnings around it."""
+        """Raises: SetUpError with the last command's output from its first error on, without warnings."""
         text = Path(self.log.name).read_text(errors="replace")
         lines = [
             line for line in text.rpartition("\n$ ")[2].splitlines()[1:] if not line.lstrip().startswith("WARNING")
         ]
         errors = (number for number, line in enumerate(lines) if ERROR.match(line))
         shown = lines[next(errors, max(len(lines) - 20, 0)) :][-LONGEST_ERROR:]
-        todo = advice or "when that is mended, run the same command again: it goes on from here"
-        raise SetUpError("\n".join([*(f"  {line}" for line in shown), f"{what} (all of it: {self.log.name}); {todo}"]))
+        todo = advice or "when that is solved, run the same command again: it goes on from here"
+        raise SetUpError(
+            "\n".join([*(f"  {line}" for line in shown), f"{what} (the whole output: {self.log.name}); {todo}"])
+        )
 
 
 def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
@@ -117,7 +119,7 @@ def since(began: float) -> str:
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all files under it; what vanishes meanwhile counts nothing."""
+    """The size of all files under it."""
     total, folders = 0, [str(folder)]
     while folders:
         try:

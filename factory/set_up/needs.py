@@ -1,4 +1,4 @@
-"""What must be on this machine already, and bubblewrap, which is installed where that is possible."""
+"""What this machine must have, and bubblewrap, which is installed where that is possible."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from factory.set_up.journal import Journal, size
 
-WITHOUT = "the sandbox makes its namespaces itself where the kernel lets it ('factory doctor' tells)"
+WITHOUT = "the sandbox makes its namespaces itself where the kernel allows it ('factory doctor' shows whether it does)"
 
 
 def obstacles(root: Path, bytes_needed: float, makes_venv: bool) -> Iterator[str]:
-    """A line for each thing that is missing and that we cannot install."""
+    """One line for each missing thing that a person has to install."""
     if makes_venv and not all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")):
         yield f"{sys.executable} cannot make virtual environments: install python3-venv with your system's package manager"
     if not shutil.which("git"):
@@ -25,11 +25,11 @@ def obstacles(root: Path, bytes_needed: float, makes_venv: bool) -> Iterator[str
         yield "a C++ compiler is needed (torch.compile uses it): install g++ with your system's package manager"
     free = shutil.disk_usage(root).free
     if free < bytes_needed:
-        yield f"about {size(bytes_needed)} of disk are needed, and {root} has {size(free)}"
+        yield f"about {size(bytes_needed)} of disk are needed, and {root} has {size(free)}: free some space"
 
 
 def bubblewrap(journal: Journal) -> None:
-    """The sandbox for proposed patches works better with it; a factory without it says so and goes on."""
+    """Install bubblewrap where that is possible. Without it the sandbox may still work, so set-up goes on."""
     if shutil.which("bwrap"):
         return
     if os.geteuid() or not shutil.which("apt-get"):
@@ -42,7 +42,7 @@ def bubblewrap(journal: Journal) -> None:
     for command in (update, install):
         state = _state(command[1], began)
         if journal.follow([command], state, hear=_heard, environment=environment):
-            journal.say(f"bubblewrap could not be installed ({journal.log.name} says why): {WITHOUT}")
+            journal.say(f"bubblewrap could not be installed (see {journal.log.name}): {WITHOUT}")
             return
 
 

@@ -1,4 +1,4 @@
-"""pip, in plain words: what it downloads and how large that is, then how much of it is unpacked."""
+"""pip, with progress in short lines: what it downloads and how large that is, then how much of it is unpacked."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ DOWNLOAD = re.compile(
 COLLECT = re.compile(r"\s*Collecting (?P<name>[\w.-]+)")
 INSTALL = re.compile(r"Installing collected packages: (?P<names>.+)")
 UNREACHED = re.compile(r"connection broken|NewConnectionError|ConnectTimeoutError|name resolution")
-NETWORK = "the package index cannot be reached from here: see to the network or to pip's configuration, then run the same command again"
+NETWORK = "the package index cannot be reached from here: check the network and pip's configuration, then run the same command again"
 
 
 def install(venv: Path, folder: Path, wanted: Sequence[str], journal: Journal) -> None:
-    """``pip install`` with the arguments ``wanted``. Raises: SetUpError with what pip says of its error."""
-    aside = venv / "tmp"  # pip downloads to here: on the disk that was looked at, and seen as it grows
+    """``pip install`` with the arguments ``wanted``. Raises: SetUpError with pip's error."""
+    aside = venv / "tmp"  # pip downloads to here: on the checked disk, and its growth is the progress
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
-    told = Told(folder, aside)
-    # Byte-code of all packages would take a third of the time; ``compile_imports`` writes that of those that are imported.
+    output = PipOutput(folder, aside)
+    # Byte-code of all packages would take a third of the time; ``compile_imports`` writes only what is imported.
     options = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--no-compile"]
     command = [str(venv / "bin" / "python"), "-I", "-m", "pip", "install", *options, *wanted]
     environment = {**os.environ, "TMPDIR": str(aside)}
-    code = journal.follow([command], told.state, told.hear, environment)
+    code = journal.follow([command], output.state, output.hear, environment)
     shutil.rmtree(aside, ignore_errors=True)
     if code:
-        journal.fail("pip could not install the packages", NETWORK if told.unreached else "")
+        journal.fail("pip could not install the packages", NETWORK if output.unreached else "")
 
 
-class Told:
-    """What pip has said so far. ``hear`` takes a line of it and returns what is worth saying, ``state`` says how far it is."""
+class PipOutput:
+    """Pip's output so far. ``hear`` takes a line and returns the text to print, if any; ``state`` describes the progress."""
 
     def __init__(self, folder: Path, aside: Path) -> None:
         self.folder, self.aside = folder, aside
@@ -58,7 +58,7 @@ class Told:
             return self._unpack(match["names"].count(",") + 1)
         elif UNREACHED.search(line) and not self.unreached:
             self.unreached = True
-            return "no answer from the package index: pip tries again"
+            return "no answer from the package index; pip tries again"
         return ""
 
     def _unpack(self, count: int) -> str:
@@ -79,7 +79,7 @@ class Told:
 
 
 def download(how: str, url: str, amount: str | None, unit: str | None) -> str:
-    """Downloading, ``…/pyarrow-25.0.1-cp311-….whl``, 50.1, MB → a line; nothing for what is small, and for files of metadata."""
+    """Downloading, ``…/pyarrow-25.0.1-cp311-….whl``, 50.1, MB → a line; '' for small files and metadata."""
     package = re.fullmatch(r"(?P<name>[^-]+)-(?P<version>[^-]+?)(-.+\.whl|\.tar\.gz|\.zip)", url.rsplit("/", 1)[-1])
     if not package or not amount or not unit or float(amount) * UNITS[unit] < LARGE:
         return ""

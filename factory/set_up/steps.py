@@ -1,4 +1,4 @@
-"""The order of a set-up, and when none is needed."""
+"""The steps of a set-up, and when none is needed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from factory.set_up.journal import EVERY, Journal, SetUpError, bytes_in, since, 
 from factory.set_up.needs import bubblewrap, obstacles
 from factory.set_up.pip import install
 
-# Bytes while packages are unpacked, with torch's CPU build: .venv grows to 1.7 GB, 2.8 with triton and the other tools of development, and
-# holds what was fetched, 0.4 and 0.7 GB, until the end.
+# Bytes while packages are unpacked, with torch's CPU build: .venv grows to 1.7 GB, 2.8 with triton and the development tools,
+# and holds the downloads, 0.4 and 0.7 GB, until the end.
 NEEDED, DEV_NEEDED = 2.5e9, 4e9
 STAMP, DEV_STAMP = ".ready", ".ready-dev"
 
@@ -30,7 +30,7 @@ def set_up(
     imports: Sequence[str] = IMPORTS,
     dev_imports: Sequence[str] = DEV_IMPORTS,
 ) -> None:
-    """Make ``root/.venv`` or bring it up to date, ``dev``: with what tests, lint and benchmarks need. Raises: SetUpError."""
+    """Make ``root/.venv`` or bring it up to date. ``dev``: with what tests, lint and benchmarks need. Raises: SetUpError."""
     venv, made_from = root / ".venv", fingerprint(root)
     stamps = [venv / STAMP, venv / DEV_STAMP] if dev else [venv / STAMP]
     ready = lambda: packages(venv) and all(stamp.exists() and stamp.read_text() == made_from for stamp in stamps)
@@ -40,10 +40,10 @@ def set_up(
     if missing := list(obstacles(root, needed, makes_venv=not packages(venv))):
         raise SetUpError("\n".join(missing))
     with _journal(venv, say) as journal:
-        if ready():  # made by the one that was waited for
+        if ready():  # the set-up that was waited for made it
             return
         began = time.monotonic()
-        for name in (STAMP, DEV_STAMP):  # what is half new is not the old one either
+        for name in (STAMP, DEV_STAMP):  # a half-updated environment matches neither
             (venv / name).unlink(missing_ok=True)
         bubblewrap(journal)
         folder = make_venv(venv, journal)

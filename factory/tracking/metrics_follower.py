@@ -37,7 +37,7 @@ class MetricsFollower:
         close: Callable[[], None],
     ) -> None:
         self.path = path
-        self.last_step: int | None = None  # highest step the run has; None until the run was asked
+        self.last_step: int | None = None  # highest step the run has; None until the run was read
         self._workspace, self._client, self._run_of, self._say, self._close = workspace, client, run, say, close
         self._run: str | None = None
         self._offset = 0  # bytes of whole lines that are in MLflow
@@ -47,7 +47,7 @@ class MetricsFollower:
     def poll(self) -> int:
         """Log the whole lines that were added since the last poll; returns how many steps were logged.
 
-        Raises nothing when MLflow is locked or gone: says so once, and the next poll tries again from the same place.
+        Raises nothing when MLflow is locked or gone: reports it once, and the next poll tries again from the same place.
         """
         return self._without_raising(self._poll)
 
@@ -61,7 +61,7 @@ class MetricsFollower:
             return act()
         except (TrackingError, WorkspaceError) as error:
             if not self._complained:
-                self._say(f"{error}; training goes on, and MLflow is told later")
+                self._say(f"{error}; training goes on, and MLflow gets the metrics later")
                 self._complained = True
             return 0
 

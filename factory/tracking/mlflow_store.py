@@ -31,12 +31,12 @@ ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "ERROR",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "GIT_PYTHON_REFRESH": "quiet",
-    "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",  # a trace is kept when the call returns, or told again later
+    "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",  # a trace is stored when the call returns, or sent again later
 }
 
 
 class TrackingError(FactoryError):
-    """MLflow's store cannot be reached, read or written. Nothing that the ledger knows is lost."""
+    """MLflow's store cannot be reached, read or written. Nothing in the ledger is lost."""
 
     exit_code = 6
 
@@ -82,7 +82,7 @@ def open_client(workspace: Workspace) -> MlflowClient:
 
 
 def check_writable(workspace: Workspace, patience: float = 1.0) -> None:
-    """Find out within ``patience`` seconds that somebody holds an SQLite store's write lock; MLflow itself waits 20.
+    """Find out within ``patience`` seconds that another process holds an SQLite store's write lock; MLflow itself waits 20.
 
     Raises: TrackingError.
     """

@@ -1,8 +1,8 @@
 """What MLflow shows: a run per segment, candidate and proposal (DESIGN §5, Tracking). The ledger decides, MLflow shows.
 
-Everything here can be told to MLflow again without doubling anything: a run is found by its ``factory.subject`` tag, a
-metric point is the same point when key, step, timestamp and value are, and ``tracked_runs`` remembers which run is whose.
-So MLflow may be locked, slow or even deleted: what is missing is told again later, and training never waits for it.
+Everything here can be sent to MLflow again without doubling anything: a run is found by its ``factory.subject`` tag, a
+metric point is the same point when key, step, timestamp and value are, and ``tracked_runs`` maps subjects to runs.
+So MLflow may be locked, slow or even deleted: what is missing is sent later, and training never waits for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Tracking", "flatten", "short", "ui_command"]
 TRAINING, CANDIDATES, PROPOSALS, PROFILES = "training", "candidates", "proposals", "profiles"  # the experiments
 EXCHANGES = "exchanges"  # with language models: traces
 SUBJECT = "factory.subject"
-PATCH = "patch_sha256"  # tag of a proposal's run: the patch that it shows, and that a person's word is about
+PATCH = "patch_sha256"  # tag of a proposal's run: the patch that it shows, and that a person decides about
 APPROVAL_TAG = "approval"  # what a person sets to 'approved', on a candidate's version or a proposal's run
 PARAMS_PER_BATCH = 100  # MLflow's own limit
 
@@ -69,13 +69,13 @@ class Tracking:
     def _run(
         self, subject: Subject, experiment: str, name: str, started: float, tags: dict[str, Any], params: dict[str, Any]
     ) -> str:
-        """The run of a subject, made if need be: exactly one, however often and by however many processes asked for."""
+        """The run of a subject, made if need be: exactly one, however often and in however many processes this is called."""
         client = self.client
         from mlflow.entities import Param
 
         if known := self._known(subject):
             return known
-        # A server may serve several workspaces, a store outlive a ledger: a person's word on their patch is none on ours.
+        # A server may serve several workspaces, a store may outlive a ledger: an approval of another patch is not one of ours.
         mine = f"tags.`{SUBJECT}` = '{subject}'"
         mine += f" and tags.{PATCH} = '{tags[PATCH]}'" if tags.get(PATCH) else ""
         with mlflow_errors(f"the run of {subject}"):
@@ -134,8 +134,7 @@ class Tracking:
     def follow_segment(self, segment: SegmentRow, say: Callable[[str], None] = lambda _: None) -> MetricsFollower:
         """A follower of the segment's ``metrics.jsonl`` that also makes the run; whatever MLflow does, it never raises."""
         path = Path(segment.folder) / "metrics.jsonl"
-        run = lambda: self.segment_run(segment)
-        close = lambda: self.finish_segment(segment.id)
+        run, close = lambda: self.segment_run(segment), lambda: self.finish_segment(segment.id)
         return MetricsFollower(self.workspace, lambda: self.client, path, run, say, close)
 
     def finish_segment(self, segment_id: int) -> None:
@@ -235,14 +234,14 @@ class Tracking:
     ) -> str:
         """A trace of one exchange with a language model, with its tokens (in, out) and money. Returns its id.
 
-        Raises: TrackingError, also when MLflow says nothing and has not kept it.
+        Raises: TrackingError, also when MLflow reports no error but has not stored it.
         """
         client = self.client
         import mlflow
 
         experiment = self._experiment(EXCHANGES)
         with mlflow_errors(f"tracing {name}"):
-            mlflow.set_tracking_uri(self.workspace.mlflow_uri)  # traces go where this says, whatever the client's own
+            mlflow.set_tracking_uri(self.workspace.mlflow_uri)  # traces go there, whatever the client's own address
             counts = {"input_tokens": usage[0], "output_tokens": usage[1], "total_tokens": sum(usage)}
             span = client.start_trace(
                 name,
@@ -259,7 +258,7 @@ class Tracking:
         return str(span.trace_id)
 
     def log_report(self, run: str, path: Path) -> None:
-        """Put a report beside the run as ``report.html``. Raises: TrackingError."""
+        """Attach a report to the run as ``report.html``. Raises: TrackingError."""
         with mlflow_errors(f"logging {path.name}"):
             self.client.log_text(run, path.read_text(encoding="utf-8"), "report.html")
 
@@ -270,7 +269,7 @@ class Tracking:
             self.client.log_batch(run, tags=[RunTag(key, str(value)) for key, value in tags.items()])
 
     def _log_once(self, run: str, values: dict[str, float], at: float, artifacts: dict[str, Any]) -> None:
-        """Log numbers under the moment they were measured, so that telling them again adds no second point."""
+        """Log numbers under the moment they were measured, so that sending them again adds no second point."""
         from mlflow.entities import Metric
 
         metrics = [Metric(key, value, int(at * 1000), 0) for key, value in values.items()]
@@ -285,7 +284,7 @@ class Tracking:
 
 
 def averaged_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
-    """The tag that says what an average was made of; empty for a segment that was trained."""
+    """The tag with the sources of an average; empty for a segment that was trained."""
     from factory.ledger.status import describe_average
 
     averaged = (result or {}).get("averaged")

@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from factory.core.errors import ConfigError, InputError
+from factory.core.launching import run_python
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import next_key
 from factory.training.planning import last_segment
-from factory.training.segment_folder import export, failed, give_up, record_done, run_tool
+from factory.training.segment_folder import export, failed, give_up, record_done
 from kernels.contract.files import write_atomically
 
 KIND = "average"
-AT_MOST = 5  # checkpoints, when nobody says how many
+AT_MOST = 5  # checkpoints, by default
 Rule = Literal["uniform", "held-out-loss"]
 
 
@@ -85,7 +86,7 @@ def kept(ledger: Ledger, segment: SegmentRow) -> list[Source]:
 def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[Source]:
     """What to average, oldest first: the newest ``last`` checkpoints of a segment, or as many as there are up to ``AT_MOST``.
 
-    Raises: InputError that says what is there, when it is not enough.
+    Raises: InputError that lists the checkpoints, when there are too few.
     """
     if segment is None:
         row = last_segment(ledger, "trunk")
@@ -185,7 +186,7 @@ def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress:
         weights = ",".join(repr(part["weight"]) for part in parts)
         paths = [part["path"] for part in parts]
         words = ["-m", "trainer.tools.average", str(folder / "checkpoints"), *paths, "--weights", weights]
-        _succeeded(workspace, ledger, row, run_tool(code, *words))
+        _succeeded(workspace, ledger, row, run_python(code, *words))
     path = folder / "checkpoints" / name_of(row.last_step)
     result = {
         "state": "done",

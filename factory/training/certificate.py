@@ -11,7 +11,7 @@ distance of the weights alone would pass a rate that is 10 % off. Hence the othe
 length of the update, whole and of each tensor, the optimiser's state, the gradient's norm; and what does not depend on the
 seed at all (the rate, the optimiser's count of steps) may not differ beyond rounding. A change that 20 steps cannot show,
 like another weight decay, passes; so the tighter numbers are recorded too: each difference as a share of its noise, and
-beside the difference that the old code shows when it simply runs again (zero on CPU).
+next to the difference that the old code shows when it simply runs again (zero on CPU).
 
 A segment that is computed in another precision or by other kernels than the one before it is judged in the same way: what ran
 before is the old code, what will run the new.
@@ -67,7 +67,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the runs showed. What is missing is empty, and the judge says so."""
+    """What the runs measured. A missing measurement is empty, and the judge names it."""
 
     old_commit: str
     new_commit: str
@@ -83,7 +83,7 @@ class Evidence:
     apart: float = math.nan  # ‖weights new − old‖
     apart_again: float = math.nan  # ‖weights again − old‖
     apart_seeds: float = math.nan  # root mean square over pairs of seeds of ‖weights − weights‖
-    old_failed: str = ""  # what the old code said when it could not run
+    old_failed: str = ""  # the old code's last line when it could not run
     new_failed: str = ""
 
 

@@ -107,7 +107,7 @@ def seed_of(plan: dict[str, Any], number: int) -> int:
 def bases(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> dict[Any, Spec]:
     """What to run both codes on, best first: as the segment will run, else as its parent ran.
 
-    The second is for a segment whose recipe or data plan has words that the old code does not know. An anneal is squeezed
+    The second is for a segment whose recipe or data plan has keys that the old code cannot read. An anneal is squeezed
     into ``steps`` steps, so that all of its schedule is run.
     """
     spec = spec_of(ledger, row) | {"last_step": row.first_step + steps}
@@ -143,7 +143,7 @@ class Runs:
         return self.scratch / self.basis / side / name
 
     def run(self, side: str, code: Path, commit: str, names: Sequence[str]) -> tuple[int, str]:
-        """(exit code, what the trainer said last): 0 when every run left its result. ``names``: 'pair', 'again' or a seed."""
+        """(exit code, the trainer's last line): 0 when every run left its result. ``names``: 'pair', 'again' or a seed."""
         folders = [self.folder(side, name) for name in names]
         self.scratch.mkdir(parents=True, exist_ok=True)
         with folder_lock(self.scratch) as lock:  # a trainer of a killed factory may still write its last checkpoint

@@ -1,7 +1,7 @@
-"""Certificates in the ledger: asked for before a segment starts, recorded as verdicts of the gate 'code', accepted by people.
+"""Certificates in the ledger: required before a segment starts, recorded as verdicts of the gate 'code', accepted by people.
 
 A segment whose certificate is not 'promote' is marked 'uncertified' in the same transaction, and nothing of it is started.
-It waits for a person: other code (a revert, a fix) makes the factory plan anew, or ``factory certify --accept`` takes this
+It waits for a person: other code (a revert, a fix) makes the factory plan again, or ``factory certify --accept`` takes this
 code as it is; what was accepted, when and by whom stays in the ledger.
 """
 
@@ -36,7 +36,7 @@ class NotCertified(SegmentError):
 
 
 def ensure_certified(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress: Progress) -> None:
-    """Return when a segment may start: no parent, the same code computed in the same way, a certificate, or a person's word for it.
+    """Return when a segment may start: no parent, the same code computed in the same way, a certificate, or a person's acceptance.
 
     Raises: NotCertified when it may not; SegmentError when the runs were stopped: begin again then.
     """
@@ -52,7 +52,7 @@ def ensure_certified(workspace: Workspace, ledger: Ledger, row: SegmentRow, prog
 def way_on(segment: int) -> str:
     """What a person can do about an uncertified segment."""
     return (
-        "Commit mended or reverted code and run 'factory run' again ('factory train' or 'factory anneal' measures again what "
+        "Commit corrected or reverted code and run 'factory run' again ('factory train' or 'factory anneal' measures again what "
         f"could not be measured), or take this code as it is: 'factory certify --accept {segment}'"
     )
 

@@ -1,6 +1,6 @@
 """One number for the weights of a checkpoint: its loss on held-out documents, to weigh checkpoints by when they are averaged.
 
-Measured by the judge's own model from an export, like everything that the judge knows. Where enough is held out, on
+Measured by the judge's own model from an export, as all that the judge measures. Where enough is held out, on
 documents *outside* the suite that candidates are judged on: what chose the weights must not judge them too. The number is
 in bits per byte, the domains mixed as the release policy's target mixes them.
 """

@@ -63,7 +63,7 @@ def next_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -
 
 
 def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None, progress: Progress = SILENT) -> int:
-    """Record the next trunk segment over every token shard there is; returns its id. ``progress`` is told how it will be computed.
+    """Record the next trunk segment over every token shard there is; returns its id. ``progress`` gets a line on how it will be computed.
 
     Shards that the trunk has not seen join as a new generation. Raises: InputError when there is too little to train on.
     """

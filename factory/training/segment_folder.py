@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,8 +17,8 @@ from factory.core.file_lock import LockedError, file_lock
 from factory.core.launching import (
     EXIT_DISK_FULL,
     EXIT_STOPPED,
-    die_with,
     last_words,
+    run_python,
 )
 from factory.core.stopping import TRAINER_SECONDS
 from factory.core.workspace import Workspace
@@ -35,7 +33,7 @@ LOCK_SECONDS = 3 * TRAINER_SECONDS  # for a trainer whose factory was killed, on
 
 
 def spec_of(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
-    """What segment.json says of a segment, without its kernels (``computing.write_kernels``)."""
+    """The content of segment.json, without its kernels (``computing.write_kernels``)."""
     parent = SegmentRow.get(ledger, row.parent) if row.parent else None
     spec = {
         "kind": row.kind, "recipe": row.recipe_json, "data_plan": plan_of(ledger, row), "first_step": row.first_step,
@@ -110,23 +108,9 @@ def export(code: Path, checkpoint: str, target: Path) -> subprocess.CompletedPro
     """Write a checkpoint in transformers' format, with the exporter of the code that trained it."""
     old = code / "trainer" / "export.py"  # where it was before there was trainer/contract
     module = "trainer.export" if old.is_file() else "trainer.contract.checkpoint.export"
-    return run_tool(code, "-m", module, checkpoint, str(target))
+    return run_python(code, "-m", module, checkpoint, str(target))
 
 
-def run_tool(code: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a short Python program of that code (``-m trainer.tools.average …``); it dies with the factory."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=code,
-        env=os.environ | {"PYTHONPATH": str(code)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        preexec_fn=die_with(os.getpid()),
-    )
-
-
-# -- small parts -------------------------------------------------------------------------------------------------------
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[int]:
     """A lock that the trainer is given too: held while either lives, so that a restarted factory waits for the old trainer to end."""

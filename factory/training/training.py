@@ -1,7 +1,7 @@
 """Runs the trainer: once a segment, from the worktree of the live code (DESIGN §2, §5).
 
-The ledger row of a segment is written before its folder, and says all that the folder needs; a killed factory runs the same segment
-again and the trainer resumes from its newest good checkpoint. What the trainer says is read from files; its exit ends the segment.
+The ledger row of a segment is written before its folder, and holds all that the folder needs; a killed factory runs the same segment
+again and the trainer resumes from its newest good checkpoint. Results are read from files that the trainer leaves; its exit ends the segment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLL_SECONDS = 1.0
 
 
 class Follower(Protocol):
-    """Somebody who wants to see metrics while they are written (MLflow)."""
+    """Reads metrics while they are written (MLflow)."""
 
     def poll(self) -> object: ...
 
@@ -38,7 +38,7 @@ class Follower(Protocol):
 def run_segment(
     workspace: Workspace, ledger: Ledger, number: int, progress: Progress, follower: Follower | None = None
 ) -> dict[str, Any]:
-    """Run, or resume, a planned segment to its end; returns what result.json says.
+    """Run, or resume, a planned segment to its end; returns the content of result.json.
 
     An average (``factory.training.averaging``) is made, not trained.
 

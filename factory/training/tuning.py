@@ -7,9 +7,6 @@ so that choosing needs no proposal; the choice is used from the next segment on 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,7 +17,7 @@ from factory.computing.computing import measured_precision
 from factory.computing.tuned_kernels import KERNELS, lookup, path_of
 from factory.core import devices
 from factory.core.errors import FactoryError
-from factory.core.launching import die_with
+from factory.core.launching import run_python
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.git.repository import checkout_live, live_commit
@@ -38,7 +35,7 @@ class TuningError(FactoryError):
 
 
 def tune_if_new(workspace: Workspace, progress: Progress) -> None:
-    """Tune once for a machine, torch and precision that nothing was tuned for; says so when it cannot, and goes on."""
+    """Tune once for a machine, torch and precision that nothing was tuned for. A failure is reported as a line, and nothing is raised."""
     try:
         text = (_live_code(workspace) / KERNELS).read_text("utf-8")
         automatic_here = automatic(section_of(text, devices.kind()))
@@ -55,53 +52,29 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
     """
     recipe, precision = load_recipe(workspace), precision_of(workspace)
     code = _live_code(workspace)
-    environment = os.environ | {
-        "PYTHONPATH": str(code),
+    environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root).with_name(f"tuning-{here().name}")),
-        # Outside a sandbox a precompiled header lasts; what is compiled with it, nobody else finds again.
+        # Outside a sandbox a precompiled header lasts; no other process uses what is compiled with it.
         **dict.fromkeys(devices.COMPILER, "1"),
         **devices.environment(),
     }
+
+    def heard(line: str) -> None:
+        if line.strip():
+            progress.line(f"    {line.strip()}")
+            task.advance(1)
+
     progress.line(f"  tuning kernels for {here()}, recipe {recipe.name} in {precision}, {seconds:.0f} s at most")
     with tempfile.TemporaryDirectory() as folder, progress.task("tuning kernels") as task, devices.one():
         given = Path(folder) / "recipe.yaml"
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-        words = [
-            "-m",
-            "kernels.contract.tune",
-            "--recipe",
-            str(given),
-            "--precision",
-            precision,
-            "--device",
-            devices.kind(),
-        ]
-        process = subprocess.Popen(
-            [sys.executable, *words, "--seconds", str(seconds)],
-            cwd=code,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=die_with(os.getpid()),
-        )
-        assert process.stdout is not None and process.stderr is not None
-        said = ""
-        try:
-            for line in process.stderr:
-                if said := line.strip() or said:
-                    progress.line(f"    {said}")
-                    task.advance(1)
-            answer = process.stdout.read()
-            code_of = process.wait()
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    if code_of:
-        raise TuningError(f"the kernels could not be timed (exit {code_of}): {said[:500]}")
-    found = json.loads(answer.splitlines()[-1]) | {"recipe": recipe.name, "at": time.time()}
+        words = ["-m", "kernels.contract.tune", "--recipe", str(given), "--precision", precision]
+        words += ["--device", devices.kind(), "--seconds", str(seconds)]
+        done = run_python(code, *words, heard=heard, **environment)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [""])[-1][:500]
+        raise TuningError(f"the kernels could not be timed (exit {done.returncode}): {why}")
+    found = json.loads(done.stdout.splitlines()[-1]) | {"recipe": recipe.name, "at": time.time()}
     path = path_of(workspace, found["machine"]["name"], precision)
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps(found, indent=1))

@@ -6,10 +6,12 @@ on the way, and where the other is one nothing is changed at all, whatever the g
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
-from kernels.adamw.dense import dense
 from kernels.contract.op import Cost, Implementation, Inputs, Shape, in_triton, lazily_compiled, normal, op
 
 Tensors = list[Tensor]
@@ -43,6 +45,17 @@ def reference(
         moved = weight * (1 - lr * weight_decay) - rate * mean / (square.sqrt() / root + eps)
         for held, new in ((weight, moved), (exp_avg, mean), (exp_avg_sq, square), (step, t)):
             torch.where(skipped, held, new, out=held)  # chosen against, never multiplied by zero: NaN stays outside
+
+
+@contextmanager
+def dense(lists: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    """The lists with a dense copy for each tensor that is not dense; what is written there is written back at the end."""
+    copies = [[x.contiguous() for x in tensors] for tensors in lists]
+    yield copies
+    for tensors, changed in zip(lists, copies):
+        for x, copy in zip(tensors, changed):
+            if copy is not x:
+                x.copy_(copy)
 
 
 def fused(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.adamw.dense import dense
+from kernels.adamw import dense
 
 BLOCK = 4096  # elements a program
 

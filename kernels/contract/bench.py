@@ -1,9 +1,7 @@
-"""One implementation of an op against another, alone, interleaved in one process: ``python -m kernels.contract.bench --op
-attention --implementation recompute``.
+"""Times one implementation of an op against another: ``python -m kernels.contract.bench --op attention --implementation recompute``.
 
-Prints one JSON object: seconds of a forward and backward on the recipe's shapes. The median of paired ratios is the
-answer; machines are noisy.
-Where the recipe compiles its blocks, both sides are compiled, as they would be there.
+Runs of both alternate in one process. Prints one JSON object: seconds of a forward and backward on the recipe's shapes, and
+the median of the paired ratios, because machines are noisy. Where the recipe compiles its blocks, both sides are compiled.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class Setting:
     shape: Shape = Shape()
     precision: str = "bf16"
     compile: bool = False
-    layers: int = 1  # so often a step calls an op that stands in a block
+    layers: int = 1  # calls in a step of an op that is part of a block
 
     @classmethod
     def of_recipe(cls, path: Path | str) -> Setting:
@@ -96,7 +94,8 @@ def compare(
 ) -> Comparison:
     """``pairs`` of runs, or as many as ``seconds`` allow, compilation included; one at least.
 
-    Raises: KernelError for an op or implementation that is not there or does not run on the device, or a device that is not here."""
+    Raises: KernelError for an op or implementation that does not exist or does not run on the device, or a missing device.
+    """
     op = get(name) if isinstance(name, str) else name
     deadline = time.monotonic() + seconds
     if device.split(":")[0] not in DEVICE_CLASSES:
@@ -146,8 +145,7 @@ def compare(
 def _step(
     function: Callable[..., Any], inputs: tuple[Any, ...], gradients: tuple[int, ...], device: str
 ) -> Callable[[], None]:
-    """One forward and backward that ends when the device has finished. Upstream gradients are dense and made
-    beforehand."""
+    """One forward and backward that ends when the device has finished. Upstream gradients are dense, made beforehand."""
     leaves = [inputs[p] for p in gradients]
     upstream = [torch.ones_like(o) if o.ndim == 0 else torch.randn_like(o) for o in _wanted(function(*inputs))]
 

@@ -34,7 +34,7 @@ def automatic(section: Mapping[str, str]) -> list[str]:
 
 
 def section_of(text: str | bytes | None, device: str) -> Choice:
-    """A device's section of ``kernels.yaml``, as written. What is no map reads as empty: ``registry`` refuses it by name."""
+    """A device's section of ``kernels.yaml``, as written. Anything but a map reads as empty; ``registry`` refuses it by name."""
     found = yaml.safe_load(text or "")
     section = found.get(device) if isinstance(found, dict) else None
     return {str(op): str(name) for op, name in section.items()} if isinstance(section, dict) else {}

@@ -89,7 +89,7 @@ def _cpu_class() -> str:
 
 @functools.cache
 def _cpu_facts() -> tuple[str, frozenset[str]]:
-    """(model name, feature flags) as the kernel tells them; the architecture and none where it does not."""
+    """(model name, feature flags) from /proc/cpuinfo; (the architecture, none) without that file."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -48,8 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an op must at least move and compute, one call: bytes of inputs read once and outputs written once, and
-    FLOPs."""
+    """The least that one call moves and computes: bytes of inputs read once and outputs written once, and FLOPs."""
 
     forward_bytes: float
     forward_flops: float
@@ -59,8 +58,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op, and the device classes it runs on (``kernels.needs.triton``: CUDA, or anywhere in triton's
-    interpreter)."""
+    """One way to compute an op, and the device classes it runs on (with ``needs_triton`` anywhere in triton's interpreter)."""
 
     name: str
     function: Callable[..., Any]
@@ -83,12 +81,11 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Op:
-    """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments: tensors, lists of tensors, and
-    plain numbers.
+    """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments: tensors, lists of tensors, numbers.
 
-    ``gradients`` are the positions that get one: none for an op of the optimiser, which autograd never sees. ``writes``
-    are the positions that an op changes in place; they are its outputs then, and it returns None. ``spoils``: those that it may use
-    up, because nobody reads them afterwards.
+    ``gradients``: positions that get a gradient, none for an op of the optimiser. ``writes``: positions that the op changes
+    in place; they are its outputs, and it returns None. ``spoils``: positions that it may overwrite, because they are not
+    read afterwards.
     """
 
     name: str

@@ -1,13 +1,10 @@
-"""Is an implementation right? Its error against the reference in fp64, forward and every gradient, next to the eager
-op's own error.
+"""Is an implementation right? Its error against the reference in fp64, forward and every gradient, next to the eager op's.
 
-An implementation passes when, for every output and gradient, its error is at most twice that of the eager reference
-at the same
-dtype, and it is finite wherever eager is. Two norms are held: the root mean square of the error, and its largest
-element, both
-relative to the size of the exact result. An error below the dtype's own rounding always passes (eager's may be zero
-by luck), and so
-does one below sixteen roundings of fp32, by which sums of a thousand terms differ when taken in another order.
+An implementation passes when, for every output and gradient, its error is at most twice that of the eager reference at the
+same dtype, and it is finite wherever eager is. Two norms are compared: the root mean square of the error, and its largest
+element, both relative to the size of the exact result. An error below the dtype's own rounding always passes (eager's may
+be zero by luck), and so does one below sixteen roundings of fp32, by which sums of a thousand terms differ when taken in
+another order.
 """
 
 from __future__ import annotations
@@ -76,9 +73,8 @@ HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
     "tiny": lambda x: x * 1e-12,
     "zero": torch.zeros_like,
     "constant": _constant_rows,
-    "infinite": lambda x: torch.where(
-        _every_61st(x), float("inf"), x
-    ),  # where eager and fp64 stay finite, so must others
+    # where eager and fp64 stay finite, so must the implementation
+    "infinite": lambda x: torch.where(_every_61st(x), float("inf"), x),
     "outlier": lambda x: torch.where(_every_61st(x), x * 1e4, x),
 }
 
@@ -120,9 +116,9 @@ def _detached(x: Any) -> Any:
 
 
 def outcome(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dict[str, Tensor]:
-    """Run once: outputs and gradients by name, for an upstream gradient of normal values that only the seed decides.
+    """Run once: outputs and gradients by name, for an upstream gradient of normal values drawn from the seed.
 
-    What an op writes in place are copies, and its outputs.
+    Arguments that the op writes in place are copied first, and are its outputs.
     """
     arguments = list(_detached(inputs))
     for position in op.writes:

@@ -1,4 +1,4 @@
-"""Where fp32 products of bf16 values are computed."""
+"""Which units of a CPU compute fp32 products of bf16 values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 @contextmanager
 def bf16_matmul(dtype: torch.dtype) -> Iterator[None]:
-    """While training in bf16, let fp32 products go through the bf16 matrix units, which sum in fp32.
+    """Within this context, for bf16, fp32 products may use the bf16 matrix units, which sum in fp32.
 
-    Attention's scores and a router's logits are fp32 products of bf16 values: nothing is rounded by it. On a CPU with
-    such units a batch of scores takes a third of the time (``python -m kernels.contract.bench --op attention``). Torch's switch is
-    the process's own: outside of this nothing changes.
+    Attention's scores and a router's logits are fp32 products of bf16 values, which this does not round. On a CPU with such
+    units a batch of scores takes a third of the time (``python -m kernels.contract.bench --op attention``). The setting is the
+    process's; it is restored at the end.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium" if dtype == torch.bfloat16 else before)

@@ -61,8 +61,7 @@ class Ops:
 
 
 class _Registered(Mapping[str, Op]):
-    """The ops that ``Ops`` names, each found in its folder when it is first asked for: importing this module runs none of
-    their code."""
+    """The ops that ``Ops`` names, each imported from its folder at first use: importing this module runs no op's code."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Op] = {}
@@ -86,7 +85,7 @@ OPS: Mapping[str, Op] = _Registered()
 
 
 class KernelWarning(UserWarning):
-    """A chosen implementation does not work here, and the policy says to go on with the reference."""
+    """A chosen implementation does not work here, and ``fallback: reference`` replaces it with the reference."""
 
 
 def get(name: str) -> Op:

@@ -41,10 +41,10 @@ class Timed:
 
     op: str
     implementation: str
-    ratio: float | None  # the reference's time over this one's, the median of pairs; None where it was not timed
-    low: float | None  # quartiles of the pairs
-    high: float | None
-    seconds: float | None
+    ratio: float | None = None  # the reference's time over this one's, the median of pairs; None where it was not timed
+    low: float | None = None  # quartiles of the pairs
+    high: float | None = None
+    seconds: float | None = None
     why: str = ""  # why it was not timed
 
 
@@ -134,23 +134,20 @@ def _time(op: Op, implementation: Implementation, setting: Setting, device: str,
     """Raises nothing: an implementation that does not compile, run or pass the oracle here is reported and not chosen."""
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
-        return Timed(op.name, name, None, None, None, None, "not timed: the seconds left for tuning are too few")
+        return Timed(op.name, name, why="not timed: the seconds left for tuning are too few")
     if instead := implementation.instead(setting.shape, dtype):
-        by = instead.partition(": ")[2] or instead
-        return Timed(op.name, name, None, None, None, None, f"not timed: {by}")
+        return Timed(op.name, name, why=f"not timed: {instead.partition(': ')[2] or instead}")
     try:
         checked = judge(op, name, CASES[0], dtype=dtype, device=device)
         if not checked.ok:
-            return Timed(
-                op.name, name, None, None, None, None, f"not timed: its results are wrong here: {checked.failures()}"
-            )
+            return Timed(op.name, name, why=f"not timed: its results are wrong here: {checked.failures()}")
         with bf16_matmul(dtype):
             found: Comparison = compare(
                 op, name, setting=setting, device=device, pairs=PAIRS, warmup=2, seconds=seconds
             )
     except Exception as error:  # compilers raise what they like
-        said = str(error).strip().splitlines() or ["no message"]
-        return Timed(op.name, name, None, None, None, None, f"not timed: {type(error).__name__}: {said[0][:200]}")
+        lines = str(error).strip().splitlines() or ["no message"]
+        return Timed(op.name, name, why=f"not timed: {type(error).__name__}: {lines[0][:200]}")
     return Timed(op.name, name, found.ratio, found.ratio_low, found.ratio_high, found.seconds)
 
 

@@ -1,9 +1,8 @@
 """The output head and its loss in one op: logits = x weightᵀ, loss = Σ weights · (nll + z_loss · logsumexp²).
 
-Eager keeps the logits [N, V] in fp32, and reads and writes them some ten times. ``chunked`` makes the gradients in
-the forward pass,
-a thousand tokens at a time, so that logits are never whole in memory, and never computed for tokens that carry no loss.
-The z-loss term keeps the logits' normaliser near one (PaLM, Chowdhery et al. 2022, arXiv:2204.02311 §5).
+Eager keeps the logits [N, V] in fp32, and reads and writes them some ten times. ``chunked`` computes the gradients in the
+forward pass, a thousand tokens at a time: the logits of the batch are never all in memory, and not computed for tokens
+without loss. The z-loss term keeps the logits' normaliser near one (PaLM, Chowdhery et al. 2022, arXiv:2204.02311 §5).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.newton_schulz.iteration import COEFFICIENTS, begin
+from kernels.newton_schulz import COEFFICIENTS, begin
 
 # triton 3.9's interpreter multiplies the bits of bf16, not its values, and truncates to it: it is given fp32 instead
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

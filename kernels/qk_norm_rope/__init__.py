@@ -1,8 +1,7 @@
 """QK-norm then rotary position embedding, for queries or keys: RMSNorm over each head, then rotate the halves.
 
 QK-norm: Henry et al. 2020, arXiv:2010.04245; RoPE: Su et al. 2021, arXiv:2104.09864, in the rotate-half layout of
-Hugging Face
-models: pairs are (k, k + K/2), and cos, sin [B, T, K] repeat their first half.
+Hugging Face models: pairs are (k, k + K/2), and cos, sin [B, T, K] repeat their first half.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""RMSNorm: y = x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467). Statistics in fp32
-whatever the dtype."""
+"""RMSNorm: y = x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467). Statistics are in fp32."""
 
 from __future__ import annotations
 

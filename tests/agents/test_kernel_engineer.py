@@ -124,7 +124,7 @@ def test_a_proposal_without_edits_is_of_those_it_tried_last(start: Start) -> Non
     turns = [{"calls": [{"name": name, "arguments": arguments}]} for name, arguments in calls]
     drafted, why, printed, server = start(RecordedSession.model_validate({"turns": turns}), rounds=1)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
-    assert "edit 1 is no object" in told[0] and "gradient 0 is off" in told[1] and "x as fast" not in told[1]
+    assert "edit 1 is not an object" in told[0] and "gradient 0 is off" in told[1] and "x as fast" not in told[1]
     assert (
         drafted is None and "gradient 0 is off" in why and any("round 1: wrong in backward" in line for line in printed)
     )
@@ -289,10 +289,10 @@ SAID["edits"] = [{"path": "kernels/x.py", "new_text": "x = 1\n"}]
             {"edits": [{"path": "factory/gates/release/judge.py", "find": "a", "replace": "b"}]},
             "not a file that agents may read",
         ),
-        ({"edits": [{"path": "kernels/x\n.py", "new_text": ""}]}, "not plain"),
+        ({"edits": [{"path": "kernels/x\n.py", "new_text": ""}]}, "not printable ASCII"),
         ({"edits": [{"path": "kernels/x.py", "new_text": "\ud800"}]}, "half a character"),
         ({"edits": [{"path": "kernels/x.py", "new_text": "", "find": "x"}]}, "either new_text"),
-        ({"edits": [7]}, "no object"),
+        ({"edits": [7]}, "not an object"),
     ],
 )
 def test_what_is_wrong_with_a_draft_is_said(changed: dict[str, Any], words: str | None, bench: LiveWorkbench) -> None:

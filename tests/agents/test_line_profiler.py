@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from agents.line_profiler import Profile, measure, profile, session
+from agents.line_profiler import session
 from agents.line_profiler.__main__ import write
 from agents.line_profiler.capture import Recorder
 from agents.line_profiler.report.page import html
-from agents.line_profiler.report.report import summary, table
-from agents.line_profiler.session import Session
-from agents.line_profiler.table import FORMAT
+from agents.line_profiler.report.report import table
+from agents.line_profiler.report.words import summary
+from agents.line_profiler.session import ProfileSession, measure
+from agents.line_profiler.table import FORMAT, Profile
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
 
@@ -39,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
     kernels = tmp_path_factory.mktemp("kernels") / "kernels.yaml"
     kernels.write_text("cpu: {}\n")  # references: their lines are the ones looked for below
-    return profile(recipe, kernels, steps=2, measure_recipe_step=False, isolation_budget_s=1e6)
+    return measure(recipe, kernels, steps=2, measure_recipe_step=False, isolation_budget_s=1e6).profile
 
 
 def _line(found: Profile, text: str, op: str = "") -> tuple[float, float]:
@@ -80,7 +81,7 @@ def test_newton_schulz_is_an_op_where_the_recipe_has_muon(tmp_path: Path) -> Non
     recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": "muon"})})
     kernels = tmp_path / "kernels.yaml"
     kernels.write_text("cpu: {}\n")
-    muon = profile(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False)
+    muon = measure(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False).profile
     calls = {op.op: op.calls for op in muon.ops}
     assert calls["newton_schulz"] == 7 * recipe.model.layers and calls["adamw"] >= 1  # q, k, v, o, gate, up, down
     lines = [line for line in muon.lines if line.op == "newton_schulz"]
@@ -115,7 +116,7 @@ def test_flops_are_those_of_the_shapes(found: Profile) -> None:
 def test_profile_survives_json_and_prints(found: Profile) -> None:
     raw = json.loads(found.to_json())
     assert Profile.from_mapping(raw) == found
-    assert table(raw) is not None and "eager step" in summary(found)
+    assert table(Profile.from_mapping(raw)) is not None and "eager step" in summary(found)
     with pytest.raises(ValueError, match="format"):
         Profile.from_mapping(raw | {"format": 99})
 
@@ -175,7 +176,7 @@ def test_query_and_key_are_stream_candidates(found: Profile) -> None:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Session:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> ProfileSession:
     """With kernels as tuning may choose them."""
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
     kernels = tmp_path_factory.mktemp("chosen") / "kernels.yaml"
@@ -183,7 +184,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return measure(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False)
 
 
-def test_page_and_trace_hold_the_profile(measured: Session, tmp_path: Path) -> None:
+def test_page_and_trace_hold_the_profile(measured: ProfileSession, tmp_path: Path) -> None:
     write(measured, tmp_path)
     assert json.loads((tmp_path / "profile.json").read_text())["format"] == FORMAT
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -203,7 +204,7 @@ def test_source_lines_are_escaped(found: Profile) -> None:
     assert "<script" not in page and "<img" not in page and "<b>" not in page and "<i>" not in page
 
 
-def test_a_backward_written_by_hand_belongs_to_its_op(measured: Session) -> None:
+def test_a_backward_written_by_hand_belongs_to_its_op(measured: ProfileSession) -> None:
     found = measured.profile
     assert found.kernels["attention"] == "recompute"
     backward = {op.op: op.backward_s for op in found.ops}

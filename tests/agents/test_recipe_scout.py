@@ -256,9 +256,9 @@ def test_what_a_model_says_becomes_the_same_kind_of_proposal() -> None:
     [
         ({"changes": []}, "one to 3 changes"),
         ({"changes": [{"key": f"k{i}", "value": 1} for i in range(4)]}, "one to 3 changes"),
-        ({"changes": [7]}, "no object"),
-        ({"changes": [{"key": "model.d_ff", "value": 64}]}, "no key that may be changed"),
-        ({"changes": [{"key": "optimizer.lr\n", "value": 64}]}, "no key that may be changed"),
+        ({"changes": [7]}, "not an object"),
+        ({"changes": [{"key": "model.d_ff", "value": 64}]}, "not a key that may be changed"),
+        ({"changes": [{"key": "optimizer.lr\n", "value": 64}]}, "not a key that may be changed"),
         ({"changes": [{"key": "optimizer.lr", "value": True}]}, "value is not a number"),
         ({"changes": [{"key": "optimizer.lr", "value": float("inf")}]}, "value is not a number"),
         ({"changes": [{"key": "optimizer.lr", "value": "1}, seed: 2"}]}, "neither a number nor a word"),
@@ -268,7 +268,7 @@ def test_what_a_model_says_becomes_the_same_kind_of_proposal() -> None:
         ({"changes": [{"key": "mixture.weights", "value": 1}]}, "mixture.weights"),
         ({"predicted_gain": 0.001}, "between 0.002 and 1"),
         ({"predicted_gain": 7}, "between 0.002 and 1"),
-        ({"hypothesis": " "}, "may not be empty"),
+        ({"hypothesis": " "}, "must not be empty"),
         ({"asked": "batch.sequences"}, "must be batch.sequences"),
     ],
 )

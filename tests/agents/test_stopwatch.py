@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agents.line_profiler import stopwatch
 from agents.line_profiler.capture import Event
-from agents.line_profiler.session import Turns
+from agents.line_profiler.session import Rounds
 from agents.line_profiler.stopwatch import Lap, crossing, laps, timed, total
 
 ADD, MUL = "aten.add.Tensor", "aten.mul.Tensor"
@@ -77,8 +77,8 @@ def test_a_crossing_is_what_watching_adds_to_an_operation(monkeypatch: pytest.Mo
 def test_a_fastest_step_is_believed_when_others_come_near() -> None:
     watched = lambda *seconds: [[Lap(ADD, 0.0, each)] for each in seconds]
     near, far = (1.0, 1.02, 1.01, 5.0, 1.0, 1.02), (1.0, 1.2, 1.3, 1.01, 1.0, 1.02)
-    assert Turns(list(near), watched(*near), list(near)).settled()
-    assert not Turns(list(far), watched(*near), list(near)).settled()
-    assert not Turns(list(near), watched(*far), list(near)).settled()
-    assert not Turns(list(near), watched(*near), list(far)).settled()
-    assert not Turns([1.0, 1.0], watched(1.0, 1.0), [1.0, 1.0]).settled()
+    assert Rounds(list(near), watched(*near), list(near)).settled()
+    assert not Rounds(list(far), watched(*near), list(near)).settled()
+    assert not Rounds(list(near), watched(*far), list(near)).settled()
+    assert not Rounds(list(near), watched(*near), list(far)).settled()
+    assert not Rounds([1.0, 1.0], watched(1.0, 1.0), [1.0, 1.0]).settled()

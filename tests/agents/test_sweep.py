@@ -14,7 +14,7 @@ from agents.line_profiler.lines import Roof
 from agents.line_profiler.sweep.shapes import SHAPES, slice_of
 from agents.line_profiler.sweep.slices import Slice, events
 from agents.line_profiler.sweep.sweep import Sweep, parse_slices, sweep, text
-from agents.line_profiler.sweep.sweep_items import Limits, collect, fit, measure_item
+from agents.line_profiler.sweep.sweep_items import SweepLimits, collect, fit, measure_item
 from agents.line_profiler.sweep.work_queue import Processes, SweepError
 
 ROOF = Roof(1e12, 1e10)
@@ -51,11 +51,11 @@ def test_identical_operations_of_all_slices_are_measured_once() -> None:
 
 
 def test_what_does_not_fit_says_why() -> None:
-    items = fit(collect([Slice("1t", 1, 64)], ROOF), Limits(1e9, 1.0, 1e9, 1), workers=1)
+    items = fit(collect([Slice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 1e9, 1), workers=1)
     large = [item for item in items if item.bytes > 1e9]
     assert large and all(item.fits.startswith("needs") for item in large)
     assert any(not item.fits for item in items)
-    none = fit(collect([Slice("1t", 1, 64)], ROOF), Limits(1e9, 1.0, 0.0, 1), workers=1)
+    none = fit(collect([Slice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 0.0, 1), workers=1)
     assert all(item.fits for item in none) and any("no time left" in item.fits for item in none)
 
 
@@ -75,7 +75,7 @@ def test_operations_of_experts_run_on_made_up_indices() -> None:
 
 @pytest.mark.slow("two workers measure operations of two large models' layers")
 def test_a_sweep_measures_what_fits_and_marks_the_rest(tmp_path: Path) -> None:
-    limits = Limits(memory_bytes=2e8, item_s=0.3, total_s=6.0, threads=1)
+    limits = SweepLimits(memory_bytes=2e8, item_s=0.3, total_s=6.0, threads=1)
     slices = [Slice("7b", 1, 16), Slice("1t", 1, 16)]
     found = sweep(slices, limits, lambda: Processes(measure_item, 2), 2, "reference")
     assert Sweep.from_mapping(json.loads(json.dumps(asdict(found)))) == found

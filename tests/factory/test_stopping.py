@@ -179,7 +179,7 @@ STUBBORN = """
 import signal, subprocess, sys, time
 from factory.core import stopping
 BEFORE
-stopping.heed_signals()
+end_if_stopped = stopping.heed_signals()
 try:
     words = ["sh", "-c", "sleep 300 & echo begun; wait"]
     subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
@@ -187,7 +187,7 @@ try:
     time.sleep(300)
 except stopping.Stopped:
     if sys.argv[1] == "orderly":
-        stopping.end_if_told()
+        end_if_stopped()
 finally:
     time.sleep(300)
 """

@@ -68,7 +68,7 @@ def test_a_skipped_update_changes_no_bit(update: Callable[..., None], poison: fl
     assert all(torch.equal(x.view(torch.int32), kept) for x, kept in zip(every, before))
 
 
-def test_a_rate_that_changes_is_not_compiled_anew() -> None:
+def test_a_changed_rate_is_not_recompiled() -> None:
     """torch.compile takes a number as a constant, and gives up after eight of them."""
     weights, exp_avgs, exp_avg_sqs, steps = state()
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -140,7 +140,7 @@ def _attention(dtype: torch.dtype) -> Computing:
     return next(one for one in found if one.op == "attention")
 
 
-def test_what_an_implementation_leaves_to_another_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_implementation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Said of ``native`` attention wherever it is not the C++ that computes, and nowhere else."""
     ran: list[str] = []
     monkeypatch.setattr(attention, "recompute", lambda q, *rest: ran.append("recompute") or q)
@@ -153,7 +153,7 @@ def test_what_an_implementation_leaves_to_another_is_said(monkeypatch: pytest.Mo
             assert ran.pop() == (instead.split(",")[0] or "native"), (dtype, units)
 
 
-def test_the_table_says_what_computes() -> None:
+def test_the_table_shows_what_computes() -> None:
     said = _attention(torch.float32)
     assert (said.chosen, said.by) == ("native", "recompute, uncompiled") and "not float32" in said.why
     if attention_native.usable(Shape().head_dim):

@@ -92,7 +92,9 @@ def test_resume_after_kills_is_exact_to_the_bit(tmp_path: Path, make_shard: Make
 
 
 @pytest.mark.portable
-def test_a_bad_checkpoint_is_skipped_and_said_and_the_end_is_the_same(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_a_bad_checkpoint_is_skipped_and_reported_and_the_end_is_the_same(
+    tmp_path: Path, make_shard: MakeShard
+) -> None:
     plan = plan_of(make_shard())
     straight = write_spec(tmp_path / "straight", plan)
     assert train_here(straight)[0] == 0
@@ -103,14 +105,14 @@ def test_a_bad_checkpoint_is_skipped_and_said_and_the_end_is_the_same(tmp_path: 
         file.seek(-3, 2)
         file.write(b"\x00\x01\x02")
     code, errors = train_here(damaged)
-    assert code == 0 and f"{newest}/model.safetensors: its bytes are not" in errors
+    assert code == 0 and f"{newest}/model.safetensors: its SHA-256 is not the one" in errors
     assert [bad["path"] for bad in result(damaged)["skipped_checkpoints"]] == [
         str(newest.with_name(f"bad-{newest.name}"))
     ]
     assert_same_run(straight, damaged)
 
 
-def test_a_full_disk_is_one_line_and_74_and_the_run_goes_on_later(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_a_full_disk_ends_with_one_line_and_code_74_and_the_run_resumes(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     folder = write_spec(tmp_path / "full", plan)
     assert die(folder, 14, 1) == -9
@@ -138,12 +140,12 @@ def test_a_full_disk_is_one_line_and_74_and_the_run_goes_on_later(tmp_path: Path
         ({"last_step": 0}, "'last_step'"),
         ({"first_step": 5}, "initial_checkpoint is missing"),
         ({"kind": "anneal"}, "initial_checkpoint is missing"),
-        ({"initial_checkpoint": "/nowhere"}, "/nowhere is no checkpoint"),
+        ({"initial_checkpoint": "/nowhere"}, "/nowhere is not a checkpoint"),
         ({"last_step": 10**7}, "max_epochs"),
         ({"kernels": "/nowhere.yaml"}, "/nowhere.yaml"),
     ],
 )
-def test_a_bad_spec_is_one_line_and_2(
+def test_a_bad_spec_ends_with_one_line_and_code_2(
     tmp_path: Path, make_shard: MakeShard, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from trainer.__main__ import main
@@ -155,7 +157,7 @@ def test_a_bad_spec_is_one_line_and_2(
     assert not (folder / "checkpoints").exists()
 
 
-def test_what_computes_in_place_of_a_chosen_kernel_is_said_at_the_start(
+def test_a_replaced_kernel_is_reported_at_the_start(
     tmp_path: Path, make_shard: MakeShard, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plan, folders = plan_of(make_shard()), []
@@ -168,14 +170,14 @@ def test_what_computes_in_place_of_a_chosen_kernel_is_said_at_the_start(
     assert len(said) == 1 and "attention: native → recompute" in said[0] and "not float32" in said[0]
 
 
-def test_no_spec_and_a_spec_that_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_spec_and_invalid_json_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from trainer.__main__ import main
 
     assert main([str(tmp_path)]) == 2
     (tmp_path / "segment.json").write_text("{")
     assert main([str(tmp_path)]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
-    assert "No such file" in errors[0] and "no JSON" in errors[1]
+    assert "No such file" in errors[0] and "not valid JSON" in errors[1]
 
 
 def test_a_poisoned_step_is_skipped_and_its_documents_named(tmp_path: Path, make_shard: MakeShard) -> None:

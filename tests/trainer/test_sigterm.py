@@ -53,7 +53,7 @@ def start_slow(folder: Path, mark: Path, *launcher: str) -> subprocess.Popen[byt
 
 
 @pytest.mark.slow("a trainer, stopped in the midst of a step")
-def test_in_the_midst_of_a_step_it_ends_and_the_next_run_goes_on_to_the_bit(
+def test_sigterm_within_a_step_ends_the_run_and_the_next_resumes_to_the_bit(
     tmp_path: Path, make_shard: MakeShard
 ) -> None:
     plan, recipe = plan_of(make_shard()), recipe_with(checkpoint_every=3)
@@ -69,7 +69,7 @@ def test_in_the_midst_of_a_step_it_ends_and_the_next_run_goes_on_to_the_bit(
     assert_same_run(straight, stopped)
 
 
-def test_a_second_signal_ends_it_at_once_and_one_that_was_passed_on_twice_is_one(
+def test_a_second_signal_ends_the_run_at_once_and_a_repeated_one_counts_once(
     tmp_path: Path, make_shard: MakeShard
 ) -> None:
     folder = write_spec(tmp_path / "segment", plan_of(make_shard()))
@@ -85,7 +85,7 @@ def test_a_second_signal_ends_it_at_once_and_one_that_was_passed_on_twice_is_one
 
 
 @pytest.mark.slow("a trainer, stopped in the midst of a step")
-def test_two_ranks_in_the_midst_of_a_step(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_sigterm_within_a_step_of_two_ranks(tmp_path: Path, make_shard: MakeShard) -> None:
     plan, recipe = plan_of(make_shard()), recipe_with(checkpoint_every=3)
     straight, stopped = (write_spec(tmp_path / name, plan, recipe, last_step=8) for name in ("straight", "stopped"))
     assert run_trainer(straight, *TORCHRUN)[0] == 0
@@ -112,7 +112,7 @@ def test_a_quick_step_is_ended_and_saved(tmp_path: Path, make_shard: MakeShard) 
 
 
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow("two ranks"))])
-def test_told_between_two_segments_it_does_not_begin_the_second(
+def test_sigterm_between_two_segments_prevents_the_second(
     tmp_path: Path, make_shard: MakeShard, launcher: tuple[str, ...]
 ) -> None:
     """Also while it waits for the second to be handed out."""

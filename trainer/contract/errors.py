@@ -35,11 +35,11 @@ class CheckpointError(TrainerError):
 
 
 class TokenShardError(TrainerError):
-    """The folder is no token shard, or its bytes are not those its manifest names."""
+    """The folder is not a token shard, or its bytes differ from its manifest."""
 
 
 class Stopped(TrainerError):
-    """Asked to stop (SIGTERM); a checkpoint of the last whole step, if there was one, is on disk."""
+    """Stopped by SIGTERM; a checkpoint of the last whole step, if there was one, is on disk."""
 
     exit_code = EXIT_STOPPED
 

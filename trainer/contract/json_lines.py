@@ -1,4 +1,4 @@
-"""Reads what a run wrote down, a JSON object a line. The factory reads it too, so that no patch may change how."""
+"""Reads files of one JSON object a line. The factory reads a run's metrics by it, so no patch may change it."""
 
 from __future__ import annotations
 

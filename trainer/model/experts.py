@@ -1,4 +1,4 @@
-"""Mixture of experts without dropped tokens: a sigmoid router, top-k, shared experts, balance by a bias alone.
+"""Mixture of experts without dropped tokens: a sigmoid router, top-k, shared experts, balanced by a bias only.
 
 DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as ``Glm4MoeForCausalLM`` computes it: an expert's affinity is the sigmoid of its
 logit; the bias decides who is chosen and never how much they count; the chosen affinities are divided by their sum.

@@ -77,7 +77,7 @@ class Block(nn.Module):
     def run(
         self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """What is compiled: FSDP's hooks stand around ``forward``."""
+        """The layer itself, which is compiled; FSDP's hooks are around ``forward``."""
         tensor, eps = self.tensor, self.shape.norm_eps
         h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self._weight(self.attention_norm), eps))
         y_BSD = tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, documents_BT))
@@ -115,11 +115,11 @@ class Block(nn.Module):
         y_BTD = self.mixture.mix(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
         if self.experts.shared:
             y_BTD = y_BTD + self.transform(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
-        # every tensor rank routes every token: each takes its share of what they would all count
+        # every tensor rank routes every token: divided, so that the sum over the ranks counts each once
         return y_BTD, torch.cat((routing.z(holds_N)[None], routing.load(holds_N))) / self.tensor.size
 
     def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        """h matrixᵀ of each; in one product where a joined copy of the matrices is kept for the backward pass anyway."""
+        """h matrixᵀ of each; one product if the backward pass keeps a joined copy of the matrices anyway."""
         weights = [self._weight(matrix) for matrix in matrices]
         if not self.joined:
             return [F.linear(h_BTD, weight) for weight in weights]
@@ -161,8 +161,8 @@ class Decoder(nn.Module):
     def initialise(self, seed: int) -> None:
         """Normal with std 1/sqrt(fan-in), 1/sqrt(2 layers) of it for what writes to the residual stream (GPT-2 §2.3).
 
-        Embeddings 0.02, norms one. Each parameter is drawn whole, on the CPU, from the seed and its name, and each rank
-        keeps its region: a seed gives one model however many ranks split it.
+        Embeddings 0.02, norms one. Each rank draws each parameter whole, on the CPU, from the seed and its name, and keeps
+        its region: a seed gives the same model for any number of ranks.
         """
         for name, parameter in self.named_parameters():
             with torch.no_grad():
@@ -182,9 +182,10 @@ class Decoder(nn.Module):
         return torch.randn(size, generator=generator) * std
 
     def compile(self, batch_sizes: int = 1) -> None:  # type: ignore[override]
-        """Compile the blocks; one graph serves all of a kind. How the loss head runs is the kernel policy's choice.
+        """Compile the blocks; blocks of one kind share a graph. ``kernels.yaml`` decides how the loss head runs.
 
-        ``batch_sizes``: how many a run will see. Torch would go on uncompiled, and round otherwise, past eight graphs.
+        ``batch_sizes``: how many different ones the run will have. Past eight graphs torch would run uncompiled, which
+        rounds differently.
         """
         kinds = len({(block.has_rope, block.experts is None) for block in self.blocks})
         pieces = 8 if self.shape.experts is not None else 1  # what the compiler cuts a layer of experts into
@@ -196,12 +197,12 @@ class Decoder(nn.Module):
             block.run = torch.compile(block.run, dynamic=False)  # type: ignore[assignment,arg-type]
 
     def join(self) -> None:
-        """Multiply with several matrices at once. For a rank that holds all weights: FSDP would free what this keeps."""
+        """Multiply with several matrices at once. For one rank only: FSDP would free the joined copies."""
         for block in self.blocks:
             block.joined = True  # type: ignore[assignment]
 
     def recompute(self) -> None:
-        """Keep only each block's input for the backward pass, and run the block again there."""
+        """Keep only each block's input for the backward pass, which runs the block again."""
         for block in self.blocks:
             block.recompute = True  # type: ignore[assignment]
 
@@ -253,7 +254,7 @@ class Decoder(nn.Module):
         return loss + router_z_share * every[:, 0].sum(), nll_BS, every[:, 1:].detach()
 
     def logits(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """[B, S, V], for tests and export parity; training never makes them whole."""
+        """[B, S, V], for tests and export parity; training never has all of them in memory."""
         x_BSD, _ = self(tokens_BT, positions_BT, documents_BT)
         return F.linear(self._head_input(x_BSD), self.tensor.weight(self.embedding).to(self.dtype))
 

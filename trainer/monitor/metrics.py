@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON object a line, flushed about once a second; and the machine's matmul rate."""
+"""The files of a run's metrics, one JSON object a line, flushed about once a second; and the machine's matmul rate."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FLUSH_SECONDS = 1.0
 
 
 class Lines:
-    """Appends JSON lines to a file. Opened again for a resumed run, it first drops what is from ``step`` on or torn.
+    """Appends JSON lines to a file. For a resumed run it first drops torn lines and those from ``step`` on.
 
-    Without a path it writes nothing: the ranks that don't lead.
+    Without a path (on ranks that do not lead) it writes nothing.
     """
 
     def __init__(self, path: Path | None, step: int) -> None:
@@ -55,7 +55,7 @@ def encode(record: dict[str, Any]) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """As far as speed depends on it: the GPU's name, or how many threads the CPU's operations run in."""
+    """The GPU's name, or the number of threads of the CPU's operations: what speed depends on."""
     return (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -64,7 +64,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most that this process has held so far: of the GPU, or of the host's memory where there is none."""
+    """The most memory that this process has held so far: of the GPU, or of the host if there is no GPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024

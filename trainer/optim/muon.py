@@ -45,9 +45,9 @@ class Muon:
     def step(
         self, lr: float, rate_shares: dict[str, float], decay: dict[str, float], divide_by: Tensor, skip: Tensor
     ) -> None:
-        """One update at lr · rate share of each; nothing is changed where ``skip`` is one.
+        """One update at lr · rate share of each; nothing changes if ``skip`` is one.
 
-        What a skipped update would write is chosen against, never multiplied by zero: its NaN stays where it is.
+        A skipped update is discarded by ``torch.where``, not multiplied by zero, so that its NaN reaches no weight.
         """
         recipe = self.recipe
         skipped = skip > 0

@@ -1,6 +1,6 @@
 """The optimiser: AdamW, or Muon for the matrices inside the layers and AdamW for the rest.
 
-Which parameter is in which group is decided by one rule and is a table that can be printed.
+``group_table`` says which parameter is updated by which rule.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class GroupRow:
 
 
 def group_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0) -> list[GroupRow]:
-    """Every trainable parameter once, by one rule: matrices inside the layers, and everything else.
+    """Every trainable parameter once: matrices inside the layers, and everything else.
 
-    Only those matrices decay and go to Muon. What sums over the width changes its rate with it (muP, arXiv 2203.03466
-    table 8), which is those matrices and the router: AdamW's falls as 1 / width; Muon's scale grows as sqrt(width), its
-    rate falls by that much, and its updates keep their spectral norm. Decay per step stays the same (arXiv 2405.13698
-    §3). The embedding keeps its rate: where it is the head, ``Decoder`` divides its input.
+    Only those matrices decay and are updated by Muon. The rates of matrices that sum over the width, which are those and
+    the router, change with it (muP, arXiv 2203.03466 table 8): AdamW's falls as 1 / width; Muon's scale grows as
+    sqrt(width) and its rate falls by as much, so that its updates keep their spectral norm. Decay per step stays the same
+    (arXiv 2405.13698 §3). The embedding keeps its rate: where it is the head, ``Decoder`` divides its input.
     """
     rows = []
     for name, parameter in model.named_parameters():
@@ -98,9 +98,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
-        """One update with gradients / ``divide_by``; nothing is changed where ``skip`` is one. Both fp32 scalars.
+        """One update with gradients / ``divide_by``; nothing changes if ``skip`` is one. Both are fp32 scalars.
 
-        The update itself leaves early, so that a NaN in the gradients is never multiplied into a weight.
+        A skipped update returns before it computes, so that a NaN in the gradients never reaches a weight.
         """
         recipe = self.recipe
         for (lr_share, weight_decay), group in self.groups.items():
@@ -133,7 +133,7 @@ class Optimizer:
         return tensors | {f"momentum.{name}": value for name, value in momentum.items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what ``state_tensors`` gave. Raises: KeyError for what is missing, once a step was made."""
+        """Load what ``state_tensors`` returned. Raises: KeyError for a missing tensor, unless no step was made."""
         if not any(key.startswith("step.") for key in tensors):
             return
         for name in (name for group in self.groups.values() for name in group):

@@ -33,20 +33,33 @@ def lr_share(
 
 
 def trunk_share(schedule: ScheduleRecipe, step: int) -> float:
-    """A linear warm-up, then ``schedule.kind``, without an end.
-
-    ``wsd``: the peak (Hägele et al. 2024, arXiv 2405.18392 §3). ``cosine``: half a cosine from the end of the warm-up to
-    ``final_lr_share`` at ``cosine_steps`` (SGDR, arXiv 1608.03983 eq. 5, without restarts), the same rate from then on.
-    ``multi-step``: the share of the newest milestone (DeepSeek LLM, arXiv 2401.02954 §2.3).
-    """
+    """A linear warm-up, then ``TRUNKS[schedule.kind]``, without an end."""
     warm = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
-    if schedule.kind == "cosine":
-        assert schedule.cosine_steps is not None
-        done = (step - schedule.warmup_steps) / (schedule.cosine_steps - schedule.warmup_steps)
-        floor = schedule.final_lr_share
-        return warm * (floor + (1 - floor) * TAILS["cosine"](min(1.0, max(0.0, done))))
+    return warm * TRUNKS[schedule.kind](schedule, step)
+
+
+def cosine_share(schedule: ScheduleRecipe, step: int) -> float:
+    """Half a cosine from the end of the warm-up to ``final_lr_share`` at ``cosine_steps``, the same rate from then on.
+
+    SGDR, arXiv 1608.03983 eq. 5, without restarts.
+    """
+    assert schedule.cosine_steps is not None
+    done = (step - schedule.warmup_steps) / (schedule.cosine_steps - schedule.warmup_steps)
+    floor = schedule.final_lr_share
+    return floor + (1 - floor) * TAILS["cosine"](min(1.0, max(0.0, done)))
+
+
+def milestone_share(schedule: ScheduleRecipe, step: int) -> float:
+    """The share of the newest milestone (DeepSeek LLM, arXiv 2401.02954 §2.3)."""
     reached = [milestone.share for milestone in schedule.milestones if milestone.from_step <= step]
-    return warm * (reached[-1] if reached else 1.0)
+    return reached[-1] if reached else 1.0
+
+
+TRUNKS = {
+    "wsd": lambda schedule, step: 1.0,  # the peak (Hägele et al. 2024, arXiv 2405.18392 §3)
+    "cosine": cosine_share,
+    "multi-step": milestone_share,
+}
 
 
 def anneal_share(schedule: ScheduleRecipe, step: int, first: int, last: int) -> float:

@@ -25,7 +25,7 @@ from trainer.contract.errors import CheckpointError, TrainerError, exit_code_of
 
 
 class AverageError(TrainerError):
-    """What is asked for is no average: says which argument is wrong."""
+    """An argument is wrong; the message says which."""
 
 
 def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> Checkpoint:
@@ -35,7 +35,7 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
     the first: it names the first key or tensor that differs.
     """
     if len(sources) < 2:
-        raise AverageError(f"an average needs two checkpoints at least, {len(sources)} given")
+        raise AverageError(f"an average needs at least two checkpoints, {len(sources)} given")
     if len({path.resolve() for path in sources}) < len(sources):
         raise AverageError("a checkpoint is named twice: give it a larger weight instead")
     weights = checked(weights if weights is not None else [1.0] * len(sources), len(sources))
@@ -61,7 +61,7 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
     model = {name: (sums.pop(name) / total).to(tensor.dtype) for name, tensor in newest.model.items()}
     for name, tensor in model.items():
         if not bool(tensor.isfinite().all()):
-            raise CheckpointError(f"{name} is not finite in one of the checkpoints: nothing can be averaged with it")
+            raise CheckpointError(f"{name} is not finite in one of the checkpoints: leave that checkpoint out")
     return Checkpoint(model, newest.optimizer, newest.state | {"averaged_from": used})
 
 
@@ -70,7 +70,7 @@ def checked(weights: Sequence[float], count: int) -> Sequence[float]:
     if len(weights) != count:
         raise AverageError(f"--weights: {len(weights)} given for {count} checkpoints")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
-        raise AverageError("--weights: each must be a number of zero or more, and one above zero")
+        raise AverageError("--weights: each must be a finite number of at least zero, and one must be above zero")
     return weights
 
 
@@ -81,7 +81,7 @@ def refuse_another(
     key = first_difference(recipe, loaded.state["recipe"])
     if key:
         raise CheckpointError(
-            f"{path}: recipe.{key} is not that of {other}: only checkpoints of one recipe are averaged"
+            f"{path}: recipe.{key} differs from that of {other}: only checkpoints of one recipe can be averaged"
         )
     wanted = {name: list(tensor.shape) for name, tensor in sums.items()}
     held = {name: list(tensor.shape) for name, tensor in loaded.model.items()}

@@ -10,13 +10,14 @@ worked out again from the newest checkpoint at or before the step, in about a mi
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_order import DataOrder, documents_at
+from trainer.contract.data.token_shard import file_sha256
 from trainer.contract.errors import CheckpointError, SpecError, TrainerError
 from trainer.contract.plan.spec import SegmentSpec
 
@@ -59,16 +60,11 @@ def order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
 
 def sampler_state(checkpoint: Path) -> dict[str, Any]:
     """The data order's state in a checkpoint. Reads and verifies state.json alone. Raises: CheckpointError."""
-    try:
-        listed = json.loads((checkpoint / "manifest.json").read_bytes())["files"]["state.json"]["sha256"]
-        encoded = (checkpoint / "state.json").read_bytes()
-        if hashlib.sha256(encoded).hexdigest() != listed:
-            raise CheckpointError(f"{checkpoint / 'state.json'}: its bytes are not those its manifest names")
-        return dict(json.loads(encoded)["sampler"])
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint} is no checkpoint: {error.filename}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint}: manifest.json or state.json is damaged: {error}") from None
+    expected = checkpoints.read_manifest(checkpoint)["files"].get("state.json", {}).get("sha256")
+    state = checkpoints.read_state(checkpoint)
+    if file_sha256(checkpoint / "state.json") != expected:
+        raise CheckpointError(f"{checkpoint / 'state.json'}: its SHA-256 is not the one in the manifest")
+    return dict(state["sampler"])
 
 
 def main(arguments: list[str]) -> int:

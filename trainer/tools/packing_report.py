@@ -149,14 +149,14 @@ def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
         spec = SegmentSpec.load(first)
         return spec.recipe, spec.data_plan
     if not rest:
-        raise SpecError(f"{first} is no segment folder; with a recipe, name token shards after it")
+        raise SpecError(f"{first} is not a segment folder; name token shards after a recipe")
     recipe = Recipe.load(first)
     shards = [TokenShard(path) for given in rest for path in token_shards_in(given)]
     plan = DataPlan.make(recipe.mixture, "trunk", [(s.id, str(s.path), 0) for s in shards], recipe.seed)
     held = {name for shard in shards for name in shard.documents["domain"].unique().to_pylist()}
     plan, left_out = plan.of_arrived(held, 0, 1)
     if left_out:
-        print(f"left out, because no shard holds them: {', '.join(left_out)}", file=sys.stderr)
+        print(f"domains left out, because no shard has documents of them: {', '.join(left_out)}", file=sys.stderr)
     return recipe, plan
 
 
@@ -166,7 +166,7 @@ def token_shards_in(folder: Path) -> list[Path]:
         return [folder]
     found = sorted(path.parent for path in folder.glob("*/manifest.json"))
     if not found:
-        raise SpecError(f"{folder} is no token shard and holds none: a token shard has a manifest.json")
+        raise SpecError(f"{folder} is not a token shard and contains none: a token shard has a manifest.json")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Two drawings of a profile as SVG, made by hand: the graph of lines, and the roofline."""
+"""Two drawings of a profile as SVG: the graph of lines, and the roofline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLOT_W, PLOT_H, MARGIN = 900, 420, 60
 
 
 def heat(share: float, hottest: float) -> str:
-    """A colour from white (nothing) to red (the hottest line); by the square root, so that small shares can be told."""
+    """A colour from white (nothing) to red (the hottest line); by the square root, so that small shares are visible."""
     part = math.sqrt(max(0.0, share) / hottest) if hottest > 0 else 0.0
     return f"hsl(8 85% {97 - 45 * min(1.0, part):.0f}%)"
 
@@ -21,7 +21,7 @@ def heat(share: float, hottest: float) -> str:
 def graph(profile: Profile) -> str:
     """Lines from top to bottom in the order in which they first run; solid arcs: always, dotted: on a condition.
 
-    Arcs that go down stand to the left of the boxes, those that go back up (to the next layer) to the right.
+    Arcs that go down are left of the boxes, arcs that go back up (to the next layer) right of them.
     """
     by_name = {line.name: line for line in profile.lines}
     names = list(dict.fromkeys(name for edge in profile.edges for name in (edge.source, edge.target)))

@@ -1,24 +1,19 @@
-"""A profile for people: the hottest lines and the kernel ops, as terminal tables."""
+"""A profile for people: the slowest lines and the kernel ops, as terminal tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from agents.line_profiler.report.words import shortened, summary
 from agents.line_profiler.table import Profile
 
-__all__ = ["candidates", "show", "summary", "table", "tables"]
 
-
-def tables(profile: Profile, top: int = 20) -> RenderableType:
-    """The hottest ``top`` lines, the ops, and how far the table can be trusted."""
+def table(profile: Profile, top: int = 20) -> RenderableType:
+    """The slowest ``top`` lines, the ops, and how well the table agrees with the clock."""
     lines = Table(
-        title=f"the training step, line by line (hottest {min(top, len(profile.lines))} of {len(profile.lines)})",
+        title=f"the training step, line by line (slowest {min(top, len(profile.lines))} of {len(profile.lines)})",
         title_justify="left",
     )
     lines.add_column("line", no_wrap=True, overflow="ellipsis", max_width=34)
@@ -73,12 +68,3 @@ def candidates(profile: Profile, top: int = 5) -> RenderableType:
         what = "two streams, backward" if pair.backward else "two streams"
         found.add_row(what, Text(lines), f"{pair.gain_s * 1e3:.2f}", f"{pair.gain_share:.1%}")
     return found
-
-
-def table(raw: Mapping[str, Any], top: int = 20) -> RenderableType:
-    """As ``tables``, of a parsed profile.json."""
-    return tables(Profile.from_mapping(raw), top)
-
-
-def show(profile: Profile, console: Console | None = None, top: int = 20) -> None:
-    (console or Console()).print(tables(profile, top))

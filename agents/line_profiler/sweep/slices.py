@@ -1,7 +1,6 @@
 """One layer of a model, forward and backward, as operations: recorded on torch's meta device, where nothing is computed.
 
-Attention is no list of operations here but one registry op with its cost model: what torch takes it apart into depends on
-the device.
+Attention is not a list of operations here but one registry op with its cost model: its operations depend on the device.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class Slice:
 
 @cache
 def events(of: Slice) -> tuple[Event, ...]:
-    """The operations of the layer but for attention's, those of the backward pass at the lines that caused them.
+    """The operations of the layer without attention's; those of the backward pass at the lines that caused them.
 
-    Their times mean nothing; their signatures, bytes and FLOPs are those of the real ones.
+    Their times mean nothing; their signatures, bytes and FLOPs are real.
     """
     shape = slice_of(SHAPES[of.model], of.sequence)
     recorder = Recorder()

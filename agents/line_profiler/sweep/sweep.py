@@ -24,12 +24,13 @@ from agents.line_profiler.capture import ROOT, moves_nothing
 from agents.line_profiler.isolation import Isolated
 from agents.line_profiler.lines import Roof, source
 from agents.line_profiler.session import device_name, memory_rate
+from agents.line_profiler.stopwatch import counted
 from agents.line_profiler.sweep.shapes import SHAPES
 from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, events
 from agents.line_profiler.sweep.sweep_items import (
     Item,
-    Limits,
-    Task,
+    SweepLimits,
+    SweepTask,
     attention_key,
     build_attention,
     collect,
@@ -73,15 +74,15 @@ class SweptSlice:
     sequence: int
     seconds: float
     measured_share: float  # of the seconds
-    lines: tuple[SweptLine, ...]  # dearest first
+    lines: tuple[SweptLine, ...]  # slowest first
 
 
 @dataclass(frozen=True)
 class SweptItem:
-    """One different operation, as it was measured, or why it was not."""
+    """One distinct operation: its measurement, or why there is none."""
 
     what: str
-    seconds: float  # median of one call; the roofline's where ``why_not`` is given
+    seconds: float  # median of one call; the roofline's where there is a ``why_not``
     spread_s: float
     iterations: int
     roof_s: float
@@ -118,7 +119,7 @@ class Sweep:
 
 def sweep(
     slices: Sequence[Slice],
-    limits: Limits,
+    limits: SweepLimits,
     start: Callable[[], Workers],
     workers: int,
     attention: str,
@@ -133,14 +134,14 @@ def sweep(
     items = fit(collect(slices, roof), limits, workers)
     wanted = [item for item in items if not item.fits]
     report(
-        f"{len(slices)} slices, {len(items)} different operations, {len(wanted)} of them to measure on {workers} workers"
+        f"{len(slices)} slices, {len(items)} distinct operations, {len(wanted)} of them to be measured by {workers} workers"
     )
     build_attention(attention, device)
     began = time.perf_counter()
     results: list[tuple[Isolated, float] | Lost] = []
     if wanted:
-        tasks = [Task(item, device.type, attention, limits) for item in wanted]
-        results = measure_on(start(), tasks, [item.estimated_s for item in wanted], _every_two_seconds(report))
+        tasks = [SweepTask(item, device.type, attention, limits) for item in wanted]
+        results = measure_on(start(), tasks, [item.estimated_s for item in wanted], counted(report, "operations "))
     seconds = time.perf_counter() - began
     by_item = dict(zip(wanted, results))
     swept = {_key(item): _swept(item, by_item.get(item)) for item in items}
@@ -157,18 +158,6 @@ def sweep(
         slices=tuple(_slice(of, swept, roof) for of in slices),
         items=tuple(swept.values()),
     )
-
-
-def _every_two_seconds(report: Callable[[str], None]) -> Callable[[int, int], None]:
-    said = time.perf_counter()
-
-    def heard(done: int, of: int) -> None:
-        nonlocal said
-        if done == of or time.perf_counter() - said > 2.0:
-            said = time.perf_counter()
-            report(f"operations {done}/{of}")
-
-    return heard
 
 
 def _key(item: Item) -> object:
@@ -188,7 +177,7 @@ def _swept(item: Item, result: tuple[Isolated, float] | Lost | None) -> SweptIte
 
 
 def _slice(of: Slice, swept: Mapping[object, SweptItem], roof: Roof) -> SweptSlice:
-    """Each line is the sum of its operations, measured or at the roofline."""
+    """Each line is the sum of its operations, each measured or estimated by the roofline."""
     parts: defaultdict[tuple[str, str], list[tuple[SweptItem, float, float]]] = defaultdict(list)
     for event in events(of):
         if event.signature is not None and not moves_nothing(event.signature.func):
@@ -216,12 +205,12 @@ def _line(name: str, text: str, parts: Iterable[tuple[SweptItem, float, float]])
 
 
 def text(found: Sweep, top: int = 3) -> str:
-    """For people: a row a slice, with its dearest lines."""
+    """A table for people: one row for each slice, with its slowest lines."""
     lines = [
         f"one layer, forward and backward, on {found.device}; {sum(not i.why_not for i in found.items)} of "
-        f"{len(found.items)} different operations measured by {found.workers} workers in {found.seconds:.0f} s "
-        f"({found.busy:.0%} busy), the others at the roofline",
-        f"{'model':<6}{'batch':>6}{'sequence':>10}{'ms':>12}{'measured':>10}  dearest lines (share; m measured, r roofline, b both)",
+        f"{len(found.items)} distinct operations measured by {found.workers} workers in {found.seconds:.0f} s "
+        f"({found.busy:.0%} busy), the others estimated by the roofline",
+        f"{'model':<6}{'batch':>6}{'sequence':>10}{'ms':>12}{'measured':>10}  slowest lines (share; m measured, r roofline, b both)",
     ]
     for one in found.slices:
         dear = ", ".join(f"{line.name} {line.seconds / one.seconds:.0%}{line.how[0]}" for line in one.lines[:top])
@@ -232,7 +221,7 @@ def text(found: Sweep, top: int = 3) -> str:
 
 
 def free_memory() -> float:
-    """Bytes that could be used: the device's, else the machine's (Linux)."""
+    """Free bytes of the GPU, else of the machine (Linux)."""
     if torch.cuda.is_available():
         return float(torch.cuda.mem_get_info()[0])
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -246,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sequences", default="1024,4096")
     parser.add_argument("--workers", type=int, default=1, help="processes of this machine, or Ray actors")
     parser.add_argument("--ray", help="'auto' or a Ray cluster's address: workers are its actors")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds to measure in all")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds that each worker measures, at most")
     parser.add_argument("--item-seconds", type=float, default=2.0, help="the most for one operation")
     parser.add_argument("--memory-gb", type=float, help="of one worker; default: half of what is free, shared")
     parser.add_argument("--kernels", type=Path, default=ROOT / "policies" / "kernels.yaml")
@@ -258,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
             require_ray()  # before anything is measured
         workers = max(1, chosen.workers)
         memory = chosen.memory_gb * 1e9 if chosen.memory_gb else MEMORY_SHARE * free_memory() / workers
-        limits = Limits(memory, chosen.item_seconds, chosen.budget, max(1, torch.get_num_threads() // workers))
+        limits = SweepLimits(memory, chosen.item_seconds, chosen.budget, max(1, torch.get_num_threads() // workers))
         start: Callable[[], Workers] = lambda: (
             RayActors(measure_item, workers, chosen.ray) if chosen.ray else Processes(measure_item, workers)
         )

@@ -1,4 +1,4 @@
-"""What a sweep measures: each different operation of all slices once, where it fits in memory and time."""
+"""What a sweep measures: each distinct operation of all slices once, where it fits in memory and time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOWER = 3.0  # than the roofline, for estimates
 
 @dataclass(frozen=True)
 class Item:
-    """One operation of a slice: the ``index``-th of its events, or attention (−1). Small: it travels to a worker."""
+    """One operation of a slice: the ``index``-th of its events, or attention (−1). Small, because it is sent to a worker."""
 
     of: Slice
     index: int
@@ -37,7 +37,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SweepLimits:
     """What a worker may use: memory, seconds an item, threads; seconds for all items of one worker."""
 
     memory_bytes: float
@@ -47,7 +47,7 @@ class Limits:
 
 
 def collect(slices: Iterable[Slice], roof: Roof) -> list[Item]:
-    """The different operations of all slices."""
+    """The distinct operations of all slices."""
     found: dict[object, Item] = {}
     for of in slices:
         cost = of.attention_cost
@@ -66,13 +66,13 @@ def collect(slices: Iterable[Slice], roof: Roof) -> list[Item]:
 
 
 def attention_key(of: Slice) -> object:
-    """Slices of one attention shape share its measurement, whatever else they are."""
+    """Slices with the same attention shape share one measurement."""
     s = of.shape
     return (ATTENTION, s.batch, s.context, s.heads, s.kv_heads, s.head_dim)
 
 
-def fit(items: Sequence[Item], limits: Limits, workers: int) -> list[Item]:
-    """The same items with their estimates and, where they do not fit, why; the cheapest are measured first."""
+def fit(items: Sequence[Item], limits: SweepLimits, workers: int) -> list[Item]:
+    """The same items with their estimates and, where they do not fit, the reason. The shortest are measured first."""
     sized = [_sized(item, limits) for item in items]
     spent = 0.0
     done: dict[int, Item] = {}
@@ -86,7 +86,7 @@ def fit(items: Sequence[Item], limits: Limits, workers: int) -> list[Item]:
     return [done[number] for number in range(len(sized))]
 
 
-def _sized(item: Item, limits: Limits) -> Item:
+def _sized(item: Item, limits: SweepLimits) -> Item:
     making = item.bytes / FILL_BYTES_PER_S
     least = making + LEAST_CALLS * SLOWER * item.roof_s
     why = ""
@@ -98,16 +98,16 @@ def _sized(item: Item, limits: Limits) -> Item:
 
 
 @dataclass(frozen=True)
-class Task:
-    """An item as a worker gets it."""
+class SweepTask:
+    """An item as it is sent to a worker."""
 
     item: Item
     device: str
     attention: str  # the implementation of kernels.yaml
-    limits: Limits
+    limits: SweepLimits
 
 
-def measure_item(task: Task) -> tuple[Isolated, float]:
+def measure_item(task: SweepTask) -> tuple[Isolated, float]:
     """(the measurement, seconds that it took in all). Runs in a worker."""
     began = time.perf_counter()
     device = torch.device(task.device)
@@ -130,13 +130,13 @@ def _prepare_worker() -> None:
 
 
 def build_attention(implementation: str, device: torch.device) -> None:
-    """Have its native library compiled once, before every worker waits for it."""
+    """Compile the native library once, before every worker needs it."""
     op = OPS[ATTENTION]
     made = op.inputs(op.cases[0], device=device, dtype=DTYPE)
     check(ATTENTION, implementation, device.type).function(*made)
 
 
-def _attention(task: Task, device: torch.device) -> Isolated:
+def _attention(task: SweepTask, device: torch.device) -> Isolated:
     began = time.perf_counter()
     try:
         op = OPS[ATTENTION]

@@ -1,4 +1,4 @@
-"""No overlap of 13 words between what is trained on and what is held out, whichever of the two arrived first.
+"""No overlap of 13 words between training data and held-out documents, whichever arrives first.
 
 - A new training document that shares an n-gram with a held-out document loses the shared span and a margin on either
   side, as for GPT-3 (Brown et al. 2020, appendix C), or is dropped when too much of it would go. A chat is dropped.
@@ -10,9 +10,9 @@ documents are indexed by a winnowed sample (``words.winnow``), so the second fin
 44 words, and shorter ones by chance (one 13-gram with probability 0.06). Documents of 8–12 words are one n-gram;
 still shorter ones are left to the exact and near-duplicate rules.
 
-Phrases that many documents share (licence headers, boilerplate) are no leak: an n-gram that more than ``common``
-documents have when the held-out document is chosen is left out of its index, and so are those that overlap it. That
-is decided once, at the choice; later copies of what *is* in the index are always found, however many they are.
+Phrases that many documents share (licence headers, boilerplate) are no leak: an n-gram that more than ``common`` documents
+have when the held-out document is chosen is left out of its index, and so are those that overlap it. This is decided once,
+when the document is chosen; later copies of what is in the index are always found.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def ngrams(words: Hashes, n: int) -> Hashes:
 
 @dataclass(frozen=True)
 class HeldOutNgrams:
-    """n-gram hashes of held-out documents and whose they are, sorted by hash."""
+    """n-gram hashes of held-out documents with their owners, sorted by hash."""
 
     hashes: Hashes  # [entries]
     owners: npt.NDArray[np.int64]  # [entries], an index into ``keys``
@@ -60,7 +60,7 @@ class HeldOutNgrams:
         return cls(joined[order], np.concatenate(owners)[order], keys)
 
     def find(self, grams: Hashes) -> Positions:
-        """Which places of ``grams`` are in the index, shape [collisions]."""
+        """Positions of the ``grams`` that are in the index, shape [collisions]."""
         if not len(self.hashes) or not len(grams):
             return np.zeros(0, np.int64)
         places = np.searchsorted(self.hashes, grams)
@@ -74,8 +74,7 @@ class HeldOutNgrams:
 
 
 def away_from(positions: Positions, count: int, n: int) -> npt.NDArray[np.bool_]:
-    """Which of ``count`` n-grams share no word with those at ``positions``: the last words of a licence header and the
-    first one after it are no leak either."""
+    """Which of ``count`` n-grams share no word with those at ``positions``."""
     steps = np.zeros(count + 1, np.int64)
     np.add.at(steps, np.maximum(positions - n + 1, 0), 1)
     np.add.at(steps, np.minimum(positions + n, count), -1)
@@ -94,9 +93,9 @@ def spans(positions: Positions, n: int) -> list[tuple[int, int]]:
 
 
 def trim(text: str, collisions: list[tuple[int, int]], margin: int, max_trimmed: float) -> str | None:
-    """The text without the colliding word spans, widened by the margin and then to whole lines where lines are short.
+    """The text without the colliding word spans, each extended by the margin and then to whole lines where lines are short.
 
-    None when more than ``max_trimmed`` of it would go, or it would fall into too many pieces.
+    None when more than ``max_trimmed`` of it would be removed, or it would be cut into too many pieces.
     """
     words = word_spans(text)
     cuts: list[tuple[int, int]] = []

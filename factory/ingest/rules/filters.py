@@ -3,9 +3,9 @@ rule's.
 
 The thresholds are in the data policy under the names given here. The rules for code follow StarCoder's and The Stack
 v2's (line lengths, alphabetic share, encoded data, generated files); those for prose follow Gopher's repetition rules
-at the line level (Rae et al. 2021, table A1). datatrove's own filters are not used: they split every document into
-words with a slow splitter of their own, and its repetition and quality thresholds (50 words at least, stop words)
-drop most of what a docstring or a chat is."""
+at the line level (Rae et al. 2021, table A1). datatrove's filters are not used: their word splitter is slow, and their
+repetition and quality thresholds (at least 50 words, stop words) drop most docstrings and chats.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Filter = Callable[[str, DomainRules], "str | None"]
 
 def too_short(text: str, rules: DomainRules) -> str | None:
     size = len(text)
-    return f"{size} characters, {rules.min_chars} are needed" if size < rules.min_chars else None
+    return f"{size} characters, at least {rules.min_chars} are needed" if size < rules.min_chars else None
 
 
 def too_long(text: str, rules: DomainRules) -> str | None:
     size = len(text)
-    return f"{size} characters, {rules.max_chars} are allowed" if size > rules.max_chars else None
+    return f"{size} characters, at most {rules.max_chars} are allowed" if size > rules.max_chars else None
 
 
 def binary(text: str, rules: DomainRules) -> str | None:
@@ -49,7 +49,7 @@ def long_lines(text: str, rules: DomainRules) -> str | None:
     if len(text) <= rules.max_line:
         return None
     longest = max(map(len, text.split("\n")))
-    return f"a line of {longest} characters, {rules.max_line} are allowed" if longest > rules.max_line else None
+    return f"a line of {longest} characters, at most {rules.max_line} are allowed" if longest > rules.max_line else None
 
 
 def low_alphabetic(text: str, rules: DomainRules) -> str | None:
@@ -58,7 +58,9 @@ def low_alphabetic(text: str, rules: DomainRules) -> str | None:
     letters = sum(map(len, _LETTERS.findall(text)))
     visible = len(text) - sum(map(len, _BLANKS.findall(text)))
     share = letters / max(visible, 1)
-    return f"{share:.0%} letters, {rules.min_alphabetic:.0%} are needed" if share < rules.min_alphabetic else None
+    return (
+        f"{share:.0%} letters, at least {rules.min_alphabetic:.0%} are needed" if share < rules.min_alphabetic else None
+    )
 
 
 def repetition(text: str, rules: DomainRules) -> str | None:
@@ -68,7 +70,7 @@ def repetition(text: str, rules: DomainRules) -> str | None:
     lines = [line for line in text.split("\n") if line.strip()]
     share = 1 - len(set(lines)) / max(len(lines), 1)
     if share > rules.max_repeated_lines and len(lines) >= 4:
-        return f"{share:.0%} of the lines repeat others, {rules.max_repeated_lines:.0%} are allowed"
+        return f"{share:.0%} of the lines repeat others, at most {rules.max_repeated_lines:.0%} may"
     return None
 
 
@@ -76,11 +78,9 @@ def encoded_data(text: str, rules: DomainRules) -> str | None:
     if rules.max_encoded == 1:
         return None
     share = sum(m.end() - m.start() for m in _ENCODED.finditer(text)) / max(len(text), 1)
-    return (
-        f"{share:.0%} looks like encoded data, {rules.max_encoded:.0%} is allowed"
-        if share > rules.max_encoded
-        else None
-    )
+    if share > rules.max_encoded:
+        return f"{share:.0%} looks like encoded data, at most {rules.max_encoded:.0%} is allowed"
+    return None
 
 
 def generated(text: str, rules: DomainRules) -> str | None:
@@ -106,7 +106,7 @@ def first_failure(text: str, rules: DomainRules) -> tuple[str, str] | None:
 
 
 def does_not_parse(text: str) -> str | None:
-    """For Python sources. Dear (5 MB/s, by symbol table; building the tree would be 3.5), hence apart from the rest."""
+    """For Python sources. Separate from the other filters because it is slow (5 MB/s)."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

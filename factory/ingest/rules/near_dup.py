@@ -4,8 +4,8 @@
 0.5 with 0.27 (1 - (1 - s^6)^20); a shared band only nominates a pair, which counts when the estimate from the two
 whole signatures (standard error 0.04 at 0.8) reaches the policy's threshold.
 
-The first document keeps its place; a later one that is like it is dropped and names it. Only kept documents are matched
-against, so a chain of small edits is cut where it has drifted below the threshold.
+The first document stays; a later one that is similar to it is dropped and names it. Documents are compared only with
+those that stayed, so a chain of small edits ends where its similarity to the first falls below the threshold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from factory.ingest.rules.words import Hashes, mix, runs
 
 PERMUTATIONS, BANDS, ROWS, SHINGLE, SEED = 120, 20, 6, 5, 20200528
 CANDIDATES = 50  # documents of one band that later ones are compared with: bounds the work a hostile shard can cause
-# What the stored index was made with; another one cannot be compared with it.
+# The parameters of the stored index; hashes made with others are not comparable.
 INDEX = (
     f"rensa RMinHash v{RMinHash.ALGORITHM_VERSION} permutations {PERMUTATIONS} bands {BANDS} "
     f"shingle {SHINGLE} seed {SEED}"
@@ -31,9 +31,7 @@ Bands = npt.NDArray[np.uint64]  # [documents, BANDS]
 
 
 def shingles(words: Hashes, content: bytes) -> Hashes:
-    """The distinct 5-word shingles of a document; a shorter one is one shingle, of its words or its raw content's
-    hash.
-    """
+    """The distinct 5-word shingles of a document; a shorter one is a single shingle, of its words or its content's hash."""
     if len(words) >= SHINGLE:
         return np.unique(runs(words, SHINGLE))
     if len(words):
@@ -64,9 +62,7 @@ def similarity(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> float:
 
 
 class NearDuplicates:
-    """The documents seen so far in one shard. ``known`` gives, for band hashes, (hash, key, signature) of stored
-    documents.
-    """
+    """The documents of one shard so far. ``known`` returns the stored documents that share band hashes."""
 
     def __init__(self, signed: Signatures, threshold: float, known: Callable[[Bands], Stored]) -> None:
         self._signed = signed

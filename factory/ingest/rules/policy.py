@@ -88,7 +88,7 @@ class TokenizerRules(Strict):
     """Of text that the tokenizer is trained on."""
 
 
-class Limits(Strict):
+class ShardLimits(Strict):
     max_row_bytes: Annotated[int, Field(ge=1000)] = 8_000_000
     """A longer line is one dropped row."""
     max_rows: Count = 500_000
@@ -113,7 +113,7 @@ class DataPolicy(Strict):
     held_out: HeldOut = HeldOut()
     licences: Licences = Licences()
     tokenizer: TokenizerRules = TokenizerRules()
-    limits: Limits = Limits()
+    limits: ShardLimits = ShardLimits()
 
     def rules(self, domain: str) -> DomainRules:
         return self.domains.get(domain) or self.domains.get("default") or DomainRules()

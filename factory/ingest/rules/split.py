@@ -1,7 +1,8 @@
 """Which documents may become held-out: a pure function of their content, or of their source (see ``hold_out_by``).
 
-The same document is chosen again whenever and in whatever company it arrives. Whether it then *is* held out also
-depends on the domain's room (``hold_out_at_most``) and on what was trained on before (``decontaminate``)."""
+A document is chosen independently of when it arrives and with which others. Whether it *is* held out also depends on the
+number of held-out documents of its domain (``hold_out_at_most``) and on earlier training data (``decontaminate``).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Words of a text as hashes, and hashes of runs of words: what near-duplicate search and decontamination compare.
+"""Words of a text as hashes, and hashes of runs of words, for near-duplicate search and decontamination.
 
-A word is a run of letters, digits and underscores in lower case, hashed with BLAKE2b to 64 bits, so that hashes are the
-same in every process and for ever. A run of n words is hashed as a polynomial of its words' hashes, mixed (splitmix64).
+A word is a run of letters, digits and underscores in lower case, hashed with BLAKE2b to 64 bits, so that its hash never
+changes. The hash of a run of n words is a polynomial of its words' hashes, mixed (splitmix64).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Hashes = npt.NDArray[np.uint64]
 _WORD = re.compile(r"\w+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
-_WORDS_AT_MOST = 1_000_000  # hashes remembered; then the table starts anew
+_WORDS_AT_MOST = 1_000_000  # hashes in the table; then it is cleared
 
 
 class _WordHashes(dict[str, int]):

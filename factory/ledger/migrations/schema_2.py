@@ -1,4 +1,4 @@
-"""A segment's row says how it is computed; null for segments of before."""
+"""A segment's row says how it is computed; null for segments planned before this schema."""
 
 from __future__ import annotations
 

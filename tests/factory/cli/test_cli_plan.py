@@ -79,7 +79,7 @@ def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
         (["--params", "8B", "--tokens", "300B", "--mfu", "40"], "--mfu: 40 is more than the whole peak"),
         (["--params", "8B", "--tokens", "300B", "--context", "4"], "--context: 4 is less than 8"),
         (["--params", "8B", "--tokens", "1B"], "--tokens: 1,000,000,000 is less than one a parameter"),
-        (["--params", "1M", "--tokens", "1B"], "--params: 1,000,000 parameters leave no room"),
+        (["--params", "1M", "--tokens", "1B"], "--params: 1,000,000 parameters are too few"),
         (
             ["--params", "8B", "--tokens", "300B", "--gpu", "h1000"],
             "--gpu: no 'h1000' in the table; did you mean 'h100'?",

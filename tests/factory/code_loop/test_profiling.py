@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from agents.line_profiler import Profile, session, table
+from agents.line_profiler import session, table
 from agents.line_profiler.__main__ import main
+from agents.line_profiler.table import Profile
 from factory.code_loop import profiling
 from factory.code_loop.profiling import (
-    FILES,
     FORMAT,
     ProfileError,
     ProfileOptions,
@@ -31,6 +31,8 @@ from factory.ledger.ledger import profiles
 from factory.tracking.tracking import Tracking
 from tests.support.factory.code_loop import make
 from tests.support.paths import ROOT
+
+FILES = ("profile.json", "profile.html", "trace.json")
 
 
 def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

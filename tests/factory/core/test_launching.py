@@ -169,7 +169,7 @@ def test_what_cannot_be_started_is_refused_when_planning(plant: Plant) -> None:
     for line, says in cases.items():
         with pytest.raises(ConfigError, match=says):
             plan_trunk(configured(workspace, line), ledger, 4)
-    with pytest.raises(ConfigError, match="say in 'ranks' how many ranks it starts"):
+    with pytest.raises(ConfigError, match="set 'ranks' to the number of ranks"):
         launcher(configured(workspace, "launcher: torchrun --nnodes=2"))
     with pytest.raises(ConfigError, match="No closing quotation"):
         launcher(configured(workspace, "ranks: 2", 'launcher: "srun \'torchrun"'))

@@ -66,7 +66,7 @@ def test_no_other_class_is_loaded_and_no_code_of_the_export_is_run(
     assert not marker.exists() and served.logits_TV is None
 
 
-def test_what_a_time_limit_ends_says_nothing_of_the_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_time_limit_is_not_held_against_the_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A real process that never ends, tried twice; the checks that it was for could not be made."""
     endless = tmp_path / "endless.py"
     endless.write_text("import time\nwhile True: time.sleep(1)\n")

@@ -68,7 +68,7 @@ def test_a_cluster_counts_once_however_many_items_it_has() -> None:
     assert target.lower[1] <= 0.001  # one of the four sources shows no gain, and four are few
 
 
-def test_two_equal_models_are_told_apart_no_more_often_than_alpha() -> None:
+def test_equal_models_differ_no_more_often_than_alpha() -> None:
     rng = np.random.default_rng(2)
     better = 0
     for trial in range(120):

@@ -162,7 +162,7 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
         (number,) = proposing._scout(bench, options, 1)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
     assert "step 5, loss" in told[0] and "optimizer.lr" in told[1] and "sequences: 8" in told[2]
-    assert "model.d_ff' is no key that may be changed" in told[3] and "optimizer.lr cannot be -0.001" in told[4]
+    assert "model.d_ff' is not a key that may be changed" in told[3] and "optimizer.lr cannot be -0.001" in told[4]
     found = judged(made, number)
     assert found.row["target"] == "quality:optimizer.lr+schedule.warmup_steps" and found.row["agent"] == "recipe-scout"
     assert (found.verdict["gate"], found.verdict["outcome"]) == ("recipe", "reject")

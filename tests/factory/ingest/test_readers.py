@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from factory.ingest.document import BadRow, parse_document, parse_json
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
-from factory.ingest.rules.policy import Limits
+from factory.ingest.rules.policy import ShardLimits
 
-LIMITS = Limits(max_row_bytes=1000)
+LIMITS = ShardLimits(max_row_bytes=1000)
 ROWS = [{"text": "one"}, {"text": "zwei ☃", "domain": "docs"}, {"messages": [{"role": "assistant", "content": "x"}]}]
 
 
@@ -25,7 +25,7 @@ def shard(tmp_path: Path, name: str, data: bytes) -> Path:
     return path
 
 
-def read(path: Path, limits: Limits = LIMITS) -> list[RawRow]:
+def read(path: Path, limits: ShardLimits = LIMITS) -> list[RawRow]:
     return list(read_rows(path, limits))
 
 

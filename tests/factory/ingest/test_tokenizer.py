@@ -90,7 +90,7 @@ def test_training_again_gives_the_same_file(tokenizer: Tokenizer, tmp_path: Path
 
 
 def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no tokenizer"):
+    with pytest.raises(InputError, match="has no tokenizer"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="is not a tokenizer"):

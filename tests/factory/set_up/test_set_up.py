@@ -21,7 +21,7 @@ from factory.set_up import steps
 from factory.set_up.environment import forget_halves, packages
 from factory.set_up.journal import Journal, SetUpError, bytes_in
 from factory.set_up.needs import bubblewrap, obstacles
-from factory.set_up.pip import Told, download
+from factory.set_up.pip import PipOutput, download
 from factory.set_up.steps import set_up
 
 # A build backend that needs nothing: it also makes the wheels of the packages that the project asks for.
@@ -166,17 +166,17 @@ def test_what_is_missing_is_named_a_line_each(tmp_path: Path, monkeypatch: pytes
         ("Requirement already satisfied: pip in ./.venv/lib/python3.11/site-packages (23.2.1)", ""),
         (
             "WARNING: Retrying (Retry(total=4, connect=None)) after connection broken by 'NewConnectionError(…)': /simple/a/",
-            "no answer from the package index: pip tries again",
+            "no answer from the package index; pip tries again",
         ),
     ],
 )
 def test_a_line_of_pip_in_plain_words(line: str, told: str, tmp_path: Path) -> None:
-    assert Told(tmp_path, tmp_path).hear(line) == told
+    assert PipOutput(tmp_path, tmp_path).hear(line) == told
 
 
 def test_how_far_pip_is(tmp_path: Path) -> None:
     folder, aside = tmp_path / "packages", tmp_path / "tmp"
-    told = Told(folder, aside)
+    told = PipOutput(folder, aside)
     for name in ("Alpha>=1", "beta[extra]~=2 (from alpha)", "alpha"):
         told.hear(f"Collecting {name}")
     (aside / "pip-unpack-x").mkdir(parents=True)

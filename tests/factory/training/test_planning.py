@@ -122,7 +122,7 @@ def test_all_that_has_arrived_is_in_the_plan(planned: tuple[Workspace, Ledger]) 
     assert last_event(ledger)["domains_not_arrived"] == []
 
 
-def test_a_mixture_of_which_nothing_has_arrived_is_an_error(planned: tuple[Workspace, Ledger]) -> None:
+def test_a_mixture_without_documents_is_refused(planned: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = planned
     ingested(workspace, ledger, wiki=40 * STEP)
     change_recipe(workspace, mixture={"weights": {"code": 1.0}})

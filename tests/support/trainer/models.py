@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.registry import bind
-from kernels.newton_schulz.iteration import COEFFICIENTS
+from kernels.newton_schulz import COEFFICIENTS
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, write_spec
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe

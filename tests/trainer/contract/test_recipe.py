@@ -55,7 +55,7 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
         ({"parallel__tensr": 2}, r"unknown key 'parallel\.tensr'; did you mean 'tensor'"),
     ],
 )
-def test_what_is_wrong_or_impossible_is_refused_by_key(change: dict[str, Any], message: str) -> None:
+def test_wrong_or_impossible_values_are_refused_by_key(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as refused:
         recipe_with(**change)
     assert "\n" not in str(refused.value)
@@ -96,7 +96,7 @@ def test_a_batch_of_the_warm_up_must_divide_too() -> None:
         recipe.batch.check_ranks(2)
 
 
-def test_widths_that_matrix_units_pad_are_told_with_their_cost() -> None:
+def test_widths_that_matrix_units_pad_are_reported_with_their_cost() -> None:
     assert recipe_with().model.warnings() == []
     odd = recipe_with(model__vocab_size=520, model__d_ff=65).model.warnings()
     assert odd[0].startswith("model.vocab_size (520) is not a multiple of 64: matrix units compute 576, 9.7%")
@@ -114,7 +114,7 @@ def test_tokens_of_steps_follow_the_batch_s_warm_up() -> None:
         assert recipe.tokens_between(first, last) == expected
 
 
-def test_files_that_are_no_recipe_are_named(tmp_path: Path) -> None:
+def test_files_that_are_not_recipes_are_named(tmp_path: Path) -> None:
     for name, content in (
         ("torn.yaml", b"a: [1,"),
         ("binary.yaml", b"\xff\xfe\x00"),

@@ -217,7 +217,7 @@ def test_the_bias_moves_by_its_rate_towards_the_mean_load_and_not_in_a_skipped_s
     torch.testing.assert_close(bias, torch.tensor([0.4, 0.0, 0.1, -0.5]))
 
 
-def test_a_bias_that_chooses_nobody_else_changes_nothing_of_the_loss() -> None:
+def test_a_bias_that_changes_no_choice_does_not_change_the_loss() -> None:
     model, data = make_model(), batch()
     loss, _, _ = model.loss(**data, z_loss=1e-4, router_z_share=0.01)
     with torch.no_grad():

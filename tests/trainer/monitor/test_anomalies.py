@@ -28,7 +28,7 @@ def anomalies(folder: Path) -> list[dict[str, Any]]:
     return [a for a in read_lines(folder / "anomalies.jsonl") if a["kind"] != "throughput_drop"]
 
 
-def test_a_rate_that_no_run_stands_is_told_as_a_divergence_with_step_and_documents(
+def test_too_high_a_rate_is_reported_as_a_divergence_with_step_and_documents(
     tmp_path: Path, make_shard: MakeShard
 ) -> None:
     plan = plan_of(make_shard(counts={"code": 600, "docs": 200, "chat": 200}))
@@ -55,9 +55,7 @@ def documents_at(plan: DataPlan, step: int) -> list[str]:
     return document_keys(order, order.next_rows())
 
 
-def test_a_poisoned_shard_is_told_and_its_documents_are_among_those_named(
-    tmp_path: Path, make_shard: MakeShard
-) -> None:
+def test_a_poisoned_shard_is_reported_with_its_documents(tmp_path: Path, make_shard: MakeShard) -> None:
     """A shard of constant tokens joins a trunk that has learned something else."""
     old = make_shard(counts={"code": 900, "docs": 300, "chat": 300})
     recipe = recipe_with(stability=WATCHFUL, optimizer__lr=1e-2)

@@ -131,7 +131,7 @@ def test_the_noise_scale_of_training_is_that_of_two_batch_sizes(
     ],
     ids=["plain", "muon-clipped", "experts"],
 )
-def test_norms_and_ratios_are_those_worked_out_from_all_weights(
+def test_norms_and_ratios_equal_those_computed_from_all_weights(
     tmp_path: Path, make_shard: MakeShard, changes: dict[str, Any]
 ) -> None:
     run = run_of(tmp_path, make_shard, **changes)

@@ -34,7 +34,7 @@ def test_one_spike_does_not_hide_the_next() -> None:
     assert [a.kind for a in detector.observe(41, 5.0, 1.0, False)] == ["loss_spike"]
 
 
-def test_a_new_level_is_taken_for_usual_in_the_end() -> None:
+def test_a_new_level_becomes_the_usual_one() -> None:
     detector = warmed()
     flagged = [bool(detector.observe(step, 6.0, 1.0, False)) for step in range(40, 80)]
     assert flagged[0] and not flagged[-1]
@@ -59,7 +59,7 @@ def test_state_goes_through_json_and_decides_the_same() -> None:
     assert again.observe(40, 5.0, 1.0, False) == detector.observe(40, 5.0, 1.0, False)
 
 
-def test_a_skipped_outlier_says_so() -> None:
+def test_a_skipped_outlier_is_marked_as_skipped() -> None:
     assert [a.kind for a in warmed().observe(40, 3.0, 500.0, True)] == ["skipped_outlier"]
 
 
@@ -114,7 +114,7 @@ def changed(what: Callable[[int, float, float], tuple[float, float]], after: int
     ],
     ids=["spike", "jump", "outlier", "nan", "inf", "step-up", "slope", "drift", "flat"],
 )
-def test_what_happens_is_told_soon(
+def test_anomalies_are_reported_soon(
     kind: str, what: Callable[[int, float, float], tuple[float, float]], within: int, seed: int
 ) -> None:
     after, detector = 600, Detector(DEFAULTS)
@@ -123,7 +123,7 @@ def test_what_happens_is_told_soon(
     assert kind in {a.kind for a in watch(detector, series, within, first=after)}
 
 
-def test_a_divergence_is_told_once_until_it_ends() -> None:
+def test_a_divergence_is_reported_once_until_it_ends() -> None:
     detector = Detector(DEFAULTS)
     worse = lambda t, x, g: (x * (2.0 if t < 400 or t >= 800 else 1.0), g)
     found = watch(detector, changed(worse, 600, 1), 2000)
@@ -132,7 +132,7 @@ def test_a_divergence_is_told_once_until_it_ends() -> None:
     assert "plateau" not in {a.kind for a in found if a.step < 1400}
 
 
-def test_a_plateau_is_told_once_and_again_when_the_fall_was_taken_up_between() -> None:
+def test_a_plateau_is_reported_once_and_again_after_the_loss_has_fallen() -> None:
     """A loss as it is when the rate is too low, then lowered, then again."""
     noise = random.Random(2)
     level = lambda step: 3.0 if step < 2000 else max(2.0, 3.0 - (step - 2000) / 1500)
@@ -143,7 +143,7 @@ def test_a_plateau_is_told_once_and_again_when_the_fall_was_taken_up_between() -
     assert 3500 < told[1].step < 6500 and told[1].value == pytest.approx(2.0, abs=0.05)
 
 
-def test_the_course_stays_small_and_its_state_decides_the_same_at_any_step() -> None:
+def test_the_loss_history_stays_small_and_its_state_decides_the_same_at_any_step() -> None:
     recipe = recipe_with(stability={"window": 8, "plateau_windows": 4}).stability
     detector = Detector(recipe)
     for step in range(8 * 200 + 3):
@@ -167,7 +167,7 @@ def test_the_course_stays_small_and_its_state_decides_the_same_at_any_step() -> 
     assert undisturbed.state_dict() == detector.state_dict()
 
 
-def test_a_throughput_drop_is_told_once_and_not_for_single_slow_steps() -> None:
+def test_a_throughput_drop_is_reported_once_and_not_for_single_slow_steps() -> None:
     detector, noise = ThroughputDetector(DEFAULTS, "here"), random.Random(4)
     rate = lambda step: noise.uniform(80, 120) * (0.1 if step % 50 == 0 or step < 2 else 1.0)  # compilation, saves
     assert [a for step in range(1000) for a in detector.observe(step, rate(step))] == []
@@ -180,7 +180,7 @@ def test_a_throughput_drop_is_told_once_and_not_for_single_slow_steps() -> None:
 
 
 @pytest.mark.parametrize(("machine", "told"), [("here", ["throughput_drop"]), ("elsewhere", [])])
-def test_a_drop_across_a_restart_is_told_on_the_same_machine_only(machine: str, told: list[str]) -> None:
+def test_a_drop_across_a_restart_is_reported_on_the_same_machine_only(machine: str, told: list[str]) -> None:
     before = ThroughputDetector(DEFAULTS, "here")
     for step in range(100):
         assert before.observe(step, 100.0 + step % 3) == []

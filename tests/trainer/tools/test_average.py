@@ -40,7 +40,7 @@ def made(step: int, **changes: object) -> Checkpoint:
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 1.0, 1.0], [0.5, 0.0, 1.5]])
-def test_it_is_numpys_average(trained: list[Path], tmp_path: Path, weights: list[float] | None) -> None:
+def test_the_average_equals_numpys(trained: list[Path], tmp_path: Path, weights: list[float] | None) -> None:
     words = ["--weights", ",".join(map(str, weights))] if weights else []
     assert main([str(tmp_path), *map(str, trained), *words]) == 0
     mean = checkpoints.load(tmp_path / trained[-1].name)  # verifies: it is a checkpoint like any other
@@ -55,7 +55,7 @@ def test_it_is_numpys_average(trained: list[Path], tmp_path: Path, weights: list
     ]
 
 
-def test_what_is_not_averaged_is_the_newest_ones_in_any_order(trained: list[Path], tmp_path: Path) -> None:
+def test_what_is_not_averaged_is_taken_from_the_newest_checkpoint(trained: list[Path], tmp_path: Path) -> None:
     assert main([str(tmp_path), str(trained[2]), str(trained[0]), str(trained[1])]) == 0
     mean, newest = checkpoints.load(tmp_path / trained[-1].name), checkpoints.load(trained[-1])
     assert mean.step == newest.step and mean.state["sampler"] == newest.state["sampler"]
@@ -114,17 +114,19 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["0/step-00000000"], "two checkpoints at least"),
+        (["0/step-00000000"], "at least two checkpoints"),
         (["0/step-00000000", "0/step-00000000"], "named twice"),
         (["0/step-00000000", "1/step-00000001", "--weights", "1"], "1 given for 2"),
-        (["0/step-00000000", "1/step-00000001", "--weights", "1,-1"], "zero or more"),
-        (["0/step-00000000", "1/step-00000001", "--weights", "0,0"], "zero or more"),
-        (["0/step-00000000", "1/step-00000001", "--weights", "nan,1"], "zero or more"),
+        (["0/step-00000000", "1/step-00000001", "--weights", "1,-1"], "at least zero"),
+        (["0/step-00000000", "1/step-00000001", "--weights", "0,0"], "at least zero"),
+        (["0/step-00000000", "1/step-00000001", "--weights", "nan,1"], "at least zero"),
         (["0/step-00000000", "1/step-00000001", "--weights", "a,b"], "expected numbers"),
-        (["0/step-00000000", "9/step-00000009"], "is no checkpoint"),
+        (["0/step-00000000", "9/step-00000009"], "is not a checkpoint"),
     ],
 )
-def test_mistakes_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+def test_wrong_arguments_are_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
     for i in range(2):
         checkpoints.save(tmp_path / str(i), made(i))
     words = [str(tmp_path / word) if "/" in word else word for word in words]

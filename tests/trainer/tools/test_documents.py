@@ -49,11 +49,11 @@ def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
     assert documents_of(trunk, 10) == expected[10]
     state = end / "state.json"
     state.write_text(state.read_text() + " ")
-    with pytest.raises(CheckpointError, match="state.json: its bytes are not those"):
+    with pytest.raises(CheckpointError, match="state.json: its SHA-256 is not the one"):
         documents_of(anneal, 14)
 
 
-def test_a_segment_that_restarts_its_data_begins_the_plan_anew(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_a_segment_that_restarts_its_data_starts_the_plan_again(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     trunk = write_spec(tmp_path / "trunk", plan, last_step=4)
     assert train_here(trunk) == (0, "")

@@ -76,7 +76,7 @@ def name_of(step: int) -> str:
 
 
 def save(parent: Path, checkpoint: Checkpoint) -> Path:
-    """Write ``parent/step-…`` so that it is there whole or not at all. Raises: OSError, with nothing left behind."""
+    """Write ``parent/step-…`` atomically. Raises: OSError, with nothing left behind."""
     contents = {"model": checkpoint.model, "optimizer": checkpoint.optimizer}
     return save_share(parent, checkpoint.step, contents, {}, checkpoint.state)
 
@@ -157,7 +157,7 @@ def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
                 return f"{file}: {size} bytes, its manifest says {expected['bytes']}"
             with open(file, "rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
-                    return f"{file}: its bytes are not those its manifest names"
+                    return f"{file}: its SHA-256 is not the one in the manifest"
         except OSError as error:
             return f"{file}: {error.strerror}"
     return ""
@@ -229,7 +229,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / "manifest.json").read_bytes())
         found = manifest["format"], {n: (f["sha256"], f["bytes"]) for n, f in manifest["files"].items()}
     except OSError as error:
-        raise CheckpointError(f"{path} is no checkpoint: manifest.json: {error.strerror}") from None
+        raise CheckpointError(f"{path} is not a checkpoint: manifest.json: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: manifest.json is damaged: {error}") from None
     if found[0] != FORMAT:

@@ -62,7 +62,7 @@ Row = tuple[Piece, ...]
 
 @dataclass
 class Cursor:
-    """Where a stream stands."""
+    """The position of a stream."""
 
     fingerprint: str  # of the seed and the shards that the cursor counts in
     joined: int  # epoch of the domain when the stream joined
@@ -125,7 +125,7 @@ class DataOrder:
         packed, left = strategy.pack(lengths, long, self.context, wanted, self.step)
         if len(packed) < wanted:
             raise DataPlanError(
-                f"max_epochs: the data ends at step {self.step}: every document was seen {self.plan.max_epochs} times; "
+                f"max_epochs: the data ends at step {self.step}: every document was used {self.plan.max_epochs} times; "
                 "add shards, raise max_epochs or plan fewer steps"
             )
         part_of = lambda part: self.streams[self.pending[part.piece].stream].part_of(
@@ -180,7 +180,7 @@ class DataOrder:
         return round(filled)
 
     def fork(self, step: int | None = None) -> DataOrder:
-        """One that stands here, or at ``step`` with the same documents next, and walks apart from this one."""
+        """An independent copy at this step, or at ``step`` with the same documents next."""
         twin = copy.copy(self)
         twin.cursors = {name: replace(cursor) for name, cursor in self.cursors.items()}
         twin.pending = list(self.pending)
@@ -217,7 +217,7 @@ class DataOrder:
             if name not in self.streams or self.streams[name].fingerprint != cursor.fingerprint:
                 raise DataPlanError(
                     f"token_shards: {domain_of(name)!r} of generation {generation_of(name)} is not what "
-                    "the checkpoint was trained on; shards may only be added, as a new generation, and the seed stays"
+                    "the checkpoint was trained on; only add shards, as a new generation, and do not change the seed"
                 )
             self.cursors[name] = cursor
         places = {name: cursor.place for name, cursor in self.cursors.items()}

@@ -26,7 +26,7 @@ class PlannedShard(Strict):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Weights, and the steps that they rule: [start, stop)."""
+    """Weights, and the steps that they apply to: [start, stop)."""
 
     key: str
     weights: Mapping[str, float]
@@ -38,7 +38,7 @@ class Mixture:
         return sorted(domain for domain, weight in self.weights.items() if weight > 0 and domain not in {*held, "*"})
 
     def feeds(self, held: Collection[str]) -> bool:
-        """Is there a document that it gives weight to?"""
+        """Does any domain with documents have a weight above zero?"""
         return any(self.weights.get(domain, self.weights.get("*", 0.0)) > 0 for domain in held)
 
     def of_arrived(self, held: Collection[str]) -> dict[str, float]:
@@ -85,7 +85,7 @@ class DataPlan(Strict):
             try:
                 raw = json.loads(raw)
             except ValueError as error:
-                raise DataPlanError(f"{where}: no JSON: {error}") from None
+                raise DataPlanError(f"{where}: not valid JSON: {error}") from None
         return parse(cls, raw, where, DataPlanError)
 
     def to_json(self) -> str:
@@ -97,7 +97,7 @@ class DataPlan(Strict):
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def weights_at(self, step: int) -> dict[str, float]:
-        """The weights that rule at a step."""
+        """The weights that apply at a step."""
         weights = self.weights
         for phase in self.phases:
             if phase.from_step <= step:
@@ -105,7 +105,7 @@ class DataPlan(Strict):
         return weights
 
     def mixtures(self) -> list[Mixture]:
-        """All weights there are, in the order in which they rule."""
+        """All weights of the plan, in the order of their steps."""
         first = Phase(from_step=0, weights=self.weights)
         keys = ["weights", *(f"phases.{i}.weights" for i in range(len(self.phases)))]
         stops = [*(float(phase.from_step) for phase in self.phases), math.inf]
@@ -122,13 +122,13 @@ class DataPlan(Strict):
     def of_arrived(self, held: Collection[str], first_step: int, last_step: int) -> tuple[DataPlan, list[str]]:
         """The plan of the steps [first, last) without domains of which no shard holds a document, and their names.
 
-        A phase that rules none of these steps is left out when none of its domains has arrived.
-        Raises: DataPlanError naming the key, when that is so of a mixture that rules one of them.
+        A phase without any domain that has documents is left out, if it applies to none of these steps.
+        Raises: DataPlanError naming the key, if such a phase applies to one of them.
         """
         mixtures = self.mixtures()
         for mixture in mixtures:
-            rules = mixture.start < last_step and first_step < mixture.stop
-            if rules and not mixture.feeds(held):
+            applies = mixture.start < last_step and first_step < mixture.stop
+            if applies and not mixture.feeds(held):
                 raise DataPlanError(
                     f"{mixture.key}: no shard holds a document of {', '.join(mixture.absent(held)) or 'any domain'}; "
                     f"the shards hold: {', '.join(sorted(held)) or 'nothing'}"
@@ -140,6 +140,6 @@ class DataPlan(Strict):
             if mixture.feeds(held)
         ]
         if not mixtures[0].feeds(held):
-            weights = phases[0].weights  # the first weights rule none of these steps, but a plan has some
+            weights = phases[0].weights  # the first weights apply to none of these steps, but a plan must have some
         left_out = sorted({domain for mixture in mixtures for domain in mixture.absent(held)})
         return self.model_copy(update={"weights": weights, "phases": phases}), left_out

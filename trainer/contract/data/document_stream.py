@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.packing import pieces_in
 from trainer.contract.data.permutation import BLOCK, Permutation
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import DataPlanError, TokenShardError
@@ -33,7 +34,7 @@ class Piece(NamedTuple):
 
 
 class Stream:
-    """Where its documents lie, and which piece comes at which place."""
+    """The documents of one domain of one generation, and which piece is at which place."""
 
     def __init__(
         self, name: str, seed: int, shards: list[TokenShard], tables: list[dict[str, Any]], context: int
@@ -50,8 +51,7 @@ class Stream:
         supervised = np.concatenate([t["supervised_tokens"] for t in tables])
         self.supervised_tokens = int(supervised.sum())
         self.unmasked = supervised == self.length  # documents all of whose tokens carry loss: their mask is not read
-        # one token alone has no pair and so no piece
-        self.ends = np.cumsum(np.maximum(0, -(-(self.length - 1) // context)))
+        self.ends = np.cumsum(pieces_in(self.length, context))
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
         self.positions = int(np.maximum(0, self.length - 1).sum())
         self.fingerprint = hashlib.sha256(":".join([str(seed), *(s.id for s in shards)]).encode()).hexdigest()[:16]
@@ -81,7 +81,7 @@ class Stream:
         )
 
     def tokens(self, piece: Piece) -> npt.NDArray[Any]:
-        """One more than it has positions: the inputs, and one further for the targets."""
+        """The piece's tokens, [positions + 1]: inputs are all but the last, targets all but the first."""
         if self._tokens[piece.shard] is None:
             self._tokens[piece.shard] = np.asarray(self.shards[piece.shard].tokens)  # slices of a memmap are slow
         held = self._tokens[piece.shard]
@@ -89,7 +89,7 @@ class Stream:
         return held[piece.first : piece.first + piece.positions + 1]
 
     def target_mask(self, piece: Piece) -> npt.NDArray[np.bool_] | np.bool_:
-        """Which of its targets carry loss; one value where it is the same for all."""
+        """Which of its targets carry loss, [positions]; a scalar True if all do."""
         if piece.supervised == piece.positions:
             return np.True_
         return self.shards[piece.shard].loss_mask(piece.first + 1, piece.first + 1 + piece.positions)

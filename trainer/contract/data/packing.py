@@ -20,8 +20,8 @@ of 4, two rows wanted (``.`` is padding, and what is left waits for the next ste
 Only the last cuts a document that would fit a row; best-fit may cut pieces of longer ones once more, to fill gaps.
 No strategy loses a position or holds one twice. As calls:
 
-    >>> [[cut(tokens, 4, piece) for piece in range(pieces_in(tokens, 4))] for tokens in (4, 7)]
-    [[Cut(start=0, positions=3)], [Cut(start=0, positions=4), Cut(start=4, positions=2)]]
+    >>> cut(4, context=4, piece=0), cut(7, context=4, piece=0), cut(7, context=4, piece=1)
+    (Cut(start=0, positions=3), Cut(start=0, positions=4), Cut(start=4, positions=2))
     >>> rows, left = STRATEGIES["truncate-and-concatenate"].pack([3, 2, 4, 2], [False] * 4, 4, 2, 0)
     >>> [[tuple(part) for part in row] for row in rows]  # (piece, first position of it, positions)
     [[(0, 0, 3), (1, 0, 1)], [(1, 1, 1), (2, 0, 3)]]
@@ -35,7 +35,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy.typing as npt
 
 OLDEST_EVERY = 2  # steps; then best-fit takes the piece that has waited longest, whatever its row's fill
 CRUMBS = 32  # a thirty-second of a row is too little context to cut off, and to pad it costs little
@@ -62,6 +64,18 @@ class Part(NamedTuple):
 Rows = list[list[Part]]
 Packed = tuple[Rows, list[Part]]  # the rows, and what is left over, oldest first
 Packer = Callable[[Sequence[int], Sequence[bool], int, int, int], Packed]
+
+
+Count = TypeVar("Count", int, npt.NDArray[Any])
+
+
+def pieces_in(tokens: Count, context: int) -> Count:
+    """How many pieces a document of ``tokens`` tokens has: 0 for a single token, which has no pair. Also of an array.
+
+    >>> [pieces_in(tokens, context=4) for tokens in (1, 2, 5, 6)]
+    [0, 1, 1, 2]
+    """
+    return -(-(tokens - 1) // context) * (tokens > 1)
 
 
 def cut(tokens: int, context: int, piece: int) -> Cut:

@@ -138,9 +138,9 @@ class TokenShard:
         try:
             encoded = (self.path / "manifest.json").read_bytes()
         except OSError as error:
-            raise TokenShardError(f"{self.path} is no token shard: {error.strerror}") from error
+            raise TokenShardError(f"{self.path} is not a token shard: {error.strerror}") from error
         if hashlib.sha256(encoded).hexdigest()[:32] != self.id:
-            raise TokenShardError(f"{self.path}: manifest.json is not the one this shard is named for")
+            raise TokenShardError(f"{self.path}: manifest.json does not have the hash that the folder is named after")
         manifest: dict[str, Any] = json.loads(encoded)
         if manifest["format"] != FORMAT:
             raise TokenShardError(f"{self.path}: format {manifest['format']}, this code reads {FORMAT}")

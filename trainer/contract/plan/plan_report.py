@@ -1,4 +1,4 @@
-"""A run's plan in words: each number with its formula and its source, and what a person should know beside them."""
+"""A run's plan as text: each number with its formula and its source, and remarks."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _effort_lines(plan: RunPlan) -> list[Line]:
 
 
 def remarks(plan: RunPlan) -> list[str]:
-    """What does not stop the plan, and should be known."""
+    """Warnings, which do not stop the plan."""
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
     ratio = ask.tokens / active(model)
     times = max(ratio / CHINCHILLA, CHINCHILLA / ratio)

@@ -1,13 +1,12 @@
 """Which precision trains fastest here: ``precision: auto`` of a recipe, resolved by measuring (``python -m trainer.contract.plan.precision RECIPE``).
 
 The probe times the products of a layer, attention and the loss head, forward and backward, at the recipe's own sizes, in
-every precision that the device has, with torch's plain operations: they are what differs between precisions. A CPU without
-bf16 products takes a hundred times as long for a step in bf16 as in fp32 (measured on Zen 3 and Zen 4 under AVX2: 1.1 and
-58, 1.4 and 44 GFLOP/s), and one with matrix units a quarter. So each part grows from few rows to many while its share of
-the time lasts, and what is left of a step is counted at the rate that was found.
+every precision that the device has, with torch's plain operations: these differ between precisions. A CPU without bf16 products
+takes a hundred times as long for a step in bf16 as in fp32 (measured on Zen 3 and Zen 4 under AVX2: 1.1 and 58, 1.4 and 44
+GFLOP/s), and one with matrix units a quarter. So each part grows from few rows to many while its share of the time lasts,
+and the rest of a step is counted at the measured rate.
 
-On a CPU one thread computes, and its own CPU time counts: whatever else runs there, a thread that waits for its turn is not
-measured, nor two that wait for one another.
+On a CPU one thread computes, and its CPU time is measured, which does not count time spent waiting for other processes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from trainer.contract.recipe import AUTO, ModelRecipe, Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS = 3.0  # of a whole probe, at most
-WORTH = 1.1  # another precision must be this many times as fast to be taken: what a probe draws is less
+WORTH = 1.1  # another precision must be this many times as fast to be chosen: more than a probe's run-to-run variation
 WARN = 1.3  # an explicit precision that costs more than this is warned of
 MOST_WEIGHTS = 1 << 24  # of one matrix; of a larger one a part is timed
 SMALLEST = 64  # side of the first product, which only says how large the next may be
@@ -40,7 +39,7 @@ SMALLEST = 64  # side of the first product, which only says how large the next m
 
 @dataclass(frozen=True)
 class TimedPart:
-    """Operations of a step that are timed together. ``make(share)`` prepares that share of them: (run once, its FLOPs)."""
+    """Operations of a step that are timed together. ``make(share)`` prepares that share of them: (function to time, FLOPs)."""
 
     flops: float  # of a whole step, forward and backward
     make: Callable[[float], tuple[Callable[[], None], float]]
@@ -64,13 +63,13 @@ class Probe:
         return self.seconds[precision] / self.seconds[self.fastest]
 
     def __str__(self) -> str:
-        told = (
+        by_precision = (
             f"{name} {self.seconds[name] * 1e3:.0f} ms ("
             + ", ".join(f"{part} {rate / 1e9:.3g} GFLOP/s" for part, rate in self.rates[name].items())
             + ")"
             for name in self.seconds
         )
-        return "products, attention and loss head of a step take: " + "; ".join(told)
+        return "products, attention and loss head of a step take: " + "; ".join(by_precision)
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def precisions(device: torch.device) -> tuple[str, ...]:
 
 
 def choose(recipe: Recipe, device: torch.device, before: str = "", seconds: float = SECONDS) -> Chosen:
-    """The precision for a recipe on a device. ``before``: what the run trained in so far, kept unless another is ``WORTH`` it.
+    """The precision for a recipe on a device. ``before``: the run's precision so far, kept unless another is ``WORTH`` as fast.
 
     Raises: RecipeError for an explicit precision that the device does not have.
     """
@@ -118,8 +117,8 @@ def decide(asked: str, found: Probe, before: str = "") -> Chosen:
     if asked != AUTO:
         ratio = found.times_as_fast(asked)
         warning = (
-            f"precision: {asked} is obeyed, and {found.fastest} is {ratio:.1f}x as fast on this machine; "
-            f"'precision: {AUTO}' would take it"
+            f"precision: {asked} is used as the recipe says, but {found.fastest} is {ratio:.1f}x as fast on this machine; "
+            f"'precision: {AUTO}' would choose it"
             if ratio > WARN
             else ""
         )
@@ -135,7 +134,7 @@ def device_here() -> torch.device:
 
 
 def resolved(recipe: Recipe, device: torch.device) -> Recipe:
-    """The recipe with a precision by name: its own, else the one that the probe finds fastest."""
+    """The recipe with ``auto`` replaced by the precision that the probe finds fastest."""
     if recipe.precision != AUTO:
         return recipe
     return recipe.model_copy(update={"precision": choose(recipe, device).precision})

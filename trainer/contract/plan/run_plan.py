@@ -24,7 +24,7 @@ PRICE = 2.0  # dollars of a GPU for an hour
 
 
 class SizingError(TrainerError):
-    """What was asked for fits nowhere: says what would."""
+    """The run fits on no layout of these GPUs; the message says what would fit."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Ask:
-    """What to plan for."""
+    """The run to plan."""
 
     model: ModelRecipe
     tokens: float
@@ -87,7 +87,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """An answer; ``trainer.contract.plan.plan_report`` says it in words."""
+    """The plan; ``trainer.contract.plan.plan_report`` renders it as text and JSON."""
 
     ask: Ask
     layout: Layout

@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """GPUs that split one copy of the weights, beside those that split each matrix."""
+        """GPUs that split one copy of the weights, not counting those that split each matrix."""
         return self.data // self.replicas
 
 
@@ -95,7 +95,7 @@ def shape_of(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
             best = badness, shape
     if best is None:
         raise RecipeError(
-            f"{parameters:,.0f} parameters leave no room for two layers beside an embedding of {vocab_size:,} tokens"
+            f"{parameters:,.0f} parameters are too few for two layers and an embedding of {vocab_size:,} tokens"
         )
     return best[1]
 

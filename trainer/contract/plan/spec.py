@@ -1,4 +1,4 @@
-"""The segment spec: ``segment.json``, what the factory asks of one run."""
+"""The segment spec: ``segment.json``, the input of one run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SegmentSpec(Strict):
             raise ValueError("initial_checkpoint is missing: an anneal branches off a trunk's checkpoint")
         if self.recipe.precision == AUTO:
             raise ValueError(
-                "recipe.precision is 'auto', and a segment goes on in the precision that it begins with: write fp32 or bf16 "
+                "recipe.precision is 'auto', but all steps of a segment need one precision: write fp32 or bf16 "
                 "('python -m trainer.contract.plan.precision RECIPE' measures both here)"
             )
         return self
@@ -52,7 +52,7 @@ class SegmentSpec(Strict):
         except OSError as error:
             raise SpecError(f"{path}: {error.strerror}") from None
         except ValueError as error:
-            raise SpecError(f"{path}: no JSON: {error}") from None
+            raise SpecError(f"{path}: not valid JSON: {error}") from None
         if not isinstance(raw, dict):
             raise SpecError(f"{path}: expected a mapping")
         parts = dict(raw)

@@ -67,7 +67,7 @@ def test_in_bf16_the_routers_bias_stays_as_it_is(tmp_path: Path, make_shard: Mak
     assert torch.equal(theirs.model.layers[1].mlp.gate.e_score_correction_bias, bias)
 
 
-def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_export_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "is no checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

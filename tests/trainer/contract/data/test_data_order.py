@@ -50,7 +50,7 @@ def changing_plan(make_shard: MakeShard) -> DataPlan:
 
 
 @every_packing
-def test_the_state_is_all_it_takes_to_go_on(make_shard: MakeShard, packing: str) -> None:
+def test_a_resumed_order_gives_the_same_batches(make_shard: MakeShard, packing: str) -> None:
     """To the bit, from every step, through the batch's warm-up and a phase's beginning."""
     plan = changing_plan(make_shard)
     order = open_order(plan, rows=16, warmup=WARMUP, packing=packing)
@@ -272,7 +272,7 @@ names = st.sampled_from(["a/0", "b/0", "b/12"])
 
 
 @given(st.lists(names, max_size=300), st.data())
-def test_pending_pieces_are_told_by_their_places(streams: list[str], data: st.DataObject) -> None:
+def test_pending_pieces_are_encoded_by_their_places(streams: list[str], data: st.DataObject) -> None:
     at = dict.fromkeys(["a/0", "b/0", "b/12"], 0)
     pieces = []
     for name in streams:
@@ -282,7 +282,7 @@ def test_pending_pieces_are_told_by_their_places(streams: list[str], data: st.Da
     assert decode_pending(encoded, at) == [(piece.stream, piece.place) for piece in pieces]
 
 
-def test_a_fork_walks_apart(make_shard: MakeShard) -> None:
+def test_a_fork_does_not_move_the_original(make_shard: MakeShard) -> None:
     order = open_order(plan_of(make_shard()))
     order.next_rows()
     before = order.state_dict()
@@ -300,7 +300,7 @@ def test_it_ends_when_every_epoch_is_used_up(make_shard: MakeShard) -> None:
         order.next_rows()
 
 
-def test_what_does_not_fit_is_refused_by_name(make_shard: MakeShard) -> None:
+def test_an_order_that_does_not_fit_is_refused_by_name(make_shard: MakeShard) -> None:
     shard, other = make_shard(1), make_shard(2)
     with pytest.raises(DataPlanError, match="weights.web: no shard holds .*'web'; known: chat, code, docs"):
         open_order(plan_of(shard, weights={"web": 1.0}))
@@ -324,7 +324,7 @@ def test_what_does_not_fit_is_refused_by_name(make_shard: MakeShard) -> None:
         plan_of(shard, repaly=0.1)
 
 
-def test_prefetch_gives_the_same_batches_and_hands_errors_on(make_shard: MakeShard) -> None:
+def test_prefetch_gives_the_same_batches_and_passes_errors_on(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(), max_epochs=1)
     plain = open_order(plan)
     for last in (1, 5, 6):  # none is lost to the thread's head start

@@ -29,7 +29,7 @@ MATHS_LATER = plan({"code": 0.6, "chat": 0.4}, (100, {"code": 0.5, "maths": 0.5}
         ({"maths"}, 120, 300, {"maths": 0.5}, [100, 200], ["chat", "code"]),  # the first weights rule no more
     ],
 )
-def test_what_has_not_arrived_is_left_out(
+def test_domains_without_documents_are_left_out(
     held: set[str], first: int, last: int, weights: dict[str, float], phases: list[int], left_out: list[str]
 ) -> None:
     kept, names = MATHS_LATER.of_arrived(held, first, last)
@@ -49,12 +49,12 @@ def test_what_has_not_arrived_is_left_out(
         (set(), 0, 10, "weights"),
     ],
 )
-def test_a_mixture_of_which_nothing_has_arrived_is_an_error(held: set[str], first: int, last: int, key: str) -> None:
+def test_a_mixture_without_documents_is_refused(held: set[str], first: int, last: int, key: str) -> None:
     with pytest.raises(DataPlanError, match=f"^{key}: no shard holds a document of .*; the shards hold: "):
         MATHS_LATER.of_arrived(held, first, last)
 
 
-def test_a_star_has_arrived_with_any_domain_not_named() -> None:
+def test_a_star_stands_for_any_domain_not_named() -> None:
     open_plan = plan({"code": 0.9, "*": 0.1})
     assert open_plan.of_arrived({"wiki"}, 0, 10) == (plan({"*": 0.1}), ["code"])
     assert open_plan.of_arrived({"code"}, 0, 10) == (open_plan, [])

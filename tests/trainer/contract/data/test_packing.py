@@ -17,17 +17,13 @@ from trainer.contract.data.packing import (
     best_fit_rows,
     complete,
     cut,
+    pieces_in,
     pour,
 )
 
 CONTEXT = 64
 lengths = st.lists(st.integers(1, CONTEXT), max_size=200)
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
-
-
-def pieces_in(tokens: int, context: int) -> int:
-    """How many pieces a document of ``tokens`` tokens has. One token alone has no pair and so no piece."""
-    return -(-(tokens - 1) // context) if tokens > 1 else 0
 
 
 def pieces_of(documents: Sequence[int]) -> tuple[list[int], list[bool]]:

@@ -18,12 +18,12 @@ def test_one_at_a_time_is_the_same_as_many_at_once() -> None:
     assert [single[i] for i in (2999, 0, 1024, 1023, 5)] == [whole[i] for i in (2999, 0, 1024, 1023, 5)]
 
 
-def test_the_order_is_fixed_for_ever() -> None:
+def test_the_order_of_a_key_is_fixed() -> None:
     """A change here would reorder every run that is under way."""
     assert [Permutation(10, "key")[i] for i in range(10)] == [2, 5, 4, 8, 1, 7, 6, 9, 0, 3]
 
 
-def test_keys_give_unlike_orders_and_neighbours_part() -> None:
+def test_keys_give_different_orders_and_neighbours_are_separated() -> None:
     a, b = (Permutation(10_000, key).at(np.arange(10_000, dtype=np.uint64)).astype(np.int64) for key in "ab")
     assert (a == b).mean() < 0.002
     assert abs(np.corrcoef(a[:-1], a[1:])[0, 1]) < 0.05

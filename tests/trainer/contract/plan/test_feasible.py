@@ -72,7 +72,7 @@ def test_data_is_counted_through_the_batchs_warmup(make_shard: MakeShard) -> Non
     order = order_of(plan, recipe)
     steps = (order.positions_left() // 32 - 20) // 8 + 20  # twenty steps of one row, the rest of eight
     refuse_impossible(order, recipe, 0, steps)
-    with pytest.raises(DataPlanError, match="max_epochs: .* add shards, raise it or plan fewer steps"):
+    with pytest.raises(DataPlanError, match="max_epochs: .* add shards, raise max_epochs or plan fewer steps"):
         refuse_impossible(order, recipe, 0, steps + 2)
 
 

@@ -156,7 +156,7 @@ def test_many_gpus_split_rows_rather_than_outgrow_the_batch() -> None:
     assert found.layout.tensor > 1 and found.effort.tokens_per_step < 2.5 * batch_by_rule(found.ask.model, 300e9)
 
 
-def test_what_fits_nowhere_says_what_would() -> None:
+def test_a_run_that_does_not_fit_is_refused_with_what_would() -> None:
     ask = Ask(shape_of(70e9, 128_256, 4096), 1.4e12, 8, GPUS["h100"])
     with pytest.raises(SizingError, match=r"a GPU needs \d+\.\d GB of its 80 GB, most of it optimiser") as error:
         plan_run(ask)

@@ -73,7 +73,7 @@ def test_any_count_has_a_shape_near_it(parameters: float, vocab_size: int) -> No
 
 
 def test_an_embedding_can_be_too_large() -> None:
-    with pytest.raises(RecipeError, match="no room for two layers"):
+    with pytest.raises(RecipeError, match="too few for two layers"):
         shape_of(3e6, 128_256, 4096)
 
 
