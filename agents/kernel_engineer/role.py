@@ -12,7 +12,7 @@ from agents.kernel_engineer.draft import AGENT, read_draft
 from agents.kernel_engineer.targets import ProfileTarget, named, targets, worthwhile
 from agents.kernel_engineer.tools import TOOLS, EvidenceReader
 from agents.loop.role import Aim, JsonObject
-from agents.loop.tools import told
+from agents.loop.tools import problems_of
 
 
 class KernelEngineer:
@@ -50,7 +50,7 @@ class KernelEngineer:
 
     def check(self, facts: JsonObject, draft: Proposal) -> str:
         """Scope, static, and the changed ops against fp64, in the sandbox."""
-        return told(self.workbench.check(draft.edits, _target(facts).op))
+        return problems_of(self.workbench.check(draft.edits, _target(facts).op))
 
 
 def _target(facts: JsonObject) -> ProfileTarget:

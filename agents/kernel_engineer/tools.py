@@ -74,7 +74,7 @@ class EvidenceReader:
         except DraftError as error:
             return f"The edits cannot be read: {error}"
         found = self.workbench.check(edits, self.target.op, timed=True)
-        return tools.told(found) if found.problems else quoted("times alone", "\n".join(found.times))
+        return tools.problems_of(found) if found.problems else quoted("times alone", "\n".join(found.times))
 
     def line_profile(self, only: str = "") -> str:
         rows = [line for line in self.profile["lines"] if only in ("", line["op"], line["file"])]

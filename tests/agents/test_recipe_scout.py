@@ -259,8 +259,8 @@ def test_a_models_answer_becomes_the_same_kind_of_proposal() -> None:
         ({"changes": [7]}, "not an object"),
         ({"changes": [{"key": "model.d_ff", "value": 64}]}, "not a key that may be changed"),
         ({"changes": [{"key": "optimizer.lr\n", "value": 64}]}, "not a key that may be changed"),
-        ({"changes": [{"key": "optimizer.lr", "value": True}]}, "value is no number"),
-        ({"changes": [{"key": "optimizer.lr", "value": float("inf")}]}, "value is no number"),
+        ({"changes": [{"key": "optimizer.lr", "value": True}]}, "value is not a number"),
+        ({"changes": [{"key": "optimizer.lr", "value": float("inf")}]}, "value is not a number"),
         ({"changes": [{"key": "optimizer.lr", "value": "1}, seed: 2"}]}, "neither a number nor a word"),
         ({"changes": [{"key": "optimizer.lr", "value": "fast"}]}, "optimizer.lr cannot be fast"),
         ({"changes": [{"key": "optimizer.lr", "value": -1}]}, "optimizer.lr cannot be -1"),
@@ -313,9 +313,9 @@ def test_the_model_gets_the_record_the_rules_and_earlier_attempts() -> None:
         "reject: recipe demo",
         "lr: 4e-3",
     ):
-        assert words in aim.told, words
-    assert "\x1b" not in aim.told and "predict at least that" in aim.told
-    steps = re.findall(r"^step (\d+), loss", aim.told, re.MULTILINE)
+        assert words in aim.prompt, words
+    assert "\x1b" not in aim.prompt and "predict at least that" in aim.told
+    steps = re.findall(r"^step (\d+), loss", aim.prompt, re.MULTILINE)
     assert steps[0] == "0" and len(steps) == len(set(steps)) <= 25
     with pytest.raises(TargetError, match="did you mean 'optimizer.lr'"):
         RecipeScout(course(), bench, "optimiser.lr").aim(4)  # type: ignore[arg-type]
