@@ -11,7 +11,6 @@ import json
 import math
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,10 +20,9 @@ from factory.core.errors import ConfigError, InputError
 from factory.core.launching import run_python
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, record, segments
+from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow, Subject
-from factory.ledger.writing import next_key
-from factory.training.planning import last_segment
+from factory.training.planning import last_segment, plan_segment
 from factory.training.segment_folder import export, failed, give_up, record_done
 from kernels.contract.files import write_atomically
 
@@ -123,27 +121,11 @@ def plan_average(
             return row.id
     commit = live_commit(workspace.repository)
     parent = SegmentRow.get(ledger, sources[-1].segment)
-    step = sources[-1].step
+    steps = (sources[-1].step, sources[-1].step)
+    same = parent.only("generation recipe recipe_json recipe_sha256 data_plan")
     with ledger.begin() as tx:
-        number = next_key(tx, segments)
-        tx.execute(
-            segments.insert().values(
-                id=number,
-                kind=KIND,
-                parent=parent.id,
-                code_commit=commit,
-                first_step=step,
-                last_step=step,
-                state="planned",
-                folder=str(workspace.segments / f"{number:05d}-{KIND}"),
-                created_at=time.time(),
-                **parent.only("generation recipe recipe_json recipe_sha256 data_plan"),
-            )  # fmt: skip
-        )
-        record(
-            tx, "segment_planned", Subject("segment", number), {"kind": KIND, "steps": [step, step], "average": plan}
-        )
-    return number
+        detail = {"average": plan}
+        return plan_segment(tx, workspace, KIND, steps, detail, parent=parent.id, code_commit=commit, **same)
 
 
 def planned(ledger: Ledger, number: int) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Plant,
     ("keywords", "said"),
     [
         ({"segment": 99}, "no finished segment 99; there are: 1, 2"),
-        ({"segment": 1, "last": 9}, "keep those of steps: 10, 15, 20"),
+        ({"segment": 1, "last": 9}, "have those of steps: 10, 15, 20"),
     ],
 )
 def test_too_few_checkpoints_are_refused_with_a_list_of_them(plant: Plant, keywords: dict[str, int], said: str) -> None:
