@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from factory.core.errors import ConfigError, InputError
-from factory.core.launching import run_python
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow, Subject
 from factory.training.planning import last_segment, plan_segment
-from factory.training.segment_folder import export, failed, give_up, record_done
+from factory.training.segment_folder import AVERAGE, EXPORT, failed, give_up, record_done, run_tool
 from kernels.contract.files import write_atomically
 
 KIND = "average"
@@ -167,8 +166,8 @@ def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress:
         task.advance(0, "averaging")
         weights = ",".join(repr(part["weight"]) for part in parts)
         paths = [part["path"] for part in parts]
-        words = ["-m", "trainer.tools.average", str(folder / "checkpoints"), *paths, "--weights", weights]
-        _succeeded(workspace, ledger, row, run_python(code, *words))
+        words = [str(folder / "checkpoints"), *paths, "--weights", weights]
+        _succeeded(workspace, ledger, row, run_tool(code, AVERAGE, *words))
     path = folder / "checkpoints" / name_of(row.last_step)
     result = {
         "state": "done",
@@ -193,7 +192,7 @@ def _measure(
     noise = 0.0
     for part in parts:
         shutil.rmtree(scratch, ignore_errors=True)
-        _succeeded(workspace, ledger, row, export(code, part["path"], scratch))
+        _succeeded(workspace, ledger, row, run_tool(code, EXPORT, part["path"], str(scratch)))
         if part is parts[-1]:
             part["loss"], noise = ruler.loss_and_noise(scratch, advance)
         else:

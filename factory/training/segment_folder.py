@@ -27,6 +27,8 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.training.planning import last_checkpoint, plan_of
 from kernels.contract.files import write_atomically
 
+EXPORT, AVERAGE = "trainer.contract.checkpoint.export", "trainer.tools.average"
+MOVED = {EXPORT: "trainer.export", AVERAGE: "trainer.average"}  # names before there was trainer/contract
 MAX_ATTEMPTS = 3
 
 LOCK_SECONDS = 3 * TRAINER_SECONDS  # for a trainer whose factory was killed, on a busy machine too
@@ -104,11 +106,11 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
         record(tx, "segment_done", Subject("segment", row.id), {"loss": result.get("loss"), "checkpoint": manifest})
 
 
-def export(code: Path, checkpoint: str, target: Path) -> subprocess.CompletedProcess[str]:
-    """Write a checkpoint in transformers' format, with the exporter of the code that trained it."""
-    old = code / "trainer" / "export.py"  # where it was before there was trainer/contract
-    module = "trainer.export" if old.is_file() else "trainer.contract.checkpoint.export"
-    return run_python(code, "-m", module, checkpoint, str(target))
+def run_tool(code: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module`` of a segment's code, under the module's older name where that code is from before the move."""
+    old = MOVED[module]
+    name = old if (code / f"{old.replace('.', '/')}.py").is_file() else module
+    return run_python(code, "-m", name, *words)
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def dies(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("segment", "last", "rule", "before"),
     [
-        (2, 4, "uniform", "factory.training.averaging.run_python"),  # planned, nothing made
+        (2, 4, "uniform", "factory.training.averaging.run_tool"),  # planned, nothing made
         pytest.param(2, 3, "held-out-loss", "factory.training.averaging.softmax_weights", marks=SLOW),  # measured
         (
             1,
