@@ -44,7 +44,9 @@ def _upgrade_scope(workspace: Workspace) -> list[str]:
     finally:
         aside.unlink()
     lost = [
-        name for name in map(str, listed) if not upgraded.kept(name) and (Path(workspace.repository) / name).is_file()
+        name
+        for name in map(str, listed)
+        if not upgraded.protected(name) and (Path(workspace.repository) / name).is_file()
     ]
     if lost or count != 1:
         raise ConfigError(

@@ -55,12 +55,12 @@ def profile(
     budget: Annotated[float | None, typer.Option(min=1, help="Of a sweep: seconds to measure in all.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    from factory.code_loop.profiling import Options, SweepOptions, profile_checkout
+    from factory.code_loop.profiling import ProfileOptions, SweepOptions, profile_checkout
     from factory.code_loop.profiling import profile as profile_step
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
 
-    options = Options(recipe, alone)
+    options = ProfileOptions(recipe, alone)
     of_sweep = SweepOptions(models, batches, sequences, workers, ray, budget)
     terminal = Terminal()
     progress = SILENT if as_json else terminal

@@ -1,7 +1,6 @@
 """The release gate: gather the evidence on a candidate, judge it, record the verdict.
 
-The champion is measured on the same suite as the candidate, now, when it has not been; a verdict on the same subject, policy and evidence
-is recorded once.
+The champion is measured on the candidate's suite if it was not yet. A verdict on the same subject, policy and evidence is recorded once.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ GATE = "release"
 
 
 def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress | None = None) -> int:
-    """Judge a candidate on the held-out items as they are now; returns the verdict's id. Idempotent.
+    """Judge a candidate on the current held-out items; returns the verdict's id. Idempotent.
 
     A candidate that has been released keeps the verdict that released it. Raises: InputError for an unknown candidate; ConfigError.
     """

@@ -78,7 +78,7 @@ def test_first_release_below_the_floor_is_rejected_in_words(plant: Plant, weak: 
     number = decide(plant.workspace, plant.ledger, weak)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "reject" and verdict["against"] is None
-    assert any("byte trigram" in reason and "must lie below" in reason for reason in verdict["reasons"]), verdict[
+    assert any("byte trigram" in reason and "must be below" in reason for reason in verdict["reasons"]), verdict[
         "reasons"
     ]
     assert decide(plant.workspace, plant.ledger, weak) == number
