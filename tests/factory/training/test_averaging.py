@@ -156,7 +156,7 @@ def dies(*_: Any, **__: Any) -> Any:
             "uniform",
             "factory.training.averaging.record_done",
         ),  # the checkpoint is there, the ledger does not know
-        pytest.param(2, 5, "uniform", "factory.training.exporting.export", marks=SLOW),  # recorded, not exported
+        pytest.param(2, 5, "uniform", "factory.training.exporting.run_tool", marks=SLOW),  # recorded, not exported
         pytest.param(
             1, 2, "held-out-loss", "factory.training.exporting.folder_sha256", marks=SLOW
         ),  # exported, not recorded
