@@ -110,7 +110,7 @@ def test_it_mends_what_the_quick_check_finds(start: Start, bench: LiveWorkbench)
     drafted, _, said, server = start("mended", rounds=4)
     assert drafted is not None and any("round 4: passes the quick check" in line for line in said)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
-    assert "no JSON" in told[0] and "quick check, static" in told[1] and "swiglu/by_hand.py" in told[1]
+    assert "not JSON" in told[0] and "quick check, static" in told[1] and "swiglu/by_hand.py" in told[1]
     assert "quick check, oracle" in told[2] and "gradient 0 is off" in told[2]
     assert not list((bench.workspace.root / "cache").glob("check*"))
 
@@ -135,7 +135,7 @@ def test_what_is_tried_costs_the_agents_seconds(bench: LiveWorkbench) -> None:
     own = replace(bench)
     assert "nothing to time alone" in own.check(unchanged, "swiglu", timed=True).times[0] and own.spent > 0.5
     own.spent = own.agents.measure_seconds
-    assert own.check(unchanged, "swiglu", timed=True).problems == ("the seconds for trying are spent: propose",)
+    assert own.check(unchanged, "swiglu", timed=True).problems == ("the seconds for timing are used up: propose",)
 
 
 @pytest.mark.parametrize("said", ["'[' * 60_000", "'9' * 400", "'{\"seconds\": ' + '9' * 400 + '}'", "'{}'"])
@@ -160,7 +160,7 @@ def test_what_a_candidate_says_of_its_speed_is_a_number_or_not_measured(
 def test_an_instruction_after_the_last_round_does_not_lose_what_passed(start: Start) -> None:
     answers = iter(["", "make it faster still"])
     drafted, why, said, server = start("fused_kernel", person=lambda question: next(answers), rounds=1)
-    assert drafted is not None and not why and any("no further proposal" in line for line in said)
+    assert drafted is not None and not why and any("no proposals are left" in line for line in said)
     assert len(server.requests) == 3
 
 

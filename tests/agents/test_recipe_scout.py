@@ -314,7 +314,7 @@ def test_it_is_told_the_record_the_rules_and_what_was_tried() -> None:
         "lr: 4e-3",
     ):
         assert words in aim.prompt, words
-    assert "\x1b" not in aim.prompt and "predict at least that" in aim.told
+    assert "\x1b" not in aim.prompt and "predict at least that" in aim.prompt
     steps = re.findall(r"^step (\d+), loss", aim.prompt, re.MULTILINE)
     assert steps[0] == "0" and len(steps) == len(set(steps)) <= 25
     with pytest.raises(TargetError, match="did you mean 'optimizer.lr'"):
