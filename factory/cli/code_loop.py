@@ -69,7 +69,7 @@ def propose(
     if not agent:
         agent = AGENT if wants_model(workspace, options) else "search"
         if agent != AGENT:
-            terminal.line("  no LLM endpoint is configured: the search proposer works")
+            terminal.line("  no LLM endpoint is configured: the search proposer is used")
     with workspace.lock("code-loop"):
         numbers = propose_patch(workspace, ledger, terminal, agent=agent, options=options, count=count)
     for number in numbers:
@@ -82,7 +82,7 @@ def _ask(question: str) -> str:
     try:
         return input("> ")
     except EOFError:
-        raise InputError("standard input ended before an answer; the same command goes on with the run") from None
+        raise InputError("standard input ended before an answer: run the same command again to go on") from None
 
 
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:

@@ -68,7 +68,7 @@ def profile(
         _sweep(out or Path("profile"), of_sweep, terminal, as_json)
         return
     if of_sweep != SweepOptions():
-        raise InputError("--models, --batches, --sequences, --workers, --ray and --budget are a sweep's: add --sweep")
+        raise InputError("--models, --batches, --sequences, --workers, --ray and --budget need --sweep")
     if out is not None or (where == DEFAULT and not where.exists()):
         path = profile_checkout(out or Path("profile"), progress, options)
     else:
@@ -83,7 +83,7 @@ def profile(
     from agents.line_profiler.table import Profile
 
     terminal.console.print(table(Profile.from_mapping(json.loads(path.read_text(encoding="utf-8")))))
-    terminal.line(f"  all of it: {path.with_suffix('.html')}, {path}, {path.with_name('trace.json')}")
+    terminal.line(f"  files: {path.with_suffix('.html')}, {path}, {path.with_name('trace.json')}")
 
 
 def _sweep(out: Path, options: SweepOptions, terminal: Terminal, as_json: bool) -> None:
@@ -98,4 +98,4 @@ def _sweep(out: Path, options: SweepOptions, terminal: Terminal, as_json: bool) 
     from agents.line_profiler.sweep.sweep import Sweep, text
 
     terminal.line(text(Sweep.from_mapping(json.loads(words))))
-    terminal.line(f"  all of it: {path}")
+    terminal.line(f"  file: {path}")

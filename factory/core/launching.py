@@ -50,7 +50,7 @@ def launcher(workspace: Workspace) -> list[str]:
         try:
             if words := shlex.split(workspace.config.launcher):
                 return words
-            raise ValueError("no words")
+            raise ValueError("it is empty")
         except ValueError as error:
             raise ConfigError(f"{where}: launcher: {error}: {workspace.config.launcher!r}") from error
     count = ranks(workspace)

@@ -103,9 +103,9 @@ def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[Source
     if wanted < 2 or len(there) < wanted:
         steps = ", ".join(str(source.step) for source in there) or "none"
         raise InputError(
-            f"{wanted if last is not None else 'two'} checkpoints are to be averaged; segment {row.id} and the trunk before "
-            f"it, under the same recipe, keep those of steps: {steps}. Ask for fewer (--last), at least 2, or raise the "
-            "recipe's keep_checkpoints"
+            f"an average needs {wanted if last is not None else 'two'} checkpoints; segment {row.id} and the trunk before it, "
+            f"with the same recipe, have those of steps: {steps}. Take fewer (--last), at least 2, or raise the recipe's "
+            "keep_checkpoints"
         )
     return there[-wanted:]
 

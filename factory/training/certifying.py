@@ -82,7 +82,7 @@ def accept(workspace: Workspace, ledger: Ledger, segment: int, person: str) -> V
         raise InputError(f"segment {segment} does not wait for a certificate; those that do: {listed}")
     newer = SegmentRow.first(ledger, "WHERE kind <> 'average' AND id > :id", id=segment)
     if newer:
-        raise InputError(f"segment {newer.id} has taken the place of segment {segment}: nothing to accept")
+        raise InputError(f"segment {segment} was replaced by segment {newer.id}: there is nothing to accept")
     detail = {"by": person, "verdict": verdict.id, "subject_sha256": verdict.subject_sha256}
     with ledger.begin() as tx:
         waits = (segments.c.id == segment) & (segments.c.state == UNCERTIFIED)

@@ -32,7 +32,9 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
         code = checkout_live(workspace, row.code_commit)
         done = export(code, checkpoint["path"], aside)
         if done.returncode:
-            raise SegmentError(f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:]}")
+            raise SegmentError(
+                f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:] or 'no message'}"
+            )
         Tokenizer.load(workspace.tokenizer).copy_to(aside)
         os.rename(aside, target)
     with ledger.begin() as tx:
