@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from factory.git.git_store import RepositoryError as RepositoryError
 from factory.git.scope import AgentsPolicy, Change, problems
 
 NO_COMMIT = "0" * 40
+LIVE_FOLDERS = ("kernels", "trainer", "agents", "policies")
 
 
 class ScopeError(InputError):
@@ -74,10 +75,10 @@ def live_commit(repository: Path) -> str:
     return head
 
 
-def changed_files(repository: Path, folders: Sequence[str] = ("kernels", "trainer", "agents", "policies")) -> list[str]:
-    """Files below ``folders`` that differ from HEAD's: their changes are *not* part of the live code."""
+def changed_files(repository: Path) -> list[str]:
+    """Files below ``LIVE_FOLDERS`` that differ from HEAD's: their changes are *not* part of the live code."""
     entries = {path: blob for path, (mode, blob) in entries_of(repository, "HEAD").items() if mode in REGULAR}
-    entries = {path: blob for path, blob in entries.items() if path.split("/")[0] in folders}
+    entries = {path: blob for path, blob in entries.items() if path.split("/")[0] in LIVE_FOLDERS}
     there = [path for path in entries if (repository / path).is_file() and not (repository / path).is_symlink()]
     now = dict(zip(there, hashes(repository, [repository / path for path in there]), strict=True))
     return sorted(path for path, blob in entries.items() if now.get(path) != blob)

@@ -2,7 +2,7 @@
 
 A fork bomb doubles faster than the watch looks, and the kernel exempts root from RLIMIT_NPROC: only a control group stops it before the
 machine is full. Both hierarchies are tried; without either, only the rlimit and the watch limit tasks. A group is named after the thread
-that made it, which uses one group at a time: so any thread can tell which groups nobody uses any more.
+that made it, which uses one group at a time: so any thread can find the groups that are no longer used.
 Source: kernel documentation, admin-guide/cgroup-v1/pids.rst and admin-guide/cgroup-v2.rst.
 """
 

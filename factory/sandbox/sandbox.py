@@ -83,7 +83,7 @@ class Result:
     ended by itself.
     """
 
-    returncode: int  # 128 + n after signal n, as a shell tells it
+    returncode: int  # 128 + n after signal n, as a shell has it
     stdout: str  # the last 64 KiB
     stderr: str
     seconds: float  # from start to end, by this process's clock
@@ -369,7 +369,7 @@ def describe() -> dict[str, str]:
         "seccomp": f"filter of {rules} instructions" if inside["seccomp"] else "none: no table for this processor",
         "landlock": f"ABI {inside['landlock']}"
         if inside["landlock"]
-        else "none here; the read-only mounts stand alone",
+        else "none here; only the read-only mounts protect files",
         "memory": "rlimit for each process; tree watched ten times a second",
         "processes": f"watched ten times a second; {_task_limit()}",
         "output": "rlimit for each file; folder watched, files without a name with it",

@@ -59,7 +59,7 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
         exact = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, here)
         by = [u.to(DEVICE) for u in upstream]
         for kind, arguments, given in (("exact", exact, [u.double() for u in by]), ("eager", here, by)):
-            found = results(op.reference, arguments, op.gradients, op.writes, given)
+            found, _ = call(op.reference, arguments, op.gradients, op.writes, given, outputs=op.writes)
             save_file({name: x.cpu() for name, x in found.items()}, truth / f"{kind}-{number}.safetensors")
         tensors = {_name(i, j): x.contiguous() for i, value in enumerate(inputs) for j, x in _tensors(value)}
         save_file(tensors | {f"upstream {i}": u for i, u in enumerate(upstream)}, out / f"given-{number}.safetensors")
@@ -111,13 +111,6 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
         else:
             _save(found, out, number)
     _look_again(waiting, storages, out)
-
-
-def results(
-    function: Any, inputs: list[Any], gradients: Sequence[int], writes: Sequence[int], upstream: list[Tensor]
-) -> dict[str, Tensor]:
-    """Outputs and gradients by name. The op writes in place to copies, which are its outputs."""
-    return call(function, inputs, gradients, writes, upstream, outputs=writes)[0]
 
 
 def call(
@@ -238,7 +231,7 @@ def _upstream(op: Any, inputs: list[Any], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed + 1)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     draw = lambda o: torch.randn(o.shape, generator=generator).to(o.dtype)
-    # A loss's gradient is one: a power of two scales every gradient without rounding it once more.
+    # A loss's gradient is one: a power of two scales every gradient without another rounding.
     return [draw(o) if o.ndim else torch.full((), -0.5, dtype=o.dtype) for o in outputs if o.requires_grad]
 
 

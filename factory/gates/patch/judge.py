@@ -52,7 +52,7 @@ def judge_patch(policy: PatchPolicy, evidence: Mapping[str, Any]) -> Verdict:
 
 
 def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Verdict:
-    """On the training stage alone; ``found["again"]``: the evidence of the measurement that repeats it."""
+    """On the training stage; ``found["again"]``: the evidence of the measurement that repeats it."""
     seen = judge_measurement(policy, found, tries)
     if seen.outcome != PROMOTE:
         return seen
@@ -127,7 +127,7 @@ def training_differs(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
     return drift is not None and control is not None and drift > policy.max_drift * control
 
 
-def told_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:
+def reported_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:
     """The smaller one, where it was measured twice: code may find out which measurement it is in."""
     repeated = found.get("again")
     measured = [
@@ -162,7 +162,7 @@ def _judge_noisy(policy: TrainingPolicy, found: Mapping[str, Any], wall: Gain, t
     noisy = f"the machine is too noisy to judge by the wall clock: two runs of the same code differ {each}, at most {allowed:.2f}× is allowed"
     by_cpu = {clock: _cpu_gain(policy, found, clock, tries * measurements) for clock in CPU_CLOCKS}
     shown = {clock: gained for clock, gained in by_cpu.items() if gained is not None}
-    told = [
+    by_cpu_time = [
         f"by CPU time of {CPU_CLOCKS[clock]} {gained.ratio:.3f}× (at least {gained.lower:.3f}, noise {gained.noise:.3f})"
         for clock, gained in shown.items()
     ]
@@ -174,13 +174,13 @@ def _judge_noisy(policy: TrainingPolicy, found: Mapping[str, Any], wall: Gain, t
     if may and gains and wall.ratio > policy.min_gain:
         least = min(shown.values(), key=lambda gained: gained.ratio)
         decided = f"{least.ratio:.3f}× whole-step gain by CPU time (at least {least.lower:.3f}, noise floor {least.noise:.3f}; {noisy})"
-        return Verdict(PROMOTE, (decided, *told, times))
+        return Verdict(PROMOTE, (decided, *by_cpu_time, times))
     what_to_do = (
         f"close other programs and have it judged again, or raise training.steps (now {policy.steps}) or "
         f"training.pairs (now {policy.pairs}) in policies/gates/patch.yaml"
     )
     measured = f"measured {measurements} of at most {policy.tries} times"
-    return Verdict(HOLD, (f"{noisy}, {measured}: {what_to_do}", times, *told))
+    return Verdict(HOLD, (f"{noisy}, {measured}: {what_to_do}", times, *by_cpu_time))
 
 
 def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, tries: int) -> Gain | None:
@@ -201,14 +201,14 @@ def training_difference(policy: TrainingPolicy, drift: float, control: float) ->
 
 def _judge_long(policy: TrainingPolicy, found: object, result: Gain, times: str) -> Verdict:
     """New code that gains over short runs must gain over long ones, by more than a quicker start could cause."""
-    told = found if isinstance(found, Mapping) else {}
-    if failed := told.get("failed"):
+    long = found if isinstance(found, Mapping) else {}
+    if failed := long.get("failed"):
         return Verdict(HOLD, (str(failed), times))
-    numbers = [_number(told.get(key)) for key in ("ratio", "hideable", "drift", "control_drift")]
+    numbers = [_number(long.get(key)) for key in ("ratio", "hideable", "drift", "control_drift")]
     if any(number is None for number in numbers):
         return Verdict(HOLD, ("new code was not timed over runs long enough to rule out a quicker start", times))
     ratio, hideable, drift, control = (number for number in numbers if number is not None)
-    steps = told.get("steps")
+    steps = long.get("steps")
     if drift > policy.max_drift * control:
         away = f"after {steps} steps the candidate's weights are {drift:.3f} away, at most {policy.max_drift * control:.3f} is allowed"
         return Verdict(REJECT, (f"training results differ: {away}", times))
@@ -258,7 +258,7 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
 def gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> Gain | None:
     """From seconds of each side's runs. Log-normal, pooled variance, t bounds shared among ``tries`` (Bonferroni).
 
-    Runs of one process are more alike than those of two, which these bounds do not know: how often a patch without a gain is
+    Runs of one process are more alike than those of two, which these bounds ignore: how often a patch without a gain is
     promoted all the same is simulated in tests/factory/gates/test_patch_judge.py. None when a time is missing, not finite or not
     above zero, or a side has fewer runs than the policy's pairs.
     """

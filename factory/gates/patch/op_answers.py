@@ -31,7 +31,7 @@ from factory.sandbox.sandbox import Limits
 
 DRIVER = Path(__file__).with_name("driver.py")
 # kernels.contract.oracle's rule, written a second time because what it imports can be patched. Errors of this size always pass, as eager's
-# own may be zero by luck: one unit in the last place of the dtype, and sixteen of fp32, whose sums depend on their order.
+# own may be zero by chance: one unit in the last place of the dtype, and sixteen of fp32, whose sums depend on their order.
 FP32_ROUNDINGS = 16
 FACTOR = 2.0
 Tensors = dict[str, torch.Tensor]

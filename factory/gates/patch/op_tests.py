@@ -24,7 +24,7 @@ from factory.gates.patience import Patience, patiently, stopped
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
 
-TRUTH_ROUNDING = 1e-9  # of the largest: sums in fp64 in another order, far below what fp32 could tell
+TRUTH_ROUNDING = 1e-9  # of the largest: sums in fp64 in another order, far below fp32's resolution
 
 
 def changed(answers: Answers, patience: Patience, candidate: Path, work: Path) -> StageEvidence:

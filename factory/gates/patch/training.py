@@ -245,7 +245,7 @@ class _Comparison:
         return done
 
     def _session(self, name: str, runs: Sequence[PlannedRun], before_s: float) -> tuple[PatchSession, Path]:
-        """A session of one side, and its folder; a candidate's that was stopped is tried once more, with longer. Raises: _EndedEarly."""
+        """A session of one side, and its folder; a stopped candidate's is tried again, with a longer limit. Raises: _EndedEarly."""
         policy, side = self.policy, self.sides[name]
         if name == BASELINE:
             usual = (policy.pairs - policy.pairs // 2 + 2) * policy.steps  # steps that wall_seconds are for
@@ -272,7 +272,7 @@ class _Comparison:
         return session, folder
 
     def _evidence(self, plan: Plan, runs: dict[str, SideRuns]) -> tuple[StageEvidence, Pair]:
-        """From all four sessions. Raises: _EndedEarly, when a checkpoint is not one that training could go on from."""
+        """From all four sessions. Raises: _EndedEarly, when a checkpoint is not one that training could continue from."""
         policy, baseline, candidate = self.policy, runs[BASELINE], runs[CANDIDATE]
         evidence, drifts = self._weights(plan, runs)
         pairs = list(zip(candidate.timed, baseline.timed, strict=True))
@@ -340,16 +340,16 @@ def _run_trainer(
 ) -> tuple[PatchSession, Path]:
     """A warm-up and the runs in one process, and the new folder that they are in.
 
-    What the side compiled before moves along. No folder that a candidate wrote in is used again, and the folder's name tells nothing.
+    What the side compiled before moves along. No folder that a candidate wrote in is used again, and the folder's name is random.
     """
     folder = side.folder / secrets.token_hex(4)
     folder.mkdir(parents=True)
-    kernels = folder / "kernels.yaml"  # beside the runs, so that a side can change its own only
+    kernels = folder / "kernels.yaml"  # with the runs, so that a side can change its own only
     kernels.write_text(start.kernels_of(side.code))
     specs = [
         {
             "kind": "trunk",
-            "recipe": alone(side.recipe) | run.saving(start.step),
+            "recipe": for_one_rank(side.recipe) | run.saving(start.step),
             "data_plan": start.plan | {"seed": run.seed},
             "first_step": start.step,
             "last_step": start.step + run.steps,
@@ -380,7 +380,7 @@ def _seed() -> int:
     return secrets.randbelow(1 << 31)
 
 
-def alone(recipe: dict[str, Any]) -> dict[str, Any]:
+def for_one_rank(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe for the sandbox's one rank: nothing is split over ranks; recomputation stays."""
     parallel = recipe.get("parallel") or {}
     return recipe | {"parallel": parallel | {"tensor": 1, "replicas": 1}}

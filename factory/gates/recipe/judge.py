@@ -76,7 +76,7 @@ def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
 
 def _decide(policy: RunsPolicy, result: Comparison, same_cost: bool) -> Verdict:
     target, needed = result.target, max(policy.min_gain, result.noise)
-    floor = f"seeds alone change a mean of {policy.seeds} runs by {result.noise:.4f}"
+    floor = f"other seeds change a mean of {policy.seeds} runs by {result.noise:.4f}"
     shown = f"{target.mean:+.4f} {UNIT} on held-out documents (at least {target.lower:+.4f}; {floor})"
     if target.mean < -needed:
         return Verdict(REJECT, (f"the candidate learns worse: {shown}",))

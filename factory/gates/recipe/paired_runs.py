@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from factory.gates.patch.session import Weights, read_weights
-from factory.gates.patch.training import alone
+from factory.gates.patch.training import for_one_rank
 from factory.gates.recipe.policy import RunsPolicy
 from factory.gates.training_start import Start
 from factory.sandbox import sandbox
@@ -105,7 +105,7 @@ def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) 
 
 def run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str, Any]:
     """The recipe for the sandbox's one rank, in the trunk's precision. The anneal ends at zero, unless the patch changes where it ends."""
-    raw = alone(recipe.model_dump())
+    raw = for_one_rank(recipe.model_dump())
     raw |= {"checkpoint_every": NEVER, "keep_checkpoints": 1, "precision": precision}
     raw["stability"] = raw["stability"] | {"noise_scale_every": 0}
     if not own_floor:
@@ -127,7 +127,7 @@ def segment_specs(
     seed: int,
     held: set[str],
     folder: Path,
-    kernels: Path | None = None,
+    kernels: Path,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(trunk, tail) of one run; the tail continues from the trunk's checkpoint below ``folder``, and in its data.
 
@@ -147,7 +147,7 @@ def segment_specs(
             "initial_checkpoint": str(checkpoint),
             "restart_data": kind == "trunk",
             "code_commit": "",
-            "kernels": kernels and str(kernels),
+            "kernels": str(kernels),
         }
 
     between = folder / "trunk" / "checkpoints" / f"step-{middle:08d}"

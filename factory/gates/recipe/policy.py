@@ -47,7 +47,7 @@ class RunsPolicy(Strict):
 
 class RecipePolicy(Strict):
     changes: list[str] = Field(min_length=1)
-    """Keys that a patch may change; a mapping's key stands for all that it holds."""
+    """Keys that a patch may change; a mapping's key means all that it holds."""
     runs: RunsPolicy = RunsPolicy()
 
     @classmethod

@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 import sqlalchemy as sa
 
 from factory.core.policy_file import policy_sha256
-from factory.core.progress import SILENT, Progress
+from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite, evaluate_on, items_of
 from factory.evals.statistics import Bounds, compare
@@ -28,7 +28,7 @@ from kernels.contract.files import finite
 GATE = "release"
 
 
-def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress | None = None) -> int:
+def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress) -> int:
     """Judge a candidate on the current held-out items; returns the verdict's id. Idempotent.
 
     A candidate that has been released keeps the verdict that released it. Raises: InputError for an unknown candidate; ConfigError.
@@ -38,11 +38,12 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     if released:
         return released.verdict
     suite = current_suite(workspace, ledger)
-    shown = cast(Progress, progress or SILENT)
-    ours = evaluate_on(workspace, ledger, candidate_id, suite, shown)
+    ours = evaluate_on(workspace, ledger, candidate_id, suite, progress)
     best = champion(ledger)
     champion_id = best.candidate if best else None
-    theirs = None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, shown, released=True)
+    theirs = (
+        None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, progress, released=True)
+    )
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
     return _record(ledger, policy, candidate_id, champion_id, suite, evidence, {"candidate": ours, "champion": theirs})
 

@@ -14,7 +14,7 @@ import torch
 from factory.gates.patch.held_out import reference_model
 from factory.gates.patch.likeness import differs, squares
 from factory.gates.patch.session import Rest, read_rest
-from factory.gates.patch.training import alone
+from factory.gates.patch.training import for_one_rank
 from kernels.contract.registry import bind
 from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.segments import recipe_with
@@ -50,10 +50,10 @@ def test_a_recipe_of_many_ranks_runs_alone_in_the_sandbox() -> None:
     parsed = Recipe.parse(many)
     with pytest.raises(RecipeError, match="parallel.tensor"):
         parsed.parallel.data_ranks(1, parsed.model)
-    found = Recipe.parse(alone(many))
+    found = Recipe.parse(for_one_rank(many))
     assert found.parallel.data_ranks(1, found.model) == 1 and found.parallel.recompute == "block"
     assert found.model_copy(update={"parallel": parsed.parallel}) == parsed
-    assert Recipe.parse(alone({k: v for k, v in many.items() if k != "parallel"})).parallel.tensor == 1
+    assert Recipe.parse(for_one_rank({k: v for k, v in many.items() if k != "parallel"})).parallel.tensor == 1
 
 
 # -- the rest of a checkpoint ----------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made, monkeypatch: py
     bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
     with ReplayServer(RecordedSession(turns=[])) as server:
         options = AgentOptions(server.url, "m", target="optimizer.rate")
-        with pytest.raises(InputError, match="no key of the recipe"):
+        with pytest.raises(InputError, match="not a key of the recipe"):
             proposing._scout(bench, options, 1)
     with pytest.raises(InputError, match="no endpoint"):
         proposing._scout(bench, AgentOptions(model="m"), 1)
@@ -233,7 +233,7 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
     size = lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
     raw = run_recipe(other, own_floor=False, precision="fp32")
     held = {"code", "docs", "chat"}
-    trunk, tail = segment_specs(start, other, raw, size, 7, held, Path("/run"))
+    trunk, tail = segment_specs(start, other, raw, size, 7, held, Path("/run"), Path("/kernels.yaml"))
     assert (trunk["kind"], trunk["first_step"], trunk["last_step"], trunk["restart_data"]) == ("trunk", 6, 18, True)
     assert (tail["kind"], tail["first_step"], tail["last_step"], tail["restart_data"]) == ("anneal", 18, 23, False)
     assert tail["initial_checkpoint"] == "/run/trunk/checkpoints/step-00000018"

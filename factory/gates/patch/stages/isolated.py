@@ -1,7 +1,7 @@
 """Is every op whose implementation the patch switches faster alone? By ``kernels.contract.bench`` of the baseline's code.
 
-Asked only where both implementations are approved code, as a process cannot be trusted to time itself. Each timing is made beside one of
-the old implementation against itself (A/A): while that differs, another program disturbs the clock.
+Asked only where both implementations are approved code, as a process cannot be trusted to time itself. Each timing is
+followed by one of the old implementation against itself (A/A): while that shows a difference, another program disturbs the clock.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def compare(
 
 
 def _unlike_itself(control: Mapping[str, float]) -> str:
-    """'faster' or 'slower' where an implementation is so beside itself, beyond the noise; else ''."""
+    """'faster' or 'slower', as an implementation was measured against itself; '': neither."""
     if control["ratio_low"] > UNLIKE:
         return "faster"
     return "slower" if control["ratio_high"] < 1 / UNLIKE else ""
