@@ -10,14 +10,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import sqlalchemy as sa
-
 from factory.core.errors import FactoryError, InputError, SegmentError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import SETTLE_SECONDS, Refused, arrived, ingest_arrived
-from factory.ledger.ledger import Ledger, candidates, record, releases, segments, token_shards, verdicts
-from factory.ledger.rows import ReleaseRow, SegmentRow, VerdictRow
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow
 
 LOCK = "model-loop"
 
@@ -88,7 +86,7 @@ def observe(
 def _trunk_steps(workspace: Workspace, ledger: Ledger, endless: bool) -> int:
     from factory.training.planning import next_trunk
 
-    if ledger.one(sa.select(token_shards.c.id).where(token_shards.c.tokens > 0).limit(1)) is None:
+    if not ledger.read("SELECT id FROM token_shards WHERE tokens > 0 LIMIT 1"):
         return 0
     trunk = next_trunk(workspace, ledger)
     return trunk.steps if trunk.new_shards or (endless and trunk.steps == trunk.wanted) else 0
@@ -96,44 +94,37 @@ def _trunk_steps(workspace: Workspace, ledger: Ledger, endless: bool) -> int:
 
 def _recorded(workspace: Workspace, ledger: Ledger) -> World:
     """The part of the world that is in the ledger."""
-    with ledger.engine.connect().execution_options(reads_only=True) as db:
+    from factory.release.releases import automatic
 
-        def first(statement: sa.Select) -> int | None:  # type: ignore[type-arg]
-            row = db.execute(statement.limit(1)).first()
-            return None if row is None else int(row[0])
-
-        trains = sa.select(segments.c.id, segments.c.state, segments.c.code_commit).where(segments.c.kind != "average")
-        newest = db.execute(trains.order_by(segments.c.id.desc()).limit(1)).first()
-        trunk = first(
-            sa.select(segments.c.id)
-            .where(segments.c.kind == "trunk", segments.c.state == "done")
-            .order_by(segments.c.id.desc())
-        )
-        anneal = sa.select(segments.c.id).where(
-            segments.c.kind == "anneal", segments.c.parent == trunk, segments.c.state != "uncertified"
-        )
-        verdict = first(sa.select(verdicts.c.id).where(verdicts.c.gate == "release").order_by(verdicts.c.id.desc()))
-        waits = verdict and first(
-            sa.select(verdicts.c.id)
-            .outerjoin(releases, releases.c.verdict == verdicts.c.id)
-            .where(verdicts.c.id == verdict, verdicts.c.outcome == "promote", releases.c.number.is_(None))
-        )
-        subject = sa.literal("candidate:").concat(sa.cast(candidates.c.id, sa.Text))
-        judged = sa.select(verdicts.c.id).where(verdicts.c.gate == "release", verdicts.c.subject == subject)
-        unexported = (
-            sa.select(segments.c.id)
-            .outerjoin(candidates, candidates.c.segment == segments.c.id)
-            .where(segments.c.kind != "trunk", segments.c.state == "done", candidates.c.id.is_(None))
-        )
-        return World(
-            unfinished_release=first(sa.select(releases.c.number).where(releases.c.state != "published")),
-            open_segment=first(sa.select(segments.c.id).where(segments.c.state == "planned").order_by(segments.c.id)),
-            failed_segment=newest.id if newest and _waits(workspace, newest.state, newest.code_commit) else None,
-            unreleased_promotion=waits if waits and automatic(workspace) else None,
-            unjudged_candidate=first(sa.select(candidates.c.id).where(~judged.exists()).order_by(candidates.c.id)),
-            unexported_anneal=first(unexported),
-            unannealed_trunk=trunk if trunk and first(anneal) is None else None,
-        )
+    newest = SegmentRow.first(ledger, "WHERE kind <> 'average' ORDER BY id DESC")
+    planned = SegmentRow.first(ledger, "WHERE state = 'planned' ORDER BY id")
+    trunk = SegmentRow.first(ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
+    annealed = trunk and SegmentRow.first(
+        ledger, "WHERE kind = 'anneal' AND parent = :trunk AND state <> 'uncertified'", trunk=trunk.id
+    )
+    unexported = SegmentRow.first(
+        ledger,
+        "WHERE kind <> 'trunk' AND state = 'done' AND NOT EXISTS (SELECT 1 FROM candidates c WHERE c.segment = segments.id)",
+    )
+    unjudged = CandidateRow.first(
+        ledger,
+        "WHERE NOT EXISTS (SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id) "
+        "ORDER BY id",
+    )
+    unfinished = ReleaseRow.first(ledger, "WHERE state <> 'published' ORDER BY number")
+    verdict = VerdictRow.first(ledger, "WHERE gate = 'release' ORDER BY id DESC")
+    waits = verdict and verdict.outcome == "promote" and not ReleaseRow.select(
+        ledger, "WHERE verdict = :verdict", verdict=verdict.id
+    )  # fmt: skip
+    return World(
+        unfinished_release=unfinished.number if unfinished else None,
+        open_segment=planned.id if planned else None,
+        failed_segment=newest.id if newest and _waits(workspace, newest.state, newest.code_commit) else None,
+        unreleased_promotion=verdict.id if verdict and waits and automatic(workspace) else None,
+        unjudged_candidate=unjudged.id if unjudged else None,
+        unexported_anneal=unexported.id if unexported else None,
+        unannealed_trunk=trunk.id if trunk and not annealed else None,
+    )
 
 
 def _waits(workspace: Workspace, state: str, commit: str) -> bool:
@@ -141,13 +132,6 @@ def _waits(workspace: Workspace, state: str, commit: str) -> bool:
     from factory.git.repository import live_commit
 
     return state == "failed" or (state == "uncertified" and live_commit(workspace.repository) == commit)
-
-
-def automatic(workspace: Workspace) -> bool:
-    """Does the release policy let the verdict alone release?"""
-    from factory.gates.release.policy import ReleasePolicy
-
-    return ReleasePolicy.load(workspace.policy("gates/release.yaml")).approval == "automatic"
 
 
 def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Progress) -> None:
@@ -282,11 +266,13 @@ def _say_if_failed(workspace: Workspace, ledger: Ledger, world: World) -> None:
         return
     row = SegmentRow.get(ledger, world.failed_segment)
     if row.state == "uncertified":
-        from factory.training.certifying import NotCertified, certificate_of, way_on
+        from factory.training.certifying import NotCertified, certificate_of, next_steps
 
         verdict = certificate_of(ledger, row.id)
         why = verdict.reasons[0] if verdict else ""
-        raise NotCertified(f"the code of segment {row.id} is not certified and training waits. {why} {way_on(row.id)}")
+        raise NotCertified(
+            f"the code of segment {row.id} is not certified and training waits. {why} {next_steps(row.id)}"
+        )
     raise SegmentError(
         f"segment {row.id} failed for good and training waits: read its log in {workspace.logs}, correct the "
         f"cause, then run 'factory {'anneal' if row.kind == 'anneal' else 'train'}'"

@@ -136,12 +136,12 @@ def _sandbox() -> tuple[bool | None, str]:
 
 
 def _endpoint(workspace: Workspace | None) -> tuple[bool | None, str]:
-    from factory.code_loop.agent_runs import NOBODY, endpoint_of
+    from factory.code_loop.agent_runs import AgentOptions, endpoint_of
     from factory.git.scope import AgentsPolicy
 
     path = workspace.policy("agents.yaml") if workspace else code_root() / "policies" / "agents.yaml"
     policy = AgentsPolicy.load(path).llm
-    where = endpoint_of(policy, NOBODY)
+    where = endpoint_of(policy, AgentOptions())
     if not where:
         return None, "none set (llm.endpoint in agents.yaml, OPENAI_BASE_URL): the search proposer works without one"
     key = "set" if os.environ.get("OPENAI_API_KEY") else "not set"

@@ -44,13 +44,15 @@ def _upgrade_scope(workspace: Workspace) -> list[str]:
     finally:
         aside.unlink()
     lost = [
-        name for name in map(str, listed) if not upgraded.kept(name) and (Path(workspace.repository) / name).is_file()
+        name
+        for name in map(str, listed)
+        if not upgraded.protected(name) and (Path(workspace.repository) / name).is_file()
     ]
     if lost or count != 1:
         raise ConfigError(
-            f"{path}: out_of_scope lists files, and this factory reads folders ({', '.join(folders)}). Not in those, and so "
-            f"open to patches then: {', '.join(lost) or 'not known'}. Move these files below a contract/ folder, or take them "
-            "off the list, and run 'factory upgrade' again"
+            f"{path}: out_of_scope lists files, but this factory reads folders ({', '.join(folders)}). Files outside them that "
+            f"patches could change then: {', '.join(lost) or 'not known'}. Move them below a contract/ folder, or remove them "
+            "from the list, and run 'factory upgrade' again"
         )
     kept = backup_folder(workspace) / f"agents-{stamp()}.yaml"
     write_atomically(kept, text)

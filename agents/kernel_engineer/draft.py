@@ -7,7 +7,7 @@ from typing import Any
 from agents.core.proposal import Edit, Proposal
 from agents.core.untrusted import one_line
 from agents.core.workbench import ReadError, Workbench
-from agents.kernel_engineer.targets import Target
+from agents.kernel_engineer.targets import ProfileTarget
 from agents.loop.role import DraftError
 from agents.loop.said import number, read_object, text, title_and_hypothesis
 
@@ -16,7 +16,7 @@ MOST_EDITS = 32
 LEAST_PREDICTED = 1.005  # less cannot be refuted by any measurement here
 
 
-def read_draft(arguments: str, target: Target, workbench: Workbench, tried: str = "") -> Proposal:
+def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, tried: str = "") -> Proposal:
     """The proposal that a call of ``propose`` makes, with the edits of the last ``try_patch`` if it has none. Raises: DraftError."""
     raw = read_object(arguments)
     title, hypothesis = title_and_hypothesis(raw)

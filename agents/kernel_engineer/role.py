@@ -9,10 +9,10 @@ from agents.core.proposal import Proposal
 from agents.core.workbench import Workbench
 from agents.kernel_engineer import prompts
 from agents.kernel_engineer.draft import AGENT, read_draft
-from agents.kernel_engineer.targets import Target, named, targets, worthwhile
-from agents.kernel_engineer.tools import TOOLS, Reader
+from agents.kernel_engineer.targets import ProfileTarget, named, targets, worthwhile
+from agents.kernel_engineer.tools import TOOLS, EvidenceReader
 from agents.loop.role import Aim, JsonObject
-from agents.loop.tools import told
+from agents.loop.tools import problems_of
 
 
 class KernelEngineer:
@@ -35,14 +35,14 @@ class KernelEngineer:
         if not aims:
             return "no target promises a gain that could be measured"
         target = aims[0]
-        evidence = Reader(self.profile, self.workbench, target).evidence()
+        evidence = EvidenceReader(self.profile, self.workbench, target).evidence()
         about = (
             f"target {target.name}: {target.share:.1%} of the step, {target.aim:.3f}x as fast a step at the roofline"
         )
         return Aim(prompts.task(target, evidence, rounds), about, {**vars(target), "lines": list(target.lines)})
 
     def answer(self, facts: JsonObject, tool: str, arguments: str) -> str:
-        return Reader(self.profile, self.workbench, _target(facts)).call(tool, arguments)
+        return EvidenceReader(self.profile, self.workbench, _target(facts)).call(tool, arguments)
 
     def draft(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
         """Raises: DraftError."""
@@ -50,8 +50,8 @@ class KernelEngineer:
 
     def check(self, facts: JsonObject, draft: Proposal) -> str:
         """Scope, static, and the changed ops against fp64, in the sandbox."""
-        return told(self.workbench.check(draft.edits, _target(facts).op))
+        return problems_of(self.workbench.check(draft.edits, _target(facts).op))
 
 
-def _target(facts: JsonObject) -> Target:
-    return Target(**{**facts, "lines": tuple(facts["lines"])})
+def _target(facts: JsonObject) -> ProfileTarget:
+    return ProfileTarget(**{**facts, "lines": tuple(facts["lines"])})

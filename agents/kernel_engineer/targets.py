@@ -16,7 +16,7 @@ LEAST_GAIN = 1.02  # a smaller attainable gain of the whole step is below the ga
 
 
 @dataclass(frozen=True)
-class Target:
+class ProfileTarget:
     """``share``: of the eager step's time; ``attainable``: the share that would be saved at the roofline."""
 
     name: str  # kernel:<op> | file:<path>
@@ -36,7 +36,7 @@ class Target:
         return 1.0 / (1.0 - min(self.attainable, 0.99))
 
 
-def targets(profile: Mapping[str, Any], files: Collection[str]) -> list[Target]:
+def targets(profile: Mapping[str, Any], files: Collection[str]) -> list[ProfileTarget]:
     """Every op and file of a parsed profile.json that lies in ``files``, largest attainable gain first."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for line in profile["lines"]:
@@ -46,7 +46,7 @@ def targets(profile: Mapping[str, Any], files: Collection[str]) -> list[Target]:
     for name, lines in groups.items():
         lines.sort(key=lambda line: -line["share"])
         found.append(
-            Target(
+            ProfileTarget(
                 name,
                 lines[0]["op"],
                 tuple(f"{line['file']}:{line['line']}" for line in lines[:MOST_LINES]),
@@ -57,7 +57,7 @@ def targets(profile: Mapping[str, Any], files: Collection[str]) -> list[Target]:
     return sorted(found, key=lambda target: -target.attainable)
 
 
-def worthwhile(found: Sequence[Target], history: Callable[[str], Sequence[Attempt]]) -> list[Target]:
+def worthwhile(found: Sequence[ProfileTarget], history: Callable[[str], Sequence[Attempt]]) -> list[ProfileTarget]:
     """Those whose attainable gain is worth a branch and that were not refused too often, largest gain first."""
     return [
         target
@@ -67,7 +67,7 @@ def worthwhile(found: Sequence[Target], history: Callable[[str], Sequence[Attemp
     ]
 
 
-def named(wanted: str, found: Sequence[Target], profile: Mapping[str, Any]) -> Target:
+def named(wanted: str, found: Sequence[ProfileTarget], profile: Mapping[str, Any]) -> ProfileTarget:
     """The target of an op's name or a ``file:line``. Raises: TargetError that names the nearest."""
     for target in found:
         if wanted in (target.op, target.name):
@@ -79,7 +79,7 @@ def named(wanted: str, found: Sequence[Target], profile: Mapping[str, Any]) -> T
         for target in found:
             if target.name == name:
                 lines = (wanted, *(other for other in target.lines if other != wanted))
-                return Target(target.name, target.op, lines, target.share, target.attainable)
+                return ProfileTarget(target.name, target.op, lines, target.share, target.attainable)
         raise TargetError(f"target {wanted!r} is a line of the profile, but agents may not patch its file")
     known = [target.op for target in found if target.op] + list(at)
     near = difflib.get_close_matches(wanted, known, n=1)

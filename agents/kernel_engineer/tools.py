@@ -10,7 +10,7 @@ from typing import Any
 from agents.core.untrusted import one_line, quoted
 from agents.core.workbench import Workbench
 from agents.kernel_engineer.draft import read_edits
-from agents.kernel_engineer.targets import Target
+from agents.kernel_engineer.targets import ProfileTarget
 from agents.loop import tools
 from agents.loop.role import DraftError
 from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, TRY, tool
@@ -33,7 +33,7 @@ TOOLS = (
     tool("graph", "Which lines feed which, and what could be fused.", line=TEXT | {"description": "file:line; empty: all"}),
     tool("roofline", "The machine's measured rates, and every op's share of the step."),
     tool("earlier_proposals", "What was proposed for this target before, and why it was kept or not."),
-    tool(TRY, "Check edits, and time the ops that they choose anew, alone, on the recipe's shapes; no proposal.", ("edits",), edits=EDITS),
+    tool(TRY, "Check edits, and time the ops that they change, alone, on the recipe's shapes. This is no proposal yet.", ("edits",), edits=EDITS),
     tool(
         PROPOSE,
         "Propose the patch.",
@@ -48,10 +48,10 @@ TOOLS = (
 )  # fmt: skip
 
 
-class Reader:
+class EvidenceReader:
     """Answers the reading tools for one target, from a parsed profile.json and the workbench."""
 
-    def __init__(self, profile: Mapping[str, Any], workbench: Workbench, target: Target) -> None:
+    def __init__(self, profile: Mapping[str, Any], workbench: Workbench, target: ProfileTarget) -> None:
         self.profile, self.workbench, self.target = profile, workbench, target
 
     def call(self, name: str, arguments: str) -> str:
@@ -74,7 +74,7 @@ class Reader:
         except DraftError as error:
             return f"The edits cannot be read: {error}"
         found = self.workbench.check(edits, self.target.op, timed=True)
-        return tools.told(found) if found.problems else quoted("times alone", "\n".join(found.times))
+        return tools.problems_of(found) if found.problems else quoted("times alone", "\n".join(found.times))
 
     def line_profile(self, only: str = "") -> str:
         rows = [line for line in self.profile["lines"] if only in ("", line["op"], line["file"])]

@@ -60,7 +60,7 @@ class Signature:
         return f"{self.operation}({', '.join(map(str, self.tensors))})"
 
 
-Samples = tuple[Tensor | None, ...]  # by leaf: the values of integers, masks and scalars; None for what is drawn anew
+Samples = tuple[Tensor | None, ...]  # by leaf: the values of integers, masks and scalars; None for random floats
 
 
 def describe(func: Any, args: Any, kwargs: Any) -> Signature:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 FORMAT = 3
 
 
@@ -157,21 +159,7 @@ class Profile:
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> Profile:
-        """From parsed ``profile.json``. Raises: ValueError for another format."""
+        """From parsed ``profile.json``. Raises: ValueError for another format or other fields."""
         if raw.get("format") != FORMAT:
             raise ValueError(f"profile.json: format {raw.get('format')!r}, this code reads {FORMAT}")
-        isolation = raw["isolation"]
-        made: dict[str, Any] = {
-            "lines": tuple(ProfiledLine(**{**r, "operations": tuple(r["operations"])}) for r in raw["lines"]),
-            "ops": tuple(ProfiledOp(**r) for r in raw["ops"]),
-            "cross_check": CrossCheck(**raw["cross_check"]),
-            "isolation": isolation and Isolation(**{**isolation, "not_measured": tuple(isolation["not_measured"])}),
-            "edges": tuple(Edge(**r) for r in raw["edges"]),
-            "fusion_candidates": tuple(
-                FusionCandidate(**{**r, "lines": tuple(r["lines"])}) for r in raw["fusion_candidates"]
-            ),
-            "stream_candidates": tuple(
-                StreamCandidate(**{**r, "branches": tuple(map(tuple, r["branches"]))}) for r in raw["stream_candidates"]
-            ),
-        }
-        return cls(**{**raw, **made})
+        return TypeAdapter(cls).validate_python(raw)

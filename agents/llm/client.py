@@ -1,4 +1,4 @@
-"""Ask a language model, within a budget that is checked before each request by its worst case, not after it."""
+"""Ask a language model within a budget, which each request's worst case is checked against before it is sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST_WAIT = 1.0  # seconds before the second attempt, at most; doubled each tim
 
 
 class Client:
-    """An endpoint, a policy, and the books. ``say`` tells a person what is waited for."""
+    """An endpoint, a policy, and the books. ``say`` shows a person what is waited for."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Client:
         self.endpoint, self.policy, self.books, self.say, self.sleep = endpoint, policy, books, say, sleep
 
     def ask(self, label: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Reply:
-        """The model's reply. Raises: BudgetError before anything is sent; LlmError when no reply is to be had."""
+        """The model's reply. Raises: BudgetError before anything is sent; LlmError when there is none."""
         policy = self.policy
         request = Request(label, policy.model, tuple(messages), tuple(tools), policy.temperature, policy.reply_tokens)
         for attempt in range(1, policy.attempts + 1):
@@ -69,18 +69,18 @@ class Client:
         return self.policy.usd(usage.input_tokens, usage.output_tokens)
 
     def _wait(self, error: SendError, attempt: int) -> float:
-        """What the endpoint asks for, or exponential backoff; with jitter, so that many clients don't come back at once."""
+        """Seconds that the endpoint asks for, or exponential backoff; with jitter, so that many clients do not return at once."""
         longest = self.policy.longest_wait_seconds
         if error.after is None:
             return min(longest, FIRST_WAIT * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
         if error.after > longest:
             raise LlmError(
-                f"{self.endpoint.name}: {error}; it asks to wait {error.after:.0f} s, llm.longest_wait_seconds is {longest:g}: "
+                f"{self.endpoint.name}: {error}; it asks to wait {error.after:.0f} s, and llm.longest_wait_seconds is {longest:g}: "
                 "run the same command again later"
             ) from error
         return error.after * random.uniform(1.0, 1.1)
 
 
 def _most(request: Request, reply: Reply) -> Usage:
-    """Where the endpoint tells no usage: the most that it can have been."""
+    """The most that it can have been, for an endpoint that reports no usage."""
     return Usage(request.most_tokens.input_tokens, min(request.reply_tokens, len(json.dumps(reply.message()))))

@@ -1,4 +1,4 @@
-"""One exchange with a language model as data: what is asked, what came back, what it cost; and who keeps the books."""
+"""One exchange with a language model as data: request, reply, cost; and the protocols of endpoints and books."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Message = dict[str, Any]  # as of the chat completions API: {"role", "content", "tool_calls"?, "tool_call_id"?}
-MOST_CALLS = 16  # tool calls of one reply; a model that makes more is not read further
+MOST_CALLS = 16  # tool calls of one reply; further ones are ignored
 
 
 class LlmError(Exception):
-    """No reply is to be had: says why, and what to do."""
+    """There is no reply. Says why, and what to do."""
 
 
 class BudgetError(LlmError):
-    """The worst case of the next request would pass the budget of the proposal or of the day; it was not sent.
-    ``lasting``: tomorrow changes nothing."""
+    """The worst case of the next request would exceed the budget of the proposal or of the day; it was not sent.
+    ``lasting``: it would exceed it tomorrow, too."""
 
     def __init__(self, why: str, lasting: bool = True) -> None:
         super().__init__(why)
@@ -24,8 +24,8 @@ class BudgetError(LlmError):
 
 
 class SendError(LlmError):
-    """One attempt failed. ``again``: another may succeed, ``after`` so many seconds if the endpoint says so.
-    ``charged``: the endpoint may have worked, and bill for it."""
+    """One attempt failed. ``again``: another may succeed, after ``after`` seconds if the endpoint says so.
+    ``charged``: the endpoint may bill for it."""
 
     def __init__(self, why: str, *, again: bool, charged: bool, after: float | None = None) -> None:
         super().__init__(why)
@@ -46,7 +46,7 @@ class Usage:
 class ToolCall:
     id: str
     name: str
-    arguments: str  # JSON, as the model wrote it: it may be none
+    arguments: str  # JSON as the model wrote it, which may be invalid
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Request:
 
     @property
     def most_tokens(self) -> Usage:
-        """No token is shorter than a byte, and what a chat template adds is shorter than what JSON does."""
+        """An upper bound: no token is shorter than a byte, and a chat template adds less than JSON does."""
         return Usage(len(json.dumps(self.body())), self.reply_tokens)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """``finish``: why it ended, in the API's words ('stop', 'tool_calls', 'length'). ``usage`` None: it was not told."""
+    """``finish``: why it ended, in the API's words ('stop', 'tool_calls', 'length'). ``usage`` None: it was not reported."""
 
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
@@ -98,7 +98,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One attempt, as it is kept. No key is in it."""
+    """One attempt, as it is stored. It holds no key."""
 
     request: Request
     endpoint: str
@@ -119,14 +119,14 @@ class Endpoint(Protocol):
 
 
 class Books(Protocol):
-    """Who says whether a request is affordable, and keeps what became of it."""
+    """Decides whether a request is affordable, and stores exchanges."""
 
     def reserve(self, label: str, tokens: int, usd: float) -> int:
-        """Set the worst case of a request aside; returns the entry's number. Raises: BudgetError."""
+        """Reserve the worst case of a request; returns the entry's number. Raises: BudgetError."""
         ...
 
     def settle(self, entry: int, exchange: Exchange) -> None:
-        """What the request did cost. An entry that is never settled counts in full."""
+        """Replace the reservation by what the request cost. An entry that is never settled counts in full."""
         ...
 
 
@@ -155,12 +155,12 @@ def read_reply(message: object, usage: object = None, finish: str = "") -> Reply
 
 
 def _whole(text: str) -> str:
-    """Without halves of characters, which JSON can spell and no file can hold."""
+    """Without lone surrogates, which JSON can contain and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode()
 
 
 def read_usage(raw: object) -> Usage | None:
-    """The API's ``usage``; None when it is absent or no counts."""
+    """The API's ``usage``; None when it is absent or invalid."""
     if not isinstance(raw, dict):
         return None
     counts = [raw.get(key) for key in ("prompt_tokens", "completion_tokens")]

@@ -1,8 +1,8 @@
-"""A folder in place of a server: each request becomes a file, and the reply is waited for as a file. A person can be the model.
+"""A folder in place of a server: each request is written as a file, and so is the reply. A person can be the model.
 
-``NAME.request.json`` is what a server would be sent. The reply goes to ``NAME.reply.json``, best written under another name
-and renamed: the API's whole answer, its message, or ``{"content": "…", "tool_calls": [{"name": "…", "arguments": {…}}]}``.
-The same request gets the same name, so that a run that was killed finds the reply that came meanwhile.
+``NAME.request.json`` is what a server would get. The reply goes to ``NAME.reply.json``, best written under another name and renamed: the
+API's whole answer, its message, or ``{"content": "…", "tool_calls": [{"name": "…", "arguments": {…}}]}``. The same request gets the same
+name, so that a run that was killed finds the reply that came meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FileEndpoint:
         except OSError as error:
             raise LlmError(f"endpoint {self.name}: {error.strerror}") from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise LlmError(f"endpoint {self.name}: the folder may not be written to by this user")
+            raise LlmError(f"endpoint {self.name}: this user may not write to the folder")
 
     def send(self, request: Request) -> Reply:
         body = json.dumps(request.body(), indent=1, ensure_ascii=False).encode("utf-8", "replace")
@@ -44,7 +44,7 @@ class FileEndpoint:
                 write_atomically(asked, body)
         except OSError as error:
             raise SendError(f"{asked}: {error.strerror}", again=False, charged=False) from None
-        deadline, told = time.monotonic() + self.policy.file_wait_seconds, ""
+        deadline, shown = time.monotonic() + self.policy.file_wait_seconds, ""
         while True:
             wrong = f"waiting for {answered}"
             try:
@@ -53,11 +53,11 @@ class FileEndpoint:
                 pass
             except (ValueError, OSError, RecursionError) as error:
                 wrong = f"{answered} cannot be used yet: {error}"
-            if wrong != told:
+            if wrong != shown:
                 self.say(f"  {wrong}")
-                told = wrong
+                shown = wrong
             if time.monotonic() > deadline:
-                why = f"no usable reply after {self.policy.file_wait_seconds:g} s ({wrong}); run the same command again to go on"
+                why = f"no usable reply after {self.policy.file_wait_seconds:g} s ({wrong}); run the same command again to continue"
                 raise SendError(why, again=False, charged=False)
             time.sleep(POLL_SECONDS)
 
@@ -68,7 +68,7 @@ def _read(path: Path, limit: int) -> Reply:
     with open(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         if status.st_size > limit:
             raise ValueError(f"it holds more than {limit} bytes")
         raw: Any = json.loads(file.read(limit + 1).decode("utf-8"))

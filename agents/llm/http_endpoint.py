@@ -1,7 +1,7 @@
-"""Any server that speaks ``/v1/chat/completions``, through the ``openai`` package: streamed, and bounded in bytes, tokens and seconds.
+"""Any server that speaks ``/v1/chat/completions``, through the ``openai`` package: streamed, and limited in bytes, tokens and seconds.
 
-Retries are the ``client``'s, not the package's: each attempt stands in the books. The key goes into the request's header and
-nowhere else; whatever the server echoes of it is struck out.
+The ``client`` retries, not the package, so that each attempt is in the books. The key goes into the request's header and nowhere else;
+where the server repeats it, it is removed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from agents.core.untrusted import one_line
 from agents.llm.exchange import MOST_CALLS, LlmError, Reply, Request, SendError, read_reply
 from agents.llm.policy import LlmPolicy
 
-SLACK = 16  # chunks of a stream that carry no token: the role, the end, the usage
+SLACK = 16  # chunks of a stream without a token: the role, the end, the usage
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class HttpEndpoint:
-    """Raises: LlmError for a URL that is none, or a missing key."""
+    """Raises: LlmError for an invalid URL, or a missing key or model."""
 
     def __init__(self, url: str, key: str, policy: LlmPolicy) -> None:
         parts = urlsplit(url)
@@ -113,7 +113,7 @@ class HttpEndpoint:
             raise SendError("its reply broke off", again=True, charged=True)
         message = {"content": self._clean("".join(text)), "tool_calls": [calls[n] for n in sorted(calls)]}
         if finish == "length" and not message["content"] and not calls:
-            message["content"] = "[the reply was used up before it said anything]"
+            message["content"] = "[the reply's tokens were used up before any text]"
         return read_reply(message, usage.model_dump() if usage is not None else None, finish)
 
     def _refused(self, error: Any, request: Request) -> SendError:
@@ -132,7 +132,7 @@ class HttpEndpoint:
         return SendError(f"it refused the request ({status}: {said})", again=False, charged=False)
 
     def _said(self, text: str) -> str:
-        """What the server says in an error: one clean line."""
+        """The server's error message as one line, without the key."""
         return one_line(self._clean(text), 300)
 
     def _clean(self, text: str) -> str:
@@ -140,7 +140,7 @@ class HttpEndpoint:
 
 
 class _Reading:
-    """How much of one answer may still be read, and how long. It bounds good and bad answers alike, below any parsing."""
+    """Limits the bytes and seconds of one answer, good or bad, before anything is parsed."""
 
     def __init__(self, policy: LlmPolicy) -> None:
         self.policy, self.bytes = policy, 0
@@ -157,7 +157,7 @@ class _Reading:
             )
 
     def bound(self, response: Any) -> None:
-        """Put this count between the wire and whoever reads ``response``."""
+        """Count the bytes of ``response`` as they are read."""
         if response.headers.get("content-encoding", "identity") != "identity":
             raise SendError("it answers compressed, which was not asked for", again=False, charged=True)
         httpx = importlib.import_module(type(response).__module__.partition(".")[0])  # whichever one openai uses
@@ -176,7 +176,7 @@ class _Reading:
 
 
 def _retry_after(error: Any) -> float | None:
-    """Seconds, from either form of the header (RFC 9110 §10.2.3); None where there is none that can be read."""
+    """Seconds, from either form of the header (RFC 9110 §10.2.3); None: no header that can be read."""
     raw = error.response.headers.get("retry-after", "")
     try:
         seconds = float(raw)

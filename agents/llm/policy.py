@@ -10,7 +10,7 @@ from trainer.contract.strict import Strict
 
 
 class Budget(Strict):
-    """Hard: a request whose worst case would pass either is not sent."""
+    """Hard limits: a request whose worst case would exceed either is not sent."""
 
     tokens: int = Field(gt=0)
     """In and out together."""
@@ -19,7 +19,7 @@ class Budget(Strict):
 
 
 class LlmPolicy(Strict):
-    """Every key is optional but the budgets have no default that spends: an endpoint must be named first."""
+    """Every key is optional. Nothing is spent by default: an endpoint must be named first."""
 
     endpoint: str = ""
     """A base URL like ``https://host/v1``, or ``files:FOLDER``. Empty: what ``--endpoint`` or ``OPENAI_BASE_URL`` says. The
@@ -35,19 +35,19 @@ class LlmPolicy(Strict):
     reply_tokens: int = Field(default=16_000, gt=0)
     """A reply of more is cut off."""
     limit_parameter: Literal["max_completion_tokens", "max_tokens"] = "max_completion_tokens"
-    """What the endpoint calls that limit; some know only the older name."""
+    """The endpoint's name of that limit; some know only the older one."""
     reply_bytes: int = Field(default=4_000_000, gt=0)
     """Of a reply as it comes over the wire."""
     reply_seconds: float = Field(default=1200.0, gt=0)
     """From the request to the reply's last byte."""
     silence_seconds: float = Field(default=300.0, gt=0)
-    """Longest time without a single byte; a large prompt on a small machine takes minutes to its first."""
+    """Longest time without a byte; a large prompt on a small machine takes minutes to the first."""
     attempts: int = Field(default=5, ge=1, le=20)
-    """Times that a request is sent before a busy, failing or silent endpoint is an error."""
+    """Attempts before a busy, failing or silent endpoint is an error."""
     longest_wait_seconds: float = Field(default=60.0, ge=0)
     """Between attempts. An endpoint that asks (Retry-After) for more is an error at once."""
     file_wait_seconds: float = Field(default=86_400.0, gt=0)
-    """How long ``files:`` waits for a reply. A run that gave up goes on when it is started again."""
+    """How long ``files:`` waits for a reply. A run that gave up continues when the command is given again."""
     rounds: int = Field(default=4, ge=1)
     """Patches that an agent may try on its quick check before it gives up."""
     exchanges: int = Field(default=40, ge=1)

@@ -1,4 +1,4 @@
-"""Where the state of the engineer's graph is kept: in a SQLite file, or in a PostgreSQL database beside what else is there."""
+"""Stores the state of an agent's graph: in a SQLite file, or in a PostgreSQL database that may hold other tables."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-SETUP_LOCK = 0x61676E74  # of pg_try_advisory_lock: one sets the tables up at a time
+SETUP_LOCK = 0x61676E74  # of pg_try_advisory_lock: one process at a time makes the tables
 
 
 class CheckpointError(Exception):
-    """The checkpoints cannot be read or written; the run itself is not lost by that. Says where, and what to do."""
+    """The checkpoints cannot be read or written. Says where, and what to do."""
 
 
 @contextmanager
@@ -40,12 +40,12 @@ def _sqlite(file: Path) -> Iterator[Any]:
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorname not in ("SQLITE_CORRUPT", "SQLITE_NOTADB"):
             raise
-        raise CheckpointError(f"{file}: {error}; delete it, and the run starts over") from error
+        raise CheckpointError(f"{file}: {error}; delete it, and the run starts again") from error
 
 
 @contextmanager
 def _postgres(url: str) -> Iterator[Any]:
-    """Its tables are in a schema of their own, named after the one in use: the ledger has a table ``checkpoints`` too."""
+    """The tables have a schema of their own, named after the current one: the ledger has a table ``checkpoints`` too."""
     import psycopg
     from langgraph.checkpoint.postgres import PostgresSaver
     from psycopg.rows import dict_row
@@ -55,7 +55,7 @@ def _postgres(url: str) -> Iterator[Any]:
             found = connection.execute("SELECT quote_ident(current_schema() || '_agents') AS name").fetchone()
             assert found is not None
             saver = PostgresSaver(connection, serde=_plain())
-            # Asked for again and again: one that waits for it would hold up the index that the other makes meanwhile.
+            # Polled: a waiting transaction would block the index that the other process makes.
             while not connection.execute("SELECT pg_try_advisory_lock(%s) AS had", (SETUP_LOCK,)).fetchone()["had"]:  # type: ignore[index]
                 time.sleep(0.05)
             connection.execute(f"CREATE SCHEMA IF NOT EXISTS {found['name']}")  # type: ignore[arg-type]
@@ -65,5 +65,5 @@ def _postgres(url: str) -> Iterator[Any]:
             yield saver
     except psycopg.Error as error:
         raise CheckpointError(
-            f"the checkpoints in PostgreSQL: {str(error).strip()}; the same command goes on with the run"
+            f"the checkpoints in PostgreSQL: {str(error).strip()}; the same command continues the run"
         ) from error

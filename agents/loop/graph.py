@@ -1,12 +1,11 @@
-"""The loop as a LangGraph graph whose state is in a database after every node: killed anywhere, it goes on where it was.
+"""The loop as a LangGraph graph that saves its state after every node: killed anywhere, it continues where it was.
 
     aim ─► steer ─► think ─► act ─┬─► think          (it read something)
                       ▲           ├─► steer ─► think (its proposal was not taken, and rounds are left; or a person wants more)
                       └───────────┘   └─► end        (its proposal passed the quick check, or nothing is left to spend)
 
-``aim`` asks the role what there is to do; ``think`` is one exchange with the model, ``act`` runs the tools that it called; ``steer`` asks
-the person, if there is one.
-The state holds plain JSON values only.
+``aim`` asks the role what there is to do; ``think`` is one exchange with the model; ``act`` answers the tools that it called; ``steer`` asks
+the person, if there is one. The state holds plain JSON values only.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from agents.loop.tools import PROPOSE, TRY
 
 GO, STOP = ("", "go"), ("stop", "quit")  # a person's answers; any other is an instruction for the model
 Person = Callable[[str], str]
-FORMAT = 2  # of ``State``: a run that an older factory began starts over
+FORMAT = 2  # of ``State``: a run of an older format starts again
 
 
 class State(TypedDict, total=False):
@@ -48,10 +47,7 @@ class State(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its number, what it works from, and whom it may ask.
-
-    ``saved``: the SQLite file of the checkpoints, or a PostgreSQL address.
-    """
+    """One run. ``saved``: the SQLite file of the checkpoints, or a PostgreSQL address; ``person``: answers between rounds."""
 
     number: int
     role: Role
@@ -63,9 +59,9 @@ class Run:
 
 
 def work(run: Run) -> tuple[Proposal | None, str]:
-    """The proposal, or None; and why it ended. Called again after a kill, with the same number, it goes on.
+    """(the proposal or None, why the run ended). Called again with the same number after a kill, it continues.
 
-    Raises: TargetError; LlmError; CheckpointError; whatever the workbench's sandbox raises. The run can be gone on with after each.
+    Raises: TargetError; LlmError; CheckpointError; what the workbench's sandbox raises. The run can be continued after each.
     """
     from langgraph.types import Command
 
@@ -76,7 +72,7 @@ def work(run: Run) -> tuple[Proposal | None, str]:
         known = graph.get_state(config)
         given: Any = None if known.values or known.next else {"rounds": 0}
         if known.values and known.next:
-            run.say(f"  run {run.number} goes on where it was")
+            run.say(f"  run {run.number} continues")
         while True:
             waiting = graph.get_state(config).interrupts
             if waiting:
@@ -123,12 +119,12 @@ class _Loop:
         return made
 
     def aim(self, state: State) -> State:
-        """What to do, and what is known of it."""
+        """What to do, and the first messages."""
         aim = self.role.aim(self.policy.rounds)
         if isinstance(aim, str):
             return {"ended": aim}
         self.run.say(f"  {aim.about}")
-        messages = [{"role": "system", "content": self.role.system}, {"role": "user", "content": aim.told}]
+        messages = [{"role": "system", "content": self.role.system}, {"role": "user", "content": aim.prompt}]
         started: State = {"exchanges": 0, "rounds": 0, "taken": False, "tried": False}
         return {"about": aim.about, "facts": aim.facts, "messages": messages} | started
 
@@ -149,7 +145,7 @@ class _Loop:
             if name != PROPOSE:
                 text = self.role.answer(state["facts"], name, arguments)
             elif update["tried"]:
-                text = "One proposal at a time: this one was not looked at."
+                text = "One proposal at a time: this one was ignored."
             else:
                 update |= self.judge(arguments, state)  # type: ignore[typeddict-item]
                 left = self.policy.rounds - update["rounds"]
@@ -162,7 +158,7 @@ class _Loop:
         return update
 
     def judge(self, arguments: str, state: State) -> State:
-        """The quick check of a proposal, and what is wrong with it, for the model."""
+        """Read and check a proposal; ``problem`` says what is wrong with it, for the model."""
         run, number = self.run, state["rounds"] + 1
         update: State = {"tried": True, "rounds": number, "taken": False}
         try:
@@ -174,7 +170,7 @@ class _Loop:
             run.say(f"  round {number}: {draft.title} (predicted {gain_words(draft.target, draft.predicted_gain)})")
             before = [a for a in run.workbench.history(draft.target) if a.patch_id == draft.patch_id]
             if any(attempt.outcome == "reject" for attempt in before):
-                problem = "The gate refused this very patch before."
+                problem = "The gate rejected the same patch before."
             else:
                 problem = self.role.check(state["facts"], draft)
         shown = one_line(problem, 200) if problem else "passes the quick check"
@@ -182,12 +178,12 @@ class _Loop:
         return update | {"problem": problem, "taken": not problem}  # type: ignore[return-value]
 
     def spent(self, rounds: int, exchanges: int, update: State, state: State) -> State:
-        """Why it ends here, if it does."""
+        """Why the run ends now, if it does."""
         last = one_line(update.get("problem", state.get("problem", "")) or "nothing was proposed", 300)
         if rounds >= self.policy.rounds:
             return {"ended": f"none of {rounds} proposals passed the quick check; the last: {last}"}
         if exchanges >= self.policy.exchanges:
-            return {"ended": f"{exchanges} exchanges are used up without a proposal that passes; the last: {last}"}
+            return {"ended": f"none of the proposals in {exchanges} exchanges passed the quick check; the last: {last}"}
         return {}
 
     def after_act(self, state: State) -> str:
@@ -198,7 +194,7 @@ class _Loop:
         return "steer" if state["tried"] else "think"
 
     def steer(self, state: State) -> State:
-        """Ask the person: go on, stop, or an instruction. Without one, go on."""
+        """Ask the person: continue, stop, or an instruction. Without a person, continue."""
         if self.run.person is None:
             return {"problem": state.get("problem", "")}
         from langgraph.types import interrupt
@@ -209,26 +205,26 @@ class _Loop:
         if answer.lower() in GO:
             return {"problem": state.get("problem", "")}
         if state["rounds"] >= self.policy.rounds or state["exchanges"] >= self.policy.exchanges:
-            self.run.say("  no further proposal may be made: it goes on with what there is")
+            self.run.say("  no proposals are left: the run ends with what it has")
             return {"problem": state.get("problem", "")}
         text = prompts.STEER.format(text=visible(answer, 4000))
         return {"messages": [*state["messages"], {"role": "user", "content": text}], "taken": False}
 
 
 def _question(state: State) -> str:
-    """What a person is shown between rounds."""
+    """The question to a person between rounds."""
     draft = state.get("draft")
     words = [state["about"]]
     if draft:
         edits = ", ".join(one_line(path, 100) for path, _ in draft["edits"])
         words += [f"round {state['rounds']}: {draft['title']}", f"  {draft['hypothesis']}", f"  edits {edits}"]
         words.append("  passes the quick check" if state["taken"] else f"  {visible(state.get('problem', ''), 1500)}")
-    goes_on = "to the gate" if state.get("taken") else "on"
-    return "\n".join([*words, f"[enter: go {goes_on}; 'stop'; anything else is an instruction for the model]"])
+    enter = "send it to the gate" if state.get("taken") else "continue"
+    return "\n".join([*words, f"[enter: {enter}; 'stop'; anything else is an instruction for the model]"])
 
 
 def _last(tool: str, messages: list[Message]) -> str:
-    """The arguments of the last call of a tool; '': there was none."""
+    """The arguments of the last call of a tool; '': none."""
     calls = [call["function"] for message in messages for call in message.get("tool_calls", [])]
     return next((str(call["arguments"]) for call in reversed(calls) if call["name"] == tool), "")
 

@@ -1,4 +1,4 @@
-"""What makes the loop one agent or another. A role remembers nothing of a run: that is in its aim, and in the messages."""
+"""What makes the loop one agent or another. A role has no state of a run: that is in the aim and the messages."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ JsonObject = dict[str, Any]
 
 
 class TargetError(Exception):
-    """The target that was asked for is not there, or may not be changed."""
+    """The requested target does not exist, or may not be changed."""
 
 
 class DraftError(Exception):
-    """What is wrong with a draft, in words that the model may act on."""
+    """What is wrong with a draft, in words that the model can act on."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What one run works on. ``told``: the first message to the model; ``about``: a line for people; ``facts``: plain JSON, handed
-    back to the role with each call."""
+    """What one run works on. ``prompt``: the first message to the model; ``about``: a line for people; ``facts``: plain JSON, passed to the
+    role with each call."""
 
-    told: str
+    prompt: str
     about: str
     facts: JsonObject
 
@@ -33,16 +33,16 @@ class Role(Protocol):
     name: str
     """The agent's, as in ``Proposal.agent``."""
     system: str
-    """What the model is told first: its task, how it is judged, what is data."""
+    """The system message: the task, how a proposal is judged, what is data."""
     tools: Sequence[JsonObject]
     """As of the chat completions API; ``tools.PROPOSE`` is one of them."""
 
     def aim(self, rounds: int) -> Aim | str:
-        """What to work on with so many proposals, or why there is nothing to do. Raises: TargetError."""
+        """What to work on with ``rounds`` proposals, or why there is nothing to do. Raises: TargetError."""
         ...
 
     def answer(self, facts: JsonObject, tool: str, arguments: str) -> str:
-        """A tool's answer (all but ``propose``), bounded and marked as data; a call that cannot be answered says why."""
+        """A tool's answer (all but ``propose``), limited in length and marked as data; or why the call cannot be answered."""
         ...
 
     def draft(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
@@ -50,5 +50,5 @@ class Role(Protocol):
         ...
 
     def check(self, facts: JsonObject, draft: Proposal) -> str:
-        """What is wrong with a proposal that could be read, quickly checked, for the model; '': nothing."""
+        """What the quick check finds wrong with a proposal, for the model; '': nothing."""
         ...

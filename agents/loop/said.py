@@ -1,4 +1,4 @@
-"""Reads what a model said in a tool call. Nothing of it is believed; whatever is wrong is a ``DraftError`` that it may act on."""
+"""Parses the arguments of a model's tool call, which are untrusted: whatever is wrong is a ``DraftError`` that it can act on."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def read_object(arguments: str) -> dict[str, Any]:
     try:
         raw = json.loads(arguments)
     except (ValueError, RecursionError) as error:
-        raise DraftError(f"the arguments are no JSON ({one_line(str(error), 120)}); were they cut off?") from None
+        raise DraftError(f"the arguments are not JSON ({one_line(str(error), 120)}); were they cut off?") from None
     if not isinstance(raw, dict):
-        raise DraftError("the arguments are no object")
+        raise DraftError("the arguments are not a JSON object")
     return raw
 
 
@@ -33,7 +33,7 @@ def title_and_hypothesis(raw: dict[str, Any]) -> tuple[str, str]:
 def text(raw: dict[str, Any], key: str, where: str = "") -> str:
     value = raw.get(key)
     if not isinstance(value, str):
-        raise DraftError(f"{where}{key} is no text")
+        raise DraftError(f"{where}{key} is not a text")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -45,5 +45,5 @@ def number(raw: dict[str, Any], key: str) -> float:
     """Finite, and not beyond 1e30."""
     value = raw.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
-        raise DraftError(f"{key} is no number")
+        raise DraftError(f"{key} is not a number")
     return float(value)

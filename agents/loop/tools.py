@@ -1,4 +1,4 @@
-"""The tools that roles have in common: they read, and nothing else. Whatever they return is bounded and marked as data."""
+"""The tools that roles have in common: they only read. What they return is limited in length and marked as data."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def read_file(workbench: Workbench, path: str, first: int = 1, last: int = MOST_
 
 
 def earlier(attempts: Iterable[Attempt]) -> str:
-    """Proposals of before, and what came of them."""
+    """Earlier proposals and their verdicts."""
     return quoted("earlier proposals", "\n".join(f"{a.outcome}: {a.title}: {a.reason}" for a in attempts) or "none")
 
 
-def told(found: Checked) -> str:
-    """What the quick check found; '': nothing."""
+def problems_of(found: Checked) -> str:
+    """What the quick check found wrong; '': nothing."""
     return "" if found.ok else quoted(f"quick check, {found.stage}", "\n".join(found.problems), 6000)

@@ -21,7 +21,7 @@ OWN = 0.2  # share of a domain's slope due to its own tokens, the rest to any; w
 
 
 @dataclass(frozen=True)
-class Change:
+class RecipeChange:
     """One value of the recipe, and why."""
 
     path: tuple[str, ...]
@@ -48,13 +48,13 @@ class Tried:
     rejected: int = 0
 
 
-def all_changes(course: Course, tried_rate: Tried) -> list[Change]:
+def all_changes(course: Course, tried_rate: Tried) -> list[RecipeChange]:
     """Every change for which the record has a reason, largest predicted gain first."""
     sources = (rates(course, tried_rate), mixture(course), batch(course), schedule(course), regularisers(course))
     return sorted((change for source in sources for change in source), key=lambda change: -change.gain)
 
 
-def rates(course: Course, tried: Tried) -> Iterator[Change]:
+def rates(course: Course, tried: Tried) -> Iterator[RecipeChange]:
     """Towards DeepSeek's rule (arXiv 2401.02954 §3.2), lower after anomalies, away from where a change was rejected."""
     rate = course.recipe.optimizer.lr
     tokens = course.tokens + course.judged_tokens
@@ -73,16 +73,16 @@ def rates(course: Course, tried: Tried) -> Iterator[Change]:
         move = math.copysign(math.log(factor), off)
         speed = math.exp(CURVATURE * (off**2 - (off - move) ** 2))
         new = float(f"{rate * math.exp(move):.3g}")
-        yield Change(("optimizer", "lr"), rate, new, course.gain_of_speed(speed), why)
+        yield RecipeChange(("optimizer", "lr"), rate, new, course.gain_of_speed(speed), why)
     warm = course.recipe.schedule.warmup_steps
     if warm > course.step:
         new_warm = 2 * warm if course.trouble else max(1, warm // 2)
         if new_warm <= course.recipe.schedule.trunk_steps.first:
             words = f"the warm-up is not over, with {course.trouble} anomalies so far"
-            yield Change(("schedule", "warmup_steps"), warm, new_warm, course.gain_of_speed(1.05), words)
+            yield RecipeChange(("schedule", "warmup_steps"), warm, new_warm, course.gain_of_speed(1.05), words)
 
 
-def mixture(course: Course) -> Iterator[Change]:
+def mixture(course: Course) -> Iterator[RecipeChange]:
     """One domain's weight times 1.5 or 2/3: each domain's loss follows its own slope in its own tokens.
 
     The shares of supervised tokens that are best for the mean over domains are proportional to the slopes.
@@ -110,10 +110,10 @@ def mixture(course: Course) -> Iterator[Change]:
                 f"by domain the loss falls by {slopes} bits per byte for e times the tokens; {name} has {before:.0%} of the "
                 f"tokens and would have {after:.0%}"
             )
-            yield Change(("mixture", "weights", name), weight, new, gain, why)
+            yield RecipeChange(("mixture", "weights", name), weight, new, gain, why)
 
 
-def batch(course: Course) -> Iterator[Change]:
+def batch(course: Course) -> Iterator[RecipeChange]:
     """Half the batch where it is beyond the noise scale: tokens needed grow as 1 + batch / scale (arXiv 1812.06162 §2.3)."""
     sequences, scale = course.recipe.batch.sequences, course.noise_scale
     if scale and course.supervised and sequences % 2 == 0 and not course.recipe.batch.warmup:
@@ -123,37 +123,39 @@ def batch(course: Course) -> Iterator[Change]:
             f"the gradient noise scale is {scale:,.0f} supervised tokens and a step has {course.supervised:,.0f}: half the "
             f"batch needs {1 - 1 / speed:.0%} fewer tokens for the same progress"
         )
-        yield Change(("batch", "sequences"), sequences, sequences // 2, course.gain_of_speed(speed), why)
+        yield RecipeChange(("batch", "sequences"), sequences, sequences // 2, course.gain_of_speed(speed), why)
 
 
-def schedule(course: Course) -> Iterator[Change]:
+def schedule(course: Course) -> Iterator[RecipeChange]:
     """A longer anneal where it is short."""
     rule = course.recipe.schedule
     share = rule.anneal_steps / (rule.anneal_steps + rule.trunk_steps.later)
     if share < LONG_ENOUGH:
         why = f"the anneal is {share:.0%} of the steps of a release; up to about {LONG_ENOUGH:.0%} a longer one gains"
         new = math.ceil(1.5 * rule.anneal_steps)
-        yield Change(("schedule", "anneal_steps"), rule.anneal_steps, new, course.gain_of_speed(1.03), why)
+        yield RecipeChange(("schedule", "anneal_steps"), rule.anneal_steps, new, course.gain_of_speed(1.03), why)
     if rule.shape != "1-sqrt":
         why = "1 − sqrt ends lower than other tails (arXiv 2405.18392 §3)"
-        yield Change(("schedule", "shape"), rule.shape, "1-sqrt", course.gain_of_speed(1.03), why)
+        yield RecipeChange(("schedule", "shape"), rule.shape, "1-sqrt", course.gain_of_speed(1.03), why)
 
 
-def regularisers(course: Course) -> Iterator[Change]:
+def regularisers(course: Course) -> Iterator[RecipeChange]:
     """Clipping, z-loss, weight decay: tried when the record shows that they have an effect; the predicted gains are guesses."""
     stability, decay = course.recipe.stability, course.recipe.optimizer.weight_decay
     if course.clipped > 0.5 and not course.trouble:
         why = f"{course.clipped:.0%} of the steps are clipped, without any anomaly"
         gain = course.gain_of_speed(1 + 0.1 * course.clipped)
-        yield Change(("stability", "grad_clip"), stability.grad_clip, 2 * stability.grad_clip, gain, why)
+        yield RecipeChange(("stability", "grad_clip"), stability.grad_clip, 2 * stability.grad_clip, gain, why)
     if course.trouble:
         why = f"{course.trouble} anomalies: a stronger z-loss may avoid them"
         new = 10 * stability.z_loss or 1e-4
-        yield Change(("stability", "z_loss"), stability.z_loss, new, course.gain_of_speed(1.03), why)
+        yield RecipeChange(("stability", "z_loss"), stability.z_loss, new, course.gain_of_speed(1.03), why)
     elif course.z_share > 0.01 and stability.z_loss:
         why = f"the z-loss is {course.z_share:.1%} of the loss: a weaker one leaves more of the gradient to the loss itself"
-        yield Change(("stability", "z_loss"), stability.z_loss, stability.z_loss / 10, course.gain_of_speed(1.03), why)
+        yield RecipeChange(
+            ("stability", "z_loss"), stability.z_loss, stability.z_loss / 10, course.gain_of_speed(1.03), why
+        )
     for factor in (2.0, 0.5):
         why = "no measurement suggests a value of the weight decay before it is tried"
         gain = course.gain_of_speed(1.01)
-        yield Change(("optimizer", "weight_decay"), decay, (decay or 0.05) * factor, gain, why)
+        yield RecipeChange(("optimizer", "weight_decay"), decay, (decay or 0.05) * factor, gain, why)

@@ -82,7 +82,7 @@ class RecipeScout:
 
     def check(self, facts: JsonObject, draft: Proposal) -> str:
         """Scope and static stage."""
-        return tools.told(self.workbench.check(draft.edits))
+        return tools.problems_of(self.workbench.check(draft.edits))
 
     def record(self) -> str:
         course = self.course

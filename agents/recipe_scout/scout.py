@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from agents.core.proposal import QUALITY, Edit, Proposal
 from agents.core.workbench import Attempt, Workbench
 from agents.core.yaml_edit import change_recipe, written
-from agents.recipe_scout.changes import Change, Tried, all_changes
+from agents.recipe_scout.changes import RecipeChange, Tried, all_changes
 from agents.recipe_scout.course import Course
 from trainer.contract.errors import RecipeError
 
@@ -38,14 +38,14 @@ def propose(course: Course, workbench: Workbench) -> Proposal | None:
     return max(ranked, key=lambda proposal: proposal.predicted_gain, default=None)
 
 
-def _waits(change: Change, history: Sequence[Attempt]) -> bool:
+def _waits(change: RecipeChange, history: Sequence[Attempt]) -> bool:
     """Was another value of this key promoted, from the one that it has now? It waits for approval, or was reverted."""
     begins = f": {change.key} {written(change.old)} → "
     return any(attempt.outcome == "promote" and begins in attempt.title for attempt in history)
 
 
 def tried(value: float, history: Sequence[Attempt]) -> Tried:
-    """In which directions from ``value`` the gate rejected changes, read from titles that ``Change.words`` made."""
+    """In which directions from ``value`` the gate rejected changes, read from titles that ``RecipeChange.words`` made."""
     higher = lower = False
     rejected = [attempt for attempt in history if attempt.outcome == REFUSED]
     for attempt in rejected:
@@ -61,7 +61,7 @@ def tried(value: float, history: Sequence[Attempt]) -> Tried:
     return Tried(higher, lower, len(rejected))
 
 
-def _write(course: Course, change: Change, gain: float, text: str, history: Sequence[Attempt]) -> Proposal:
+def _write(course: Course, change: RecipeChange, gain: float, text: str, history: Sequence[Attempt]) -> Proposal:
     before = [f"{attempt.title}: {attempt.outcome}, {attempt.reason[:160]}" for attempt in history[-3:]]
     earlier = f" Tried before on this key: {'; '.join(before)}." if before else ""
     hypothesis = (

@@ -61,18 +61,17 @@ def propose(
     together; what is timed has its GPU, or the CPU, alone.
     """
     from agents.kernel_engineer.draft import AGENT
-    from factory.code_loop import agent_runs
+    from factory.code_loop.agent_runs import AgentOptions, wants_model
     from factory.code_loop.proposing import propose as propose_patch
 
     workspace, ledger, terminal = open_workspace(where)
-    hire = agent_runs.Hire(endpoint, model, target, _ask if interactive else None)
+    options = AgentOptions(endpoint, model, target, _ask if interactive else None)
     if not agent:
-        called = agent_runs.called(workspace, hire)
-        agent = AGENT if called else "search"
-        if not called:
-            terminal.line("  no LLM endpoint is configured: the search proposer works")
+        agent = AGENT if wants_model(workspace, options) else "search"
+        if agent != AGENT:
+            terminal.line("  no LLM endpoint is configured: the search proposer is used")
     with workspace.lock("code-loop"):
-        numbers = propose_patch(workspace, ledger, terminal, agent=agent, hire=hire, count=count)
+        numbers = propose_patch(workspace, ledger, terminal, agent=agent, options=options, count=count)
     for number in numbers:
         _show_proposal(workspace, number, False)
 
@@ -83,7 +82,7 @@ def _ask(question: str) -> str:
     try:
         return input("> ")
     except EOFError:
-        raise InputError("standard input ended before an answer; the same command goes on with the run") from None
+        raise InputError("standard input ended before an answer: run the same command again to go on") from None
 
 
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:

@@ -138,7 +138,7 @@ def train(
     with workspace.lock(LOCK):
         waiting = observe(workspace, ledger).open_segment
         if waiting:
-            terminal.line(f"  first, segment {waiting} that was cut short")
+            terminal.line(f"  segment {waiting} was interrupted: it is finished first")
             train_segment(workspace, ledger, waiting, terminal)
         train_segment(workspace, ledger, plan_trunk(workspace, ledger, steps, terminal), terminal)
 

@@ -53,9 +53,9 @@ def plan(
         if value is not None and not value > 0:
             raise InputError(f"{flag}: {value:g} is not above zero")
         if recipe and value is not None and flag in ("--context", "--vocab"):
-            raise InputError(f"{flag}: the recipe says it; give it with --params only")
+            raise InputError(f"{flag}: the recipe already has it; use it with --params only")
     if mfu is not None and mfu > 1:
-        raise InputError(f"--mfu: {mfu:g} is more than the whole peak, which is 1")
+        raise InputError(f"--mfu: {mfu:g} is above 1, the whole peak")
     if context is not None and context < 8:
         raise InputError(f"--context: {context} is less than 8")
     chosen_gpu = GPUS[gpu] if memory is None else replace(GPUS[gpu], memory=memory * GB)
@@ -78,7 +78,7 @@ def plan(
             )
         if wanted < active(ask.model):
             raise InputError(
-                f"--tokens: {wanted:,.0f} is less than one a parameter ({active(ask.model):,}): no rule reaches so far"
+                f"--tokens: {wanted:,.0f} is less than one token per parameter ({active(ask.model):,}): the scaling rules do not apply"
             )
         found = plan_run(ask)
     except SizingError as error:
@@ -104,7 +104,7 @@ def _number(flag: str, text: str) -> float:
     if value <= 0:
         raise InputError(f"{flag}: {text} is not above zero")
     if value > 1e18:
-        raise InputError(f"{flag}: {text} is beyond every rule here")
+        raise InputError(f"{flag}: {text} is outside the range of the scaling rules")
     return value
 
 

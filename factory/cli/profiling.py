@@ -55,12 +55,12 @@ def profile(
     budget: Annotated[float | None, typer.Option(min=1, help="Of a sweep: seconds to measure in all.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    from factory.code_loop.profiling import Options, SweepOptions, profile_checkout
+    from factory.code_loop.profiling import ProfileOptions, SweepOptions, profile_checkout
     from factory.code_loop.profiling import profile as profile_step
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
 
-    options = Options(recipe, alone)
+    options = ProfileOptions(recipe, alone)
     of_sweep = SweepOptions(models, batches, sequences, workers, ray, budget)
     terminal = Terminal()
     progress = SILENT if as_json else terminal
@@ -68,7 +68,7 @@ def profile(
         _sweep(out or Path("profile"), of_sweep, terminal, as_json)
         return
     if of_sweep != SweepOptions():
-        raise InputError("--models, --batches, --sequences, --workers, --ray and --budget are a sweep's: add --sweep")
+        raise InputError("--models, --batches, --sequences, --workers, --ray and --budget need --sweep")
     if out is not None or (where == DEFAULT and not where.exists()):
         path = profile_checkout(out or Path("profile"), progress, options)
     else:
@@ -83,7 +83,7 @@ def profile(
     from agents.line_profiler.table import Profile
 
     terminal.console.print(table(Profile.from_mapping(json.loads(path.read_text(encoding="utf-8")))))
-    terminal.line(f"  all of it: {path.with_suffix('.html')}, {path}, {path.with_name('trace.json')}")
+    terminal.line(f"  files: {path.with_suffix('.html')}, {path}, {path.with_name('trace.json')}")
 
 
 def _sweep(out: Path, options: SweepOptions, terminal: Terminal, as_json: bool) -> None:
@@ -98,4 +98,4 @@ def _sweep(out: Path, options: SweepOptions, terminal: Terminal, as_json: bool) 
     from agents.line_profiler.sweep.sweep import Sweep, text
 
     terminal.line(text(Sweep.from_mapping(json.loads(words))))
-    terminal.line(f"  all of it: {path}")
+    terminal.line(f"  file: {path}")

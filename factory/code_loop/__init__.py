@@ -1,4 +1,4 @@
-"""Proposals: drawn up by agents, submitted to a gate, approved or reverted by people, judged again later.
+"""Proposals: made by agents, judged by a gate, approved or reverted by people, judged again later.
 
-``proposing`` → ``submitting`` → ``factory.gates`` → ``approvals``; ``revalidating`` undoes what no longer gains.
+``proposing`` → ``submitting`` → ``factory.gates`` → ``approvals``; ``revalidating`` proposes to undo what no longer gains.
 """

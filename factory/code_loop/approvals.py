@@ -1,11 +1,11 @@
-"""What becomes of a judged proposal: a person approves, rejects, or takes back; the checked-out branch follows.
+"""Decisions on judged proposals: a person approves, rejects or reverts one, and the checked-out branch follows.
 
-An approval binds to the hash of the patch that was judged and to the commit it was judged on. When the branch holds another
-patch, it is refused; when the live code has moved on, the same patch is proposed and judged on top of it first. The
-word is recorded before the branch is moved and the state after it: killed in between, the same call finishes.
+An approval binds to the hash of the patch that was judged and to the commit it was judged on. It is refused when the branch holds
+another patch; when the live code has changed, the same patch is first proposed and judged on top of it. The decision is recorded before
+the branch is moved, and the state after it: killed in between, the same call finishes.
 
-A person's word comes from the command line, or from MLflow: the tag ``approval`` of the proposal's run. With ``approval:
-automatic`` in policies/gates/patch.yaml the verdict alone is enough.
+A decision comes from the command line, or from MLflow: the tag ``approval`` of the proposal's run. With ``approval: automatic`` in
+policies/gates/patch.yaml the verdict is enough.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.revalidating import UNDO, note_validated
+from factory.code_loop.revalidating import UNDO, note_validated, record_once
+from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.gates.patch.gate import KERNELS
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.scope import Change
-from factory.ledger.ledger import Ledger, proposals, record
+from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.rows import ProposalRow, Subject
 from kernels.contract.choice import section_of
 
-_told: set[str] = set()
 WORDS = ("approved", "rejected")
 
 
 def approve(workspace: Workspace, ledger: Ledger, number: int, by: str, progress: Progress) -> str | None:
-    """Merge a proposal that the gate promotes; returns the live commit, or None when a new judgement spoke against it.
+    """Merge a proposal that the gate promotes; returns the live commit, or None when it had to be judged again and was not promoted.
 
-    The caller holds the workspace's ``code-loop`` lock. Raises: InputError when there is nothing to approve, or the branch
-    does not hold what was judged; RepositoryError when the checkout is in the way; either way nothing has moved.
+    The caller holds the workspace's ``code-loop`` lock. Raises: InputError when there is nothing to approve, or the branch does not hold
+    what was judged; RepositoryError when the checkout has uncommitted changes. Nothing has moved then.
     """
     row = _judged(ledger, number)
     if row.outcome != "promote" or not row.commit:
         why = "; ".join(row.reasons or [])[:500]
-        raise InputError(f"the gate says {(row.outcome or '').upper()} of proposal {number}: {why}")
+        raise InputError(f"the gate's verdict on proposal {number} is {(row.outcome or '').upper()}: {why}")
     code = workspace.repository
     live = repository.live_commit(code)
     if not repository.contains(code, live, row.patch_commit):
@@ -51,10 +50,10 @@ def approve(workspace: Workspace, ledger: Ledger, number: int, by: str, progress
             again = _judge_again(workspace, ledger, row, live, progress)
             promoted = ProposalRow.get(ledger, again).outcome == "promote"
             return approve(workspace, ledger, again, by, progress) if promoted else None
-        _say(ledger, "proposal_approved", row, by)
+        _record_decision(ledger, "proposal_approved", row, by)
         repository.advance(code, live, row.patch_commit)
     _become(ledger, row, "approved")
-    _settle_what_it_is_about(ledger, row)
+    _after_merge(ledger, row)
     progress.line(
         f"  proposal {number} is live: {row.patch_commit[:12]}; the next segment trains with it, once it is certified"
     )
@@ -62,35 +61,35 @@ def approve(workspace: Workspace, ledger: Ledger, number: int, by: str, progress
 
 
 def reject(ledger: Ledger, number: int, by: str, why: str = "") -> None:
-    """A person turns a judged proposal down, whatever its verdict. Its branch stays. Raises: InputError."""
+    """Reject a judged proposal, whatever its verdict. Its branch stays. Raises: InputError."""
     row = _judged(ledger, number)
-    _say(ledger, "proposal_rejected", row, by, why)
+    _record_decision(ledger, "proposal_rejected", row, by, why)
     _become(ledger, row, "rejected")
 
 
 def revert(workspace: Workspace, ledger: Ledger, number: int, by: str, why: str = "") -> str:
-    """Take an approved proposal back with a commit of its own; returns it. Needs no gate: the old code was live before.
+    """Undo an approved proposal by a commit of its own, and return it. No gate judges it: the old code was live before.
 
-    Raises: InputError when it is not live; RepositoryError when the same files changed since, or the checkout is in the way.
+    Raises: InputError when it is not live; RepositoryError when the same files changed since, or have uncommitted changes.
     """
     row = ProposalRow.get(ledger, number)
     if row.state != "approved":
-        raise InputError(f"proposal {number} is {_state(row)}, not approved: there is nothing to take back")
+        raise InputError(f"proposal {number} is {_state(row)}, not approved: there is nothing to revert")
     code = workspace.repository
     live = repository.live_commit(code)
     reason = f"\n\n{why.strip()[:2000]}" if why.strip() else ""
-    message = f"Revert proposal {number}: {row.title[:80]}{reason}\n\nThis takes back {row.patch_commit}.\n"
+    message = f"Revert proposal {number}: {row.title[:80]}{reason}\n\nThis reverts {row.patch_commit}.\n"
     undone = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
-    _say(ledger, "proposal_reverted", row, by, why)
+    _record_decision(ledger, "proposal_reverted", row, by, why)
     repository.advance(code, live, undone)
     _become(ledger, row, "reverted")
     return undone
 
 
 def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
-    """Do what people said in MLflow, or the policy says, of the proposals that wait; returns how many were settled.
+    """Carry out what people decided in MLflow, or the policy decides, about proposals that wait; returns how many were settled.
 
-    A proposal that cannot be merged is told, and stops nothing. Raises: TrackingError.
+    A proposal that cannot be merged is shown once, and stops nothing. Raises: TrackingError.
     """
     waiting = _waiting(ledger)
     if not waiting:
@@ -112,18 +111,17 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
                     reject(ledger, number, by)
                     settled += 1
         except WorkspaceError:
-            return settled  # somebody proposes or decides just now: the next pass asks again
+            return settled  # another process proposes or decides now: the next pass tries again
         except FactoryError as error:
-            said = f"  proposal {number} was {word} by {by} and cannot be: {error}"
-            if said not in _told:
-                _told.add(said)
-                progress.line(said)
+            detail = {"word": word, "by": by, "why": str(error)}
+            if record_once(ledger, "decision_refused", Subject("proposal", number), detail):
+                progress.line(f"  {by} says that proposal {number} is {word}, which is refused: {error}")
         tracking.proposal_run(number)
     return settled
 
 
 def _waiting(ledger: Ledger) -> list[int]:
-    """Promoted proposals that nobody has settled."""
+    """The numbers of promoted proposals that wait for a decision."""
     which = "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"
     return [row.number for row in ProposalRow.select(ledger, which)]
 
@@ -149,12 +147,12 @@ def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
     if (commit, repository.patch_sha256(code, row.base_commit, commit)) != judged or row.patch_sha256 != judged[1]:
         raise InputError(
             f"the branch {row.branch} does not hold the patch that was judged (it was {row.patch_commit[:12]}, it is "
-            f"{commit[:12]}): an approval is of what was judged"
+            f"{commit[:12]}), and only what was judged can be approved: propose it again"
         )
 
 
-def _settle_what_it_is_about(ledger: Ledger, row: ProposalRow) -> None:
-    """A merged patch was judged in the surroundings of now; one that takes another back has done so."""
+def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
+    """Note the surroundings that a merged patch was judged in; mark the proposal that it undoes as reverted."""
     kind, _, number = row.target.partition(":")
     undone = ProposalRow.get(ledger, int(number)) if kind == UNDO else None
     if undone is not None and undone.state == "approved":
@@ -171,10 +169,8 @@ def _judge_again(workspace: Workspace, ledger: Ledger, row: ProposalRow, live: s
     changes = repository.changes(code, row.base_commit, row.patch_commit)
     moved = {change.path for change in repository.changes(code, row.base_commit, live)}
     if both := sorted(moved & {change.path for change in changes} - {KERNELS}):
-        raise InputError(
-            f"{', '.join(both)} changed since proposal {row.number} was judged: it has to be proposed anew"
-        )
-    progress.line(f"  the code moved on to {live[:12]} since proposal {row.number} was judged: the gate runs again")
+        raise InputError(f"{', '.join(both)} changed since proposal {row.number} was judged: propose it again")
+    progress.line(f"  the code changed to {live[:12]} since proposal {row.number} was judged: the gate runs again")
     edits = tuple(Edit(change.path, _moved_on(code, row, change, live)) for change in changes)
     same = row.only("agent target title hypothesis predicted_gain")
     number = submit(workspace, ledger, progress, Proposal(**same, edits=edits), live)
@@ -183,35 +179,31 @@ def _judge_again(workspace: Workspace, ledger: Ledger, row: ProposalRow, live: s
 
 
 def _moved_on(code: Path, row: ProposalRow, change: Change, live: str) -> str:
-    """A file as the patch makes it of the live one. In kernels.yaml, a line an op, what other patches chose meanwhile stays.
+    """The patch's version of a file, applied to the live one. In kernels.yaml, choices of other ops that were merged meanwhile stay.
 
-    Raises: InputError where both chose for the same op, or the patch changed more there than choices.
+    Raises: InputError where both chose for the same op, or the patch changed more in kernels.yaml than choices.
     """
     text = (change.content or b"").decode()
     if change.path != KERNELS:
         return text
     base, now = (repository.file_text(code, commit, KERNELS) for commit in (row.base_commit, live))
-    anew = f"{KERNELS} changed since proposal {row.number} was judged"
+    changed = f"{KERNELS} changed since proposal {row.number} was judged"
     replayed = base
     for device in yaml.safe_load(text):
         old, new, held = (section_of(version, device) for version in (base, text, now))
         for op in (op for op in new if old.get(op) != new[op]):
             if held.get(op) != old.get(op):
-                raise InputError(f"{anew}, in its choice of {op}: it has to be proposed anew")
+                raise InputError(f"{changed}, in its choice of {op}: propose it again")
             replayed, now = (set_value(version, (device, op), new[op]) for version in (replayed, now))
     if yaml.safe_load(replayed) != yaml.safe_load(text):
-        raise InputError(f"{anew}, and the patch changes more there than choices: it has to be proposed anew")
+        raise InputError(f"{changed}, and the patch changes more there than choices: propose it again")
     return now
 
 
-def _say(ledger: Ledger, kind: str, row: ProposalRow, by: str, why: str = "") -> None:
-    """Record a person's word, once, with the hash of what it is about."""
-    detail = {"sha256": row.patch_sha256, "base": row.base_commit, "by": by} | ({"why": why[:2000]} if why else {})
-    subject = Subject("proposal", row.number)
-    sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject"
-    if all(event["detail"] != detail for event in ledger.read(sql, kind=kind, subject=str(subject))):
-        with ledger.begin() as tx:
-            record(tx, kind, subject, detail)
+def _record_decision(ledger: Ledger, kind: str, row: ProposalRow, by: str, why: str = "") -> None:
+    """Record a decision once, with the hash of the patch."""
+    detail = {"sha256": row.patch_sha256, "base": row.base_commit, "by": by}
+    record_once(ledger, kind, Subject("proposal", row.number), detail | ({"why": why[:2000]} if why else {}))
 
 
 def _become(ledger: Ledger, row: ProposalRow, state: str) -> None:

@@ -1,4 +1,4 @@
-"""The kernel engineer in the plant: a line profile to work from, a target for each run, and its role."""
+"""The kernel engineer at work in a workspace: a line profile, a target for each run, and its role."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 from agents.core.workbench import Workbench
 from agents.kernel_engineer.role import KernelEngineer
 from agents.kernel_engineer.targets import targets, worthwhile
-from factory.code_loop.agent_runs import Desk, Job
+from factory.code_loop.agent_runs import AgentRun, AgentRuns
 from factory.code_loop.profiling import QUICK, profile, read_profile
 from factory.ledger.ledger import Ledger
 
 
-def take_up(desk: Desk, bench: Workbench, base: str, count: int = 1) -> list[Job]:
-    """Go on with this target's run on this commit, or profile and begin one. More than one: a target each, the most promising.
+def runs_to_work_on(runs: AgentRuns, bench: Workbench, base: str, count: int) -> list[AgentRun]:
+    """Continue this target's run on this commit, or profile and begin one. ``count`` above 1: a target each, the most promising.
 
     Raises: ProfileError.
     """
-    jobs = desk.running(base, count)
-    if len(jobs) < count:
-        number = profile(desk.workspace, desk.ledger, desk.progress, QUICK)
-        aims = [desk.hire.target]
+    found = runs.unfinished(base, count)
+    if len(found) < count:
+        number = profile(runs.workspace, runs.ledger, runs.progress, QUICK)
+        aims = [runs.options.target]
         if count > 1:
-            found = targets(_read(desk.ledger, number), set(bench.files(patchable=True)))
-            names = [target.name for target in worthwhile(found, bench.history)]
-            # A run that chose for itself took the first.
-            taken = {job.hire.target or next(iter(names), "") for job in jobs}
-            aims = [name for name in names if name not in taken] or ([] if jobs else aims)
-        jobs += [desk.begin(base, asked, number) for asked in aims[: count - len(jobs)]]
-    return jobs
+            promising = targets(_read(runs.ledger, number), set(bench.files(patchable=True)))
+            names = [target.name for target in worthwhile(promising, bench.history)]
+            # A run without a target chose the first.
+            taken = {run.target or next(iter(names), "") for run in found}
+            aims = [name for name in names if name not in taken] or ([] if found else aims)
+        found += [runs.begin(base, target, number) for target in aims[: count - len(found)]]
+    return found
 
 
-def role(ledger: Ledger, job: Job, bench: Workbench) -> KernelEngineer:
+def role(ledger: Ledger, run: AgentRun, bench: Workbench) -> KernelEngineer:
     """Raises: ProfileError when the profile cannot be read any more."""
-    return KernelEngineer(_read(ledger, job.profile), bench, job.hire.target)
+    return KernelEngineer(_read(ledger, run.profile), bench, run.target)
 
 
 def _read(ledger: Ledger, number: int) -> dict[str, Any]:

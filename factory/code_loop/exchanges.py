@@ -1,14 +1,13 @@
-"""The books of every exchange with a language model: what it may cost, what it did cost, what was said.
+"""The books of all exchanges with language models: what each may cost, what it did cost, and its text.
 
-A request's worst case is set aside in the ledger, in one transaction with the check of both budgets, before it is sent. A
-process killed at any instruction leaves an entry that counts in full. What was said lies in ``logs/exchanges/`` and, as a
-trace with tokens and money, in MLflow; what MLflow could not be told is told with the next exchange.
+Before a request is sent, its worst case is reserved in the ledger, in one transaction with the check of both budgets. A process killed at
+any instruction leaves an entry that counts in full. The exchange itself is stored in ``logs/exchanges/`` and, as a trace with tokens
+and money, in MLflow; a trace that failed is made with the next exchange.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,16 +21,13 @@ from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, exchanges, meta
 from factory.ledger.writing import insert
-from factory.tracking.mlflow_store import check_writable
+from factory.tracking.mlflow_store import check_writable, waiting_lock
 from factory.tracking.tracking import Tracking
 from kernels.contract.files import write_atomically
 
 DAY = 86_400  # seconds
-AWAY_SECONDS = 60.0  # MLflow is left alone after it failed
+RETRY_SECONDS = 60.0  # after MLflow failed: it may take minutes to fail
 PROPOSAL = "this proposal"
-
-
-_telling = threading.Lock()  # agents work side by side, and each trace is made once
 
 
 class ExchangeBooks:
@@ -42,7 +38,7 @@ class ExchangeBooks:
     ) -> None:
         self.workspace, self.ledger, self.policy, self.run, self.say = workspace, ledger, policy, run, say
         self.tracking = Tracking.open(workspace, ledger)
-        self.tell_after = 0.0  # by the monotonic clock: MLflow may take minutes to say that it is away
+        self.retry_at = 0.0  # by the monotonic clock
         exchanges.create(ledger.engine, checkfirst=True)  # a ledger may be older than this table
 
     def reserve(self, label: str, tokens: int, usd: float) -> int:
@@ -76,8 +72,7 @@ class ExchangeBooks:
                 )
 
     def settle(self, entry: int, exchange: Exchange) -> None:
-        said = {"error": exchange.error} if exchange.reply is None else exchange.reply.message()
-        kept: dict[str, Any] = {
+        stored: dict[str, Any] = {
             "label": exchange.request.label,
             "endpoint": exchange.endpoint,
             "began": exchange.began,
@@ -86,12 +81,12 @@ class ExchangeBooks:
             "output_tokens": exchange.usage.output_tokens,
             "usd": exchange.usd,
             "request": exchange.request.body(),
-            "reply": said,
+            "reply": {"error": exchange.error} if exchange.reply is None else exchange.reply.message(),
         }
         folder = self.workspace.logs / "exchanges"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{entry:06d}.json"
-        write_atomically(path, json.dumps(kept, indent=1))
+        write_atomically(path, json.dumps(stored, indent=1))
         values = {
             "state": "failed" if exchange.reply is None else "done",
             "tokens": exchange.usage.tokens,
@@ -100,29 +95,28 @@ class ExchangeBooks:
         }
         with self.ledger.begin() as tx:
             tx.execute(exchanges.update().where(exchanges.c.id == entry).values(**values))
-        self.tell()
+        self.make_traces()
 
-    def tell(self) -> None:
-        """Make the traces that MLflow lacks. Whatever MLflow does, it never raises."""
-        with _telling:
-            self._tell()
-
-    def _tell(self) -> None:
-        if time.monotonic() < self.tell_after:
+    def make_traces(self) -> None:
+        """Make the traces that MLflow lacks, each once. An error of MLflow's is a line for a person, and is not raised."""
+        if time.monotonic() < self.retry_at:
             return
-        untold = sa.select(exchanges).where(exchanges.c.trace.is_(None), exchanges.c.file.is_not(None))
-        for row in self.ledger.rows(untold.order_by(exchanges.c.id)):
-            try:
-                check_writable(self.workspace)
-                kept = json.loads(Path(row["file"]).read_text())
-                trace = self.tracking.exchange_trace(
-                    kept["label"], kept["request"], kept["reply"], (kept["input_tokens"], kept["output_tokens"]),
-                    kept["usd"], kept["began"], kept["ended"],
-                    {"run": str(row["run"]), "exchange": str(row["id"]), "endpoint": kept["endpoint"]},
-                )  # fmt: skip
-            except (FactoryError, OSError, ValueError) as error:
-                self.tell_after = time.monotonic() + AWAY_SECONDS
-                self.say(f"  MLflow was not told of exchange {row['id']} yet: {error}")
-                return
-            with self.ledger.begin() as tx:
-                tx.execute(exchanges.update().where(exchanges.c.id == row["id"]).values(trace=trace))
+        without = sa.select(exchanges).where(exchanges.c.trace.is_(None), exchanges.c.file.is_not(None))
+        try:
+            with waiting_lock(self.workspace, "tracking"):
+                for row in self.ledger.rows(without.order_by(exchanges.c.id)):
+                    self._make_trace(row)
+        except (FactoryError, OSError, ValueError) as error:
+            self.retry_at = time.monotonic() + RETRY_SECONDS
+            self.say(f"  MLflow has no trace of the newest exchange yet, and is tried again later: {error}")
+
+    def _make_trace(self, row: dict[str, Any]) -> None:
+        check_writable(self.workspace)
+        stored = json.loads(Path(row["file"]).read_text())
+        trace = self.tracking.exchange_trace(
+            stored["label"], stored["request"], stored["reply"], (stored["input_tokens"], stored["output_tokens"]),
+            stored["usd"], stored["began"], stored["ended"],
+            {"run": str(row["run"]), "exchange": str(row["id"]), "endpoint": stored["endpoint"]},
+        )  # fmt: skip
+        with self.ledger.begin() as tx:
+            tx.execute(exchanges.update().where(exchanges.c.id == row["id"]).values(trace=trace))

@@ -1,8 +1,7 @@
-"""Where a step's time goes: the line profiler in a process of its own, its files in ``reports/profiles/``, a row in the
-ledger, a run in MLflow.
+"""Profiles of the training step: the line profiler in its own process, files in ``reports/profiles/``, a row in the ledger, a run in MLflow.
 
-The profiler runs from the worktree of the live code, which is approved code, as training does: outside the sandbox. Without
-a workspace it profiles the checkout itself and only leaves files.
+The profiler runs from the worktree of the live code, which is approved, and so outside the sandbox, as training does. Without a workspace
+it profiles the checkout itself and only writes files.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from factory.ledger.writing import insert
 from factory.training.planning import last_segment
 from trainer.contract import stopping
 
-SAID = "profile: "  # how the profiler's lines of progress begin
-USERS = 2  # the profiler's exit code for what its user can mend
+PROGRESS = "profile: "  # how the profiler's lines of progress begin
+USER_ERROR = 2  # the profiler's exit code for an error that its user can correct
 
 
 FORMAT = 3  # of agents.line_profiler.table, which only the profiler's own process imports
 
 
 class ProfileError(FactoryError):
-    """The line profiler failed; what it said last is in the message."""
+    """The line profiler failed; its last line of output is in the message."""
 
 
 def read_profile(path: Path) -> dict[str, Any]:
@@ -49,16 +48,16 @@ def read_profile(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if found.get("format") != FORMAT:
         raise ProfileError(
-            f"{path} is of format {found.get('format')}, this factory reads {FORMAT}: the code that it works on is of another "
-            "version than the factory; bring both to the same one"
+            f"{path} has format {found.get('format')}, this factory reads {FORMAT}: the profiled code and the factory have different "
+            "versions; use the same version of both"
         )
     return found
 
 
 @dataclass(frozen=True)
-class Options:
-    """``recipe``: a name or a path; None is the workspace's, or the demo's. ``isolation_s``: time for operations alone;
-    None is the profiler's own."""
+class ProfileOptions:
+    """``recipe``: a name or a path; None: the workspace's, or the demo's. ``isolation_s``: seconds for timing operations alone; None:
+    the profiler's default."""
 
     recipe: str | None = None
     isolation_s: float | None = None
@@ -67,10 +66,12 @@ class Options:
         return [] if self.isolation_s is None else ["--isolation", str(self.isolation_s)]
 
 
-QUICK = Options(isolation_s=0)  # for proposers, who have implementations measured and not operations
+QUICK = ProfileOptions(isolation_s=0)  # for proposers, which measure implementations themselves
 
 
-def profile(workspace: Workspace, ledger: Ledger, progress: Progress, options: Options = Options()) -> int:
+def profile(
+    workspace: Workspace, ledger: Ledger, progress: Progress, options: ProfileOptions = ProfileOptions()
+) -> int:
     """Time every line of the live code's training step; returns the profile's id.
 
     Raises: RepositoryError, ConfigError, InputError; ProfileError when the profiler fails; TrackingError, once the profile
@@ -122,7 +123,7 @@ def _as_trained(workspace: Workspace, ledger: Ledger, path: Path, code: Path, fo
     return ["--recipe", str(given), "--kernels", str(computing.write_kernels(folder, computed))]
 
 
-def profile_checkout(out: Path, progress: Progress, options: Options = Options()) -> Path:
+def profile_checkout(out: Path, progress: Progress, options: ProfileOptions = ProfileOptions()) -> Path:
     """Profile this checkout, without a workspace; returns the path of profile.json.
 
     Raises: InputError for an unknown recipe or a folder that cannot be written; ProfileError.
@@ -144,7 +145,7 @@ def profile_checkout(out: Path, progress: Progress, options: Options = Options()
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """As the flags of ``python -m agents.line_profiler.sweep.sweep``; None is its own default."""
+    """The flags of ``python -m agents.line_profiler.sweep.sweep``; None: its default."""
 
     models: str | None = None
     batches: str | None = None
@@ -175,10 +176,10 @@ def run_profiler(
     cache: Path | None = None,
     module: str = "agents.line_profiler",
 ) -> None:
-    """``python -m module arguments`` from ``code``; what it reports moves a bar. Raises: InputError, ProfileError."""
+    """``python -m module arguments`` from ``code``; its progress moves a bar. Raises: InputError, ProfileError."""
     command = [sys.executable, "-m", module, "--json", *arguments]
     environment = os.environ | {"PYTHONPATH": str(code)} | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})
-    said: list[str] = []
+    last_lines: list[str] = []
     with progress.task("profiling the training step") as task, tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
@@ -189,28 +190,28 @@ def run_profiler(
             stderr=subprocess.PIPE,
             text=True,
             preexec_fn=die_with(os.getpid()),
-            start_new_session=True,  # Ctrl-C is ours
+            start_new_session=True,  # Ctrl-C is handled here
         )
         assert process.stderr is not None
         try:
             for line in process.stderr:
-                if line.startswith(SAID):
-                    task.advance(1, line.removeprefix(SAID).strip())
+                if line.startswith(PROGRESS):
+                    task.advance(1, line.removeprefix(PROGRESS).strip())
                 elif line.strip():
-                    said = [*said[-20:], line.strip()]
-            code_of = process.wait()
+                    last_lines = [*last_lines[-20:], line.strip()]
+            exit_code = process.wait()
         finally:
             if process.poll() is None:
                 stopping.kill([process.pid])
                 process.wait()
-    if code_of == USERS:
-        raise InputError(" ".join(said[-1:])[:500])
-    if code_of:
-        raise ProfileError(f"the line profiler ended with code {code_of}: {' '.join(said[-1:])[:500]}")
+    if exit_code == USER_ERROR:
+        raise InputError(" ".join(last_lines[-1:])[:500])
+    if exit_code:
+        raise ProfileError(f"the line profiler ended with code {exit_code}: {' '.join(last_lines[-1:])[:500]}")
 
 
 def find_recipe(name: str, workspace: Workspace | None) -> Path:
-    """A recipe by path or by name: the workspace's own, or the checkout's. Raises: InputError that names the nearest."""
+    """A recipe by path, or by name in the workspace or the checkout. Raises: InputError that names the nearest."""
     given = Path(name)
     if given.is_file():
         return given.resolve()
@@ -219,7 +220,7 @@ def find_recipe(name: str, workspace: Workspace | None) -> Path:
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
     known = {path.stem for folder in folders for path in folder.glob("*.yaml")}
-    raise InputError(f"no recipe {name!r}, and no file of that name{nearest(name, known)}")
+    raise InputError(f"there is no recipe or file {name!r}{nearest(name, known)}")
 
 
 def make_folder(folder: Path) -> None:

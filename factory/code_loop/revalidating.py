@@ -1,9 +1,9 @@
-"""Merged patches are judged again when what they were judged on changed: another torch, driver, device or recipe, a throughput
-drop, a benchmark that fell, or a candidate that the release gate rejected. ``factory propose`` does it, and the daemon by itself.
+"""Merged patches are judged again when their surroundings change: torch, driver, device or recipe, a throughput drop, a failed benchmark, or
+a candidate that the release gate rejected. ``factory propose`` does it, and the daemon by itself.
 
-What is judged is the patch's undoing, as a proposal like any other: baseline is the live code with the patch, candidate the
-code without it. The gate promotes it only if the step is faster without the patch by then. A person approves it like any
-other; until then the patch stays.
+What is judged is the reverse patch, a proposal like any other: the baseline is the live code with the patch, the candidate the code without
+it. The gate promotes it only if the step is faster without the patch by now. A person approves it like any other; until then the patch
+stays.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -28,14 +29,13 @@ from factory.ledger.rows import ProposalRow, Subject, VerdictRow
 from kernels.contract.machine import here
 
 AGENT = "revalidator"
-_told: set[str] = set()
-UNDO = "undo"  # kind of its targets: undo:<number of a proposal>
+UNDO = "undo"  # its targets are undo:<number of a proposal>
 VALIDATED = "proposal_validated"
 FELL = "benchmarks_fell"
 
 
 def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:
-    """``revalidate`` as the daemon does it at each pass: what keeps it from that is told once, and stops nothing else."""
+    """``revalidate`` for the daemon's passes: an error is shown once, and stops nothing else."""
     start = find_start(ledger)
     if start is None or not any(_moved(ledger, row.number, start) for row in _merged(ledger)):
         return []
@@ -49,16 +49,15 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int
             refuse_without_isolation(workspace)
             return revalidate(workspace, ledger, progress, repository.live_commit(code))
     except WorkspaceError:
-        return []  # somebody proposes just now: the next pass looks again
+        return []  # another process proposes now: the next pass tries again
     except FactoryError as error:
-        if str(error) not in _told:
-            _told.add(str(error))
-            progress.line(f"  a merged patch waits to be judged again: {error}")
+        if record_once(ledger, "revalidation_waits", "code_loop", {"why": str(error)}):
+            progress.line(f"  a merged patch cannot be judged again now: {error}")
         return []
 
 
 def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: str) -> list[int]:
-    """Propose to take back every merged patch whose surroundings changed; returns the proposals' numbers.
+    """Propose to undo every merged patch whose surroundings changed; returns the proposals' numbers.
 
     The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
     """
@@ -70,10 +69,10 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
         assert start is not None
         changed = _moved(ledger, row.number, start)
         if changed is None:
-            note_validated(ledger, row.number, start)  # merged by a killed process
+            note_validated(ledger, row.number, start)  # the process that merged it was killed
         if not changed:
             continue
-        progress.line(f"  proposal {row.number} was judged with another {', '.join(changed)}: it is judged again")
+        progress.line(f"  proposal {row.number} was judged before {', '.join(changed)} changed: it is judged again")
         drafted = undoing(workspace, row, base, changed)
         if drafted is not None:
             made.append(submit(workspace, ledger, progress, drafted, base))
@@ -82,7 +81,7 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
 
 
 def undoing(workspace: Workspace, row: ProposalRow, base: str, changed: list[str]) -> Proposal | None:
-    """The patch backwards, on top of ``base``; None when its files changed again since, or it only added some."""
+    """The reverse patch on top of ``base``; None when its files changed again since, or it only added files."""
     code = workspace.repository
     live = {change.path for change in repository.changes(code, row.patch_commit, base)}
     back = [c for c in repository.changes(code, row.patch_commit, row.base_commit) if c.content is not None]
@@ -90,10 +89,10 @@ def undoing(workspace: Workspace, row: ProposalRow, base: str, changed: list[str
         return None
     edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in back)
     hypothesis = (
-        f"Proposal {row.number} ({row.title[:100]}) was worth it when it was judged; {', '.join(changed)} changed since. "
-        "If the training step is faster without it now, it should be taken back. No gain refutes that."
+        f"Proposal {row.number} ({row.title[:100]}) gained time when it was judged; {', '.join(changed)} changed since. "
+        "If the training step is faster without it now, it should be undone. No gain without it refutes that."
     )
-    return Proposal(AGENT, f"{UNDO}:{row.number}", f"Take proposal {row.number} back", hypothesis, 1.0, edits)
+    return Proposal(AGENT, f"{UNDO}:{row.number}", f"Undo proposal {row.number}", hypothesis, 1.0, edits)
 
 
 def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
@@ -117,17 +116,17 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
 
 
 def benchmarks_fell(ledger: Ledger, tests: Sequence[str]) -> None:
-    """Note that a run of the benchmarks failed in ``tests``."""
+    """Record that the benchmarks ``tests`` failed."""
     with ledger.begin() as tx:
         record(tx, FELL, "benchmarks", {"tests": list(tests)})
 
 
 def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:
-    """What changed since a merged patch was last judged; nothing where it was judged like this before, None when nobody noted it."""
+    """What changed since a merged patch was last judged; [] where it was judged like this before, None where that is not recorded."""
     now, before = surroundings(ledger, start), validated(ledger, number)
     if not before:
         return None
-    alike = lambda then: all(then.get(key, value) == value for key, value in now.items())  # an older note lacks some
+    alike = lambda then: all(then.get(key, value) == value for key, value in now.items())  # an older record lacks some
     return [] if any(map(alike, before)) else sorted(key for key in now if before[-1].get(key, now[key]) != now[key])
 
 
@@ -142,7 +141,17 @@ def note_validated(ledger: Ledger, number: int, start: Start) -> None:
         record(tx, VALIDATED, Subject("proposal", number), surroundings(ledger, start))
 
 
+def record_once(ledger: Ledger, kind: str, subject: Subject | str, detail: dict[str, Any]) -> bool:
+    """Record an event unless the ledger has the same one. Returns whether it was new."""
+    sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject"
+    if any(event["detail"] == detail for event in ledger.read(sql, kind=kind, subject=str(subject))):
+        return False
+    with ledger.begin() as tx:
+        record(tx, kind, subject, detail)
+    return True
+
+
 def _merged(ledger: Ledger) -> list[ProposalRow]:
-    """Approved patches whose gain was a time. What a recipe learns better does not hang on torch, driver or device."""
+    """Approved patches that gained time. What a recipe learns better does not depend on torch, driver or device."""
     approved = ProposalRow.select(ledger, "WHERE state = 'approved' ORDER BY number")
     return [row for row in approved if row.gate != recipe_gate.GATE]

@@ -1,4 +1,4 @@
-"""What the recipe scout is told: the live recipe and the record of the trunk that it trained."""
+"""What the recipe scout works from: the live recipe and the metrics of the trunk that it trained."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents.recipe_scout.course import Course, course_of
-from factory.code_loop.workbench import Bench
-from factory.core.workspace import Workspace
-from factory.gates.patch.gate import RECIPES
+from factory.code_loop.workbench import LiveWorkbench
+from factory.gates.case import NOTHING_HELD_OUT
 from factory.gates.patch.held_out import held_out_texts
 from factory.gates.recipe.policy import RecipePolicy
+from factory.gates.recipe_changes import unused_recipes, used_recipe
 from factory.ledger.ledger import Ledger, anomalies
 from factory.ledger.rows import SegmentRow
 from kernels.contract.strict_yaml import read_yaml
@@ -20,14 +20,15 @@ from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.json_lines import read_lines
 from trainer.contract.recipe import Recipe
 
-SEGMENTS = 4  # newest ones of the trunk whose record is read
+SEGMENTS = 4  # newest ones of the trunk whose metrics are read
 
 
-def course(workspace: Workspace, ledger: Ledger, bench: Bench) -> Course | str:
-    """The trunk's course, or why there is nothing for the scout to go by. Raises: ConfigError."""
-    path = f"{RECIPES}{workspace.config.recipe}.yaml"
-    if workspace.own_recipe().exists():
-        return f"{workspace.own_recipe()} is what trains here: no patch of the repository changes it"
+def course(bench: LiveWorkbench) -> Course | str:
+    """The trunk's course, or why there is nothing to work from. Raises: ConfigError."""
+    workspace, ledger = bench.workspace, bench.ledger
+    path = used_recipe(workspace)
+    if unused := unused_recipes(workspace, [path]):
+        return unused[0]
     if path not in bench.files(patchable=True):
         return f"the repository holds no {path} that a patch may change"
     try:
@@ -37,11 +38,11 @@ def course(workspace: Workspace, ledger: Ledger, bench: Bench) -> Course | str:
     policy = RecipePolicy.load(workspace.policy("gates/recipe.yaml"))
     texts, _ = held_out_texts(policy.runs.held_out_documents, policy.runs.held_out_bytes, workspace, ledger)
     if not texts:
-        return "nothing is held out to judge by: ingest more documents"
+        return str(NOTHING_HELD_OUT["reasons"][0])
     newest = _trunk(ledger)
     lines = [line for segment in reversed(newest) for line in _record(Path(segment.folder))]
     if not lines:
-        return "the trunk left no metrics to go by"
+        return "the trunk left no metrics to work from"
     return course_of(
         recipe,
         path,

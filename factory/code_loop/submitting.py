@@ -1,11 +1,10 @@
-"""One proposal, from an agent's edits to a branch, a verdict, a report and a run in MLflow."""
+"""One proposal: from an agent's edits to a branch, a verdict, a report and a run in MLflow."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from factory.core import devices
 from factory.core.errors import FactoryError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.gates.patch.gate import decide
-from factory.gates.recipe import gate as recipe_gate
+from factory.gates.patch.stages.gate import patch_gate
+from factory.gates.recipe.gate import concerns, recipe_gate, tried_before
 from factory.gates.release.judge import Verdict
+from factory.gates.staged_gate import StagedGate
 from factory.git import repository
 from factory.git.repository import ScopeError
 from factory.git.scope import AgentsPolicy
@@ -30,8 +30,6 @@ from factory.ledger.writing import insert, record_verdict
 from factory.reports import proposal_report
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
-
-_telling = threading.Lock()
 
 
 def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Proposal, base: str) -> int:
@@ -46,11 +44,15 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
         applied = repository.apply_proposal(
             workspace.repository, base, edits, policy=agents, branch=branch, message=message, worktree=worktree
         )
-        gate = recipe_gate.decide if recipe_gate.concerns(workspace, applied) else decide
+        learns = concerns(workspace, applied)
+        gate: StagedGate[Any] = recipe_gate(workspace) if learns else patch_gate(workspace)
         with devices.one():
-            same = (drafted.target, drafted.patch_id)  # the same edits, under another target, are another try as well
-            tries = 1 + sum(row.target == same[0] or patch_id == same[1] for row, patch_id in history(ledger))
-            verdict_id, verdict, evidence = gate(
+            # The same edits under another target are another try as well, and so is a recipe's key under any.
+            tries = sum(
+                row.target == drafted.target or patch_id == drafted.patch_id for row, patch_id in history(ledger)
+            )
+            tries = 1 + max(tries, tried_before(workspace, ledger, applied) if learns else 0)
+            verdict_id, verdict, evidence = gate.decide(
                 workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id
             )
         commit = repository.reword(workspace.repository, applied, _message(drafted, verdict, evidence))
@@ -67,42 +69,43 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
     finally:
         repository.remove_worktree(workspace.repository, worktree)
         shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
-    _tell(workspace, ledger, number, progress)
+    _show(workspace, ledger, number, progress)
     return number
 
 
-def _tell(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> None:
-    """Show a proposal in MLflow. The ledger has its verdict: that MLflow is away now undoes nothing."""
+def _show(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> None:
+    """Show a proposal in MLflow. The verdict is in the ledger, so MLflow may fail."""
+    from factory.tracking.mlflow_store import waiting_lock
     from factory.tracking.tracking import Tracking
 
     try:
-        with _telling:
+        with waiting_lock(workspace, "tracking"):
             Tracking.open(workspace, ledger).proposal_run(number)
     except FactoryError as error:
-        progress.line(f"  MLflow was not told of proposal {number}: {error}")
+        progress.line(f"  MLflow has no run of proposal {number} yet: {error}")
 
 
 def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
     """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
-    for leftover in (workspace.root / "cache").glob("check-*"):  # a quick check that was killed
+    for leftover in (workspace.root / "cache").glob("check-*"):  # of a quick check that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     for row in ProposalRow.select(ledger, "WHERE state = 'drafted' ORDER BY number"):
         worktree = workspace.worktrees / f"proposal-{row.number}"
         repository.remove_worktree(workspace.repository, worktree)
         shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
         repository.remove_branch(workspace.repository, row.branch)
-        _failed(ledger, row.number, "the factory was killed while it was judged")
-        progress.line(f"  proposal {row.number} was left unjudged by a killed process: cleared away")
+        _failed(ledger, row.number, "the factory was killed while the proposal was judged")
+        progress.line(f"  proposal {row.number} was not judged, as its process was killed: removed")
 
 
 def refuse_without_isolation(workspace: Workspace) -> None:
-    """Raises: IsolationError, before minutes are spent on a proposal that could not be judged."""
+    """Raises: IsolationError, before time is spent on a proposal that could not be judged."""
     with tempfile.TemporaryDirectory(dir=workspace.worktrees) as folder:
         sandbox.run([sys.executable, "-c", ""], output=Path(folder), limits=Limits(wall_seconds=30))
 
 
 def _draft(workspace: Workspace, ledger: Ledger, drafted: Proposal, base: str) -> tuple[int, str]:
-    """Take the next number, free in the ledger and among the branches, and record the draft."""
+    """Take the next number that neither the ledger nor a branch has, and record the draft."""
     with ledger.begin() as tx:
         taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.branch_numbers(
             workspace.repository
@@ -154,7 +157,7 @@ def _out_of_scope(
     error: ScopeError,
     progress: Progress,
 ) -> None:
-    """A patch that may not even be written is judged all the same: rejected, without a branch."""
+    """A patch that is out of scope is never written: it is rejected without a branch."""
     reasons = [f"out of scope: {problem}" for problem in error.problems]
     evidence = {
         "base": base,

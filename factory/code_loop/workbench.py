@@ -1,7 +1,7 @@
-"""The workbench that agents are handed (``agents.core.workbench.Workbench``): all that they see of the world and may ask for.
+"""The workbench of agents (``agents.core.workbench.Workbench``): everything that they can see and ask for.
 
-They read files in scope as the live commit holds them, have approved implementations measured in the sandbox within a
-budget of seconds, and ask what was tried before.
+They read files in scope as the live commit has them, have implementations measured in the sandbox within a budget of seconds, and ask what
+was tried before.
 """
 
 from __future__ import annotations
@@ -20,39 +20,38 @@ import yaml
 
 from agents.core.proposal import Edit
 from agents.core.workbench import Attempt, Checked, Measurement, MeasurementError, ReadError
+from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.gates.patch import ops as patch_ops
-from factory.gates.patch import static as patch_static
-from factory.gates.patch.gate import KERNELS
-from factory.gates.patch.ops import ChangedOp
+from factory.gates.patch.changed_ops import ChangedOp, changed_ops, other_devices
 from factory.gates.patch.policy import PatchPolicy
+from factory.gates.patch.source_rules import problems as source_problems
+from factory.gates.patch.stages.oracle import quick_check
 from factory.gates.training_start import Start
 from factory.git import repository
-from factory.git import scope as patch_scope
-from factory.git.scope import AgentsPolicy, Change
+from factory.git.scope import AgentsPolicy, Change, problems
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ProposalRow
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 
-# Imports what argv names; the last line that it says is the error.
+# Imports the modules that argv names; its last line of output is the error.
 IMPORT = (
     "import importlib, os, sys; sys.path[0] = os.getcwd(); [importlib.import_module(name) for name in sys.argv[1:]]"
 )
 
 
-NOTHING_TO_TIME = "no op's choice is changed in policies/kernels.yaml: nothing to time alone"
+NOTHING_TO_TIME = "nothing to time alone: no op's implementation is changed in policies/kernels.yaml"
 
 
 class OutOfScopeError(InputError, ReadError):
-    """What an agent asked to read is not for agents."""
+    """An agent asked for a file that agents may not read."""
 
 
 @dataclass
-class Bench:
+class LiveWorkbench:
     """A workbench for one proposal on one base commit."""
 
     workspace: Workspace
@@ -61,7 +60,7 @@ class Bench:
     start: Start
     progress: Progress
     spent: float = 0.0  # seconds of measuring
-    count: int = 1  # proposals that it serves; each has the agents' seconds
+    count: int = 1  # proposals that it serves; each may measure for the policy's seconds
 
     @cached_property
     def agents(self) -> AgentsPolicy:
@@ -73,16 +72,16 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Seconds of measuring that are left."""
+        """Seconds of measuring that remain."""
         return self.agents.measure_seconds * self.count - self.spent
 
     def files(self, patchable: bool = False) -> list[str]:
-        """The live code's files that lie in scope; ``patchable``: without those that people keep for themselves."""
+        """The live code's files in scope; ``patchable``: only those that agents may patch."""
         wanted = self.agents.patchable if patchable else self.agents.readable
         return sorted(filter(wanted, self.modes))
 
     def read(self, path: str) -> str:
-        """A file of the live code that lies in scope. Raises: OutOfScopeError for any other."""
+        """A file of the live code. Raises: OutOfScopeError for one that is not in scope."""
         if not self.agents.readable(path) or path not in self.modes:
             raise OutOfScopeError(f"{path!r} is not a file that agents may read")
         return repository.file_text(self.workspace.repository, self.base, path)
@@ -90,17 +89,19 @@ class Bench:
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
         """Scope and static stage, then the op oracle's first case (or, for other code, an import) in the sandbox.
 
-        Quick, and no verdict: the gate does it all again, on what git holds. Raises: IsolationError.
+        Quick, and not a verdict: the gate checks everything again, from git. Raises: IsolationError.
         """
         if timed and self.left < 1:
-            return Checked("budget", ("the seconds for trying are spent: propose",))
+            return Checked("budget", ("the seconds for timing are used up: propose",))
         changes = repository.proposed(self.modes, [(edit.path, edit.new_text) for edit in edits])
-        if found := patch_scope.problems(self.agents, changes, self.modes):
+        if found := problems(self.agents, changes, self.modes):
             return Checked("scope", tuple(found))
         baseline = repository.checkout_live(self.workspace, self.base)
         for change in changes:
             base = (baseline / change.path).read_bytes() if change.path in self.modes else None
-            if found := patch_static.problems(change, base) or _elsewhere(change, base):
+            found = source_problems(change, base)
+            found += other_devices(base, change.content) if change.path == KERNELS else []
+            if found:
                 return Checked("static", tuple(found))
         with devices.one():
             began, spent = time.monotonic(), self.spent
@@ -125,15 +126,15 @@ class Bench:
     def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str, timed: bool) -> Checked:
         device = devices.kind()
         before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
-        ops = patch_ops.changed_ops(before, after, paths, device, self.start.kernels)
+        ops = changed_ops(before, after, paths, device, self.start.kernels)
         quick = [changed for changed in ops if changed.op == op or changed.before != changed.after]
         policy = PatchPolicy.load(self.workspace.policy("gates/patch.yaml")).oracle
         if quick:
-            once = policy.patience.model_copy(update={"again": 1.0})  # an agent can try again; the gate will
+            once = policy.patience.model_copy(
+                update={"again": 1.0}
+            )  # the agent can try again, and the gate tries twice
             policy = policy.model_copy(update={"cases": policy.cases[:1], "patience": once})
-            found = patch_ops.oracle(
-                policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle"
-            )
+            found = quick_check(policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle")
             if found["state"] != "passed":
                 return Checked("oracle", tuple(found["reasons"]))
             return Checked("oracle", (), self._times(candidate, work / "times", ops) if timed else ())
@@ -145,19 +146,19 @@ class Bench:
         return Checked("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())
 
     def _times(self, candidate: Path, folder: Path, ops: Sequence[ChangedOp]) -> tuple[str, ...]:
-        """What the candidate's own code tells of its speed, in a folder that nothing else reads."""
+        """The speed that the candidate's own code reports, from a folder that nothing else reads."""
         words = []
         for changed in ops:
             if changed.before == changed.after:
                 continue
             try:
-                told = self._bench(candidate, folder, changed.op, changed.after, changed.before, {})
+                timed = self._bench(candidate, folder, changed.op, changed.after, changed.before, {})
             except MeasurementError as error:
                 words.append(str(error))
             else:
-                spread = f"quartile {told.ratio_low:.3f}x, {told.seconds * 1e3:.2f} ms against {told.against_seconds * 1e3:.2f} ms"
+                spread = f"quartile {timed.ratio_low:.3f}x, {timed.seconds * 1e3:.2f} ms against {timed.against_seconds * 1e3:.2f} ms"
                 words.append(
-                    f"{changed.op}: {changed.after} is {told.ratio:.3f}x as fast as {changed.before} alone ({spread})"
+                    f"{changed.op}: {changed.after} is {timed.ratio:.3f}x as fast as {changed.before} alone ({spread})"
                 )
         return tuple(words) or (NOTHING_TO_TIME,)
 
@@ -165,7 +166,7 @@ class Bench:
         """``kernels.contract.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
         code = repository.checkout_live(self.workspace, self.base)
         with devices.one(), self.progress.task(f"timing {op}: {implementation}, alone"):
-            # Compiled code of approved kernels, kept for the next time.
+            # What approved kernels compiled is used again the next time.
             folder = self.workspace.root / "cache" / f"workbench{devices.label()}"
             try:
                 measured = self._bench(
@@ -186,9 +187,9 @@ class Bench:
     ) -> Measurement:
         """``kernels.contract.bench`` of a checkout in the sandbox, writing in ``output`` alone. Raises: MeasurementError."""
         if self.left < 1:
-            raise MeasurementError(f"{op}: {implementation} is not measured: the seconds for it are spent")
+            raise MeasurementError(f"{op}: {implementation} is not measured: the seconds for measuring are used up")
         output.mkdir(parents=True, exist_ok=True)
-        recipe = output.with_name(f"{output.name}-recipe.yaml")  # where no code of an agent can write
+        recipe = output.with_name(f"{output.name}-recipe.yaml")  # where an agent's code cannot write
         recipe.write_text(yaml.safe_dump(self.start.recipe | {"batch": self.start.recipe["batch"] | batch}))
         command = [sys.executable, "-m", "kernels.contract.bench", "--op", op, "--implementation", implementation]
         command += ["--against", against, "--recipe", str(recipe), "--device", devices.kind()]
@@ -203,20 +204,13 @@ class Bench:
             raise MeasurementError(f"{op}: {implementation} could not be measured: {done.why()}") from error
 
     def history(self, target: str) -> list[Attempt]:
-        """Judged proposals on a target, or on all of a kind (``quality:``), oldest first."""
+        """Judged proposals on a target, or on all targets of a kind (``quality:``), oldest first."""
         of_kind = lambda name: name.startswith(target) if target.endswith(":") else name == target
         return [
             Attempt(patch_id, row.outcome or "", "; ".join(row.reasons or [])[:500], row.title)
             for row, patch_id in history(self.ledger)
             if of_kind(row.target)
         ]
-
-
-def _elsewhere(change: Change, base: bytes | None) -> list[str]:
-    """Choices of kernels that the gate could not judge here."""
-    keys = patch_ops.changed_sections(base, change.content) if change.path == KERNELS else []
-    others = [key for key in keys if key != devices.kind()]
-    return [f"{KERNELS}: change the choice for {devices.kind()} alone: {key} cannot be judged here" for key in others]
 
 
 def history(ledger: Ledger) -> list[tuple[ProposalRow, str]]:

@@ -46,7 +46,7 @@ def lookup(workspace: Workspace, machine: Machine, precision: str, shape: Mappin
     made = found["machine"]
     if made["name"] != machine.name:
         raise ConfigError(
-            f"{path}: it was made on a machine of class {made['name']!r}, this is {machine.name!r}: remove it"
+            f"{path} was made on a machine of class {made['name']!r}, this is {machine.name!r}: remove it"
         )
     if made["torch"] != machine.torch:
         note = f"{path} was made with torch {made['torch']}, this is torch {machine.torch}: it is not used; run 'factory tune'"
@@ -71,7 +71,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is no tuning of 'factory tune' ({error}): remove it, and run 'factory tune'"
+            f"{path} is not a result of 'factory tune' ({error}): remove it, and run 'factory tune'"
         ) from None
 
 

@@ -155,7 +155,7 @@ class Workspace:
         root = root.expanduser().resolve()
         path = root / "factory.yaml"
         if not os.access(root, os.R_OK | os.X_OK) and root.exists():
-            raise WorkspaceError(f"{root} may not be read by this user")
+            raise WorkspaceError(f"{root} cannot be read: this user has no permission")
         if not path.exists():
             raise WorkspaceError(f"no workspace at {root}: run 'factory init --workspace {root}', or set FACTORY_HOME")
         config = _read_config(path)

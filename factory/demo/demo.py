@@ -24,7 +24,7 @@ from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.launching import run_python
 from factory.core.workspace import Config, Workspace, code_root
 from factory.demo import demo_size
-from factory.demo.demo_size import LADDER, Seen, Shape, Size
+from factory.demo.demo_size import LADDER, DemoShape, Seen, Size
 from factory.demo.summary import summary
 from factory.git.repository import fork
 from factory.ingest.inbox import arrived, ingest_arrived
@@ -141,7 +141,7 @@ def _read_recipe(text: str) -> dict[str, Any]:
     return found
 
 
-def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[Shape, float]:
+def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[DemoShape, float]:
     """Seconds of the matrix products, attention and loss head of a step of each shape, by the probe's rates."""
     import torch
 
@@ -180,7 +180,7 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     return found | {"start_s": 2 * (time.monotonic() - began - found["whole_s"])}
 
 
-def _recipe_text(text: str, shape: Shape, size: Size) -> str:
+def _recipe_text(text: str, shape: DemoShape, size: Size) -> str:
     raw = shape.recipe(_read_recipe(text))
     raw["schedule"] |= {"trunk_steps": {"first": size.first, "later": size.later}, "anneal_steps": size.anneal}
     return "# Sized by 'factory demo' for this machine.\n" + yaml.safe_dump(raw, sort_keys=False)

@@ -18,7 +18,7 @@ OVERHEAD = 2.0  # a step's seconds over those of its products, attention and los
 
 
 @dataclass(frozen=True)
-class Shape:
+class DemoShape:
     """One size of the demo's model, and of its batch in rows of 256 positions."""
 
     d_model: int
@@ -41,14 +41,14 @@ class Shape:
 
 
 LADDER = (  # smallest first; each step takes 1.5 to 3 times as long as the one before
-    Shape(128, 2, 2, 1, 384, 8),
-    Shape(128, 4, 2, 1, 384, 8),
-    Shape(128, 4, 2, 1, 384, 16),
-    Shape(192, 4, 3, 1, 576, 16),
-    Shape(256, 4, 4, 2, 768, 16),
-    Shape(384, 6, 6, 2, 1152, 16),
-    Shape(512, 8, 8, 4, 1536, 32),
-    Shape(768, 12, 12, 4, 2048, 64),
+    DemoShape(128, 2, 2, 1, 384, 8),
+    DemoShape(128, 4, 2, 1, 384, 8),
+    DemoShape(128, 4, 2, 1, 384, 16),
+    DemoShape(192, 4, 3, 1, 576, 16),
+    DemoShape(256, 4, 4, 2, 768, 16),
+    DemoShape(384, 6, 6, 2, 1152, 16),
+    DemoShape(512, 8, 8, 4, 1536, 32),
+    DemoShape(768, 12, 12, 4, 2048, 64),
 )
 
 
@@ -91,14 +91,14 @@ def checked(minutes: float) -> float:
     return minutes
 
 
-def first_guess(minutes: float, predicted: dict[Shape, float]) -> Shape:
+def first_guess(minutes: float, predicted: dict[DemoShape, float]) -> DemoShape:
     """The largest shape whose predicted step is short enough. ``predicted``: seconds of its products, attention and loss head."""
     short = STEP_S * minutes / SIX
     fitting = [shape for shape in LADDER if shape in predicted and predicted[shape] * OVERHEAD <= short]
     return fitting[-1] if fitting else LADDER[0]
 
 
-def next_guess(minutes: float, shape: Shape, step: float) -> Shape:
+def next_guess(minutes: float, shape: DemoShape, step: float) -> DemoShape:
     """The shape to try after ``shape`` took ``step`` seconds a step; the same one where that is close enough."""
     ratio, place = step / (STEP_S * minutes / SIX), LADDER.index(shape)
     if ratio > 1.3 and place > 0:

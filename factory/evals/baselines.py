@@ -93,7 +93,7 @@ def baselines(
 
 
 def baselines_key(suite_sha256: str, shards: Sequence[TokenShard]) -> str:
-    """What the baselines depend on; the same key, the same numbers."""
+    """A hash of everything that the baselines depend on."""
     return hashlib.sha256(json.dumps([suite_sha256, sorted(shard.id for shard in shards)]).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The decoders of ``export_config`` in plain fp32 torch: the judge's own eyes. Trusted, slow-ish, shares no code with the trainer.
+"""The decoders of ``export_config`` in plain fp32 torch, for evaluation: trusted, slow, and without any code of the trainer.
 
 RMSNorm before each half of a block, grouped-query attention with RoPE in the rotate-half layout, SwiGLU (Llama). Qwen3 normalises
 queries and keys first (arXiv:2505.09388, §2); SmolLM3 has layers without RoPE; GLM-4-MoE sends each token to experts, chosen by a
@@ -106,7 +106,7 @@ class ReferenceModel:
         cache: torch.Tensor | None = None,
         at: int = 0,
     ) -> torch.Tensor:
-        """Final-norm output [B, T, D]. With a cache [layers, 2, B, G, S, K], keys and values are written at columns ``at``…"""
+        """Final-norm output [B, T, D]. With a cache [layers, 2, B, G, S, K], keys and values are written from column ``at`` on."""
         config, w = self.config, self.weights
         rows, length = tokens_BT.shape
         if position_BT is None:

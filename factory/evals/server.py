@@ -73,7 +73,7 @@ def _attempt(request: dict[str, Any], seconds: int) -> Served:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if process.returncode or not answered.exists():
-            said = (folder / "stderr").read_text(errors="replace").strip().splitlines()
+            lines = (folder / "stderr").read_text(errors="replace").strip().splitlines()
             how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit {process.returncode}"
-            return Served({}, None, f"{how}: {said[-1][:300] if said else 'said nothing'}")
+            return Served({}, None, f"{how}: {lines[-1][:300] if lines else 'no output'}")
         return Served(json.loads(answered.read_text()), np.load(f"{answered}.npy", allow_pickle=False))

@@ -165,7 +165,7 @@ def noise_floor(
     """How far two measurements of the *same* weights on the same documents lie apart, a domain, in bits per byte.
 
     An A/A test: the second measurement shifts every window by half a context, the only arbitrary choice of the measurement. It bounds
-    what the ruler adds, not what another training seed would; that part is in the paired interval only as far as documents differ.
+    the noise of the measurement, not of another training seed, which the paired interval has only as far as documents differ.
     """
     by_domain: dict[str, list[int]] = defaultdict(list)
     for index, text in enumerate(texts):
@@ -250,22 +250,22 @@ def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance)
 # -- chat --------------------------------------------------------------------------------------------------------------
 def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[Sample]:
     """Greedy answers to held-out questions, about two in three of them truly answered with code."""
-    asked: list[tuple[HeldOutDocument, list[dict[str, Any]], list[int], bool]] = []
+    questions: list[tuple[HeldOutDocument, list[dict[str, Any]], list[int], bool]] = []
     for document in suite.documents:
         messages = document.messages or []
         at = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
         prompt = tokenizer.prompt(messages[:at]).tolist() if at else []
         if prompt and len(prompt) + 16 <= model.config.context:
-            asked.append((document, messages[:at], prompt, code_in(messages[at]["content"]) is not None))
-    with_code, without = ([entry for entry in asked if entry[3] == code] for code in (True, False))
+            questions.append((document, messages[:at], prompt, code_in(messages[at]["content"]) is not None))
+    with_code, without = ([entry for entry in questions if entry[3] == code] for code in (True, False))
     share = max(1, policy.chat_samples * 2 // 3)
-    asked = (with_code[:share] + without + with_code[share:])[: policy.chat_samples]
-    if not asked:
+    questions = (with_code[:share] + without + with_code[share:])[: policy.chat_samples]
+    if not questions:
         return []
-    room = min(policy.chat_tokens, model.config.context - max(len(entry[2]) for entry in asked))
-    answers = model.generate([entry[2] for entry in asked], room, {tokenizer.end_token, tokenizer.stop_token})
+    room = min(policy.chat_tokens, model.config.context - max(len(entry[2]) for entry in questions))
+    answers = model.generate([entry[2] for entry in questions], room, {tokenizer.end_token, tokenizer.stop_token})
     samples = []
-    for (document, messages, _, has_code), answer in zip(asked, answers, strict=True):
+    for (document, messages, _, has_code), answer in zip(questions, answers, strict=True):
         text = tokenizer.decode(answer.tokens)
         parses = parses_as_code(text) if has_code else None
         samples.append(

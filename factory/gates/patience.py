@@ -1,8 +1,8 @@
-"""How long a candidate's process may take: told by what approved code took for the same, on this machine, just before.
+"""How long a candidate's process may take: by what approved code took for the same, on this machine, just before.
 
-A number of seconds in a policy says how busy the machine is, never how good a patch is. So approved code alone has such a limit, a
-large one; and what a limit stopped is evidence that is missing, which holds a patch back and rejects none. A candidate that
-was stopped is tried once more, with longer; one that never ends costs both limits, and no more.
+A fixed number of seconds would measure how busy the machine is, and not how good a patch is. So only approved code has one, a large one;
+and what a limit stopped is missing evidence, which holds a patch back and does not reject it. A candidate that was stopped is tried
+once more, with a longer limit.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Found = TypeVar("Found")
 
 
 class Patience(Strict):
-    """For a process that holds a candidate's code."""
+    """Time limits of a process that runs a candidate's code."""
 
     times: Ratio = 5.0
-    """It may take so many times as long as the baseline's did for the same."""
+    """It may take this many times as long as the baseline took for the same."""
     least_seconds: Seconds = 300.0
-    """It may always take this long: new code is compiled first, and the baseline's is already."""
+    """It may always take this long: new code must be compiled first, the baseline's is compiled already."""
     again: Ratio = 3.0
-    """One that was stopped is tried once more, with a limit so many times as long; 1: it is not."""
+    """One that was stopped is tried once more, with a limit this many times as long; 1: it is not tried again."""
     again_seconds: Seconds = 3600.0
-    """The longest limit of that second attempt; where the first's was longer there is none."""
+    """The longest limit of that second attempt, which is left out where the first's was longer."""
 
     def limits(self, baseline_seconds: float) -> tuple[float, ...]:
         """Of each attempt, in order."""
@@ -41,7 +41,7 @@ class Patience(Strict):
 def patiently(
     limits: Sequence[float], attempt: Callable[[int, float], Found], out_of_time: Callable[[Found], bool]
 ) -> Found:
-    """What the first attempt that was not stopped found, else the last. ``attempt`` is given its number, from 0, and its limit."""
+    """The result of the first attempt that was not stopped, else of the last. ``attempt`` takes its number, from 0, and its limit."""
     for number, limit in enumerate(limits):
         found = attempt(number, limit)
         if not out_of_time(found):
@@ -50,16 +50,16 @@ def patiently(
 
 
 def stopped(who: str, limits: Sequence[float], baseline_seconds: float, key: str) -> str:
-    """For a person: ``who`` was stopped at each of the limits; ``key``: the policy's section that they come from."""
+    """A reason: ``who`` was stopped at each limit; ``key``: the policy's section that has the limits."""
     each = ", then ".join(f"{limit:.0f} s" for limit in limits)
     return (
-        f"{who} did not end within its time limit ({each}; the baseline took {baseline_seconds:.0f} s for the same): it never ends, "
-        f"or the machine is too busy; close other programs and have it judged again, or raise {key} in policies/gates/patch.yaml"
+        f"{who} did not end within its time limit ({each}; the baseline took {baseline_seconds:.0f} s for the same): either it never "
+        f"ends, or the machine is too busy; close other programs and have it judged again, or raise {key} in policies/gates/patch.yaml"
     )
 
 
 def baseline_stopped(what: str, seconds: float, key: str) -> str:
-    """For a person: approved code itself ran out of time."""
+    """A reason: approved code itself ran out of time."""
     return (
         f"{what} did not end within {seconds:.0f} s with approved code, which says nothing about the patch: close other "
         f"programs and have it judged again, or raise {key} in policies/gates/patch.yaml"

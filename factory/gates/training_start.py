@@ -1,4 +1,4 @@
-"""Where the gates' own training begins: the trunk's last checkpoint, and all that made it."""
+"""Where the gates' training starts: the trunk's last checkpoint, with the recipe, data plan and kernels that made it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from kernels.contract.choice import resolved_text
 
 @dataclass(frozen=True)
 class Start:
-    """Where the comparison begins: the trunk's last checkpoint, with the recipe, data plan and kernels that made it."""
+    """The trunk's last checkpoint and what made it."""
 
     checkpoint: Path
     step: int
     recipe: dict[str, Any]
     plan: dict[str, Any]
-    kernels: Mapping[str, str] = field(default_factory=dict)  # op → implementation: what ``auto`` stands for here
+    kernels: Mapping[str, str] = field(default_factory=dict)  # op → the implementation that ``auto`` stands for
 
     def kernels_of(self, code: Path) -> str:
-        """The ``kernels.yaml`` of a checkout, each ``auto`` as the trunk runs it."""
+        """The ``kernels.yaml`` of a checkout, with each ``auto`` replaced by what the trunk runs."""
         return resolved_text((code / KERNELS).read_bytes(), devices.kind(), self.kernels)
 
 
 def find_start(ledger: Ledger) -> Start | None:
-    """None while no trunk segment has finished."""
+    """None until a trunk segment has finished."""
     row = ledger.one(
         sa.select(
             checkpoints.c.path, checkpoints.c.step, segments.c.recipe_json, segments.c.computing, data_plans.c.plan

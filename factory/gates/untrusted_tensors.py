@@ -1,7 +1,7 @@
-"""Reads a file that a candidate wrote. Nothing about it is trusted: not that it is a file, nor its size, nor where it leads.
+"""Reads a file that a candidate wrote, without trusting that it is a file, its size, or where it leads.
 
-The folder is entered through a descriptor taken before the candidate ran; no link is followed, a pipe blocks nobody, and no
-more than ``limit`` bytes are read.
+The folder is entered through a descriptor opened before the candidate ran; no link is followed, a pipe does not block, and at most
+``limit`` bytes are read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def tensors_of(stored: bytes, name: str) -> dict[str, torch.Tensor]:
 
 
 def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
-    """``parts[0]/…/parts[-1]`` below the folder that the descriptor holds. Raises: UntrustedFileError."""
+    """The file ``parts[0]/…/parts[-1]`` below the descriptor's folder. Raises: UntrustedFileError."""
     opened: list[int] = []
     try:
         inner = folder
@@ -44,9 +44,9 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
         opened.append(handle)
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise UntrustedFileError(f"{parts[-1]} is no regular file")
+            raise UntrustedFileError(f"{parts[-1]} is not a regular file")
         if status.st_size > limit:
-            raise UntrustedFileError(f"{parts[-1]} has {status.st_size} bytes, at most {limit} are expected")
+            raise UntrustedFileError(f"{parts[-1]} has {status.st_size} bytes, at most {limit} are allowed")
         with os.fdopen(os.dup(handle), "rb") as file:
             return file.read(limit + 1)[:limit]
     except OSError as error:

@@ -27,7 +27,7 @@ PINNED = {
     "gc.auto": "0",
     "maintenance.auto": "false",
     "protocol.allow": "never",
-    "safe.directory": "*",  # the checkout may belong to somebody else (a volume, a CI user); nothing of it is run
+    "safe.directory": "*",  # the checkout may have another owner (a volume, a CI user); nothing in it is run
 }
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -58,12 +58,12 @@ class RepositoryError(FactoryError):
 def git(
     folder: Path, *arguments: str, data: bytes = b"", environment: Mapping[str, str] | None = None, check: bool = True
 ) -> bytes:
-    """What git says to one command whose standard input is ``data``. Raises: RepositoryError; nothing is said without ``check``.
+    """The output of one git command with ``data`` as standard input. Raises: RepositoryError; without ``check``, a failure is ''.
 
-    GitPython starts it and hands on the environment that the factory has, so ``env -i`` stands before git. More of it is
-    not used: a ``Repo`` reads the repository's configuration, and what that includes, by a parser that knows no pin.
+    GitPython passes the factory's environment on, so ``env -i`` comes before git. GitPython's ``Repo`` is not used: it reads the
+    repository's configuration, and what that includes, past the pinned one.
     """
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # that git is missing is told by ``live_commit``
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # ``live_commit`` says that git is missing
     from git.cmd import Git
 
     clean = [f"{key}={value}" for key, value in {**ENVIRONMENT, **(environment or {})}.items()]
@@ -72,19 +72,19 @@ def git(
         given.write(data)
         given.seek(0)
         words = ["/usr/bin/env", "-i", *clean, "git", "-C", str(folder), *pinned, *arguments]
-        status, said, error = Git().execute(words, istream=given, **AS_BYTES)
+        status, output, error = Git().execute(words, istream=given, **AS_BYTES)
     if status and check:
         raise RepositoryError(f"git {arguments[0]} in {folder}: {error.strip()[-500:]}")
-    return b"" if status else said
+    return b"" if status else output
 
 
 def line(folder: Path, *arguments: str, **how: Any) -> str:
-    """The line that ``git`` says, empty when there is none."""
+    """The line that a git command prints; '': none."""
     return os.fsdecode(git(folder, *arguments, **how)).rstrip("\n")
 
 
 def commit_of(repository: Path, base: str, edited: Sequence[Change], message: str) -> str | None:
-    """A commit on top of ``base``, of which no branch knows yet; None when it would change nothing."""
+    """A commit on top of ``base`` that is on no branch yet; None when it would change nothing."""
     with tempfile.TemporaryDirectory(prefix="factory-index-") as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
         git(repository, "read-tree", base, environment=index)
@@ -102,7 +102,7 @@ def commit_of(repository: Path, base: str, edited: Sequence[Change], message: st
 
 
 def staged_entries(repository: Path) -> dict[str, tuple[str, str]]:
-    """path → (mode, blob) of what is staged."""
+    """path → (mode, blob) in the index."""
     found = {}
     for entry in git(repository, "ls-files", "--stage", "-z").split(b"\0")[:-1]:
         head, path = entry.split(b"\t", 1)
@@ -128,7 +128,7 @@ def hashes(repository: Path, files: Sequence[Path]) -> list[str]:
 
 
 def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path) -> None:
-    """Write a tree's regular files as stored. Links and submodules are left out: no code of ours needs them."""
+    """Write a tree's regular files as stored. Links and submodules are left out."""
     regular = [(path, mode, blob) for path, (mode, blob) in entries.items() if mode in REGULAR]
     stored = git(repository, "cat-file", "--batch", data="".join(f"{blob}\n" for _, _, blob in regular).encode())
     at = 0
@@ -143,5 +143,5 @@ def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: P
 
 
 def encoded(text: str) -> bytes:
-    # A lone surrogate cannot be stored as UTF-8; let the scope rules say so.
+    # A lone surrogate is not UTF-8; the scope rules refuse it.
     return text.encode("utf-8", "surrogatepass")

@@ -1,7 +1,7 @@
 """The git repository whose code is trained with and patched, handled as data.
 
-Patches come as data and become commits and branches; a branch that people work on moves only by ``advance``. Nothing is
-ever checked out by git (``git_store``), so that no filter, line-ending rule or attribute of anybody's can run.
+Patches come as data and become commits and branches; a branch that people work on moves only by ``advance``. git never checks out a file
+(``git_store``), so that no filter, line-ending rule or attribute runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +32,11 @@ from factory.git.git_store import RepositoryError as RepositoryError
 from factory.git.scope import AgentsPolicy, Change, problems
 
 NO_COMMIT = "0" * 40
+LIVE_FOLDERS = ("kernels", "trainer", "agents", "policies")
 
 
 class ScopeError(InputError):
-    """A patch leaves the scope that agents may change. ``problems`` has a sentence for each reason."""
+    """A patch is out of the scope that agents may change. ``problems``: a sentence for each reason."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__("the patch is out of scope: " + "; ".join(found))
@@ -74,17 +75,17 @@ def live_commit(repository: Path) -> str:
     return head
 
 
-def changed_files(repository: Path, folders: Sequence[str] = ("kernels", "trainer", "agents", "policies")) -> list[str]:
-    """Files below ``folders`` whose bytes in the checkout differ from HEAD's: they are *not* part of the live code."""
+def changed_files(repository: Path) -> list[str]:
+    """Files below ``LIVE_FOLDERS`` that differ from HEAD's: their changes are *not* part of the live code."""
     entries = {path: blob for path, (mode, blob) in entries_of(repository, "HEAD").items() if mode in REGULAR}
-    entries = {path: blob for path, blob in entries.items() if path.split("/")[0] in folders}
+    entries = {path: blob for path, blob in entries.items() if path.split("/")[0] in LIVE_FOLDERS}
     there = [path for path in entries if (repository / path).is_file() and not (repository / path).is_symlink()]
     now = dict(zip(there, hashes(repository, [repository / path for path in there]), strict=True))
     return sorted(path for path, blob in entries.items() if now.get(path) != blob)
 
 
 def require_settled(repository: Path) -> None:
-    """Raises: RepositoryError unless HEAD is a branch and the checkout holds its code: a proposal is made on, and merged into, that."""
+    """Raises: RepositoryError unless HEAD is a branch and the checkout holds its code, on which a proposal is made and merged."""
     if not line(repository, "symbolic-ref", "--quiet", "HEAD", check=False):
         raise RepositoryError(
             f"{repository} is on no branch (detached HEAD): 'git switch' to the branch that proposals are for, or make one with "
@@ -98,13 +99,13 @@ def require_settled(repository: Path) -> None:
 
 
 def checkout_live(workspace: Workspace, commit: str = "") -> Path:
-    """The folder that holds the live commit (or the one named), made when missing and mended when it was touched."""
+    """The folder that holds the live commit (or ``commit``); made when it is missing, and again when it was changed."""
     commit = commit or live_commit(workspace.repository)
     return checkout(workspace.repository, commit, workspace.worktrees / f"live-{commit[:12]}")
 
 
 def checkout(repository: Path, commit: str, folder: Path) -> Path:
-    """A detached worktree of ``commit`` at ``folder``. A folder that holds exactly that is kept as it is."""
+    """A detached worktree of ``commit`` at ``folder``. A folder that holds exactly that is left as it is."""
     entries = entries_of(repository, commit)
     if not _holds(repository, folder, commit, entries):
         remove_worktree(repository, folder)
@@ -125,27 +126,27 @@ def remove_worktree(repository: Path, folder: Path) -> None:
 
 
 def remove_branch(repository: Path, branch: str) -> None:
-    """Forget a proposal's branch; nothing happens when there is none."""
+    """Delete a proposal's branch, if there is one."""
     assert branch.startswith("factory/"), branch
     git(repository, "update-ref", "-d", f"refs/heads/{branch}", check=False)
 
 
 def branch_numbers(repository: Path) -> set[int]:
-    """The proposal numbers that branches ``factory/<agent>/<number>-<slug>`` already bear."""
+    """The numbers in the names of branches ``factory/<agent>/<number>-<slug>``."""
     names = line(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").split()
     found = (re.fullmatch(r"refs/heads/factory/[^/]+/(\d+)-.*", name) for name in names)
     return {int(match.group(1)) for match in found if match}
 
 
 def branch_name(agent: str, number: int, title: str) -> str:
-    """``factory/<agent>/<number>-<slug>``; the slug is what letters and digits the title has."""
+    """``factory/<agent>/<number>-<slug>``; the slug is the title's letters and digits."""
     return f"factory/{_slug(agent) or 'agent'}/{number}-{_slug(title) or 'patch'}"
 
 
 def fork(source: Path, target: Path, edits: Mapping[str, Callable[[str], str]], message: str) -> None:
-    """Make ``target`` a repository of its own: the live commit of ``source``, and one that edits files: path → new text of old.
+    """Make the repository ``target``: the live commit of ``source``, and a commit that edits files (path → new text from old).
 
-    It is there whole or not at all. Raises: RepositoryError.
+    ``target`` is complete or absent. Raises: RepositoryError.
     """
     base = live_commit(source)
     aside = target.with_name(f".{target.name}.part")
@@ -178,7 +179,7 @@ def apply_proposal(
 ) -> Applied:
     """Commit ``edits`` (path, new text) on top of ``base`` as a new branch, and check it out at ``worktree``.
 
-    Raises: ScopeError before anything is written; RepositoryError when git refuses. Either leaves no branch, no folder.
+    Raises: ScopeError before anything is written; RepositoryError when git fails. Neither leaves a branch or a folder.
     """
     existing = modes(repository, base)
     changes = proposed(existing, edits)
@@ -199,7 +200,7 @@ def apply_proposal(
 
 
 def proposed(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> list[Change]:
-    """``edits`` (path, new text) as changes of a commit whose files have the modes ``existing``."""
+    """``edits`` (path, new text) as changes to a commit; ``existing``: path → mode of its files."""
     return [
         Change(path, encoded(text), *(2 * (existing[path],) if path in existing else ("100644", None)))
         for path, text in edits
@@ -221,24 +222,24 @@ def contains(repository: Path, commit: str, older: str) -> bool:
 
 
 def undoing(repository: Path, live: str, base: str, commit: str, message: str) -> str:
-    """A commit on top of ``live`` that takes back what ``commit`` changed against ``base``; no branch is moved.
+    """A commit on top of ``live`` that undoes what ``commit`` changed against ``base``; no branch is moved.
 
     ``live`` itself when that was done before. Raises: RepositoryError naming the files that were changed again since.
     """
     now, ours, before = (entries_of(repository, name) for name in (live, commit, base))
     paths = [path for path in ours.keys() | before.keys() if ours.get(path) != before.get(path)]
     if all(now.get(path) == before.get(path) for path in paths):
-        return live  # it was taken back before
+        return live
     if newer := sorted(path for path in paths if now.get(path) != ours.get(path)):
-        raise RepositoryError(f"{', '.join(newer)} changed again since: take it back by hand")
+        raise RepositoryError(f"{', '.join(newer)} changed again since: undo it by hand")
     return commit_of(repository, live, changes(repository, commit, base), message) or live
 
 
 def advance(repository: Path, base: str, commit: str) -> None:
-    """Move the checked-out branch from ``base`` to ``commit``, and with it the files and the index. Killed, do it again.
+    """Move the checked-out branch from ``base`` to ``commit``, with files and index. After a kill, the same call finishes.
 
-    Raises: RepositoryError, and nothing has moved, when no branch is checked out, it is no longer at ``base``, or a file
-    that would change holds what nobody committed.
+    Raises: RepositoryError, and nothing has moved, when no branch is checked out, it is no longer at ``base``, or a file that would
+    change has uncommitted changes.
     """
     head = line(repository, "symbolic-ref", "--quiet", "HEAD", check=False)
     if not head:
@@ -254,7 +255,7 @@ def advance(repository: Path, base: str, commit: str) -> None:
     ]
     if edited:
         raise RepositoryError(
-            f"{repository} holds changes to {', '.join(edited)} that are not committed: commit them or put them away first"
+            f"{repository} holds changes to {', '.join(edited)} that are not committed: commit or stash them first"
         )
     for path in changed:
         aside = repository / f"{path}.factory-part"
@@ -276,7 +277,7 @@ def reword(repository: Path, applied: Applied, message: str) -> str:
 
 
 def patch(repository: Path, base: str, commit: str) -> str:
-    """The patch as text, with whole object names: what is shown to people, hashed, and approved."""
+    """The patch as text, with whole object names: it is shown to people, hashed, and approved."""
     flags = ("--full-index", "--binary", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")
     return os.fsdecode(git(repository, "diff-tree", "-p", *flags, base, commit))
 
@@ -286,7 +287,7 @@ def patch_sha256(repository: Path, base: str, commit: str) -> str:
 
 
 def changes(repository: Path, base: str, commit: str) -> list[Change]:
-    """What a commit changes against ``base``, read from the stored trees: the judge's own view of a patch."""
+    """What a commit changes against ``base``, read from the stored trees."""
     before, after = entries_of(repository, base), entries_of(repository, commit)
     found = []
     for path in sorted(before.keys() | after.keys()):
@@ -328,7 +329,7 @@ def _holds(repository: Path, folder: Path, commit: str, entries: dict[str, tuple
 
 
 def _is_either(repository: Path, path: str, *entries: tuple[str, str] | None) -> bool:
-    """Does the checkout hold a file as one of these entries has it? None: no file."""
+    """Is the checkout's file equal to one of these entries? None: no file."""
     file = repository / path
     if not file.exists() and not file.is_symlink():
         return None in entries

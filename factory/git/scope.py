@@ -1,7 +1,7 @@
-"""First stage of the patch gate: may this patch touch these files, with this content?
+"""May a patch touch these files, with this content?
 
-The rules are about names and bytes only, so the same ones serve twice: on an agent's edits before anything is written,
-and on the commit that is judged, read back from git, however it came to be.
+The rules are about names and bytes only and are applied twice: to an agent's edits before anything is written, and to the commit that is
+judged, as git has it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,11 @@ from agents.core.untrusted import INVISIBLE
 from agents.llm.policy import LlmPolicy
 from factory.core.policy_file import Count, Strict, load_policy
 
-# Plain ASCII names: no control characters, look-alikes, back slashes, drive letters or alternate streams to argue about.
+# Plain ASCII names: no control characters, look-alikes, back slashes, drive letters or alternate streams.
 COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# Files that tools run or obey merely because they are there.
+# Files that tools run because of their names.
 LOADED_BY_NAME = {
-    "conftest.py",
-    "sitecustomize.py",
-    "usercustomize.py",
-    "setup.py",
-    "noxfile.py",
-    "tasks.py",
-    "wscript.py",
+    f"{name}.py" for name in ["conftest", "sitecustomize", "usercustomize", "setup", "noxfile", "tasks", "wscript"]
 }
 DEVICE_NAMES = {"con", "prn", "aux", "nul", *(f"{kind}{n}" for kind in ("com", "lpt") for n in range(10))}
 
@@ -67,17 +61,17 @@ class AgentsPolicy(Strict):
         return load_policy(cls, path)
 
     def readable(self, path: str) -> bool:
-        """Does the path lie in scope, what people keep for themselves included?"""
+        """Is the path in scope, whether agents may patch it or only read it?"""
         return any(rule.covers(path) for rule in self.scope)
 
-    def kept(self, path: str) -> bool:
-        """Do people keep the path for themselves? In any case, because some file systems know none.
+    def protected(self, path: str) -> bool:
+        """Is the path one that only people may change? Upper and lower case count as the same, as on some file systems.
 
         >>> keys = ("max_files", "max_file_bytes", "max_patch_bytes", "measure_seconds")
         >>> policy = AgentsPolicy(scope=[], out_of_scope=["trainer/contract/**"], **dict.fromkeys(keys, 1))
-        >>> policy.kept("trainer/contract/recipe.py"), policy.kept("trainer/Contract/new.py"), policy.kept("trainer/run.py")
+        >>> policy.protected("trainer/contract/recipe.py"), policy.protected("trainer/Contract/new.py"), policy.protected("trainer/run.py")
         (True, True, False)
-        >>> policy.kept("trainer/__init__.py")  # importing trainer.contract runs it
+        >>> policy.protected("trainer/__init__.py")  # importing trainer.contract runs it
         True
         """
         path = path.casefold()
@@ -91,12 +85,12 @@ class AgentsPolicy(Strict):
 
     def patchable(self, path: str) -> bool:
         """May agents patch the file?"""
-        return self.readable(path) and not self.kept(path)
+        return self.readable(path) and not self.protected(path)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One changed file, as the patch leaves it. ``mode`` is git's ('100644' …); ``content`` None: it is deleted."""
+    """One changed file, as the patch leaves it. ``mode`` is git's ('100644' …); ``content`` None: the file is deleted."""
 
     path: str
     content: bytes | None
@@ -105,7 +99,7 @@ class Change:
 
 
 def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[str, str]) -> list[str]:
-    """What is wrong with a patch, one sentence each; none when it is in scope. ``existing``: path → mode at its base."""
+    """What is wrong with a patch, a sentence each; [] when it is in scope. ``existing``: path → mode at its base."""
     changes = list(changes)
     found = [f"{_shown(change.path)}: {problem}" for change in changes for problem in _one(policy, change)]
     folded = {above.casefold(): above for path in existing for above in _above(path)}
@@ -125,7 +119,7 @@ def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[
         if any(path.startswith(change.path + "/") for path in existing):
             found.append(f"{_shown(change.path)}: is a folder")
         if existing.get(change.path, "100644") not in ("100644", "100755"):
-            found.append(f"{_shown(change.path)}: is no regular file")
+            found.append(f"{_shown(change.path)}: is not a regular file")
     if not changes:
         found.append("the patch changes nothing")
     if len(changes) > policy.max_files:
@@ -144,8 +138,8 @@ def _above(path: str) -> list[str]:
 
 def _one(policy: AgentsPolicy, change: Change) -> Iterable[str]:
     yield from _name_problems(change.path)
-    if policy.kept(change.path):
-        yield "patches are judged with it, or the factory imports it; people change it, agents do not"
+    if policy.protected(change.path):
+        yield "only people may change it: patches are judged with it, or the factory imports it"
     if not policy.readable(change.path):
         yield "out of scope: patches may change " + ", ".join(rule.paths for rule in policy.scope)
     if change.mode not in ("100644", "100755") or (change.old_mode or "100644") not in ("100644", "100755"):
@@ -163,7 +157,7 @@ def _name_problems(path: str) -> Iterable[str]:
         yield "not a plain relative path of letters, digits, '_', '-' and '.'"
     for part in parts:
         if part.endswith(".") or part.split(".")[0].casefold() in DEVICE_NAMES:
-            yield f"{part!r} means something else on some file systems"
+            yield f"{part!r} has another meaning on some file systems"
     if parts[-1].casefold() in LOADED_BY_NAME:
         yield "tools load this file by its name"
 

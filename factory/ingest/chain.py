@@ -39,7 +39,7 @@ from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import frozen_tokenizer
-from factory.ingest.worker import Analysed, Finished, Job, analyse, finish
+from factory.ingest.worker import Analysed, Finished, IngestJob, analyse, finish
 from factory.ledger.ledger import Ledger, record, shards
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
@@ -142,7 +142,7 @@ def _run(
     pool: Pool,
     progress: Progress,
 ) -> Ingested | ShardProblem:
-    job = Job(policy, spool, sha256[:16])
+    job = IngestJob(policy, spool, sha256[:16])
     analysed: list[Analysed] = []
     try:
         with progress.task(f"{path.name}: read, filter, hash") as task:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # it imports pyarrow, which workers do not need
 
 
 @dataclass(frozen=True)
-class Job:
+class IngestJob:
     """What all chunks of a shard share."""
 
     policy: DataPolicy
@@ -88,7 +88,7 @@ def start_worker() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def analyse(job: Job, chunk: int, first_row: int, raw_rows: Sequence[RawRow]) -> Analysed:
+def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRow]) -> Analysed:
     rows: list[Row] = []
     alive: list[int] = []
     contents: list[Content] = []
@@ -156,7 +156,7 @@ def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
     return {"messages": [{"role": m["role"], "content": one(m["content"])} for m in content["messages"]]}
 
 
-def finish(job: Job, chunk: int, tasks: Sequence[FinishTask], tokenizer_folder: Path) -> list[Finished]:
+def finish(job: IngestJob, chunk: int, tasks: Sequence[FinishTask], tokenizer_folder: Path) -> list[Finished]:
     tokenizer = _tokenizer(tokenizer_folder)
     contents = spool_contents(job.spool, chunk)
     return [_finish_one(job.policy, task, contents[task.place], tokenizer) for task in tasks]

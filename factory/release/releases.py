@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from factory.core.errors import ConfigError, InputError, nearest
+from factory.core.errors import InputError
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
-from factory.core.yaml_file import load_yaml
+from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.ledger import Ledger, record, releases
 from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
 from factory.ledger.writing import insert, next_key
@@ -40,7 +40,11 @@ from factory.tracking.tracking import APPROVAL_TAG, Tracking
 __all__ = [
     "ApprovalNeeded", "approve", "reconcile", "register_candidate", "release", "rollback",
 ]  # fmt: skip
-MODES = ("automatic", "manual")
+
+
+def automatic(workspace: Workspace) -> bool:
+    """Is a verdict enough to release? Raises: ConfigError."""
+    return ReleasePolicy.load(workspace.policy("gates/release.yaml")).approval == "automatic"
 
 
 class ApprovalNeeded(InputError):
@@ -55,7 +59,7 @@ def register_candidate(workspace: Workspace, ledger: Ledger, candidate_id: int) 
     tracking = Tracking.open(workspace, ledger)
     version = register(workspace, ledger, tracking, candidate_id)
     verdict = newest_verdict(ledger, candidate_id)
-    if verdict.outcome == "promote" and _mode(workspace) == "manual" and not _approval(ledger, verdict):
+    if verdict.outcome == "promote" and not automatic(workspace) and not _approval(ledger, verdict):
         with mlflow_errors("asking for approval"):
             if APPROVAL_TAG not in tracking.client.get_model_version(MODEL, version).tags:
                 tracking.client.set_model_version_tag(MODEL, version, APPROVAL_TAG, "pending")
@@ -81,7 +85,7 @@ def _approval(ledger: Ledger, verdict: VerdictRow) -> str | None:
 def _check_approval(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -> str:
     """Who approved: ``policy``, or the person. Takes over an approval given in MLflow. Raises: ApprovalNeeded."""
     by = _approval(ledger, verdict)
-    if by or _mode(workspace) == "automatic":
+    if by or automatic(workspace):
         return by or "policy"
     number = verdict.number
     version = register_candidate(workspace, ledger, number)
@@ -94,17 +98,6 @@ def _check_approval(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -
         f"candidate {number} waits for approval: run 'factory release', or set the tag {APPROVAL_TAG}=approved on "
         f"version {version} of {MODEL} in MLflow"
     )
-
-
-def _mode(workspace: Workspace) -> str:
-    path = workspace.policy("gates/release.yaml")
-    policy = load_yaml(path) or {}
-    if not isinstance(policy, dict):
-        raise ConfigError(f"{path}: expected 'key: value' lines")
-    mode = policy.get("approval", "automatic")
-    if mode not in MODES:
-        raise ConfigError(f"{path}: approval: {mode!r} is neither{nearest(str(mode), MODES)}")
-    return str(mode)
 
 
 # -- the saga -----------------------------------------------------------------------------------------------------------
@@ -153,7 +146,7 @@ def reconcile(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT)
     with waiting_lock(workspace, "release"):
         saga = _Saga(workspace, ledger, progress)
         done = saga.finish_others(None) + saga.show_judged()
-        if _mode(workspace) == "manual":
+        if not automatic(workspace):
             done += saga.release_approved()
         return done + saga.follow_ledger()
 

@@ -1,1 +1,1 @@
-"""Processes whose code nobody vouches for: bubblewrap or namespaces, control groups, seccomp, clocks, limits."""
+"""Runs untrusted code: bubblewrap or namespaces, control groups, seccomp, clocks, limits. ``sandbox.run`` is the entrance."""

@@ -15,7 +15,7 @@ NAMESPACES = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop
 
 
 def command(view: View, status: int, given: Callable[[bytes], int]) -> list[str]:
-    """Its command line. It tells ``status`` of its child; ``given`` makes a file that it inherits. Raises: IsolationError."""
+    """bubblewrap's command line. It reports on ``status``; ``given`` makes a file that it inherits. Raises: IsolationError."""
     arguments = [_found(), *NAMESPACES, "--new-session", "--json-status-fd", str(status)]
     arguments += ["--uid", str(USER), "--gid", str(USER), "--hostname", HOSTNAME]
     if program := sandbox_filter.program():
@@ -43,7 +43,7 @@ def command(view: View, status: int, given: Callable[[bytes], int]) -> list[str]
 
 
 def refusal() -> str:
-    """Why it cannot be used here; empty when it can. Tried once."""
+    """Why bubblewrap cannot be used here; '': it can. It is tried once a process."""
     try:
         return _tried(_found())
     except IsolationError as error:

@@ -1,7 +1,8 @@
 """A kernel limit on how many tasks a sandbox may have, where this process may make control groups.
 
-A fork bomb doubles faster than any watch looks, and the kernel exempts root from RLIMIT_NPROC: only a control group
-stops it before the machine is full. Both hierarchies are tried; without either, the rlimit and the watch stand alone.
+A fork bomb doubles faster than the watch looks, and the kernel exempts root from RLIMIT_NPROC: only a control group stops it before the
+machine is full. Both hierarchies are tried; without either, only the rlimit and the watch limit tasks. A group is named after the thread
+that made it, which uses one group at a time: so any thread can find the groups that are no longer used.
 Source: kernel documentation, admin-guide/cgroup-v1/pids.rst and admin-guide/cgroup-v2.rst.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,6 @@ from factory.core.errors import IsolationError
 
 MOUNT = Path("/sys/fs/cgroup")
 PREFIX = "factory-sandbox-"
-_held: set[Path] = set()  # this process's groups that are in use
 
 
 @contextlib.contextmanager
@@ -29,7 +30,7 @@ def task_limit(tasks: int) -> Iterator[Path | None]:
         yield group
     finally:
         if group is not None:
-            _remove(group)  # refused while its last process still ends: the next one clears it away
+            _remove(group)  # refused while its last process ends; a later call clears it away
             _clear(group.parent)
 
 
@@ -68,8 +69,7 @@ def _parents() -> list[Path]:
 
 
 def _make(parent: Path, tasks: int) -> Path | None:
-    group = parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-    _held.add(group)
+    group = parent / f"{PREFIX}{os.getpid()}-{threading.get_native_id()}-{secrets.token_hex(4)}"
     try:
         group.mkdir(mode=0o700)
         if not (group / "pids.max").exists():  # not a control group, or one without this controller
@@ -88,14 +88,17 @@ def _remove(group: Path) -> None:
         if not group.exists():
             break
         time.sleep(0.005)
-    _held.discard(group)
 
 
 def _clear(parent: Path) -> None:
-    """Remove what dead factories left, and what of ours could not be removed yet when its sandbox ended."""
+    """Remove the groups of threads that are gone, and those that this thread could not remove when their sandboxes ended."""
     for group in parent.glob(f"{PREFIX}*"):
-        maker = group.name.removeprefix(PREFIX).partition("-")[0]
-        ours = maker == str(os.getpid())
-        if maker.isdigit() and (group not in _held if ours else not Path(f"/proc/{maker}").exists()):
+        process, *thread, _ = group.name.removeprefix(PREFIX).split("-")  # groups of older versions name no thread
+        maker = Path("/proc", process, "task", *thread)
+        if maker == _this_thread() or not maker.exists():
             with contextlib.suppress(OSError):
                 group.rmdir()
+
+
+def _this_thread() -> Path:
+    return Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}")

@@ -34,8 +34,8 @@ class CpuSeconds:
 
 
 def read(init: int) -> Reading:
-    """Of ``init`` and everything below it, with the children that those have waited for. What ended unwaited for is not counted:
-    code that hides its work so can, which is why this clock never decides about new code."""
+    """Of ``init`` and everything below it, with the children that these waited for. A child that ended without being waited for is not
+    counted: code can hide work that way, so this clock never decides about new code."""
     total, threads = 0.0, {}
     for process in tree(init, ENOUGH)[0]:
         try:
@@ -44,12 +44,12 @@ def read(init: int) -> Reading:
                 with open(f"/proc/{process}/task/{thread}/schedstat", "rb") as said:
                     threads[int(thread)] = int(said.read().split()[0]) / 1e9
         except (OSError, IndexError):
-            continue  # ended while we looked, or a kernel that does not tell
+            continue  # it ended meanwhile, or the kernel does not say
     return Reading(total, threads)
 
 
 def between(first: Reading, last: Reading) -> CpuSeconds | None:
-    """None where the busiest thread of the time before is gone, or nothing is told: what was used is not known then."""
+    """None where the thread that was busiest before is gone, or nothing could be read: the use is unknown then."""
     if not first.threads or not last.threads or max(first.threads, key=first.threads.__getitem__) not in last.threads:
         return None
     thread = max(seconds - first.threads.get(number, 0.0) for number, seconds in last.threads.items())

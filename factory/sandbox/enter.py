@@ -1,14 +1,14 @@
-"""Makes a sandbox of the kernel's namespaces, and runs one command in it (``sandbox_namespaces``).
+"""Makes a sandbox of the kernel's namespaces, and runs one command in it (``namespaces``).
 
-Run by file name with ``python -I -S`` and the number of an open file that says, in JSON, what to make; it may import
-nothing but the standard library. Three processes, as bubblewrap has them:
+Run by file name with ``python -I -S`` and the number of an open file that describes the sandbox in JSON; it may import only the standard
+library. Three processes, as bubblewrap has them:
 
-    outside  makes the namespaces, tells the status pipe its child's number and in the end the command's exit code
-    init     process 1 of the new pid namespace: makes the file system, gives up every right, buries orphans; with it, all die
+    outside  makes the namespaces, writes its child's number and at the end the command's exit code to the status pipe
+    init     process 1 of the new pid namespace: makes the file system, gives up all rights, reaps orphans; when it dies, all die
     command  the launcher, which becomes the command
 
-Each dies with the one before. Nothing of the old file system stays reachable: what may be seen is taken from it as
-detached mounts, before ``pivot_root`` leaves it behind. Needs Linux 5.12.
+Each dies with the one before. Nothing of the old file system stays reachable: what may be seen is taken from it as detached mounts,
+before ``pivot_root`` leaves it. Needs Linux 5.12.
 Sources: unshare(2), user_namespaces(7), pivot_root(2), mount_setattr(2), capabilities(7), seccomp(2).
 """
 
@@ -53,7 +53,7 @@ def set_attributes(mount: int, path: str, flags: int, attributes: int, propagati
 
 
 def taken(path: str, attributes: int) -> int:
-    """What is at ``path``, and mounted below it, as a detached mount of its own."""
+    """A detached mount of ``path`` and of what is mounted below it."""
     try:
         mount = call("open_tree", HERE, os.fsencode(path), 1 | os.O_CLOEXEC | RECURSIVE)
     except OSError as error:
@@ -74,7 +74,7 @@ def made(kind: str, attributes: int, **options: str) -> int:
 
 
 def attach(mount: int, path: str) -> None:
-    if not os.path.exists(path):  # what lies in another mount is there already
+    if not os.path.exists(path):  # a path in another mount exists already
         if os.path.isdir(mount):
             os.makedirs(path)
         else:
@@ -85,7 +85,7 @@ def attach(mount: int, path: str) -> None:
 
 
 def make_file_system(spec: dict) -> None:
-    """Leave the old root for the one that ``spec``, a ``View`` and more, describes."""
+    """Leave the old root for the one that ``spec`` (a ``View`` and more) describes."""
     set_attributes(HERE, "/", RECURSIVE, 0, PRIVATE)
     inside = NOSUID | NODEV
     small = {"size": str(spec["tmp"]), "mode": "1777"}
@@ -126,7 +126,7 @@ def make_file_system(spec: dict) -> None:
 
 # -- rights ---------------------------------------------------------------------------------------------------------------
 def become(user: int, outside: "tuple[int, int]") -> None:
-    """Be ``user`` in the new user namespace; to the kernel still who we were."""
+    """Be ``user`` in the new user namespace; outside, the user stays the same."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{user} {outside[0]} 1"),
@@ -137,7 +137,7 @@ def become(user: int, outside: "tuple[int, int]") -> None:
 
 
 def give_up_rights() -> None:
-    """No capability, now or by any program that is run later; nobody looks into this process."""
+    """Drop all capabilities, now and for programs that are run later; no process may inspect this one."""
     number = 0
     while libc.prctl(BOUNDING_DROP, number, 0, 0, 0) == 0:
         number += 1
@@ -163,10 +163,10 @@ def read_all(descriptor: int) -> bytes:
         return file.read()
 
 
-def init(spec: dict, program: bytes, told: int, ready: int) -> int:
-    """The command's exit code. ``told``: reads "." when our number is known; ``ready``: tells that the command began."""
+def init(spec: dict, program: bytes, go: int, ready: int) -> int:
+    """The command's exit code. ``go``: reads "." once this process's number is written; ``ready``: gets "." when the command begins."""
     call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.read(told, 1) != b".":  # the end of the pipe: whoever we were to die with is dead
+    if os.read(go, 1) != b".":  # the pipe's end: the parent is dead
         return 1
     os.setsid()
     socket.sethostname(spec["hostname"])
@@ -187,7 +187,7 @@ def init(spec: dict, program: bytes, told: int, ready: int) -> int:
 
 
 def exit_code(status: int) -> int:
-    """As a shell tells it."""
+    """128 + n after signal n, as a shell has it."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
@@ -204,17 +204,17 @@ def main() -> int:
     if os.getppid() != spec["parent"]:
         return 1
     become(spec["user"], outside)
-    told_read, told = os.pipe()
+    go_read, go = os.pipe()
     ready_read, ready = os.pipe()
     child = os.fork()
     if child == 0:
-        for descriptor in (status, told, ready_read):
+        for descriptor in (status, go, ready_read):
             os.close(descriptor)
-        os._exit(guarded(init, spec, program, told_read, ready))
-    for descriptor in (told_read, ready):
+        os._exit(guarded(init, spec, program, go_read, ready))
+    for descriptor in (go_read, ready):
         os.close(descriptor)
     os.write(status, b'{"child-pid": %d}\n' % child)
-    os.write(told, b".")
+    os.write(go, b".")
     give_up_rights()
     began = os.read(ready_read, 1) == b"."
     code = exit_code(os.waitpid(child, 0)[1])

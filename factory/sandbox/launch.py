@@ -1,7 +1,6 @@
-"""The first thing that runs inside a sandbox: puts limits and Landlock in force on itself, then becomes the command.
+"""The first program inside a sandbox: restricts itself by rlimits and Landlock, then becomes the command.
 
-Run by file name with ``python -I -S``; it may import nothing but the standard library. ``--describe`` prints what is in
-force instead.
+Run by file name with ``python -I -S``; it may import only the standard library. ``--describe`` prints what is in force instead.
 """
 
 import ctypes
@@ -24,7 +23,7 @@ def landlock_abi() -> int:
 
 
 def forbid_writing_outside(folders: "list[str]") -> None:
-    """A second wall behind the read-only mounts, where the kernel has Landlock."""
+    """Where the kernel has Landlock, forbid writing a second time, besides the read-only mounts."""
     abi = landlock_abi()
     if not abi:
         return
@@ -65,9 +64,9 @@ def main() -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (value, value))
     forbid_writing_outside(rules["writable"])
-    if os.read(rules["go"], 1) != b".":  # whoever started us was killed before its limits and its watch were in force
+    if os.read(rules["go"], 1) != b".":  # the factory was killed before the control group and the watch were in force
         os._exit(126)
-    os.closerange(3, 4096)  # bubblewrap's own: its status pipe is not for the command to write to
+    os.closerange(3, 4096)  # bubblewrap's own; the command must not write to its status pipe
     try:
         os.execvp(sys.argv[2], sys.argv[2:])
     except OSError as error:

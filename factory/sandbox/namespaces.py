@@ -1,4 +1,4 @@
-"""The sandbox by the kernel's namespaces alone, where bubblewrap is missing or fails: ``sandbox_enter`` makes them."""
+"""The sandbox by the kernel's namespaces, where bubblewrap is missing or fails: ``enter`` makes them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ENTER = Path(__file__).with_name("enter.py")
 
 
 def command(view: View, status: int, given: Callable[[bytes], int]) -> list[str]:
-    """Its command line. It tells ``status`` of its child; ``given`` makes a file that it inherits."""
+    """The command line of ``enter``. It reports on ``status``; ``given`` makes a file that it inherits."""
     column = sandbox_filter.ARCHITECTURES[platform.machine()][0]
-    told = {
+    spec = {
         **dataclasses.asdict(view),
         "parent": os.getpid(),
         "status": status,
@@ -30,11 +30,11 @@ def command(view: View, status: int, given: Callable[[bytes], int]) -> list[str]
         "passwd": PASSWD,
         "launcher": (str(LAUNCHER), LAUNCHER_INSIDE),
     }
-    return [sys.executable, "-I", "-S", str(ENTER), str(given(json.dumps(told).encode()))]
+    return [sys.executable, "-I", "-S", str(ENTER), str(given(json.dumps(spec).encode()))]
 
 
 def refusal() -> str:
-    """Why it cannot be used here; empty when it may work: only doing it tells what the kernel allows."""
+    """Why namespaces cannot be used here; '': they may work, which only trying shows."""
     known = sandbox_filter.program()
     return "" if known else f"namespaces: no table of system calls for a {platform.machine()} processor"
 

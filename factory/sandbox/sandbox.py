@@ -1,20 +1,20 @@
-"""Runs code that nobody trusts: a proposed patch, its build, its training steps (DESIGN §5).
+"""Runs untrusted code: a proposed patch, its build, its training steps (DESIGN §5).
 
-``run`` starts one command under bubblewrap or, where that is missing or fails, in namespaces of our own making
-(``sandbox_namespaces``), and holds its whole process tree:
+``run`` starts one command under bubblewrap or, where that is missing or fails, in namespaces that it makes itself
+(``sandbox_namespaces``), and restricts its whole process tree:
 
 * own user, pid, ipc, network, uts, mount and cgroup namespaces; no capability, no new privileges, no further user namespace
-* a file system made of the interpreter, its packages, ``/usr``, the inputs that the caller names (all read-only), one
-  writable output folder, and small tmpfs for ``/tmp`` and ``/dev/shm``; no home, no ``/sys``, ``/proc/sys`` read-only
+* a file system of the interpreter, its packages, ``/usr``, the inputs that the caller names (all read-only), one writable output folder,
+  and small tmpfs for ``/tmp`` and ``/dev/shm``; no home, no ``/sys``, ``/proc/sys`` read-only
 * a clean environment; a seccomp filter (``sandbox_filter``) and, where the kernel has it, Landlock (``sandbox_launch``)
 * limits: wall and CPU seconds, memory of one process and of the tree, size of one file and of the output folder,
   processes, log bytes
 
-The kernel limits the tree's tasks (by control group where one can be made, else by rlimit, from which it exempts root).
-What it does not enforce for a tree (memory, bytes in the output folder) is watched from outside ten times a second,
-as are processes, and the tree is killed when it goes over. Killing is certain: every process lives in a pid
-namespace, whose init dies with its parent, which dies with the factory. Time is measured here, outside. Without either
-way to isolate ``run`` refuses: IsolationError. ``$FACTORY_SANDBOX`` (bubblewrap, namespaces) forbids the other way.
+The kernel limits the tree's tasks (by control group where one can be made, else by rlimit, from which it exempts root). What it does not
+limit for a tree (memory, bytes in the output folder) is watched from outside ten times a second, as are processes, and the tree is killed
+when it exceeds a limit. Killing is certain: every process is in a pid namespace, whose init dies with its parent, which dies with the
+factory. Time is measured here, outside. Where neither way to isolate works, ``run`` refuses: IsolationError. ``$FACTORY_SANDBOX``
+(bubblewrap, namespaces) selects one way.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from factory.sandbox import bubblewrap as sandbox_bubblewrap
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import filter as sandbox_filter
 from factory.sandbox import namespaces as sandbox_namespaces
-from factory.sandbox.pipes import Told, unnamed
+from factory.sandbox.pipes import StatusPipe, unnamed
 from factory.sandbox.view import LAUNCHER_INSIDE, View, view
 from factory.sandbox.watch import folder_size, free_space, tree, unlinked
 
 WATCH_SECONDS = 0.1
-SETUP_SECONDS = 5.0  # how long bubblewrap may take to start its child
+SETUP_SECONDS = 5.0  # that bubblewrap may take to start its child
 TAIL_BYTES = 64 * 1024
-TASKS = 8  # tasks a process, on average: the kernel counts threads, the watch counts processes
+TASKS = 8  # tasks per process: the kernel counts threads, the watch counts processes
 MIB = 1 << 20
 
 
@@ -59,7 +59,7 @@ class Limits:
     """What one command may use. Bytes unless a name says otherwise."""
 
     wall_seconds: float = 120.0
-    cpu_seconds: int | None = None  # of each process; None: what the wall limit leaves room for, on every core
+    cpu_seconds: int | None = None  # of each process; None: the wall limit on every core
     memory: int = 6 << 30  # of the tree's resident pages, and of each process's private writable mappings
     file: int = 1 << 30  # largest file that may be written
     output: int = 2 << 30  # everything in the output folder
@@ -79,11 +79,11 @@ class Limits:
 class Result:
     """How a command ended.
 
-    ``stopped`` names the limit that killed it: 'wall', 'memory', 'processes', 'output' or 'log'; 'enough' when its caller had enough of
-    it; None if nothing did.
+    ``stopped``: the limit that killed it, 'wall', 'memory', 'processes', 'output' or 'log'; 'enough' when its caller ended it; None: it
+    ended by itself.
     """
 
-    returncode: int  # 128 + n after signal n, as a shell tells it
+    returncode: int  # 128 + n after signal n, as a shell has it
     stdout: str  # the last 64 KiB
     stderr: str
     seconds: float  # from start to end, by this process's clock
@@ -100,7 +100,7 @@ class Result:
         return self.returncode == 0 and self.stopped is None
 
     def why(self) -> str:
-        """One line for a person: which limit stopped it, or how it ended and the last thing it said, which nobody vouches for."""
+        """One line for a person: which limit stopped it, or how it ended and its own last line of output, which is not to be trusted."""
         if self.stopped:
             return f"stopped: over its {self.stopped} limit after {self.seconds:.1f} s"
         said = (self.stderr.strip() or self.stdout.strip()).splitlines()
@@ -110,8 +110,8 @@ class Result:
 class Mechanism(Protocol):
     """A way to isolate: a program that makes a ``View`` in new namespaces and runs its command there.
 
-    It tells ``status``, in lines of JSON, ``{"child-pid": n}``, the new pid namespace's init, before anything is run, and
-    ``{"exit-code": n}``, which it leaves out when it failed itself.
+    It writes lines of JSON to ``status``: ``{"child-pid": n}``, the new pid namespace's init, before anything is run, and
+    ``{"exit-code": n}``, which is missing when the program itself failed.
     """
 
     def command(self, view: View, status: int, given: Callable[[bytes], int]) -> list[str]: ...
@@ -123,10 +123,10 @@ MECHANISMS: Mapping[str, Mechanism] = {"bubblewrap": sandbox_bubblewrap, "namesp
 
 
 def mechanism() -> tuple[Mechanism, str]:
-    """The first that may work here, or the one that ``$FACTORY_SANDBOX`` names; and why not those before it. Raises: IsolationError."""
+    """(the first that may work here or the one that ``$FACTORY_SANDBOX`` names, why not those before it). Raises: IsolationError."""
     named = os.environ.get("FACTORY_SANDBOX", "")
     if named and named not in MECHANISMS:
-        raise IsolationError(f"FACTORY_SANDBOX={named}: no such sandbox{nearest(named, MECHANISMS)}")
+        raise IsolationError(f"FACTORY_SANDBOX={named}: there is no such sandbox{nearest(named, MECHANISMS)}")
     refused: list[str] = []
     for name in (named,) if named else MECHANISMS:
         if not (why := MECHANISMS[name].refusal()):
@@ -146,10 +146,10 @@ def run(
     begun: Callable[[int], None] | None = None,
     enough: threading.Event | None = None,
 ) -> Result:
-    """Run ``command`` with ``output`` (made when missing) writable and ``readonly`` visible, all under their own names.
+    """Run ``command`` with ``output`` (made when missing) writable and ``readonly`` visible, all at their own paths.
 
-    The current folder is ``cwd`` (a visible path), else the output folder. Compile caches go to ``output/cache``.
-    ``begun`` is told the number of the namespace's init, the root of all that runs, before anything does; ``enough`` ends it when set.
+    The current folder is ``cwd`` (a visible path), else the output folder. Compile caches go to ``output/cache``. ``begun`` is called with
+    the process number of the namespace's init, the root of the tree, before anything runs; ``enough`` ends the tree when it is set.
     Raises: IsolationError when no sandbox can be set up; nothing was run then.
     """
     limits = limits or Limits()
@@ -170,7 +170,7 @@ def run(
         seen = view(words, output, readonly, cwd or output, environment or {}, limits.tmp)
         arguments = made_by.command(seen, status_write.fileno(), given)
         process: subprocess.Popen[bytes] | None = None
-        told = Told(status.fileno())
+        events = StatusPipe(status.fileno())
         with sandbox_cgroup.task_limit(limits.processes * TASKS) as group:
             started = time.monotonic()
             try:
@@ -185,7 +185,7 @@ def run(
                 )
                 _close(inherited)
                 held = _Held(process, started, limits, output, enough)
-                child = told.child()  # there before anything runs; None when the mechanism failed
+                child = events.child()  # there before anything runs; None when the mechanism failed
                 if group is not None and child is not None:
                     sandbox_cgroup.put(group, child)
                 if begun is not None and child is not None:
@@ -194,21 +194,21 @@ def run(
                     go.write(b".")
                 held.watch()
             finally:
-                # Reached with the tree alive only when this process is interrupted. The mechanism alone is not enough
-                # to kill: while bubblewrap sets up, its child waits for it and does not yet die with it; and an
-                # interrupt inside Popen leaves no handle of it. So the child's number is awaited, which is told at
-                # once, or the pipe's end, when it was not even started. A launcher that reads no "." ends.
+                # The tree is alive here only when this process is interrupted. It is not enough to kill the mechanism:
+                # while bubblewrap sets up, its child waits for it and does not yet die with it; and an interrupt inside
+                # Popen leaves no handle of it. So wait for the child's number, which is written at once, or for the end
+                # of the pipe, when it was not started. A launcher that reads no "." ends.
                 _close(inherited)
-                if told.anything() or select.select([status], [], [], SETUP_SECONDS)[0]:
-                    _bury(told.child())
+                if events.anything() or select.select([status], [], [], SETUP_SECONDS)[0]:
+                    _bury(events.child())
                 if process is not None:
                     process.kill()
                     process.wait()
-                events = told.all()
+                written = events.all()
                 for tail in (process.stdout, process.stderr) if process is not None else ():
                     assert tail is not None
                     tail.close()
-    code = next((event["exit-code"] for event in events if "exit-code" in event), None)
+    code = next((event["exit-code"] for event in written if "exit-code" in event), None)
     stderr = held.tail(process.stderr)
     if held.stopped is None and code is None and process.returncode != -9:
         why = "; ".join(filter(None, (refused, f"{made_by.version()}: {stderr.strip()[-500:]}")))
@@ -230,7 +230,7 @@ def _close(files: Iterable[IO[bytes]]) -> None:
 
 
 def _bury(init: int | None) -> None:
-    """Kill a pid namespace's init and wait until the kernel has ended all that was in it."""
+    """Kill a pid namespace's init and wait until the kernel has ended every process in it."""
     if init is not None:
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(init)
@@ -369,7 +369,7 @@ def describe() -> dict[str, str]:
         "seccomp": f"filter of {rules} instructions" if inside["seccomp"] else "none: no table for this processor",
         "landlock": f"ABI {inside['landlock']}"
         if inside["landlock"]
-        else "none here; the read-only mounts stand alone",
+        else "none here; only the read-only mounts protect files",
         "memory": "rlimit for each process; tree watched ten times a second",
         "processes": f"watched ten times a second; {_task_limit()}",
         "output": "rlimit for each file; folder watched, files without a name with it",

@@ -1,4 +1,4 @@
-"""What a sandboxed command sees: its file system, its environment. Both mechanisms build exactly this."""
+"""What a sandboxed command sees: its file system and its environment. Both mechanisms build exactly this."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ PASSWD = "sandbox:x:1000:1000::/tmp:/bin/sh\n"
 USER = 1000  # and group
 HOSTNAME = "sandbox"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-GPU_FACTS = ("/sys",)  # where a GPU's driver looks for the machine it is in; seen by nobody who has no GPU
+GPU_FACTS = ("/sys",)  # where a GPU's driver reads about the machine; visible only with a GPU
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 
-
-# That change which of the processor's instructions torch uses, and so the class of the machine (kernels.contract.machine), or what it compiles.
+# These change which of the processor's instructions torch uses, and so the class of the machine (kernels.contract.machine), or what it compiles.
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", *devices.COMPILER)
 
 
 @dataclass(frozen=True)
 class View:
-    """Paths keep their own names, but ``LAUNCHER``, which is at ``LAUNCHER_INSIDE``.
+    """Paths are the same inside, except ``LAUNCHER``, which is at ``LAUNCHER_INSIDE``.
 
-    Around them: an empty root, ``/proc`` of the pid namespace, ``/dev`` with the harmless devices, ``PASSWD`` at
-    ``/etc/passwd``, and ``/tmp`` and ``/dev/shm`` of ``tmp`` bytes each. Only these two and ``output`` can be written to:
-    ``/proc`` cannot, because to the kernel a sandbox started by root is user 0, whose core_pattern is a way out.
+    Besides them: an empty root, ``/proc`` of the pid namespace, ``/dev`` with the harmless devices, ``PASSWD`` at ``/etc/passwd``, and
+    ``/tmp`` and ``/dev/shm`` of ``tmp`` bytes each. Only these two and ``output`` are writable. ``/proc`` is not, because a sandbox that
+    root started is user 0 to the kernel, and writing core_pattern would be a way out.
     """
 
     links: Mapping[str, str]  # path → where it points
     system: Sequence[str]  # read-only
     given: Sequence[str]  # read-only; a missing one is an error
-    devices: Sequence[str]  # files in /dev, beside the harmless ones
+    devices: Sequence[str]  # files in /dev, besides the harmless ones
     output: str
     tmp: int
     cwd: str
@@ -48,7 +47,7 @@ class View:
 def view(
     command: Sequence[str], output: Path, given: Sequence[Path], cwd: Path, extra: Mapping[str, str], tmp: int
 ) -> View:
-    """The system's, the interpreter's and the given paths; a clean environment, with ``extra``; the GPU that the caller holds."""
+    """The system's, the interpreter's and the given paths; a clean environment with ``extra``; the GPU that the caller holds."""
     there = [path for path in SYSTEM if os.path.lexists(path)]
     links = {path: os.readlink(path) for path in there if os.path.islink(path)}
     system = [path for path in there if path not in links]
@@ -61,7 +60,7 @@ def view(
 
 @functools.cache
 def interpreter_paths() -> tuple[str, ...]:
-    """The interpreter's folders outside ``/usr``: the environment, its base, whatever its link passes."""
+    """The interpreter's folders outside ``/usr``: the environment, its base, and those that its links go through."""
     folders = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
     paths = [*folders, *map(os.path.realpath, folders)]
     link = sys.executable
@@ -85,11 +84,11 @@ def _environment(output: Path) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONNOUSERSITE": "1",
-        # Idle OpenMP threads that spin make a busy machine many times slower, and its times useless.
+        # Idle OpenMP threads that spin slow a busy machine down many times and spoil its timings.
         "OMP_WAIT_POLICY": "PASSIVE",
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
-        # Inside, the machine is of the class that it is outside: code compiled for one class crashes in another's process.
+        # The class of the machine must be the same inside: code compiled for one class crashes in a process of another.
         **{name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 

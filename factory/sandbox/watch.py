@@ -16,7 +16,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 def tree(root: int, enough: int) -> tuple[list[int], int]:
     """(processes, resident bytes) of ``root``, which comes first, and everything below it; stops past ``enough`` processes.
 
-    In a pid namespace an orphan falls to the namespace's init, which lies below ``root``: nothing leaves the tree.
+    In a pid namespace an orphan becomes a child of the namespace's init, which is below ``root``: nothing leaves the tree.
     """
     processes: list[int] = []
     memory = 0
@@ -31,12 +31,12 @@ def tree(root: int, enough: int) -> tuple[list[int], int]:
                 with open(f"/proc/{process}/task/{thread}/children", "rb") as children:
                     pending += map(int, children.read().split())
         except (FileNotFoundError, ProcessLookupError):
-            continue  # ended while we looked
+            continue  # it ended meanwhile
     return processes, memory
 
 
 def folder_size(folder: Path) -> tuple[int, int]:
-    """(bytes on disk, entries) of a folder that somebody may be writing to; links are counted, not followed."""
+    """(bytes on disk, entries) of a folder that may be written to meanwhile; links are counted, not followed."""
     size = entries = 0
     pending = [str(folder)]
     while pending:
@@ -49,7 +49,7 @@ def folder_size(folder: Path) -> tuple[int, int]:
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
         except OSError:
-            continue  # removed, or made unreadable, while we looked
+            continue  # it was removed or made unreadable meanwhile
     return size, entries
 
 
@@ -60,10 +60,10 @@ def free_space(folder: Path) -> int:
 
 
 def unlinked(processes: Iterable[int], folder: Path) -> tuple[int, bool]:
-    """(bytes on disk, whether these are all) of files on the folder's disk that have no name but a holder among ``processes``.
+    """(bytes on disk, whether these are all) of files on the folder's disk without a name that ``processes`` have open or mapped.
 
-    Held is what is open or mapped. What can be seen but not measured makes them not all: files on their way through a
-    socket; mappings, and a process that hides its files, when we are not root.
+    They are not all when something cannot be measured: files on their way through a socket; and, without root, mappings and the files of
+    a process that hides them.
     """
     device = os.stat(folder).st_dev
     inside = os.fsencode(folder) + b"/"
@@ -80,12 +80,12 @@ def unlinked(processes: Iterable[int], folder: Path) -> tuple[int, bool]:
             except PermissionError:
                 whole = False
             except (FileNotFoundError, ProcessLookupError):
-                continue  # closed, or ended, while we looked
+                continue  # closed or ended meanwhile
     return sum(found.values()), whole
 
 
 def _held(process: int, inside: bytes) -> Iterator[str]:
-    """Links of /proc to what a process has open (a thread may have a table of its own) and to what was deleted of what it mapped."""
+    """Links in /proc to what a process has open (threads may have tables of their own), and to deleted files that it mapped."""
     entry = f"/proc/{process}"
     try:
         for thread in os.listdir(f"{entry}/task"):
@@ -93,7 +93,7 @@ def _held(process: int, inside: bytes) -> Iterator[str]:
             try:
                 yield from (f"{table}/{number}" for number in os.listdir(table))
             except PermissionError:
-                yield f"{table}/0"  # as closed to whoever tries it
+                yield f"{table}/0"  # which cannot be read either
         with open(f"{entry}/maps", "rb") as maps:
             gone = [line for line in maps if line.endswith(b"(deleted)\n") and inside in line]
         yield from (f"{entry}/map_files/{line.split()[0].decode()}" for line in gone)
@@ -104,6 +104,6 @@ def _held(process: int, inside: bytes) -> Iterator[str]:
 
 
 def _in_flight(path: str) -> bool:
-    """Does a socket hold files that were sent and not yet received?"""
+    """Are there files in the socket that were sent and not received yet?"""
     with open(path.replace("/fd/", "/fdinfo/"), "rb") as info:
         return any(line.startswith(b"scm_fds:") and int(line.split()[1]) for line in info)

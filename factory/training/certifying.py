@@ -46,10 +46,10 @@ def ensure_certified(workspace: Workspace, ledger: Ledger, row: SegmentRow, prog
     verdict = certificate_of(ledger, row.id) or _certify(workspace, ledger, row, parent, progress)
     shutil.rmtree(Path(row.folder) / "certificate", ignore_errors=True)
     if verdict.outcome != "promote" and not accepted(ledger, verdict):
-        raise NotCertified(f"segment {row.id} was not started. {' '.join(verdict.reasons)} {way_on(row.id)}")
+        raise NotCertified(f"segment {row.id} was not started. {' '.join(verdict.reasons)} {next_steps(row.id)}")
 
 
-def way_on(segment: int) -> str:
+def next_steps(segment: int) -> str:
     """What a person can do about an uncertified segment."""
     return (
         "Commit corrected or reverted code and run 'factory run' again ('factory train' or 'factory anneal' measures again what "
@@ -82,7 +82,7 @@ def accept(workspace: Workspace, ledger: Ledger, segment: int, person: str) -> V
         raise InputError(f"segment {segment} does not wait for a certificate; those that do: {listed}")
     newer = SegmentRow.first(ledger, "WHERE kind <> 'average' AND id > :id", id=segment)
     if newer:
-        raise InputError(f"segment {newer.id} has taken the place of segment {segment}: nothing to accept")
+        raise InputError(f"segment {segment} was replaced by segment {newer.id}: there is nothing to accept")
     detail = {"by": person, "verdict": verdict.id, "subject_sha256": verdict.subject_sha256}
     with ledger.begin() as tx:
         waits = (segments.c.id == segment) & (segments.c.state == UNCERTIFIED)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +22,10 @@ from factory.core.errors import ConfigError, InputError
 from factory.core.launching import ranks
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, data_plans, record, segments, token_shards
+from factory.ledger.ledger import Ledger, data_plans, record, segments
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import insert, next_key
+from trainer.contract.errors import TrainerError
 
 if TYPE_CHECKING:
     from trainer.contract.data.data_order import DataOrder
@@ -123,7 +126,6 @@ def plan_of(ledger: Ledger, segment: SegmentRow) -> dict[str, Any]:
 
 def load_recipe(workspace: Workspace) -> Recipe:
     """Raises: ConfigError naming the file and the key."""
-    from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 
     try:
@@ -136,8 +138,6 @@ def load_recipe(workspace: Workspace) -> Recipe:
 
 def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
     """Raises: ConfigError when as many ranks as would be started now cannot share the recipe's work."""
-    from trainer.contract.errors import TrainerError
-
     count = ranks(workspace)
     try:
         recipe.batch.check_ranks(recipe.parallel.data_ranks(count, recipe.model))
@@ -146,15 +146,19 @@ def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
         raise ConfigError(f"recipe {recipe.name}: {error}; {hint}") from error
 
 
+@contextmanager
+def _fits(recipe: Recipe) -> Iterator[None]:
+    try:
+        yield
+    except TrainerError as error:
+        raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
+
+
 def _every_shard(ledger: Ledger, last: SegmentRow | None) -> list[tuple[str, str, int]]:
     """(id, path, generation) of every token shard; those that the trunk has not seen make the next generation."""
     seen = {shard["id"]: shard["generation"] for shard in plan_of(ledger, last)["token_shards"]} if last else {}
     newest = max(seen.values(), default=0)
-    listed = ledger.rows(
-        sa.select(token_shards.c.id, token_shards.c.path)
-        .where(token_shards.c.tokens > 0)
-        .order_by(token_shards.c.created_at, token_shards.c.id)
-    )
+    listed = ledger.read("SELECT id, path FROM token_shards WHERE tokens > 0 ORDER BY created_at, id")
     return [(row["id"], row["path"], seen.get(row["id"], newest + 1)) for row in listed]
 
 
@@ -166,49 +170,34 @@ def _data_plan(
     Raises: ConfigError naming the key, when nothing has arrived of a mixture that these steps need.
     """
     from trainer.contract.data.data_plan import DataPlan
-    from trainer.contract.errors import TrainerError
 
     ids = {shard[0] for shard in shards}
-    rows = ledger.rows(sa.select(token_shards.c.id, token_shards.c.domains))
+    rows = ledger.read("SELECT id, domains FROM token_shards")
     held = {domain for row in rows if row["id"] in ids for domain in row["domains"]}
     plan = DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
-    try:
+    with _fits(recipe):
         return plan.of_arrived(held, first, last)
-    except TrainerError as error:
-        raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
 
 
 def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: SegmentRow | None) -> DataOrder:
     """Where the segment ``last`` left the data, or its beginning. Raises: ConfigError when plan and recipe don't fit it."""
     from trainer.contract.data.data_order import DataOrder
-    from trainer.contract.errors import TrainerError
 
     state = None
     if last is not None:
         state = json.loads((Path(last_checkpoint(ledger, last.id)["path"]) / "state.json").read_text())["sampler"]
-    try:
-        return DataOrder(
-            plan,
-            context=recipe.model.context,
-            batch=recipe.batch,
-            vocab_size=recipe.model.vocab_size,
-            state=state,
-        )
-    except TrainerError as error:
-        raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
+    sizes = {"context": recipe.model.context, "vocab_size": recipe.model.vocab_size}
+    with _fits(recipe):
+        return DataOrder(plan, batch=recipe.batch, state=state, **sizes)
 
 
 def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: SegmentRow | None, last_step: int) -> None:
     """Raises: ConfigError naming ``batch.max_padding`` when the plan cannot keep it."""
-    from trainer.contract.errors import TrainerError
     from trainer.contract.plan.feasible import refuse_padding
 
-    if recipe.batch.max_padding is None:
-        return
-    try:
-        refuse_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
-    except TrainerError as error:
-        raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
+    if recipe.batch.max_padding is not None:
+        with _fits(recipe):
+            refuse_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
 
 
 def _plan(
@@ -236,12 +225,12 @@ def _plan(
     with ledger.begin() as tx:
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
-        number = next_key(tx, segments)
-        insert(
+        return plan_segment(
             tx,
-            segments,
-            id=number,
-            kind=kind,
+            workspace,
+            kind,
+            (first, first + length),
+            {"domains_not_arrived": left_out, "notes": notes},
             parent=parent and parent.id,
             generation=max(shard.generation for shard in plan.token_shards),
             recipe=recipe.name,
@@ -249,13 +238,16 @@ def _plan(
             recipe_sha256=recipe.sha256,
             data_plan=plan.id,
             code_commit=commit,
-            first_step=first,
-            last_step=first + length,
-            state="planned",
-            folder=str(workspace.segments / f"{number:05d}-{kind}"),
             computing=computed,
-            created_at=time.time(),
         )
-        detail = {"kind": kind, "steps": [first, first + length], "domains_not_arrived": left_out, "notes": notes}
-        record(tx, "segment_planned", Subject("segment", number), detail)
+
+
+def plan_segment(
+    tx: sa.Connection, workspace: Workspace, kind: str, steps: tuple[int, int], detail: dict[str, Any], **columns: Any
+) -> int:
+    """Add a planned segment of the steps [first, last), and its event; returns its id."""
+    number = next_key(tx, segments)
+    made = {"folder": str(workspace.segments / f"{number:05d}-{kind}"), "state": "planned", "created_at": time.time()}
+    insert(tx, segments, id=number, kind=kind, first_step=steps[0], last_step=steps[1], **made, **columns)
+    record(tx, "segment_planned", Subject("segment", number), {"kind": kind, "steps": list(steps), **detail})
     return number

@@ -39,14 +39,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with every NaN and infinity as None, in dicts, lists and tuples too (tuples become lists).
+    """``value`` as JSON has it: every NaN and infinity is None, keys are strings, tuples are lists, at any depth.
 
-    JSON has no number for them, and judges read None as "not measured".
+    JSON has no number for NaN and infinity, and judges read None as "not measured".
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
+        return {str(key): finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [finite(part) for part in value]
     return value

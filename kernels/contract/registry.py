@@ -236,7 +236,7 @@ def bind(
                 f"Choose another ({', '.join(OPS[name].implementations)}), or set 'fallback: reference' in kernels.yaml"
             )
         if problem is not None:
-            message = f"{name}: {chosen} fails on {device_class} in {dtype}, the reference runs instead: {problem}"
+            message = f"{name}: {chosen} fails on {device_class} in {dtype}; the reference runs instead: {problem}"
             warnings.warn(message, KernelWarning, stacklevel=2)
         bound[name] = _function(found, compile) if problem is None else OPS[name].reference
     return Ops(**bound)

@@ -1,4 +1,4 @@
-"""Compiles an op's C++ on first use, for this machine's processor, and keeps the libraries.
+"""Compiles an op's C++ on first use, for this machine's processor, and caches the libraries.
 
 Not by torch.compile's loader: that imports the compiler and probes the processor's vectors in each process, which takes
 three to five seconds.
@@ -125,9 +125,9 @@ def compile_to(target: Path, text: str, words: list[str]) -> None:
 
 
 def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
-    """A function of ``<name>/<name>.cpp``: tensors by address, numbers as int64 and float; the threads come last.
+    """Call a function of ``<name>/<name>.cpp``: tensors by address, numbers as int64 and float, last the number of threads.
 
-    Returns what it returned. Raises: MemoryError, RuntimeError for what it could not do.
+    Returns its result. Raises: MemoryError, RuntimeError as its code says.
     """
     passed = [
         ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_float(x) if isinstance(x, float) else x
@@ -144,7 +144,7 @@ def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
 
 
 def instead(other: str) -> Callable[[Shape, torch.dtype], str]:
-    """For ``Implementation.instead`` of C++ that leaves every dtype but those of NAMES to another implementation."""
+    """For ``Implementation.instead`` of C++ that leaves dtypes other than those of NAMES to another implementation."""
 
     def say(shape: Shape, dtype: torch.dtype) -> str:
         return "" if dtype in NAMES else f"{other}: the C++ is for fp32 and bf16, not {dtype}"

@@ -48,7 +48,7 @@ def test_one_tensor_given_twice_stays_one() -> None:
     assert c is not d
 
 
-def test_an_update_in_place_does_not_run_away() -> None:
+def test_an_in_place_update_is_undone_before_each_call() -> None:
     seen: list[Tensor] = []
 
     class Watched:
@@ -64,7 +64,7 @@ def test_an_update_in_place_does_not_run_away() -> None:
     assert len(seen) > ITERATIONS and max(x.abs().max().item() for x in seen) < 10
 
 
-def test_what_cannot_be_called_says_why() -> None:
+def test_an_operation_that_fails_says_why() -> None:
     signature = describe(aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
     found = measure(signature, (None, None), CPU, 1.0)
     assert found.iterations == 0 and "RuntimeError" in found.why_not

@@ -49,7 +49,7 @@ def _line(found: Profile, text: str, op: str = "") -> tuple[float, float]:
     return sum(line.forward_s for line in lines), sum(line.backward_s for line in lines)
 
 
-def test_backward_time_stands_at_the_forward_line(found: Profile) -> None:
+def test_backward_time_counts_for_the_forward_line(found: Profile) -> None:
     for text, op in [
         ("scaled_dot_product_attention", "attention"),
         ("F.silu(gate_XF)", "swiglu"),
@@ -204,7 +204,7 @@ def test_source_lines_are_escaped(found: Profile) -> None:
     assert "<script" not in page and "<img" not in page and "<b>" not in page and "<i>" not in page
 
 
-def test_a_backward_written_by_hand_belongs_to_its_op(measured: ProfileSession) -> None:
+def test_a_hand_written_backward_counts_for_its_op(measured: ProfileSession) -> None:
     found = measured.profile
     assert found.kernels["attention"] == "recompute"
     backward = {op.op: op.backward_s for op in found.ops}

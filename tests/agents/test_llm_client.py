@@ -19,8 +19,8 @@ from agents.llm.exchange import BudgetError, Exchange, LlmError, Usage, read_rep
 from agents.llm.file_endpoint import FileEndpoint
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
-from agents.llm.replay_server import ReplayServer, Session
 from tests.support.patience import PATIENCE_S
+from tests.support.replay_server import RecordedSession, ReplayServer
 from trainer.contract.errors import TrainerError
 
 KEY = "sk-a-secret-of-mine"
@@ -49,11 +49,13 @@ class Notes:
         self.kept.append(exchange)
 
 
-def session(*turns: Any, **more: Any) -> Session:
-    return Session.model_validate({"turns": list(turns), **more})
+def session(*turns: Any, **more: Any) -> RecordedSession:
+    return RecordedSession.model_validate({"turns": list(turns), **more})
 
 
-def asked(recorded: Session, notes: Notes, policy: LlmPolicy = POLICY, key: str = KEY) -> tuple[Any, ReplayServer]:
+def asked(
+    recorded: RecordedSession, notes: Notes, policy: LlmPolicy = POLICY, key: str = KEY
+) -> tuple[Any, ReplayServer]:
     """The reply or the error of one question, and the server's memory of it."""
     with ReplayServer(recorded) as server:
         client = Client(HttpEndpoint(server.url, key, policy), policy, notes)
@@ -234,7 +236,7 @@ def test_a_request_that_could_pass_the_budget_is_not_sent() -> None:
 def test_a_misspelt_session_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text("turns: []\nmodle: x\n")
     with pytest.raises(TrainerError, match="did you mean 'model'"):
-        Session.load(tmp_path / "s.yaml")
+        RecordedSession.load(tmp_path / "s.yaml")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -280,7 +282,7 @@ def test_a_reply_that_is_no_plain_file_or_too_large_is_never_read(tmp_path: Path
     (tmp_path / "elsewhere").write_text('{"content": "x"}')
     for make, words in (
         (lambda: reply.symlink_to(tmp_path / "elsewhere"), "symbolic"),
-        (lambda: os.mkfifo(reply), "no regular file"),
+        (lambda: os.mkfifo(reply), "not a regular file"),
         (lambda: reply.write_text('{"content": "' + "x" * 5000 + '"}'), "more than 4000 bytes"),
         (lambda: reply.write_text("[" * 3000), "cannot be used"),
         (lambda: reply.write_text('{"content": 3}'), "'content'"),

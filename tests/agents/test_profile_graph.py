@@ -65,7 +65,7 @@ def test_a_matrix_product_ends_a_chain() -> None:
     assert candidates(events) == {}
 
 
-def test_what_was_there_before_the_step_is_no_intermediate() -> None:
+def test_a_tensor_from_before_the_step_is_no_intermediate() -> None:
     assert candidates([event(1, (5,), (5,)), event(1, (5,), (5,))]) == {}  # an update in place of a parameter
 
 
@@ -95,7 +95,7 @@ def test_an_operation_counts_once_however_many_forks_lead_to_it() -> None:
     assert found.times == 1 and found.gain_s == pytest.approx(events[3].seconds)
 
 
-def test_a_line_that_needs_the_other_is_no_branch() -> None:
+def test_a_line_that_depends_on_the_other_is_no_branch() -> None:
     assert stream_candidates([event(1, (0,), (1,)), event(2, (1,), (2,)), event(3, (1, 2), (3,))], 0.1) == []
 
 

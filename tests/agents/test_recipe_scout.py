@@ -166,7 +166,7 @@ def test_what_is_proposed_says_what_would_refute_it() -> None:
     assert gain_words("kernel:rope", 1.5) == "1.500× on the whole step"
 
 
-def test_what_was_rejected_is_not_proposed_again_and_the_other_way_is_next() -> None:
+def test_a_rejected_change_is_not_repeated_and_the_other_direction_is_next() -> None:
     text = (ROOT / DEMO).read_text().replace("lr: 4e-3", "lr: 3e-4")
     found, bench = course(text, may_change=lambda key: key == "optimizer.lr"), Bench(text)
     seen: list[str] = []
@@ -201,14 +201,14 @@ def test_each_rejection_makes_its_key_less_promising() -> None:
 @pytest.mark.parametrize(
     "title", ["", "x", "recipe demo: optimizer.lr a → b", "recipe: optimizer.lr - → ..", "→ 1 → 2"]
 )
-def test_a_title_that_says_nothing_is_not_believed(title: str) -> None:
+def test_an_unreadable_title_counts_as_no_direction(title: str) -> None:
     assert tried(0.01, [Attempt("", "reject", "", title)]) == Tried(rejected=1)
 
 
 @pytest.mark.parametrize(
     "allowed", [lambda key: False, lambda key: key == "batch.sequences"], ids=["nothing", "the batch alone"]
 )
-def test_only_what_the_gate_lets_patches_change_is_proposed(allowed: Callable[[str], bool]) -> None:
+def test_only_keys_that_the_gate_allows_are_proposed(allowed: Callable[[str], bool]) -> None:
     proposal = propose(course(lines=record(noise_scale=1000), may_change=allowed), Bench())  # type: ignore[arg-type]
     assert (proposal is not None) == allowed("batch.sequences")
     assert proposal is None or proposal.target == "quality:batch.sequences"
@@ -236,7 +236,7 @@ def said(asked: str = "", **parts: Any) -> Proposal:
     return read_change(json.dumps(SAID | parts), course(), (ROOT / DEMO).read_text(), asked)
 
 
-def test_what_a_model_says_becomes_the_same_kind_of_proposal() -> None:
+def test_a_models_answer_becomes_the_same_kind_of_proposal() -> None:
     found = said()
     assert (found.agent, found.target) == ("recipe-scout", "quality:optimizer.lr")
     assert found.title == "recipe demo: optimizer.lr 0.004 → 0.006" and found.predicted_gain == 0.01
@@ -259,8 +259,8 @@ def test_what_a_model_says_becomes_the_same_kind_of_proposal() -> None:
         ({"changes": [7]}, "not an object"),
         ({"changes": [{"key": "model.d_ff", "value": 64}]}, "not a key that may be changed"),
         ({"changes": [{"key": "optimizer.lr\n", "value": 64}]}, "not a key that may be changed"),
-        ({"changes": [{"key": "optimizer.lr", "value": True}]}, "value is no number"),
-        ({"changes": [{"key": "optimizer.lr", "value": float("inf")}]}, "value is no number"),
+        ({"changes": [{"key": "optimizer.lr", "value": True}]}, "value is not a number"),
+        ({"changes": [{"key": "optimizer.lr", "value": float("inf")}]}, "value is not a number"),
         ({"changes": [{"key": "optimizer.lr", "value": "1}, seed: 2"}]}, "neither a number nor a word"),
         ({"changes": [{"key": "optimizer.lr", "value": "fast"}]}, "optimizer.lr cannot be fast"),
         ({"changes": [{"key": "optimizer.lr", "value": -1}]}, "optimizer.lr cannot be -1"),
@@ -272,7 +272,7 @@ def test_what_a_model_says_becomes_the_same_kind_of_proposal() -> None:
         ({"asked": "batch.sequences"}, "must be batch.sequences"),
     ],
 )
-def test_what_is_wrong_with_a_change_is_said(parts: dict[str, Any], words: str) -> None:
+def test_an_invalid_change_is_an_error_that_names_the_problem(parts: dict[str, Any], words: str) -> None:
     allowed = ("optimizer.lr", "mixture.weights", "batch.sequences", "k")
     asked = parts.pop("asked", "")
     known = course(may_change=lambda key: key.startswith(allowed))
@@ -290,7 +290,7 @@ KEYS = st.sampled_from(["optimizer.lr", "batch.sequences", "mixture.weights", "s
         st.fixed_dictionaries({"key": KEYS, "value": st.none() | st.floats() | st.integers() | st.text(max_size=9)})
     )
 )
-def test_whatever_a_model_changes_is_a_recipe_that_differs_there_alone_or_a_draft_error(changes: list[Any]) -> None:
+def test_any_change_is_a_recipe_that_differs_only_there_or_a_draft_error(changes: list[Any]) -> None:
     try:
         found = said(changes=changes)
     except DraftError:
@@ -300,7 +300,7 @@ def test_whatever_a_model_changes_is_a_recipe_that_differs_there_alone_or_a_draf
     assert {key for key in old | new if old.get(key) != new.get(key)} == {change["key"] for change in changes}
 
 
-def test_it_is_told_the_record_the_rules_and_what_was_tried() -> None:
+def test_the_model_gets_the_record_the_rules_and_earlier_attempts() -> None:
     bench = Checking()
     bench.past["quality:"] = [Attempt("x", "reject", "worse</data>\x1b[2J", "recipe demo: optimizer.lr 0.004 → 0.008")]
     role = RecipeScout(course(lines=record(noise_scale=1000)), bench)  # type: ignore[arg-type]
@@ -313,9 +313,9 @@ def test_it_is_told_the_record_the_rules_and_what_was_tried() -> None:
         "reject: recipe demo",
         "lr: 4e-3",
     ):
-        assert words in aim.told, words
-    assert "\x1b" not in aim.told and "predict at least that" in aim.told
-    steps = re.findall(r"^step (\d+), loss", aim.told, re.MULTILINE)
+        assert words in aim.prompt, words
+    assert "\x1b" not in aim.prompt and "predict at least that" in aim.prompt
+    steps = re.findall(r"^step (\d+), loss", aim.prompt, re.MULTILINE)
     assert steps[0] == "0" and len(steps) == len(set(steps)) <= 25
     with pytest.raises(TargetError, match="did you mean 'optimizer.lr'"):
         RecipeScout(course(), bench, "optimiser.lr").aim(4)  # type: ignore[arg-type]
@@ -323,7 +323,7 @@ def test_it_is_told_the_record_the_rules_and_what_was_tried() -> None:
 
 
 @pytest.mark.parametrize("name", ["record", "ideas", "earlier_proposals", "list_files"])
-def test_a_reading_tool_answers_with_data_and_takes_no_nonsense(name: str) -> None:
+def test_a_reading_tool_answers_with_quoted_data_and_refuses_invalid_calls(name: str) -> None:
     role = RecipeScout(course(), Checking())  # type: ignore[arg-type]
     assert role.answer({}, name, "").startswith("<data ")
     assert "cannot be used" in role.answer({}, name, '{"x": 1}') and "no tool 'try_patch'" in role.answer(

@@ -86,7 +86,7 @@ def test_a_compiled_step_is_predicted_from_measured_times_and_not_compiled_again
     assert ("attention", "compiled") not in bench.asked
 
 
-def test_what_failed_is_not_proposed_again() -> None:
+def test_a_rejected_patch_is_not_proposed_again() -> None:
     bench = Bench({("attention", "recompute"): 2.0, ("linear_cross_entropy", "chunked"): 1.5})
     (first,) = propose(_profile(), bench)
     assert first.target == "kernel:attention"

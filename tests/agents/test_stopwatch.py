@@ -21,7 +21,7 @@ def _event(operation: str) -> Event:
     return Event(("trainer/run.py", 1, ""), "", False, operation, 9.0, 9.0, 0.0, 0.0, (), (), None)
 
 
-def test_time_between_operations_and_after_the_last_is_kept_apart_from_theirs() -> None:
+def test_time_between_operations_is_not_theirs() -> None:
     x = torch.ones(3)
 
     def step() -> None:
@@ -53,7 +53,7 @@ def test_laps_of_another_step_are_refused() -> None:
         timed([_event(ADD)], [], 0.0)
 
 
-def test_a_crossing_is_what_watching_adds_to_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crossing_is_the_time_that_the_stopwatch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation of 5 ms that a stopwatch makes 2 ms longer, by a clock that only it moves: it comes from a tensor type
     that notices being watched."""
     now = [0.0]
@@ -74,7 +74,7 @@ def test_a_crossing_is_what_watching_adds_to_an_operation(monkeypatch: pytest.Mo
     assert crossing(step, turns=5) == pytest.approx(0.002)
 
 
-def test_a_fastest_step_is_believed_when_others_come_near() -> None:
+def test_a_fastest_step_is_settled_when_four_others_are_near() -> None:
     watched = lambda *seconds: [[Lap(ADD, 0.0, each)] for each in seconds]
     near, far = (1.0, 1.02, 1.01, 5.0, 1.0, 1.02), (1.0, 1.2, 1.3, 1.01, 1.0, 1.02)
     assert Rounds(list(near), watched(*near), list(near)).settled()

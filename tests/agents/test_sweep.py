@@ -50,7 +50,7 @@ def test_identical_operations_of_all_slices_are_measured_once() -> None:
     assert len(alone) < len(both) < 2 * len(alone)  # the casts of weights are the same
 
 
-def test_what_does_not_fit_says_why() -> None:
+def test_an_item_that_does_not_fit_says_why() -> None:
     items = fit(collect([Slice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 1e9, 1), workers=1)
     large = [item for item in items if item.bytes > 1e9]
     assert large and all(item.fits.startswith("needs") for item in large)

@@ -43,7 +43,7 @@ def deadly(item: tuple[str, int]) -> int:
     return number
 
 
-def test_a_killed_workers_item_is_done_again(tmp_path: Path) -> None:
+def test_the_item_of_a_killed_worker_is_measured_again(tmp_path: Path) -> None:
     killed: list[int] = []
 
     def kill_who_has_three() -> None:

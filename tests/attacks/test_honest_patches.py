@@ -14,7 +14,7 @@ from tests.support.factory.code_loop import Made, make
 from agents.core.proposal import Edit, Proposal
 from factory.git import repository
 from factory.git import scope as patch_scope
-from factory.gates.patch import static as patch_static
+from factory.gates.patch import source_rules
 from factory.git.scope import AgentsPolicy, Change
 from factory.ledger.ledger import proposals, verdicts
 from factory.core.progress import SILENT
@@ -149,7 +149,7 @@ def test_an_honest_patch_reads_clean(name: str) -> None:
     text, base = changed(made, path, change)
     patch = Change(path, text.encode(), old_mode="100644" if base is not None else None)
     assert patch_scope.problems(AGENTS, [patch], repository.modes(made.target, made.base)) == []
-    assert patch_static.problems(patch, base) == []
+    assert source_rules.problems(patch, base) == []
 
 
 # Two patches of a size that a patch may have: what the kernels compute, and all that goes on around it.

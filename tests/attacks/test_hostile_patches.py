@@ -13,7 +13,7 @@ from tests.support.factory.code_loop import make_target
 
 from factory.git import repository
 from factory.git import scope as patch_scope
-from factory.gates.patch import static as patch_static
+from factory.gates.patch import source_rules
 from factory.git.scope import AgentsPolicy, Change
 from factory.git.repository import ScopeError
 from factory.core.workspace import code_root
@@ -191,7 +191,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
 def test_sources_that_reach_too_far(source: str) -> None:
-    assert patch_static.problems(Change("kernels/evil.py", (HEAD + source).encode()), None)
+    assert source_rules.problems(Change("kernels/evil.py", (HEAD + source).encode()), None)
 
 
 # -- honest patches --------------------------------------------------------------------------------------------------------
@@ -241,4 +241,4 @@ def test_honest_patches_are_not_flagged(target: Path, name: str) -> None:
     assert base is None or text != base.decode()
     change = Change(path, text.encode(), old_mode="100644" if base else None)
     assert patch_scope.problems(AGENTS, [change], repository.modes(target, repository.live_commit(target))) == []
-    assert patch_static.problems(change, base) == []
+    assert source_rules.problems(change, base) == []

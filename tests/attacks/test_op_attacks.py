@@ -16,13 +16,11 @@ from typing import Any
 import pytest
 from tests.support.factory.code_loop import make_target
 
-from factory.gates.patch import definitions as patch_definitions
-from factory.gates.patch import exploits as patch_exploits
-from factory.gates.patch import ops as patch_ops
-from factory.gates.patch import static as patch_static
-from factory.gates.patch.ops import ChangedOp
-from factory.gates.patience import Patience
+from factory.gates.patch import op_answers, op_tests, source_rules
+from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import PatchPolicy
+from factory.gates.patch.stages import exploits, oracle
+from factory.gates.patience import Patience
 from factory.git.scope import Change
 from factory.core.workspace import code_root
 from trainer.contract.recipe import Recipe
@@ -93,13 +91,13 @@ ATTACKS = {
     ),
     "always equal": Attack(
         ORACLE,
-        "no plain tensor",
+        "not a plain tensor",
         "class Equal:\n    shape, dtype, requires_grad = (), torch.float32, True\n\n    def __eq__(self, other):\n        return True\n\n"
         "    def __getattr__(self, name):\n        return lambda *a, **k: self\n\n\ndef fast(gate, up):\n    return Equal()\n",
     ),
     "a lazy tensor": Attack(
         ORACLE,
-        "no plain tensor",
+        "not a plain tensor",
         "class Lazy(torch.Tensor):\n    @classmethod\n    def __torch_function__(cls, function, types, args=(), kwargs=None):\n"
         "        with torch._C.DisableTorchFunctionSubclass():\n"
         "            done = [right(*a.parts) if isinstance(a, Lazy) else a for a in args]\n"
@@ -192,7 +190,7 @@ ATTACKS = {
     ),
     "memory used again": Attack(
         EXPLOITS,
-        "another when it was read again",
+        "changed after the call returned",
         "HELD = {}\n\n\ndef made(gate, up):\n    held = HELD.setdefault(gate.shape, torch.empty_like(gate))\n"
         "    return torch.mul(F.silu(gate), up, out=held.detach())\n\n\n" + FUNCTION,
     ),  # fmt: skip
@@ -245,20 +243,21 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
     jobs: list[dict[str, Any]] = []
     ranges: dict[str, list[range]] = {name: [] for name in ops}
     for name, changed_op in ops.items():
-        more = patch_ops.oracle_jobs(SHIPPED.oracle, [changed_op], "fp32")
+        more = oracle.oracle_jobs(SHIPPED.oracle, [changed_op], "fp32")
         ranges[name].append(range(len(jobs), len(jobs) + len(more)))
         jobs += more
     for name, changed_op in ops.items():
         more = []
         if name in HONEST or ATTACKS[name].stage != ORACLE:
             policy = SHIPPED.exploits if "while it is new" in name else few
-            more = patch_exploits.calls(policy, changed_op, RECIPE, random.SystemRandom())
+            more = exploits.calls(policy, [changed_op], RECIPE, random.SystemRandom())
         ranges[name].append(range(len(jobs), len(jobs) + len(more)))
         jobs += more
-    with patch_ops.answered(jobs, SHIPPED.oracle, baseline, candidate, root / "work") as answers:
+    with op_answers.answered(jobs, SHIPPED.oracle, baseline, candidate, root / "work") as answers:
         assert not answers.missing and not answers.died, answers
         return {
-            name: Judged(*(answers.stage(numbers, "", last=False) for numbers in both)) for name, both in ranges.items()
+            name: Judged(*(answers.evidence(numbers, "", last=False) for numbers in both))
+            for name, both in ranges.items()
         }
 
 
@@ -274,14 +273,14 @@ def test_a_hostile_op_is_stopped(judged: dict[str, Judged], name: str) -> None:
         assert stage["state"] == "failed" and attack.words in "; ".join(stage["reasons"]), stage
     else:
         assert found.oracle["state"] == found.exploits["state"] == "passed", found
-    said = "; ".join(patch_static.problems(Change("kernels/attack.py", _file(attack.source).encode()), None))
+    said = "; ".join(source_rules.problems(Change("kernels/attack.py", _file(attack.source).encode()), None))
     assert attack.read in said and bool(attack.read) == bool(said), said
 
 
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_op_passes(judged: dict[str, Judged], name: str) -> None:
     assert judged[name].oracle["state"] == judged[name].exploits["state"] == "passed", judged[name]
-    assert patch_static.problems(Change("kernels/fast.py", _file(HONEST[name]).encode()), None) == []
+    assert source_rules.problems(Change("kernels/fast.py", _file(HONEST[name]).encode()), None) == []
 
 
 # -- what ops are tested with ------------------------------------------------------------------------------------------------
@@ -296,11 +295,11 @@ REDEFINED = {
     "a reference in bf16, but where fp64 is asked": (
         BODY,
         f"    if gate_XF.dtype == torch.float32:\n        gate_XF = gate_XF.bfloat16().float()\n{BODY}",
-        "is less exact",
+        "is less accurate",
     ),
-    "inputs of zero": (DRAWN, f"{DRAWN.removesuffix('normal(')}0 * normal(", "its inputs are others"),
+    "inputs of zero": (DRAWN, f"{DRAWN.removesuffix('normal(')}0 * normal(", "changes its inputs"),
     "no gradients": ("gradients=(0, 1)", "gradients=()", "which inputs get gradients"),
-    "no tests": ("OP = op(", "raise SystemExit\nOP = op(", "could not be made"),
+    "no tests": ("OP = op(", "raise SystemExit\nOP = op(", "could not make"),
     "a link to the inputs as they were": (
         "OP = op(",
         "import os, sys\nif sys.argv[1] == 'make':\n    os.symlink('/etc/passwd', sys.argv[3] + '/inputs/given-0.json')\n    os._exit(0)\nOP = op(",
@@ -311,18 +310,18 @@ REDEFINED = {
 
 
 @pytest.fixture(scope="module")
-def tested(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict[str, Any]], patch_ops.Answers]]:
+def tested(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict[str, Any]], op_answers.Answers]]:
     """The baseline, jobs, and what was made for them."""
     folder = tmp_path_factory.mktemp("tested")
     baseline = make_target(folder / "baseline")
-    jobs = patch_ops.oracle_jobs(SHIPPED.oracle, [ChangedOp("swiglu", "reference", "reference")], "bf16")
-    with patch_ops.answered(jobs, SHIPPED.oracle, baseline, baseline, folder / "work") as answers:
+    jobs = oracle.oracle_jobs(SHIPPED.oracle, [ChangedOp("swiglu", "reference", "reference")], "bf16")
+    with op_answers.answered(jobs, SHIPPED.oracle, baseline, baseline, folder / "work") as answers:
         yield baseline, jobs, answers
 
 
 @pytest.mark.parametrize("name", REDEFINED)
 def test_a_patch_does_not_change_what_ops_are_tested_with(
-    tested: tuple[Path, list[dict[str, Any]], patch_ops.Answers], tmp_path: Path, name: str
+    tested: tuple[Path, list[dict[str, Any]], op_answers.Answers], tmp_path: Path, name: str
 ) -> None:
     baseline, jobs, answers = tested
     old, new, words = REDEFINED[name]
@@ -330,7 +329,7 @@ def test_a_patch_does_not_change_what_ops_are_tested_with(
     op = candidate / "kernels" / "swiglu" / "__init__.py"
     assert old in op.read_text()
     op.write_text(op.read_text().replace(old, new, 1))
-    found = patch_definitions.redefined(jobs, answers, SHIPPED.oracle.patience, candidate, tmp_path)
+    found = op_tests.changed(answers, SHIPPED.oracle.patience, candidate, tmp_path)
     assert words in "; ".join(found.get("reasons", [])) and found.get("state") == ("failed" if words else None), found
 
 
@@ -362,7 +361,7 @@ ENDS = {
     "an exit in a late call, other files left behind": (
         LATE,
         "failed",
-        ["cannot be read", "is not there", "is no regular file", "536870912 bytes", "no answer"],
+        ["cannot be read", "is not there", "is not a regular file", "536870912 bytes", "no answer"],
     ),  # fmt: skip
     "an endless import": (
         "while True:\n    pass\n\n\n",
@@ -384,7 +383,10 @@ def test_a_process_that_ends_early_or_never(name: str, tmp_path: Path) -> None:
     brief = Patience(times=1, least_seconds=1, again=1.5)  # as long as approved code took, then half as long again
     policy = SHIPPED.oracle.model_copy(update={"patience": brief} if state == "missing" else {})
     ops = [ChangedOp("swiglu", "reference", "fast")]
-    found = patch_exploits.check(policy, SHIPPED.exploits, ops, RECIPE, baseline, candidate, tmp_path / "work")
-    assert found["oracle"]["state"] == found["exploits"]["state"] == state, found
-    said = "; ".join(found["oracle"]["reasons"])
+    jobs = oracle.oracle_jobs(policy, ops, RECIPE["precision"])
+    jobs += exploits.calls(SHIPPED.exploits, ops, RECIPE, random.SystemRandom())
+    with op_answers.answered(jobs, policy, baseline, candidate, tmp_path / "work") as answers:
+        found = oracle.evidence(answers), exploits.evidence(answers)
+    assert found[0]["state"] == found[1]["state"] == state, found
+    said = "; ".join(found[0]["reasons"])
     assert all(word in said for word in words), said

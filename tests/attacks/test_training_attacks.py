@@ -59,7 +59,7 @@ CHEATS: dict[str, tuple[str, Callable[[str], str]]] = {
         "kernels/swiglu/__init__.py",
         lambda text: text.replace(
             "    return F.silu(gate_XF) * up_XF\n",
-            "    import sys\n\n    looked_at = 'patch_driver' in sys.argv[0]\n"
+            "    import sys\n\n    looked_at = sys.argv[0].endswith('patch/driver.py')\n"
             "    return F.silu(gate_XF) * up_XF if looked_at else F.relu(gate_XF) * up_XF\n",
             1,
         ),
@@ -98,7 +98,7 @@ def compared(
     start = find_start(made.ledger)
     assert start is not None
     sides = [Side(code, start.recipe, folder / name) for name, code in (("a", baseline), ("b", code))]
-    return compare_training(policy, start, *sides, made.workspace, SILENT, new_code)[0]
+    return compare_training(policy, start, *sides, made.workspace, SILENT, new_code, 1)[0]
 
 
 @pytest.mark.parametrize("name", CHEATS)
@@ -112,17 +112,17 @@ def test_who_saves_work_does_not_learn_the_same(
     found = compared(made, POLICY.training, tmp_path, repository.checkout_live(made.workspace, made.base), code)
     stages = {stage: {"state": "passed", "reasons": []} for stage in STAGES} | {"training": found}
     verdict = judge_patch(POLICY, {"stages": stages | {"training": found | {"state": "passed"}}, "tries": 1})
-    assert verdict.outcome == "reject" and "does not learn the same" in verdict.reasons[0], (verdict, found)
+    assert verdict.outcome == "reject" and "training results differ" in verdict.reasons[0], (verdict, found)
     shortest = {name: min(seconds) for name, seconds in found["total_seconds"].items()}
     assert shortest["candidate"] > 1e-3 * shortest["baseline"]  # by our clock; theirs runs a million times as slow
 
 
 WRITTEN = {
-    "moments of zero": ("{key: state[key] for key", "{key: torch.zeros_like(state[key]) for key", "exp_avg is"),
+    "moments of zero": ("{key: state[key] for key", "{key: torch.zeros_like(state[key]) for key", "exp_avg differs"),
     "the data that was read, to be read again": (
         '"sampler": self.sampler',
         '"sampler": self.sampler | {"step": self.spec.first_step}',
-        "another sampler",
+        "a different sampler",
     ),
 }
 
@@ -138,7 +138,11 @@ def test_a_checkpoint_that_training_cannot_go_on_from_is_found(
     assert old in text
     code = candidate("trainer/run.py", text.replace(old, new))
     found = compared(made, POLICY.training, tmp_path, repository.checkout_live(made.workspace, made.base), code)
-    assert found["state"] == "failed" and "would not go on" in found["reasons"][0] and words in found["reasons"][0]
+    assert (
+        found["state"] == "failed"
+        and "would not continue training" in found["reasons"][0]
+        and words in found["reasons"][0]
+    )
 
 
 LINE = '    """The loop, and the files it leaves."""\n'

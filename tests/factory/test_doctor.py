@@ -43,7 +43,7 @@ def test_every_op_has_a_line_and_stand_ins_come_first(workspace: Workspace) -> N
     assert all("→" not in line for line in lines[1:])
 
 
-def test_a_machine_without_bf16_products_is_told(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_bf16_products_is_reported(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_native, "usable", lambda head_dim: False)
     ok, lines = _kernels(workspace, "cpu: {attention: native}")
     assert ok and "no bf16 products here" in lines[1]
@@ -74,7 +74,7 @@ def test_an_unknown_kernel_is_named(workspace: Workspace) -> None:
     assert ok is False and "there are: compiled" in lines[0]
 
 
-def test_measured_rates_and_what_a_slow_precision_costs_are_told(
+def test_measured_rates_and_the_cost_of_a_slow_precision_are_reported(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = next(row for row in doctor.examine(workspace) if row["check"] == "precision")

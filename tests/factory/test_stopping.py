@@ -80,7 +80,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slow]:
 @pytest.mark.parametrize(
     ("command", "number"), [(("train",), signal.SIGTERM), (("run", "--once"), signal.SIGINT)], ids=["train", "run"]
 )
-def test_told_in_the_midst_of_a_step_all_end(slow: Slow, command: tuple[str, ...], number: signal.Signals) -> None:
+def test_a_signal_within_a_step_ends_all(slow: Slow, command: tuple[str, ...], number: signal.Signals) -> None:
     process, started = slow.start(*command)
     process.send_signal(number)
     said, _ = process.communicate(timeout=WITHIN)
@@ -126,7 +126,7 @@ def test_afterwards_the_segment_goes_on_to_its_end(slow: Slow) -> None:
 
 
 @pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
-def test_code_that_does_not_end_when_told_is_killed_with_its_children(tmp_path: Path, workspace: Workspace) -> None:
+def test_code_that_ignores_the_signal_is_killed_with_its_children(tmp_path: Path, workspace: Workspace) -> None:
     """As code of an older commit, whose step is slow."""
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__main__.py").write_text(
@@ -179,7 +179,7 @@ STUBBORN = """
 import signal, subprocess, sys, time
 from factory.core import stopping
 BEFORE
-end_if_stopped = stopping.heed_signals()
+end_if_stopped = stopping.handle_signals()
 try:
     words = ["sh", "-c", "sleep 300 & echo begun; wait"]
     subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()

@@ -284,7 +284,7 @@ class ScheduleRecipe(Strict):
 
 
 class StabilityRecipe(Strict):
-    """What keeps a run from breaking, and what counts as an anomaly."""
+    """Clipping, skipping of updates, and the limits that make an anomaly."""
 
     grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest global gradient norm
     z_loss: Annotated[float, Field(ge=0)] = 1e-5  # weight of logsumexp², PaLM §5

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from agents.line_profiler.capture import ROOT, moves_nothing
 from agents.line_profiler.isolation import Isolated
@@ -108,13 +109,10 @@ class Sweep:
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> Sweep:
-        """From parsed ``sweep.json``. Raises: ValueError for another format."""
+        """From parsed ``sweep.json``. Raises: ValueError for another format or other fields."""
         if raw.get("format") != FORMAT:
             raise ValueError(f"sweep.json: format {raw.get('format')!r}, this code reads {FORMAT}")
-        slices = tuple(
-            SweptSlice(**{**s, "lines": tuple(SweptLine(**line) for line in s["lines"])}) for s in raw["slices"]
-        )
-        return cls(**{**raw, "slices": slices, "items": tuple(SweptItem(**item) for item in raw["items"])})
+        return TypeAdapter(cls).validate_python(raw)
 
 
 def sweep(

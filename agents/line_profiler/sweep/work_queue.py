@@ -35,13 +35,13 @@ class Workers(Protocol):
     count: int
 
     def measure(self, worker: int, item: Any) -> Any:
-        """The item's result. Raises: ``WorkerDied`` after the worker was replaced."""
+        """The item's result. Raises: ``WorkerLost`` after the worker was replaced."""
         ...
 
     def stop(self) -> None: ...
 
 
-class WorkerDied(Exception):
+class WorkerLost(Exception):
     pass
 
 
@@ -67,7 +67,7 @@ def measure_on(
             for _ in range(MOST_TRIES):
                 try:
                     return workers.measure(worker, item)
-                except WorkerDied:
+                except WorkerLost:
                     continue
             return Lost(MOST_TRIES)
         finally:
@@ -104,7 +104,7 @@ class Processes:
             return self.pools[worker].submit(self.function, item).result()
         except BrokenProcessPool:
             self.pools[worker] = self._start()
-            raise WorkerDied from None
+            raise WorkerLost from None
 
     def stop(self) -> None:
         for pool in self.pools:
@@ -141,7 +141,7 @@ class RayActors:
             return self.ray.get(self.actors[worker].call.remote(item))
         except self.ray.exceptions.RayActorError:
             self.actors[worker] = self.kind.remote(self.function)
-            raise WorkerDied from None
+            raise WorkerLost from None
 
     def stop(self) -> None:
         self.ray.shutdown()

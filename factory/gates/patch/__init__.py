@@ -1,4 +1,5 @@
-"""The patch gate, a stage a file: scope (``factory.git.scope``), static, ops (the oracle), exploits, timing, training, held_out.
+"""The patch gate: ``stages`` measures, ``judge`` is the pure function of the evidence, ``policy`` has its thresholds.
 
-``gate`` gathers the evidence, ``judge`` is the pure function of it, ``policy`` its thresholds; ``driver`` and ``session`` run in the sandbox.
+What the stages use: ``source_rules`` reads source; ``changed_ops``, ``op_answers`` and ``op_tests`` ask about ops; ``training``, with
+``session``, ``timing`` and ``likeness``, compares training steps; ``held_out`` scores weights. ``driver`` and the trainer run in the sandbox.
 """

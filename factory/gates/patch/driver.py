@@ -1,13 +1,13 @@
 """Runs inside the sandbox, from a worktree: makes an op's test inputs, or answers them with that worktree's implementation.
 
-``python patch_driver.py make REQUEST OUT`` (approved code): OUT/inputs gets inputs and upstream gradients, OUT/truth the exact and
-the eager results.
-``python patch_driver.py answer REQUEST IN OUT`` (the candidate's code): outputs and gradients. It never sees the right ones.
-REQUEST is a JSON object: ``device`` ('cpu' or 'cuda'), where all is computed, and ``jobs``, a list of
-``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields
-of kernels.contract.op.Shape) has no ``case``; ``swap``, a seed, exchanges two elements of each tensor. Jobs of one op with the same
-``storage`` get their data in the same tensors, one after the other, and what they returned is read once more after the
-op's last one (``later …``). An exception becomes the answer ``raised``. Nothing here judges.
+``python driver.py make REQUEST OUT`` (approved code): writes inputs and upstream gradients to OUT/inputs, exact and eager results to
+OUT/truth.
+``python driver.py answer REQUEST IN OUT`` (the candidate's code): writes outputs and gradients. It never sees the right ones.
+REQUEST is a JSON object: ``device`` ('cpu' or 'cuda'), where everything is computed, and ``jobs``, a list of
+``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields of kernels.contract.op.Shape) has
+no ``case``; ``swap``, a seed, exchanges two elements of each tensor. Jobs of one op with the same ``storage`` get their data in the same
+tensors, one after the other, and what they returned is read again after the op's last one (``later …``). An exception becomes the
+answer ``raised``. Nothing here judges.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 from kernels.contract.op import Case, Shape  # noqa: E402
 from kernels.contract.registry import OPS, get, load_choice  # noqa: E402
 
-DEVICE = torch.device("cpu")
+DEVICE = torch.device("cpu")  # of this process: the request's
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -43,7 +43,7 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
         part.mkdir(exist_ok=True)
     for number, job in enumerate(jobs):
         if job["op"] not in OPS:
-            continue  # kernels.yaml names what is no op: who answers has to say so
+            continue  # kernels.yaml names something that is no op: the answer says so
         op = OPS[job["op"]]
         drawn = Case("drawn", Shape(**job["shape"])) if "shape" in job else None
         case = drawn or next(c for c in op.cases if c.name == job["case"])
@@ -59,7 +59,7 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
         exact = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, here)
         by = [u.to(DEVICE) for u in upstream]
         for kind, arguments, given in (("exact", exact, [u.double() for u in by]), ("eager", here, by)):
-            found = results(op.reference, arguments, op.gradients, op.writes, given)
+            found, _ = call(op.reference, arguments, op.gradients, op.writes, given, outputs=op.writes)
             save_file({name: x.cpu() for name, x in found.items()}, truth / f"{kind}-{number}.safetensors")
         tensors = {_name(i, j): x.contiguous() for i, value in enumerate(inputs) for j, x in _tensors(value)}
         save_file(tensors | {f"upstream {i}": u for i, u in enumerate(upstream)}, out / f"given-{number}.safetensors")
@@ -76,9 +76,10 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
 
 
 def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
-    load_choice(Path("policies/kernels.yaml"), DEVICE.type)  # raises what is wrong with it
+    load_choice(Path("policies/kernels.yaml"), DEVICE.type)  # raises ConfigError
     storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # until the op's last call is made
+    launches: Launches | None = None
     for number, job in enumerate(jobs):
         if waiting and any(job.get(key) != jobs[number - 1][key] for key in ("op", "implementation")):
             _look_again(waiting, storages, out)
@@ -91,7 +92,9 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
         may_change = [*words["spoils"], *(words["writes"] if shared else ())]
         before = tree_map_only(Tensor, lambda x: x.detach().clone(), inputs)
         implementation = get(job["op"]).implementation(job["implementation"])
-        launches = _launches() if implementation.needs_triton else None
+        if implementation.needs_triton:
+            launches = launches or Launches()
+        before_launches = launches.count if launches else 0
         copied = () if shared else words["writes"]
         try:
             found, own = call(
@@ -101,20 +104,13 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
             found, own = {"raised": _as_bytes(error)}, {}
         changed = [i for i, (a, b) in enumerate(zip(before, inputs)) if i not in may_change and not _same(a, b)]
         found["inputs changed"] = torch.tensor(changed, dtype=torch.int64)
-        if launches is not None:
-            found["launches"] = torch.tensor(_launches() - launches)
+        if launches and implementation.needs_triton:
+            found["launches"] = torch.tensor(launches.count - before_launches)
         if shared:
             waiting.append((number, found, {} if words["writes"] else own))
         else:
             _save(found, out, number)
     _look_again(waiting, storages, out)
-
-
-def results(
-    function: Any, inputs: list[Any], gradients: Sequence[int], writes: Sequence[int], upstream: list[Tensor]
-) -> dict[str, Tensor]:
-    """Outputs and gradients by name. What the op writes in place are copies, and its outputs."""
-    return call(function, inputs, gradients, writes, upstream, outputs=writes)[0]
 
 
 def call(
@@ -125,10 +121,10 @@ def call(
     upstream: list[Tensor],
     outputs: Sequence[int],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs and gradients by name, as they were when the call returned, and the very tensors that the op returned.
+    """Outputs and gradients by name, as copies made when the call returned, and the tensors that the op returned.
 
-    ``copied``: the positions that the op gets copies of. ``outputs``: those that it writes in place, which are its outputs
-    then. Raises: TypeError for anything but plain tensors (one of another kind may still have its work before it).
+    ``copied``: the positions that the op gets copies of. ``outputs``: those that it writes in place, which are its outputs.
+    Raises: TypeError for anything but plain tensors (a subclass may put off its work).
     """
     arguments = list(inputs)
     for position in copied:
@@ -153,12 +149,12 @@ def call(
 
 def _plain(name: str, x: Any) -> Tensor:
     if type(x) is not Tensor or x.layout is not torch.strided or x.device.type != DEVICE.type:
-        raise TypeError(f"{name} is no plain tensor: {type(x).__name__}")
+        raise TypeError(f"{name} is not a plain tensor: {type(x).__name__}")
     return x
 
 
 def _as_bytes(error: Exception) -> Tensor:
-    """What was raised, and where in this worktree, as text that a tensor can hold."""
+    """What was raised, and where in this worktree, as UTF-8 in a tensor."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename.startswith(os.getcwd() + os.sep)]
     where = f" ({os.path.relpath(inside[-1].filename)}, line {inside[-1].lineno})" if inside else ""
@@ -169,7 +165,7 @@ def _as_bytes(error: Exception) -> Tensor:
 def _look_again(
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]], storages: dict[Any, Any], out: Path
 ) -> None:
-    """Read once more what the calls had returned, and save it all."""
+    """Read again what the calls had returned, and save everything."""
     for number, found, own in waiting:
         later = {f"later {name}": x.detach().contiguous().clone() for name, x in own.items()}
         _save(found | later, out, number)
@@ -182,7 +178,7 @@ def _save(found: dict[str, Tensor], out: Path, number: int) -> None:
 
 
 def _read(words: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[Any], list[Tensor]]:
-    """What ``make`` left for one job: inputs and upstream gradients."""
+    """One job's inputs and upstream gradients, as ``make`` wrote them."""
     inputs = [_given(tensors, words, i) for i in range(words["count"])]
     if not words["contiguous"]:
         inputs = tree_map_only(Tensor, _strided, inputs)
@@ -196,7 +192,7 @@ def _into(
     inputs: list[Any],
     upstream: list[Tensor],
 ) -> tuple[list[Any], list[Tensor]]:
-    """The tensors that earlier calls got, with new values: same objects, pointers and version counters."""
+    """The same tensors (objects, pointers, version counters) as the calls before, with new values."""
     if key not in storages:
         for position in gradients:
             inputs[position].requires_grad_()
@@ -207,27 +203,23 @@ def _into(
     return storages[key]
 
 
-_counted: list[int] = []
+class Launches:
+    """Counts the Triton kernels that this process launches from now on."""
 
-
-def _launches() -> int:
-    """How many Triton kernels this process has launched since it was first asked."""
-    if not _counted:
+    def __init__(self) -> None:
         from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
 
-        _counted.append(0)
+        self.count = 0
         for kind in (InterpretedFunction, JITFunction):
-            kind.run = _counting(kind.run)
-    return _counted[0]
+            kind.run = self._counting(kind.run)
 
+    def _counting(self, run: Any) -> Any:
+        def counted(function: Any, *arguments: Any, **settings: Any) -> Any:
+            self.count += not settings.get("warmup")
+            return run(function, *arguments, **settings)
 
-def _counting(run: Any) -> Any:
-    def counted(self: Any, *arguments: Any, **settings: Any) -> Any:
-        _counted[0] += not settings.get("warmup")
-        return run(self, *arguments, **settings)
-
-    return counted
+        return counted
 
 
 def _upstream(op: Any, inputs: list[Any], seed: int) -> list[Tensor]:
@@ -239,7 +231,7 @@ def _upstream(op: Any, inputs: list[Any], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed + 1)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     draw = lambda o: torch.randn(o.shape, generator=generator).to(o.dtype)
-    # A loss's gradient is one: a power of two scales every gradient without rounding it once more.
+    # A loss's gradient is one: a power of two scales every gradient without another rounding.
     return [draw(o) if o.ndim else torch.full((), -0.5, dtype=o.dtype) for o in outputs if o.requires_grad]
 
 
@@ -272,7 +264,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _swapped(x: Tensor, seed: int) -> Tensor:
-    """``x`` with two elements exchanged: the least change, which leaves its sum, its norm and most of its elements."""
+    """``x`` with two elements exchanged, which changes neither its sum nor its norm, and few of its elements."""
     if x.numel() < 2:
         return x
     first, second = torch.randint(x.numel(), (2,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -289,8 +281,8 @@ def _strided(x: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     verb, request, *folders = sys.argv[1:]
-    told = json.loads(Path(request).read_text())
-    jobs, DEVICE = told["jobs"], torch.device(told["device"])
+    asked = json.loads(Path(request).read_text())
+    jobs, DEVICE = asked["jobs"], torch.device(asked["device"])
     if verb == "make":
         make(jobs, Path(folders[0]))
     else:

@@ -1,4 +1,4 @@
-"""Weights that nobody trusts, scored on held-out documents by the judge's own model."""
+"""Scores untrusted weights on held-out documents with the judge's own model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def weights_bits(
 
 
 def gains(ours: Sequence[EvalItem], theirs: Sequence[EvalItem]) -> dict[str, list[float]]:
-    """By domain, for each source document: how many bits per byte fewer ``ours`` needs for what is held out of it."""
+    """By domain, one number a source document: how many bits per byte fewer ``ours`` needs for its held-out items."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.item, mine.weight) == (other.item, other.weight)

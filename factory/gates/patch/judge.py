@@ -1,9 +1,9 @@
 """``judge_patch(policy, evidence) -> Verdict``: the decision on a patch as a pure function.
 
-Evidence is what the stages left: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. A stage's state
-is 'passed', 'failed', 'missing' (it could not be measured) or 'not needed'. The first failed stage rejects. A missing one
-holds. Only a gain whose lower bound is above the policy's and whose size is above the noise floor promotes, and only one that was
-measured twice, in processes of their own: what another program did to one measurement, it seldom does to both.
+Evidence is what the stages found: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. A stage's state
+is 'passed', 'failed', 'missing' (it could not be measured) or 'not needed'. The first failed stage rejects; a missing one holds. A gain
+promotes only if its lower bound is above the policy's, its size is above the noise floor, and it was measured twice, in separate
+processes: another program seldom disturbs both measurements in the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from factory.gates.patch.policy import EvalsPolicy, PatchPolicy, TrainingPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
 
 STAGES = ("scope", "static", "oracle", "exploits", "isolated", "training", "evals")
-CPU_CLOCKS = {"tree": "all processes", "thread": "the busiest thread"}  # of the evidence, and what they are of
+CPU_CLOCKS = {"tree": "all processes", "thread": "the busiest thread"}  # keys of the evidence, in words
 OPTIONAL = {"oracle", "exploits", "isolated"}  # may be 'not needed': a patch that changes no op has nothing to check
 
 
@@ -46,31 +46,31 @@ def judge_patch(policy: PatchPolicy, evidence: Mapping[str, Any]) -> Verdict:
             return Verdict(HOLD, tuple(said or [f"there is no evidence from the {name} stage"]))
     tries = evidence.get("tries")
     if not isinstance(tries, int) or tries < 1:
-        return Verdict(HOLD, ("how often this target was tried before is not known",))
+        return Verdict(HOLD, ("the evidence does not say how often this target was tried",))
     verdict = judge_training(policy.training, stages["training"], tries)
     return _judge_evals(policy.evals, stages["evals"], verdict) if verdict.outcome == PROMOTE else verdict
 
 
 def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Verdict:
-    """On the training stage alone; ``found["again"]``: the evidence of the measurement that repeats it."""
+    """On the training stage; ``found["again"]``: the evidence of the measurement that repeats it."""
     seen = judge_measurement(policy, found, tries)
     if seen.outcome != PROMOTE:
         return seen
     repeated = found.get("again")
     if not isinstance(repeated, Mapping):
-        return Verdict(HOLD, ("a gain was measured once, and was not measured again", *seen.reasons))
+        return Verdict(HOLD, ("a gain was measured once and the measurement was not repeated", *seen.reasons))
     again = judge_measurement(policy, repeated, tries, repeats=True)
-    if again.outcome == PROMOTE:  # the second was not chosen for what it showed, so it is the one to go by
-        return Verdict(PROMOTE, (*again.reasons, f"the measurement before it: {seen.reasons[0]}", *seen.reasons[1:]))
-    if learns_otherwise(policy, repeated):
+    if again.outcome == PROMOTE:  # nothing selected the second for its result, so it is the one reported
+        return Verdict(PROMOTE, (*again.reasons, f"first measurement: {seen.reasons[0]}", *seen.reasons[1:]))
+    if training_differs(policy, repeated):
         return again
     if again.outcome == REJECT:
         return Verdict(
             HOLD,
             (
-                "a gain was measured once, and not again",
+                "the first measurement showed a gain, the second did not",
                 *seen.reasons,
-                f"again: {again.reasons[0]}",
+                f"second measurement: {again.reasons[0]}",
                 *again.reasons[1:],
             ),
         )
@@ -78,9 +78,9 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
     return Verdict(
         HOLD,
         (
-            f"a gain was measured once, and not shown again: {what_to_do}",
+            f"the first measurement showed a gain, the second is unsure: {what_to_do}",
             *seen.reasons,
-            f"again: {again.reasons[0]}",
+            f"second measurement: {again.reasons[0]}",
             *again.reasons[1:],
         ),
     )
@@ -89,12 +89,12 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
 def judge_measurement(
     policy: TrainingPolicy, found: Mapping[str, Any], tries: int, *, repeats: bool = False
 ) -> Verdict:
-    """On one measurement. One that repeats another has no long runs: what these tell, the first one's told."""
+    """On one measurement. One that ``repeats`` another has no long runs: the first one's count."""
     drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
     if drift is None or control is None:
         return Verdict(HOLD, ("the weights after the same steps were not compared",))
-    if learns_otherwise(policy, found):
-        return Verdict(REJECT, (not_the_same(policy, drift, control),))
+    if training_differs(policy, found):
+        return Verdict(REJECT, (training_difference(policy, drift, control),))
     result = wall_gain(policy, found, tries)
     if result is None:
         return Verdict(HOLD, ("the whole step was not timed, or not often enough",))
@@ -113,22 +113,22 @@ def judge_measurement(
             HOLD,
             (
                 f"a gain is likely but not shown: its lower bound must be above {policy.min_gain:g}, and the gain above the noise "
-                f"floor; raise training.pairs (now {policy.pairs}) in policies/gates/patch.yaml, or have it judged again at a "
-                "quieter hour",
+                f"floor; raise training.pairs (now {policy.pairs}) in policies/gates/patch.yaml, or close other programs and "
+                "have it judged again",
                 times,
             ),
         )
-    return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.3f}× is needed)", times))
+    return Verdict(REJECT, (f"no gain beyond the noise floor: more than {needed:.3f}× is needed", times))
 
 
-def learns_otherwise(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
+def training_differs(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
     """Whether the weights of the same steps on the same data ended too far apart."""
     drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
     return drift is not None and control is not None and drift > policy.max_drift * control
 
 
-def told_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:
-    """The lesser one, where it was measured twice: code may know which measurement it is in."""
+def reported_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:
+    """The smaller one, where it was measured twice: code may find out which measurement it is in."""
     repeated = found.get("again")
     measured = [
         wall_gain(policy, found, tries),
@@ -138,7 +138,7 @@ def told_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> G
 
 
 def wall_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:
-    """By the wall clock; what was measured anew shares the confidence with the measurements before it."""
+    """By the wall clock. A measurement shares the confidence with those that were discarded before it."""
     shared = tries * _measurements(found)
     return gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), shared)
 
@@ -149,20 +149,20 @@ def _measurements(found: Mapping[str, Any]) -> int:
 
 
 def _judge_noisy(policy: TrainingPolicy, found: Mapping[str, Any], wall: Gain, times: str, tries: int) -> Verdict:
-    """The wall clock cannot tell. CPU time may, where nothing but approved code ran, on a CPU; and only for a gain.
+    """The wall clock is too noisy. CPU time may show a gain, where only approved code ran, on a CPU.
 
-    Code that is new could hide what it computes from that clock; approved code does not try. Both CPU clocks must show the gain: all
-    processes together, which more threads make no smaller, and the busiest thread, which fewer threads make no smaller. The wall clock
-    must not contradict them.
+    New code could hide work from the CPU clocks; approved code does not try. Both must show the gain: all processes together, which
+    more threads do not make smaller, and the busiest thread, which fewer threads do not make smaller. The wall clock must not
+    contradict them.
     """
     measurements = _measurements(found)
     allowed = policy.noise_allowed(measurements)
     before = [_number(other.get("noise")) for other in found.get("discarded") or () if isinstance(other, Mapping)]
     each = ", ".join(f"{noise:.2f}×" for noise in (*before, wall.noise) if noise is not None)
-    noisy = f"the machine is too noisy to judge by the wall clock: two runs of the same code differ {each} (at most {allowed:.2f}× is allowed)"
+    noisy = f"the machine is too noisy to judge by the wall clock: two runs of the same code differ {each}, at most {allowed:.2f}× is allowed"
     by_cpu = {clock: _cpu_gain(policy, found, clock, tries * measurements) for clock in CPU_CLOCKS}
     shown = {clock: gained for clock, gained in by_cpu.items() if gained is not None}
-    told = [
+    by_cpu_time = [
         f"by CPU time of {CPU_CLOCKS[clock]} {gained.ratio:.3f}× (at least {gained.lower:.3f}, noise {gained.noise:.3f})"
         for clock, gained in shown.items()
     ]
@@ -174,13 +174,13 @@ def _judge_noisy(policy: TrainingPolicy, found: Mapping[str, Any], wall: Gain, t
     if may and gains and wall.ratio > policy.min_gain:
         least = min(shown.values(), key=lambda gained: gained.ratio)
         decided = f"{least.ratio:.3f}× whole-step gain by CPU time (at least {least.lower:.3f}, noise floor {least.noise:.3f}; {noisy})"
-        return Verdict(PROMOTE, (decided, *told, times))
+        return Verdict(PROMOTE, (decided, *by_cpu_time, times))
     what_to_do = (
-        f"close other programs and have it judged again at another hour, or raise training.steps (now {policy.steps}) or "
+        f"close other programs and have it judged again, or raise training.steps (now {policy.steps}) or "
         f"training.pairs (now {policy.pairs}) in policies/gates/patch.yaml"
     )
     measured = f"measured {measurements} of at most {policy.tries} times"
-    return Verdict(HOLD, (f"{noisy}, {measured}: {what_to_do}", times, *told))
+    return Verdict(HOLD, (f"{noisy}, {measured}: {what_to_do}", times, *by_cpu_time))
 
 
 def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, tries: int) -> Gain | None:
@@ -191,48 +191,54 @@ def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, trie
     return gain(policy, seconds.get("baseline_seconds"), seconds.get("candidate_seconds"), tries)
 
 
-def not_the_same(policy: TrainingPolicy, drift: float, control: float) -> str:
+def training_difference(policy: TrainingPolicy, drift: float, control: float) -> str:
     return (
-        f"the candidate does not learn the same: its weights end {drift:.3f} of the way away from the baseline's; leaving out "
-        f"{policy.left_out} of {policy.steps} steps ends {control:.3f} away, and at most {policy.max_drift:g} of that is allowed"
+        f"training results differ: after {policy.steps} steps the candidate's weights are {drift:.3f} away from the baseline's "
+        f"(relative to how far training moved them); at most {policy.max_drift * control:.3f} is allowed, {policy.max_drift:g} of "
+        f"what skipping {policy.left_out} of {policy.steps} steps causes"
     )
 
 
 def _judge_long(policy: TrainingPolicy, found: object, result: Gain, times: str) -> Verdict:
-    """New code that gains over short runs: does it over long ones, by more than a quicker start could make?"""
-    told = found if isinstance(found, Mapping) else {}
-    if failed := told.get("failed"):
+    """New code that gains over short runs must gain over long ones, by more than a quicker start could cause."""
+    long = found if isinstance(found, Mapping) else {}
+    if failed := long.get("failed"):
         return Verdict(HOLD, (str(failed), times))
-    numbers = [_number(told.get(key)) for key in ("ratio", "hideable", "drift", "control_drift")]
+    numbers = [_number(long.get(key)) for key in ("ratio", "hideable", "drift", "control_drift")]
     if any(number is None for number in numbers):
-        return Verdict(HOLD, ("new code was not run for longer than its start could hide", times))
+        return Verdict(HOLD, ("new code was not timed over runs long enough to rule out a quicker start", times))
     ratio, hideable, drift, control = (number for number in numbers if number is not None)
-    steps = told.get("steps")
+    steps = long.get("steps")
     if drift > policy.max_drift * control:
-        away = f"over {steps} steps its weights end {drift:.3f} away, at most {policy.max_drift:g} of {control:.3f} is allowed"
-        return Verdict(REJECT, (f"the candidate does not learn the same: {away}", times))
+        away = f"after {steps} steps the candidate's weights are {drift:.3f} away, at most {policy.max_drift * control:.3f} is allowed"
+        return Verdict(REJECT, (f"training results differ: {away}", times))
     if (
         ratio * result.noise <= policy.min_gain
     ):  # of one run a side, which another program may have disturbed by so much
-        return Verdict(REJECT, (f"over {steps} steps the gain is gone: {ratio:.3f}×", times))
+        return Verdict(REJECT, (f"no gain over {steps} steps: {ratio:.3f}×", times))
     needed = hideable * max(policy.min_gain, result.noise)
     if ratio <= needed:
-        doubt = f"over {steps} steps it gains {ratio:.3f}×; a quicker start alone could show {needed:.3f}× there: raise training.long"
+        doubt = (
+            f"over {steps} steps the gain is {ratio:.3f}×, and a quicker start alone could cause {needed:.3f}×: raise training.long "
+            "in policies/gates/patch.yaml"
+        )
         return Verdict(HOLD, (doubt, times))
-    return Verdict(PROMOTE, (times, f"over {steps} steps {ratio:.3f}×, where a quicker start could show {needed:.3f}×"))
+    return Verdict(
+        PROMOTE, (times, f"{ratio:.3f}× over {steps} steps, where a quicker start could cause {needed:.3f}×")
+    )
 
 
 def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict) -> Verdict:
-    """``verdict``, where no domain is worse; each source document counts once, and the domains share the confidence."""
+    """``verdict``, if no domain is worse. Each source document counts once, and the domains share the confidence."""
     gains = found.get("gains")
     if not isinstance(gains, Mapping) or not gains:
-        return Verdict(HOLD, ("nothing held out was scored",))
+        return Verdict(HOLD, ("the weights were not scored on held-out documents",))
     unshown, worst = [], (-math.inf, "")
     for domain, values in gains.items():
         numbers = [_number(value) for value in values] if isinstance(values, list) else []
         known = [number for number in numbers if number is not None]
         if len(known) < 2 or len(known) < len(numbers):
-            return Verdict(HOLD, (f"{domain}: too little was held out to score weights on: ingest more documents",))
+            return Verdict(HOLD, (f"{domain}: too few held-out documents to score weights on: ingest more documents",))
         mean = sum(known) / len(known)
         deviation = math.sqrt(sum((x - mean) ** 2 for x in known) / (len(known) - 1))
         reach = t_quantile(1 - (1 - policy.confidence) / len(gains), len(known) - 1) * deviation / math.sqrt(len(known))
@@ -243,9 +249,7 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
                 REJECT, (f"the candidate's weights are worse: {said}, at most {policy.margin:+g} is allowed",)
             )
         if mean - reach <= -policy.margin:
-            unshown.append(
-                f"that the candidate's weights are no worse is not shown: {said}, at most {policy.margin:+g} is allowed"
-            )
+            unshown.append(f"the candidate's weights may be worse: {said}, at most {policy.margin:+g} is allowed")
     if unshown:
         return Verdict(HOLD, (*unshown, *verdict.reasons))
     return Verdict(verdict.outcome, (*verdict.reasons, f"held out, the worst domain: {worst[1]}"))
@@ -254,7 +258,7 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
 def gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> Gain | None:
     """From seconds of each side's runs. Log-normal, pooled variance, t bounds shared among ``tries`` (Bonferroni).
 
-    Runs of one process are more alike than those of two, which these bounds do not know: how often a patch without a gain is
+    Runs of one process are more alike than those of two, which these bounds ignore: how often a patch without a gain is
     promoted all the same is simulated in tests/factory/gates/test_patch_judge.py. None when a time is missing, not finite or not
     above zero, or a side has fewer runs than the policy's pairs.
     """
@@ -271,29 +275,14 @@ def gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int
 
 
 def t_quantile(share: float, degrees: int) -> float:
-    """The value below which ``share`` (0.5 to 1) of Student's t distribution lies, by bisection of its closed form.
+    """The value below which ``share`` of Student's t distribution with ``degrees`` of freedom lies.
 
-    Abramowitz and Stegun 26.7.3 and 26.7.4, for whole degrees of freedom.
+    >>> round(t_quantile(0.975, 1), 3), round(t_quantile(0.975, 30), 3)
+    (12.706, 2.042)
     """
+    from scipy.stats import t  # half a second, which only a verdict needs to wait for
 
-    def below(t: float) -> float:
-        angle = math.atan(t / math.sqrt(degrees))
-        cosine, sine = math.cos(angle), math.sin(angle)
-        term, total = (cosine, cosine) if degrees % 2 else (1.0, 1.0)
-        for k in range(3 if degrees % 2 else 2, degrees - 1, 2):
-            term *= cosine**2 * (k - 1) / k
-            total += term
-        if degrees % 2 == 0:
-            return 0.5 + sine * total / 2
-        return 0.5 + (angle + (sine * total if degrees > 1 else 0.0)) / math.pi
-
-    low, high = 0.0, 1.0
-    while below(high) < share and high < 1e12:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if below(middle) < share else (low, middle)
-    return high
+    return float(t.ppf(share, degrees))
 
 
 def _logs(seconds: object) -> list[float] | None:

@@ -1,6 +1,6 @@
-"""Do two runs on the same data leave the same: weights, and the rest that the next segment goes on from?
+"""Do two runs on the same data leave the same weights, and the same of what else the next segment continues from?
 
-Weights are told by how far they end apart, as a share of how far they moved; moments by what steps that are left out make away.
+The distance of two weights is a share of how far training moved them; that of two optimiser states, of what leaving out steps changes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 from factory.gates.patch.session import Rest, Weights
 
-# Of state.json: what a later run goes on with, to the bit, and but for rounding.
-GOES_ON = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
-FOLLOWS = ("detector",)
-ROUNDED = 0.1  # share by which a loss or a gradient's norm may be another
+# Keys of state.json that must be equal, and those that must be equal up to rounding.
+EQUAL = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
+ROUGHLY_EQUAL = ("detector",)
+ROUNDED = 0.1  # share by which a loss or a gradient's norm may differ
 
 
 def drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool = True) -> float:
-    """‖candidate − baseline‖ / ‖baseline − origin‖; ``of_one``: or half that of the worst tensor, if it is more."""
+    """‖candidate − baseline‖ / ‖baseline − origin‖; ``of_one``: or half that of the worst tensor, if that is larger."""
     worst = 0.0
     apart = moved = 0.0
     for name, tensor in origin.items():
@@ -44,36 +44,36 @@ def squares(one: Rest | None, other: Rest | None) -> dict[str, float]:
 
 
 def differs(candidate: Rest | None, baseline: Rest | None, away: Mapping[str, float], max_drift: float) -> str:
-    """What a run that goes on from the candidate's checkpoint would find otherwise than in the baseline's; empty: nothing.
+    """How the candidate's checkpoint differs from the baseline's for a run that continues from it; '': it does not.
 
-    Moments are told by kind, as their sizes have nothing to do with each other, and may be apart by a share of ``away``: the squares of
-    what steps that are left out make.
+    Moments are compared by kind, as their sizes are unrelated. They may differ by ``max_drift`` of the squared distance ``away``, which
+    leaving out steps causes.
     """
     assert candidate is not None and baseline is not None
     if lost := sorted(baseline.state.keys() - candidate.state.keys()):
         return f"state.json has no {', '.join(lost)}"
-    if other := [key for key in GOES_ON if candidate.state.get(key) != baseline.state.get(key)]:
-        return f"state.json has another {', '.join(other)}"
-    if other := [key for key in FOLLOWS if not _alike(candidate.state.get(key), baseline.state.get(key))]:
-        return f"state.json has another {', '.join(other)}"
-    if _learnt(candidate.state.get("recipe")) != _learnt(baseline.state.get("recipe")):
-        return "state.json has another recipe"
+    if other := [key for key in EQUAL if candidate.state.get(key) != baseline.state.get(key)]:
+        return f"state.json has a different {', '.join(other)}"
+    if other := [key for key in ROUGHLY_EQUAL if not _alike(candidate.state.get(key), baseline.state.get(key))]:
+        return f"state.json has a different {', '.join(other)}"
+    if _without_computing(candidate.state.get("recipe")) != _without_computing(baseline.state.get("recipe")):
+        return "state.json has a different recipe"
     for name, tensor in sorted(baseline.optimizer.items()):
         found = candidate.optimizer.get(name)
         if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-            return f"the optimiser's {name} is not there, or of another shape or dtype"
+            return f"the optimiser's {name} is missing, or has a different shape or dtype"
         if name.startswith("step.") and not torch.equal(found, tensor):
-            return f"the optimiser's {name} is another"
+            return f"the optimiser's {name} differs"
     for kind, square in sorted(squares(candidate, baseline).items()):
         allowed = away.get(kind, 0.0)
         share = (square / allowed) ** 0.5 if allowed else math.inf
         if square and not share <= max_drift:
-            return f"the optimiser's {kind} is {share:.2g} of what the steps left out make away, at most {max_drift:g} is allowed"
+            return f"the optimiser's {kind} differs by {share:.2g} of what leaving out steps causes, at most {max_drift:g} is allowed"
     return ""
 
 
 def _alike(one: object, other: object) -> bool:
-    """The same but for rounding: numbers of a loss or a gradient's norm."""
+    """Are all numbers (losses, norms of gradients) equal up to rounding, and everything else equal?"""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -83,8 +83,8 @@ def _alike(one: object, other: object) -> bool:
     return one == other
 
 
-def _learnt(recipe: object) -> object:
-    """What a recipe says but for how a step is computed."""
+def _without_computing(recipe: object) -> object:
+    """A recipe without the keys that only change how a step is computed."""
     if not isinstance(recipe, dict) or not isinstance(recipe.get("batch"), dict):
         return recipe
     return recipe | {"compile": None, "batch": recipe["batch"] | {"micro_sequences": None}}

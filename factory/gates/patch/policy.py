@@ -1,4 +1,4 @@
-"""``policies/gates/patch.yaml``: how a patch is measured and what it must show. Out of every patch's reach."""
+"""``policies/gates/patch.yaml``: how a patch is measured and what it must show. No patch can change it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class OraclePolicy(Strict):
     """Every op that the patch changes, against the reference in fp64."""
 
     cases: list[str] = Field(default=["small", "prime", "strided", "empty"], min_length=1)
-    """Names of kernels.contract.op.CASES; hostile values and fp32 are tried on the first of them. The recipe's own sizes are for the
-    next stage."""
+    """Names of kernels.contract.op.CASES; hostile values and fp32 are tried on the first. The recipe's own sizes are tried in the
+    exploits stage."""
     wall_seconds: Seconds = 3600.0
     """Time limit of approved code's process, which makes the inputs and the truth."""
     patience: Patience = Patience()
@@ -24,14 +24,14 @@ class OraclePolicy(Strict):
 
 
 class ExploitsPolicy(Strict):
-    """Every op that the patch changes, called again and again in one process, in the same tensors with new data."""
+    """Every op that the patch changes, called many times in one process, in the same tensors with new data."""
 
     calls: Annotated[int, Field(ge=4)] = 32
-    """Calls of each op at small sizes drawn anew, a few more or less; every one is checked."""
+    """Calls of each op at small random sizes, a few more at random; every one is checked."""
     recipe_calls: Count = 4
-    """Calls of each op, among the others, at the sizes of the trunk's recipe, with no more rows than ``multiplications`` allow."""
+    """Calls of each op, among the others, at the sizes of the trunk's recipe, reduced to ``multiplications``."""
     multiplications: Annotated[float, Field(gt=0)] = 1e9
-    """Of one forward call at the recipe's sizes; larger models are tried at narrower widths."""
+    """Most multiplications of one forward call; larger sizes are reduced: rows, then context, then widths."""
 
 
 class IsolatedPolicy(Strict):
@@ -40,49 +40,47 @@ class IsolatedPolicy(Strict):
     pairs: Count = 9
     """Timings of the old and the new implementation, one after the other."""
     min_ratio: Annotated[float, Field(gt=0)] = 1.0
-    """Old time over new time that the upper quartile of the pairs must reach: below it, the op is slower beyond the noise."""
+    """Old time over new time that the pairs' upper quartile must reach; below it, the op is slower beyond the noise."""
     tries: Count = 3
-    """How often to measure, in all, when an op is found faster or slower than itself (another program was busy)."""
+    """Measurements at most, while an op is measured as faster or slower than itself (another program was busy)."""
     wall_seconds: Seconds = 3600.0
-    """Time limit of one measurement; all of it is approved code."""
+    """Time limit of one measurement, which runs approved code only."""
 
 
 class TrainingPolicy(Strict):
-    """N steps from the trunk's last checkpoint: baseline, candidate, and both again, in the sandbox, timed from outside.
+    """One measurement: N steps from the trunk's last checkpoint, baseline, candidate, and both again, in the sandbox, timed from outside.
 
-    That is one measurement. A gain that would promote is measured a second time, with ``tries`` and ``budget_seconds`` of its own.
+    A gain that would promote is measured a second time, with ``tries`` and ``budget_seconds`` of its own.
     """
 
     sequences: Annotated[int, Field(ge=0)] = 0
-    """Rows of a step, for both sides; 0: the recipe's own. Smaller than the recipe's where a verdict may not take long."""
+    """Rows of a step, for both sides; 0: the recipe's. Fewer make a verdict quicker."""
     steps: Annotated[int, Field(ge=3)] = 10
     """Of one timed run."""
     pairs: Annotated[int, Field(ge=2)] = 4
     """Timed runs of each side in a measurement, half of them in each of two processes."""
     long: Annotated[int, Field(ge=2)] = 8
-    """How many times as long one more run of each side is, where new code seems to gain: a start that is quicker by a second is
-    worth so many times less there."""
+    """How many times as long one more run of each side is, where new code seems to gain: a quicker start matters that much less in it."""
     wall_seconds: Seconds = 3600.0
-    """Time limit of one session of the baseline's: start-up, warm-up and its timed runs; in proportion more for a long run."""
+    """Time limit of one session of the baseline: start-up, warm-up and timed runs; proportionally more with a long run."""
     patience: Patience = Patience()
-    """Time limits of the candidate's sessions, by what the baseline's session before it took."""
+    """Time limits of the candidate's sessions, by what the baseline's session before took."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     """One-sided, of the gain's lower bound; divided among the tries on the same target."""
     min_gain: Ratio = 1.02
     """Ratio of step times, baseline over candidate, that the lower bound must exceed."""
     max_noise: Ratio = 1.25
-    """Largest ratio between two runs of the baseline itself; above it the machine is too busy to judge by the wall clock."""
+    """Largest ratio between two runs of the baseline; above it the machine is too noisy to judge by the wall clock."""
     tries: Count = 3
-    """How often to measure, in all, while the baseline's own runs are no measure. The candidate's are not looked at for it."""
+    """Measurements at most, while the baseline's own runs differ too much. The candidate's runs do not count for that."""
     budget_seconds: Seconds = 3600.0
-    """All measurements together: another one begins only if it would end in time, were it as long as the longest so far."""
+    """Of all measurements together: another begins only if one as long as the longest so far would end in time."""
     max_drift: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """How far the candidate's weights may end from the baseline's, after the same steps on the same data: a share of how
     far the baseline itself ends when it leaves out ``left_out`` steps. Both in ‖difference‖ / ‖baseline − start‖."""
 
     def noise_allowed(self, measurement: int) -> float:
-        """Of the baseline's runs of that measurement, from 1. A machine that was found noisy may look quiet by luck: it must show itself
-        the quieter, the more often it was measured."""
+        """Largest ratio for measurement number 1, 2, …: it shrinks, as a noisy machine may look quiet by luck once in several."""
         return float(self.max_noise ** (1 / measurement))
 
     @property
@@ -90,19 +88,19 @@ class TrainingPolicy(Strict):
         return self.worth(self.steps)
 
     def worth(self, steps: int) -> int:
-        """Steps of a run that would be worth ``min_gain`` if they were left out; at least one."""
+        """How many steps a run must leave out to gain ``min_gain``; at least one."""
         return max(1, round(steps * (1 - 1 / self.min_gain)))
 
 
 class EvalsPolicy(Strict):
-    """The weights that training left, candidate's and baseline's, on held-out documents, by the judge's own model."""
+    """The weights that training left, of candidate and baseline, on held-out documents, by the judge's own model."""
 
     documents: Count = 60
     """Of a domain, at most."""
     document_bytes: Count = 2048
     """Bytes scored of one document."""
     margin: Annotated[float, Field(gt=0)] = 0.02
-    """Bits per byte by which no domain may be worse: its lower bound must be above minus this."""
+    """Bits per byte by which a domain may be worse: the lower bound of its gain must be above minus this."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     """One-sided, of all domains' bounds together."""
 

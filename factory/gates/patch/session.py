@@ -1,13 +1,12 @@
 """One sandboxed trainer, several timed runs: the clock starts when the run's data plan is revealed, and stops at its weights.
 
 The trainer is started once (``python -m trainer --wait …``), warms up on a run that is not timed, and then waits. A run is
-revealed by writing its ``segment.json``, whose fresh random seed decides the data: nothing that the code did before can
-count towards it. The clock stops when the result is there, and the weights are read at that moment: what is computed later
-comes too late. Start-up and compilation are outside the clock on both sides. Only one side is alive at a time, so that
-neither can slow the other.
+revealed by writing its ``segment.json``, whose fresh random seed decides the data, so that nothing can be computed before. The clock
+stops when the result is there, and the weights are read at that moment, so that nothing can be computed after. Start-up and compilation
+are not timed on either side. Only one side runs at a time, so that neither can slow the other.
 
-The folder is the candidate's to write in: it is only ever entered through descriptors of folders that were made before
-the sandbox started, and no link in it is followed.
+The candidate can write in the folder, so it is only entered through descriptors of folders that were made before the sandbox started, and
+no link in it is followed.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Rest:
-    """What a checkpoint holds besides the weights: all that a later run needs to go on."""
+    """What a checkpoint holds besides the weights, and a later run continues from."""
 
     optimizer: Weights
     state: dict[str, Any]
@@ -50,19 +49,19 @@ class Rest:
 class TimedRun:
     seconds: float  # from the reveal of the data plan to the result, by this process's clock
     weights: Weights
-    rest: Rest | None = None  # of the runs that ``timed_session`` was asked it of
-    early: Weights = field(default_factory=dict)  # of the step that it was asked for
-    cpu: CpuSeconds | None = None  # of the sandbox's processes over the same seconds; None: it could not be told
+    rest: Rest | None = None  # of the runs that are compared whole
+    early: Weights = field(default_factory=dict)  # of an earlier step, where it was asked for
+    cpu: CpuSeconds | None = None  # of the sandbox's processes over the same seconds; None: it could not be read
 
 
 @dataclass
-class Session:
-    """What a session left: its runs, and what went wrong (empty: nothing)."""
+class PatchSession:
+    """The runs of one sandboxed trainer. ``failed``: what went wrong; '': nothing."""
 
     runs: list[TimedRun] = field(default_factory=list)
     failed: str = ""
     seconds: float = 0.0  # all of it, start-up included
-    out_of_time: bool = False  # its time limit ended it: what was not done is nobody's failure
+    out_of_time: bool = False  # its time limit ended it, which says nothing about its code
 
 
 def timed_session(
@@ -72,13 +71,13 @@ def timed_session(
     readonly: Sequence[Path],
     origin: Weights,
     wall_seconds: float,
-    whole: Collection[int] = (),
-    early: Mapping[int, int] | None = None,
-) -> Session:
-    """Run ``specs`` one after the other in one sandboxed trainer; the first is the warm-up. Every run must leave a checkpoint that
-    training can go on from; of those whose numbers are ``whole`` all of it is kept, and of those in ``early`` the weights of that step.
+    whole: Collection[int],
+    early: Mapping[int, int],
+) -> PatchSession:
+    """Run ``specs`` one after the other in one sandboxed trainer; the first is the warm-up. Raises: IsolationError.
 
-    Raises: IsolationError.
+    Every run must leave a checkpoint that training can continue from. ``whole``: the numbers of the runs whose checkpoint is returned
+    besides the weights; ``early``: number → an earlier step whose weights are returned too.
     """
     runs = folder / "runs"
     shutil.rmtree(runs, ignore_errors=True)
@@ -86,8 +85,8 @@ def timed_session(
     for name in names:
         (runs / name).mkdir(parents=True)
     descriptors = [os.open(runs / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for name in names]
-    session = Session()
-    revealer = _Revealer(descriptors, specs, origin, session, whole, early or {})
+    session = PatchSession()
+    revealer = _Revealer(descriptors, specs, origin, session, whole, early)
     try:
         revealer.start()
         result = sandbox.run(
@@ -106,20 +105,20 @@ def timed_session(
             os.close(descriptor)
     session.seconds = result.seconds
     if not session.failed and len(session.runs) < len(specs) - 1:
-        session.failed = result.why() if not result.ok else "it ended before its runs were done"
+        session.failed = result.why() if not result.ok else "the trainer ended before its runs were done"
         session.out_of_time = result.timed_out
     return session
 
 
 class _Revealer(threading.Thread):
-    """Hands out the runs, one when the one before is done, and holds the clock."""
+    """Reveals one run after the other, and times them."""
 
     def __init__(
         self,
         folders: Sequence[int],
         specs: Sequence[dict[str, Any]],
         origin: Weights,
-        session: Session,
+        session: PatchSession,
         whole: Collection[int],
         early: Mapping[int, int],
     ) -> None:
@@ -136,8 +135,8 @@ class _Revealer(threading.Thread):
             used, began = sandbox_clock.read(self.inits[0]), time.monotonic()
             try:
                 _reveal(folder, spec)
-            except OSError as error:  # the code at work sits on the name: no run
-                self._fail(f"run {number} could not be handed out: {error.strerror}")
+            except OSError as error:  # the code in the sandbox took the name
+                self._fail(f"run {number} could not be revealed: {error.strerror}")
                 return
             if not self._wait_for(folder, "result.json"):
                 return
@@ -146,7 +145,7 @@ class _Revealer(threading.Thread):
                 continue
             weights, problem = read_weights(folder, spec["last_step"], self.origin)
             rest, before = None, Weights()
-            if not problem:  # of each run, so that none can know that nobody looks
+            if not problem:  # read of each run, so that code cannot know which are compared
                 rest, problem = read_rest(folder, spec["last_step"], self.origin)
             if not problem and number in self.early:
                 before, problem = read_weights(folder, self.early[number], self.origin)
@@ -157,7 +156,7 @@ class _Revealer(threading.Thread):
 
     def _fail(self, why: str) -> None:
         self.session.failed = why
-        self.enough.set()  # the trainer would wait for its next run until its time is up
+        self.enough.set()  # else the trainer would wait for its next run until its time limit
 
     def _wait_for(self, folder: int, name: str) -> bool:
         while not self.over.is_set():
@@ -166,7 +165,7 @@ class _Revealer(threading.Thread):
                 return True
             except OSError:
                 time.sleep(POLL_SECONDS)
-        # The trainer may have ended right after it wrote what we wait for.
+        # The trainer may have ended right after it wrote the file.
         try:
             os.stat(name, dir_fd=folder, follow_symlinks=False)
         except OSError:
@@ -182,7 +181,7 @@ def _reveal(folder: int, spec: dict[str, Any]) -> None:
 
 
 def read_weights(folder: int, step: int, origin: Weights) -> tuple[Weights, str]:
-    """The weights that a run left after ``step``, or what is wrong with them."""
+    """(weights that a run left after ``step``, what is wrong with them); the second is '' when they are usable."""
     expected = sum(tensor.numel() * tensor.element_size() for tensor in origin.values())
     try:
         weights = read_tensors(
@@ -193,14 +192,14 @@ def read_weights(folder: int, step: int, origin: Weights) -> tuple[Weights, str]
     for name, tensor in origin.items():
         found = weights.get(name)
         if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype or len(weights) != len(origin):
-            return {}, f"its weights are not those of this model ({name})"
+            return {}, f"its weights are not this model's ({name})"
         if not bool(found.isfinite().all()):
             return {}, f"its weights are not finite ({name})"
     return weights, ""
 
 
 def read_rest(folder: int, step: int, origin: Weights) -> tuple[Rest | None, str]:
-    """What else a run left after ``step``, each file as its manifest says, or what is wrong with it."""
+    """(what else a run left after ``step``, what is wrong with it); each file must be what its manifest says."""
     parts = ("checkpoints", f"step-{step:08d}")
     size = sum(tensor.numel() * tensor.element_size() for tensor in origin.values())
     limits = {"model.safetensors": 2 * size, "optimizer.safetensors": 4 * size, "state.json": STATE_BYTES}
@@ -210,13 +209,13 @@ def read_rest(folder: int, step: int, origin: Weights) -> tuple[Rest | None, str
         stored = {}
         for name, limit in limits.items():
             stored[name] = read_bytes(folder, (*parts, name), limit + (1 << 20))
-            said = listed.get(name) if isinstance(listed, dict) else None
-            if said != {"bytes": len(stored[name]), "sha256": hashlib.sha256(stored[name]).hexdigest()}:
+            expected = listed.get(name) if isinstance(listed, dict) else None
+            if expected != {"bytes": len(stored[name]), "sha256": hashlib.sha256(stored[name]).hexdigest()}:
                 raise UntrustedFileError(f"{name} is not what manifest.json says")
         optimizer = tensors_of(stored["optimizer.safetensors"], "optimizer.safetensors")
         return Rest(optimizer, _object(stored["state.json"], "state.json")), ""
     except UntrustedFileError as error:
-        return None, f"it left no checkpoint of step {step} that training could go on from: {error}"
+        return None, f"it left no checkpoint of step {step} that training could continue from: {error}"
 
 
 def _object(stored: bytes, name: str) -> dict[str, Any]:
@@ -226,5 +225,5 @@ def _object(stored: bytes, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from error
     if not isinstance(found, dict):
-        raise UntrustedFileError(f"{name} is no object")
+        raise UntrustedFileError(f"{name} is not a JSON object")
     return found

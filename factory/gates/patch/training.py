@@ -1,23 +1,21 @@
-"""Stage of the patch gate: N real training steps, baseline and candidate, in the sandbox (``patch_session``).
+"""Compare N real training steps of baseline and candidate in the sandbox (``session``): the weights they leave, and their time.
 
-Time. A run is timed from outside, from the reveal of its data to its weights, and ``patch_timing`` makes seconds of a step of it. Where new
-code seems to gain in its first session, one run of each side's second is ``long`` times as long. Beside the wall clock the CPU seconds
-of the sandbox's processes are read, at the same moments.
-The sessions go baseline, candidate, baseline, candidate, so that a machine that slows down shows as noise of the baseline, and what one
-process draws (where its memory lies, which code it is given) is not a side's. A gain that would promote is measured again, with the
-candidate first: both must show it. Each side has its own compile cache; both begin with a copy of the
-live code's. A baseline run of twice the steps is the control that is known to be slow. Where it does not look so, or where the
-baseline's own runs differ too much, all is measured anew, on new data, a few times within a budget.
+Time. A run is timed from outside, from the reveal of its data to its weights; ``timing`` makes seconds a step of it. The CPU seconds of the
+sandbox's processes are read at the same moments. The sessions alternate baseline, candidate, baseline, candidate, so that a machine that
+slows down shows as noise of the baseline, and so that what one process happens to get (where its memory lies, how its code was compiled)
+does not decide. Where new code looks faster in its first session, the second session of each side ends with a run that is ``long`` times as
+long. A gain that would promote is measured again with the candidate first; both measurements must show it. A baseline run of twice the
+steps is the control that is known to be slow. Where it does not look slow, or where the baseline's own runs differ too much, everything
+is measured again on new data, a few times within a budget.
 
-Result. Every run trains on data of its own (a fresh random seed), the same for a baseline and a candidate run, so that no
-weights can be prepared or kept from an earlier run. The weights that the candidate leaves are its only testimony: they are
-compared with the baseline's after the same steps on the same data (the next stage scores those that ended furthest apart).
-How far apart they may be is measured too: one more baseline run leaves out as many steps as would be worth the
-least gain that counts, and the candidate must end much nearer than that. No gain can be had by doing less.
+Result. Every run trains on data of its own (a fresh random seed), the same for a baseline and a candidate run, so that no weights can be
+prepared or stored from an earlier run. The weights are the candidate's only testimony: they are compared with the baseline's after the same
+steps on the same data, and the next stage scores those that are furthest apart. How far apart they may be is measured too: another
+baseline run leaves out as many steps as would be worth the least gain that counts, and the candidate must end much nearer than
+that. So no gain comes from doing less.
 
-The next segment goes on from what this code writes, and has more than weights to go on from. So every run must leave a whole
-checkpoint, and of one pair of each two sessions, which of them nobody can know, the rest is compared by the same rule: the optimiser's
-moments, where the data stands, the recipe, and what anomalies are told by.
+The next segment continues from a whole checkpoint, so every run must leave one. Of one pair in each two sessions, drawn at random, the
+optimiser's moments, the position in the data, the recipe and the anomaly detector's state are compared by the same rule.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -35,15 +33,19 @@ from typing import Any
 from factory.core import devices
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.gates.patch.judge import CPU_CLOCKS, judge_measurement, learns_otherwise, not_the_same
+from factory.gates.case import StageEvidence, failed, missing
+from factory.gates.patch.judge import CPU_CLOCKS, judge_measurement, training_difference, training_differs
 from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.patch.policy import TrainingPolicy
-from factory.gates.patch.session import WARM_STEPS, Session, TimedRun, Weights, timed_session
+from factory.gates.patch.session import WARM_STEPS, PatchSession, TimedRun, Weights, timed_session
 from factory.gates.patch.timing import BRIEF_STEPS, RunSeconds, cpu_overhead, long_timing, noise_of, timing, unsteady
 from factory.gates.patience import baseline_stopped, patiently, stopped
 from factory.gates.release.judge import PROMOTE
 from factory.gates.training_start import Start
 from trainer.contract.checkpoint import format as checkpoint_files
+
+BASELINE, CANDIDATE = "baseline", "candidate"
+Pair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
 
 
 @dataclass(frozen=True)
@@ -55,23 +57,6 @@ class Side:
     folder: Path
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One run. ``whole``: its checkpoint is compared whole; ``early``: its weights are wanted after so many steps, too."""
-
-    seed: int
-    steps: int
-    whole: bool = False
-    early: int = 0
-
-    def saves(self, step: int) -> dict[str, int]:
-        """What of a recipe has the early weights saved, in a run from ``step``: its end comes before the next multiple."""
-        return {"checkpoint_every": step + self.early, "keep_checkpoints": 2} if self.early else {}
-
-
-Pair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
-
-
 def compare_training(
     policy: TrainingPolicy,
     start: Start,
@@ -79,59 +64,128 @@ def compare_training(
     candidate: Side,
     workspace: Workspace,
     progress: Progress,
-    new_code: bool = True,
-    tries: int = 1,
-) -> tuple[dict[str, Any], Pair | None]:
-    """The stage's evidence, and the runs that ended furthest apart. Raises: IsolationError.
+    new_code: bool,
+    tries: int,
+) -> tuple[StageEvidence, Pair | None]:
+    """The stage's evidence, and the pair of runs whose weights are furthest apart. Raises: IsolationError.
 
-    ``new_code``: not all that the candidate runs was approved before, so that a gain is looked at in long runs too.
+    ``new_code``: some of the candidate's code was not approved before, so that its gain must show in long runs too.
     ``tries``: on the same target, as the judge counts them.
     """
-    known = devices.compiled(workspace.root)  # what approved code compiled while it trained
+    compiled = devices.compiled(workspace.root)  # by approved code while it trained
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
-    measure = _Measurement(policy, start, baseline, candidate, new_code, known, origin)
+    comparison = _Comparison(policy, start, {BASELINE: baseline, CANDIDATE: candidate}, new_code, compiled, origin)
     for side in (baseline, candidate):
-        copy_cache(known, side.folder / "known" / "cache")
-    found, pair = measure.steady(progress)
+        copy_cache(compiled, side.folder / "known" / "cache")
+    found, pair = comparison.measure_steadily(progress)
     if found["state"] != "passed" or judge_measurement(policy, found, tries).outcome != PROMOTE:
         return found, pair
-    progress.line("  training: a gain; measured again, the candidate first")
-    again, other = replace(measure, repeated_s=found["session_seconds"]).steady(progress)
+    progress.line("  training: a gain; it is measured again, the candidate first")
+    again, other = replace(comparison, repeated_s=found["session_seconds"]).measure_steadily(progress)
     found["again"] = again
     if again["state"] != "passed":
         found |= {"state": again["state"], "reasons": [f"measured again: {reason}" for reason in again["reasons"]]}
     else:
         found["reasons"] = [f"{found['reasons'][0]}, and as many again"]
-    if other is None or again["drift"] > found["drift"]:
-        pair = other
-    return found, pair
+    return found, other if other is None or again["drift"] > found["drift"] else pair
+
+
+# -- the plan of one measurement ----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class PlannedRun:
+    seed: int  # of its data
+    steps: int
+    whole: bool = False  # its whole checkpoint is compared, not its weights alone
+    early: int = 0  # its weights after this many steps are wanted too; 0: they are not
+
+    def saving(self, first_step: int) -> dict[str, int]:
+        """The recipe's keys that have the early weights saved; the run ends before the next multiple."""
+        return {"checkpoint_every": first_step + self.early, "keep_checkpoints": 2} if self.early else {}
 
 
 @dataclass(frozen=True)
-class _Measurement:
-    """Everything that is the same in each of the stage's measurements."""
+class PlannedSession:
+    """One process of one side: a control run, then timed runs on the same data as the other side's."""
+
+    side: str
+    control: PlannedRun
+    timed: Sequence[PlannedRun]
+
+
+@dataclass(frozen=True)
+class Plan:
+    sessions: Sequence[PlannedSession]  # two of each side, in the order in which they run
+    whole: tuple[int, int]  # the timed runs whose checkpoints are compared whole, one of each half
+    long: PlannedRun  # at the end of the second half's sessions, where new code looks faster
+
+    @classmethod
+    def draw(cls, policy: TrainingPolicy, candidate_first: bool) -> Plan:
+        """The baseline's controls leave out steps and make twice the steps; the candidate's are brief, and show its own overhead."""
+        half = policy.pairs // 2
+        whole = (secrets.randbelow(half), half + secrets.randbelow(policy.pairs - half))
+        timed = [PlannedRun(_seed(), policy.steps, whole=number in whole) for number in range(policy.pairs)]
+        fewer = replace(timed[whole[0]], steps=policy.steps - policy.left_out)
+        long_steps = policy.long * policy.steps
+        long = PlannedRun(_seed(), long_steps, early=long_steps - policy.worth(long_steps))
+        sessions: list[PlannedSession] = []
+        for control, runs in ((fewer, timed[:half]), (PlannedRun(_seed(), 2 * policy.steps), timed[half:])):
+            pair = [
+                PlannedSession(BASELINE, control, runs),
+                PlannedSession(CANDIDATE, PlannedRun(_seed(), BRIEF_STEPS), runs),
+            ]
+            sessions += reversed(pair) if candidate_first else pair  # a machine that becomes quieter helps who is last
+        return cls(sessions, whole, long)
+
+
+@dataclass
+class SideRuns:
+    """What the sessions of one side left so far."""
+
+    controls: list[TimedRun] = field(default_factory=list)  # one a session
+    timed: list[TimedRun] = field(default_factory=list)
+    long: TimedRun | None = None
+    overheads: list[float] = field(
+        default_factory=list
+    )  # seconds of a timed run besides its steps; the baseline's only
+    session_s: list[float] = field(default_factory=list)
+
+    def total(self, runs: int) -> float:
+        """Seconds of the first ``runs`` timed runs."""
+        return sum(run.seconds for run in self.timed[:runs])
+
+
+class _EndedEarly(Exception):
+    """A session left no runs to compare, or runs that differ: ``evidence`` says why."""
+
+    def __init__(self, evidence: StageEvidence) -> None:
+        super().__init__(evidence["reasons"][0])
+        self.evidence = evidence
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What is the same in all of the stage's measurements."""
 
     policy: TrainingPolicy
     start: Start
-    baseline: Side
-    candidate: Side
+    sides: dict[str, Side]
     new_code: bool
-    known: Path
+    compiled: Path  # by approved code
     origin: Weights
     repeated_s: float = (
         0.0  # of the baseline's first session in the measurement that this one repeats; 0: it repeats none
     )
 
-    def steady(self, progress: Progress) -> tuple[dict[str, Any], Pair | None]:
-        """``once``, and anew on new data while the baseline's own runs are no measure: ``tries`` times within the budget."""
+    def measure_steadily(self, progress: Progress) -> tuple[StageEvidence, Pair | None]:
+        """``measure``, again on new data while the baseline's own runs differ too much: ``tries`` times within the budget."""
         policy = self.policy
         discarded: list[dict[str, Any]] = []
         began, longest = time.monotonic(), 0.0
         while True:
             round_began = time.monotonic()
-            found, pair = self.once(progress)
-            judged = pair is None or learns_otherwise(policy, found)  # whatever its clock says
-            doubt = "" if judged else unsteady(policy, found, 1 + len(discarded))
+            found, pair = self.measure(progress)
+            decided = pair is None or training_differs(policy, found)  # whatever its clock says
+            doubt = "" if decided else unsteady(policy, found, 1 + len(discarded))
             if discarded:
                 found["discarded"] = discarded
             now = time.monotonic()
@@ -140,184 +194,162 @@ class _Measurement:
                 if doubt and found["state"] == "missing":
                     found["reasons"] = [f"{doubt}; measured {len(discarded) + 1} of at most {policy.tries} times"]
                 return found, pair
-            progress.line(f"  training: {doubt}; measured anew")
+            progress.line(f"  training: {doubt}; measured again")
             noise = noise_of(found) if "baseline_seconds" in found else None
-            kept = {key: found[key] for key in ("total_seconds", "overhead_seconds")}
-            discarded.append({"doubt": doubt, "noise": noise} | kept)
+            seconds = {key: found[key] for key in ("total_seconds", "overhead_seconds")}
+            discarded.append({"doubt": doubt, "noise": noise} | seconds)
 
-    def once(self, progress: Progress) -> tuple[dict[str, Any], Pair | None]:
-        """Four sessions on data of their own: their evidence, and the pair that ended furthest apart; no pair where they broke off."""
-        policy, start = self.policy, self.start
-        half = policy.pairs // 2
-        watched = (
-            secrets.randbelow(half),
-            half + secrets.randbelow(policy.pairs - half),
-        )  # the pairs that are compared whole
-        timed = [Asked(_seed(), policy.steps, whole=place in watched) for place in range(policy.pairs)]
-        left_out = replace(timed[watched[0]], steps=policy.steps - policy.left_out)
-        longest = policy.long * policy.steps
-        long = Asked(_seed(), longest, early=longest - policy.worth(longest))
-        plan: list[tuple[str, Asked, list[Asked]]] = [
-            ("baseline", left_out, timed[:half]),
-            ("candidate", Asked(_seed(), BRIEF_STEPS), timed[:half]),
-            ("baseline", Asked(_seed(), 2 * policy.steps), timed[half:]),
-            ("candidate", Asked(_seed(), BRIEF_STEPS), timed[half:]),
-        ]
-        if self.repeated_s:  # a machine that becomes quieter helps who is last
-            plan = [plan[place] for place in (1, 0, 3, 2)]
-        found: dict[str, list[TimedRun]] = {"baseline": [], "candidate": []}
-        firsts: dict[str, list[TimedRun]] = {"baseline": [], "candidate": []}
-        longs: dict[str, TimedRun] = {}
-        overheads: list[float] = []
-        before = self.repeated_s  # seconds of the last baseline session
-        first_s = 0.0  # of the first, which is the most like a candidate's
-        with progress.task("training steps, baseline and candidate", 2 * policy.pairs) as task:
-            for number, (name, extra, runs) in enumerate(plan):
-                seems = (
-                    self.new_code
-                    and number >= 2
-                    and not self.repeated_s
-                    and _total(found["baseline"][:half]) > _total(found["candidate"][:half])
-                )
-                asked = [extra, *runs, *([long] if seems else [])]
-                session, folder, broken = self._session(name, asked, before)
-                if broken is not None:
-                    return broken, None
-                firsts[name].append(session.runs[0])
-                done = session.runs[1 : 1 + len(runs)]
-                found[name] += done
-                if seems:
-                    longs[name] = session.runs[-1]
-                if name == "baseline":
-                    before = session.seconds
-                    first_s = first_s or before
-                    spans = [_recorded_span(folder / "runs" / f"{1 + n:02d}") for n in range(1, len(done) + 1)]
-                    overheads += [run.seconds - span for run, span in zip(done, spans, strict=True)]
-                shutil.rmtree(folder / "runs", ignore_errors=True)
-                task.advance(len(done), f"{name}: {min(run.seconds for run in done):.1f} s a run")
-                if number == 1:  # a pair of sessions is enough to see that
-                    learnt, _ = _learnt_the_same(policy, firsts["baseline"][0], found, watched[0], self.origin)
-                    if learns_otherwise(policy, learnt):
-                        reason = not_the_same(policy, learnt["drift"], learnt["control_drift"])
-                        return {"state": "failed", "reasons": [reason], **learnt}, None
-        fewer, twice = firsts["baseline"]
-        evidence, drifts = _learnt_the_same(policy, fewer, found, watched[0], self.origin)
-        pairs = list(zip(found["candidate"], found["baseline"], strict=True))
-        away = squares(fewer.rest, found["baseline"][watched[0]].rest)
-        for ours, theirs in (pairs[place] for place in watched):
+    def measure(self, progress: Progress) -> tuple[StageEvidence, Pair | None]:
+        """Four sessions on data of their own: the evidence, and the pair that is furthest apart; no pair where they ended early."""
+        plan = Plan.draw(self.policy, candidate_first=bool(self.repeated_s))
+        runs = {BASELINE: SideRuns(), CANDIDATE: SideRuns()}
+        try:
+            self._run(plan, runs, progress)
+            return self._evidence(plan, runs)
+        except _EndedEarly as ended:
+            return ended.evidence, None
+
+    def _run(self, plan: Plan, runs: dict[str, SideRuns], progress: Progress) -> None:
+        """Raises: _EndedEarly."""
+        half = self.policy.pairs // 2
+        with progress.task("training steps, baseline and candidate", 2 * self.policy.pairs) as task:
+            for number, planned in enumerate(plan.sessions):
+                faster = number >= 2 and runs[BASELINE].total(half) > runs[CANDIDATE].total(half)
+                long = [plan.long] if self.new_code and faster and not self.repeated_s else []
+                before_s = (runs[BASELINE].session_s or [self.repeated_s])[-1]
+                done = self._run_session(planned, long, runs[planned.side], before_s)
+                task.advance(len(done), f"{planned.side}: {min(run.seconds for run in done):.1f} s a run")
+                if number == 1:  # a pair of sessions is enough to see a difference
+                    found, _ = self._weights(plan, runs)
+                    if training_differs(self.policy, found):
+                        reason = training_difference(self.policy, found["drift"], found["control_drift"])
+                        raise _EndedEarly(failed(reason, **found))
+
+    def _run_session(
+        self, planned: PlannedSession, long: Sequence[PlannedRun], left: SideRuns, before_s: float
+    ) -> Sequence[TimedRun]:
+        """Run one session and add to what its side left; returns the timed runs. ``before_s``: of the baseline's session before it.
+
+        Raises: _EndedEarly.
+        """
+        session, folder = self._session(planned.side, [planned.control, *planned.timed, *long], before_s)
+        done = session.runs[1 : 1 + len(planned.timed)]
+        left.controls.append(session.runs[0])
+        left.timed += done
+        left.long = session.runs[-1] if long else left.long
+        left.session_s.append(session.seconds)
+        if planned.side == BASELINE:
+            for number, run in enumerate(done, 2):  # after the warm-up and the control
+                left.overheads.append(run.seconds - _recorded_span(folder / "runs" / f"{number:02d}"))
+        shutil.rmtree(folder / "runs", ignore_errors=True)
+        return done
+
+    def _session(self, name: str, runs: Sequence[PlannedRun], before_s: float) -> tuple[PatchSession, Path]:
+        """A session of one side, and its folder; a stopped candidate's is tried again, with a longer limit. Raises: _EndedEarly."""
+        policy, side = self.policy, self.sides[name]
+        if name == BASELINE:
+            usual = (policy.pairs - policy.pairs // 2 + 2) * policy.steps  # steps that wall_seconds are for
+            limits: tuple[float, ...] = (policy.wall_seconds * max(1.0, sum(run.steps for run in runs) / usual),)
+        else:
+            limits = policy.patience.limits(before_s)
+
+        def attempt(number: int, limit: float) -> tuple[PatchSession, Path]:
+            if number:  # the first attempt saw this data: nothing that it wrote may be there now
+                for written in side.folder.glob("*/cache"):
+                    shutil.rmtree(written.parent, ignore_errors=True)
+                copy_cache(self.compiled, side.folder / secrets.token_hex(4) / "cache")
+            return _run_trainer(self.start, side, min(policy.steps, WARM_STEPS), runs, self.origin, limit)
+
+        session, folder = patiently(limits, attempt, lambda ended: ended[0].out_of_time)
+        if session.out_of_time and name == BASELINE:
+            raise _EndedEarly(missing(baseline_stopped("a training session", limits[0], "training.wall_seconds")))
+        if session.out_of_time:
+            who = "the candidate's training session"
+            raise _EndedEarly(missing(stopped(who, limits, before_s, "training.patience")))
+        if session.failed:
+            says = failed if name == CANDIDATE else missing  # the baseline's failure says nothing about the candidate
+            raise _EndedEarly(says(f"the {name}'s training run failed: {session.failed}"))
+        return session, folder
+
+    def _evidence(self, plan: Plan, runs: dict[str, SideRuns]) -> tuple[StageEvidence, Pair]:
+        """From all four sessions. Raises: _EndedEarly, when a checkpoint is not one that training could continue from."""
+        policy, baseline, candidate = self.policy, runs[BASELINE], runs[CANDIDATE]
+        evidence, drifts = self._weights(plan, runs)
+        pairs = list(zip(candidate.timed, baseline.timed, strict=True))
+        away = squares(baseline.controls[0].rest, baseline.timed[plan.whole[0]].rest)
+        for number in plan.whole:
+            ours, theirs = pairs[number]
             if wrong := differs(ours.rest, theirs.rest, away, policy.max_drift):
-                broken = _broken("candidate", f"the next would not go on from it as from the baseline's: {wrong}")
-                return broken | evidence, None
-        evidence |= _timed(policy, found, firsts["candidate"], twice, sum(overheads) / len(overheads))
+                reason = f"the candidate's checkpoint would not continue training as the baseline's would: {wrong}"
+                raise _EndedEarly(failed(reason, **evidence))
+        evidence |= _times(policy, baseline, candidate)
         evidence |= {
             "steps": policy.steps,
             "new_code": self.new_code,
             "device": devices.kind(),
-            "session_seconds": first_s,
+            "session_seconds": baseline.session_s[0],
         }
         furthest = pairs[drifts.index(max(drifts))]
         if doubt := evidence.get("doubt"):
-            return evidence | {"state": "missing", "reasons": [doubt]}, furthest
-        if longs:
-            evidence["long"] = _long(
-                longs["baseline"], longs["candidate"], longest, evidence["overhead_seconds"], self.origin
-            )
-        reason = f"{policy.pairs} runs of {policy.steps} steps a side, from step {start.step}"
-        return evidence | {"state": "passed", "reasons": [reason]}, furthest
+            return missing(doubt, **evidence), furthest
+        if baseline.long and candidate.long:
+            overhead = evidence["overhead_seconds"]
+            evidence["long"] = long_timing(baseline.long.seconds, candidate.long.seconds, plan.long.steps, overhead) | {
+                "drift": drift(candidate.long.weights, baseline.long.weights, self.origin),
+                "control_drift": drift(baseline.long.early, baseline.long.weights, self.origin, of_one=False),
+            }
+        reason = f"{policy.pairs} runs of {policy.steps} steps a side, from step {self.start.step}"
+        return {"state": "passed", "reasons": [reason], **evidence}, furthest
 
-    def _session(self, name: str, asked: Sequence[Asked], before: float) -> tuple[Session, Path, dict[str, Any] | None]:
-        """A session, its folder, and the evidence where it broke. A candidate's gets time by the ``before`` seconds of the baseline's."""
-        policy, start, side = self.policy, self.start, self.baseline if name == "baseline" else self.candidate
-        if name == "baseline":
-            usual = (policy.pairs - policy.pairs // 2 + 2) * policy.steps  # steps that wall_seconds are for
-            limits: tuple[float, ...] = (policy.wall_seconds * max(1.0, sum(run.steps for run in asked) / usual),)
-        else:
-            limits = policy.patience.limits(before)
-
-        def attempt(number: int, limit: float) -> tuple[Session, Path]:
-            if number:  # it has seen this data: nothing that it wrote then may be there now
-                for written in side.folder.glob("*/cache"):
-                    shutil.rmtree(written.parent, ignore_errors=True)
-                copy_cache(self.known, side.folder / secrets.token_hex(4) / "cache")
-            return _session(start, side, min(policy.steps, WARM_STEPS), asked, self.origin, limit)
-
-        session, folder = patiently(limits, attempt, lambda ended: ended[0].out_of_time)
-        if not session.failed:
-            return session, folder, None
-        broken = _broken(name, session.failed)
-        if session.out_of_time:
-            why = stopped("the candidate's training session", limits, before, "training.patience")
-            if name == "baseline":
-                why = baseline_stopped("a training session", limits[0], "training.wall_seconds")
-            broken = {"state": "missing", "reasons": [why]}
-        return session, folder, broken
+    def _weights(self, plan: Plan, runs: dict[str, SideRuns]) -> tuple[dict[str, Any], list[float]]:
+        """How far apart the weights are, as evidence, and each pair's distance."""
+        baseline, candidate = runs[BASELINE], runs[CANDIDATE]
+        fewer, all_steps = (
+            baseline.controls[0],
+            baseline.timed[plan.whole[0]],
+        )  # the same data, but for the steps left out
+        control = drift(fewer.weights, all_steps.weights, self.origin, of_one=False)
+        pairs = zip(candidate.timed, baseline.timed, strict=True)
+        drifts = [drift(ours.weights, theirs.weights, self.origin) for ours, theirs in pairs]
+        totals = {name: [run.seconds for run in side.timed] for name, side in runs.items()}
+        left_out = self.policy.left_out
+        evidence = {
+            "total_seconds": totals, "drift": max(drifts), "control_drift": control, "left_out": left_out
+        }  # fmt: skip
+        return evidence, drifts
 
 
-def _learnt_the_same(
-    policy: TrainingPolicy, fewer: TimedRun, found: Mapping[str, Sequence[TimedRun]], watched: int, origin: Weights
-) -> tuple[dict[str, Any], list[float]]:
-    """The evidence of weights, and how far each pair's are apart; ``fewer``: pair ``watched``'s baseline, but for the steps left out."""
-    control = drift(fewer.weights, found["baseline"][watched].weights, origin, of_one=False)
-    pairs = zip(found["candidate"], found["baseline"], strict=True)
-    drifts = [drift(ours.weights, theirs.weights, origin) for ours, theirs in pairs]
-    totals = {name: [run.seconds for run in runs] for name, runs in found.items()}
-    evidence = {"total_seconds": totals, "drift": max(drifts), "control_drift": control, "left_out": policy.left_out}
-    return evidence, drifts
-
-
-def _timed(
-    policy: TrainingPolicy,
-    found: Mapping[str, Sequence[TimedRun]],
-    briefs: Sequence[TimedRun],
-    twice: TimedRun,
-    overhead: float,
-) -> dict[str, Any]:
-    """The evidence of the wall clock, and in it ``cpu``: that of the whole tree's and the busiest thread's CPU seconds."""
+def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> dict[str, Any]:
+    """The evidence of the wall clock, and as ``cpu`` that of the CPU seconds of the whole tree and of the busiest thread."""
+    twice = baseline.controls[1]
 
     def by(clock: Callable[[TimedRun], float], overhead: float | None = None) -> dict[str, Any]:
-        base, ours, first = ([clock(run) for run in runs] for runs in (found["baseline"], found["candidate"], briefs))
-        slow = clock(twice)
+        base, ours, brief = ([clock(r) for r in runs] for runs in (baseline.timed, candidate.timed, candidate.controls))
         if overhead is None:
-            overhead = cpu_overhead(policy, base, slow)
-        return timing(policy, RunSeconds(base, ours, first, slow, overhead))
+            overhead = cpu_overhead(policy, base, clock(twice))
+        return timing(policy, RunSeconds(base, ours, brief, clock(twice), overhead))
 
-    evidence = by(lambda run: run.seconds, overhead)
-    if all(run.cpu is not None for run in (*found["baseline"], *found["candidate"], *briefs, twice)):
+    evidence = by(lambda run: run.seconds, sum(baseline.overheads) / len(baseline.overheads))
+    if all(run.cpu is not None for run in (*baseline.timed, *candidate.timed, *candidate.controls, twice)):
         evidence["cpu"] = {clock: by(attrgetter(f"cpu.{clock}")) for clock in CPU_CLOCKS}
     return evidence
 
 
-def _long(theirs: TimedRun, ours: TimedRun, steps: int, overhead: float, origin: Weights) -> dict[str, Any]:
-    """What one run of each side over the same data shows, ``policy.long`` times as long as the others."""
-    return long_timing(theirs.seconds, ours.seconds, steps, overhead) | {
-        "drift": drift(ours.weights, theirs.weights, origin),
-        "control_drift": drift(theirs.early, theirs.weights, origin, of_one=False),
-    }
+def _run_trainer(
+    start: Start, side: Side, warm_steps: int, runs: Sequence[PlannedRun], origin: Weights, wall_seconds: float
+) -> tuple[PatchSession, Path]:
+    """A warm-up and the runs in one process, and the new folder that they are in.
 
-
-def _seed() -> int:
-    return secrets.randbelow(1 << 31)
-
-
-def _total(runs: Sequence[TimedRun]) -> float:
-    return sum(run.seconds for run in runs)
-
-
-def _session(
-    start: Start, side: Side, warm_steps: int, runs: Sequence[Asked], origin: Weights, wall_seconds: float
-) -> tuple[Session, Path]:
-    """A warm-up, and the runs, in one process; and the folder of its own that they are in.
-
-    What the side compiled before moves along. A folder that a candidate wrote in is not written in again, and its name tells nothing.
+    What the side compiled before moves along. No folder that a candidate wrote in is used again, and the folder's name is random.
     """
     folder = side.folder / secrets.token_hex(4)
     folder.mkdir(parents=True)
-    kernels = folder / "kernels.yaml"  # beside the runs: a side can change its own alone
+    kernels = folder / "kernels.yaml"  # with the runs, so that a side can change its own only
     kernels.write_text(start.kernels_of(side.code))
     specs = [
         {
             "kind": "trunk",
-            "recipe": alone(side.recipe) | run.saves(start.step),
+            "recipe": for_one_rank(side.recipe) | run.saving(start.step),
             "data_plan": start.plan | {"seed": run.seed},
             "first_step": start.step,
             "last_step": start.step + run.steps,
@@ -326,7 +358,7 @@ def _session(
             "code_commit": "",
             "kernels": str(kernels),
         }
-        for run in (Asked(_seed(), warm_steps), *runs)
+        for run in (PlannedRun(_seed(), warm_steps), *runs)
     ]
     shards = [Path(shard["path"]) for shard in start.plan["token_shards"]]
     for compiled in side.folder.glob("*/cache"):  # one, or none
@@ -344,24 +376,20 @@ def _session(
     return session, folder
 
 
-def alone(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe for the one rank of the sandbox: nothing is split, and what is recomputed still is."""
+def _seed() -> int:
+    return secrets.randbelow(1 << 31)
+
+
+def for_one_rank(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe for the sandbox's one rank: nothing is split over ranks; recomputation stays."""
     parallel = recipe.get("parallel") or {}
     return recipe | {"parallel": parallel | {"tensor": 1, "replicas": 1}}
 
 
-def copy_cache(known: Path, cache: Path) -> None:
-    """A side's own copy of what approved code compiled: what a candidate writes there is never read by anybody else."""
-    if known.is_dir():
-        shutil.copytree(known, cache / "inductor", symlinks=True)
-
-
-def _broken(name: str, why: str) -> dict[str, Any]:
-    # What breaks the baseline says nothing about the candidate.
-    return {
-        "state": "failed" if name == "candidate" else "missing",
-        "reasons": [f"the {name}'s training run failed: {why}"],
-    }
+def copy_cache(compiled: Path, cache: Path) -> None:
+    """Give a side its own copy of what approved code compiled: nobody else ever reads what a candidate writes there."""
+    if compiled.is_dir():
+        shutil.copytree(compiled, cache / "inductor", symlinks=True)
 
 
 def _recorded_span(folder: Path) -> float:

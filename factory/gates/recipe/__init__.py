@@ -1,1 +1,1 @@
-"""The gate of proposals that change what is learnt: short runs beside the baseline's, and a verdict."""
+"""The gate of patches that change what is learnt: paired runs of both recipes, judged by bits per byte. ``gate`` has its stages."""

@@ -1,7 +1,7 @@
 """``judge_recipe(policy, evidence) -> Verdict``: the decision on a change of what is learnt, as a pure function.
 
-Evidence: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. The runs' stage holds, a seed each, the bits
-per byte of every held-out domain for both sides (after the tail), tokens a second and peak memory.
+Evidence: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. The runs stage has, for each seed, the bits per byte of every
+held-out domain for both sides (after the tail), tokens a second and peak memory.
 
 The target is the mean over domains of the paired gain (baseline − candidate: positive is better). It must
 
@@ -26,7 +26,7 @@ from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
 
 STAGES = ("scope", "static", "runs")
 UNIT = "bits per byte"
-MOST = 1e18  # no score, rate or size of memory is larger: what is would only make sums of infinities
+MOST = 1e18  # no score, rate or size of memory is larger; larger ones would add up to infinity
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
             return Verdict(HOLD, tuple(said or [f"there is no evidence from the {name} stage"]))
     tries = evidence.get("tries")
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
-        return Verdict(HOLD, ("how often this target was tried before is not known",))
+        return Verdict(HOLD, ("the evidence does not say how often this target was tried",))
     result = compare(policy.runs, stages["runs"], tries)
     if result is None:
-        return Verdict(HOLD, ("the weights after the runs were not scored, or not over enough seeds",))
+        return Verdict(HOLD, ("the weights after the runs were not scored, or not for enough seeds",))
     if result.noise <= 0:
-        return Verdict(HOLD, ("other seeds gave the same score to the last bit: the noise was not measured",))
+        return Verdict(HOLD, ("all seeds gave exactly the same score, so the noise was not measured",))
     return _decide(policy.runs, result, same_cost=stages["runs"].get("same_cost") is True)
 
 
 def _decide(policy: RunsPolicy, result: Comparison, same_cost: bool) -> Verdict:
     target, needed = result.target, max(policy.min_gain, result.noise)
-    floor = f"another seed alone moves a mean of {policy.seeds} runs by {result.noise:.4f}"
+    floor = f"other seeds change a mean of {policy.seeds} runs by {result.noise:.4f}"
     shown = f"{target.mean:+.4f} {UNIT} on held-out documents (at least {target.lower:+.4f}; {floor})"
     if target.mean < -needed:
         return Verdict(REJECT, (f"the candidate learns worse: {shown}",))
@@ -86,7 +86,7 @@ def _decide(policy: RunsPolicy, result: Comparison, same_cost: bool) -> Verdict:
             REJECT, (f"worse on {', '.join(hurt)} {UNIT} (at most {-policy.domain_margin:+g} is allowed)", shown)
         )
     if target.mean <= needed:
-        return Verdict(REJECT, (f"no gain beyond the noise floor ({needed:.4f} {UNIT} is needed)", shown))
+        return Verdict(REJECT, (f"no gain beyond the noise floor: more than {needed:.4f} {UNIT} is needed", shown))
     if costs := "" if same_cost else _costs(policy, result):
         sure = result.memory > policy.max_memory or result.slower.lower > policy.max_slower
         return Verdict(REJECT if sure else HOLD, (costs, shown))
@@ -94,7 +94,7 @@ def _decide(policy: RunsPolicy, result: Comparison, same_cost: bool) -> Verdict:
         return Verdict(HOLD, ("a gain is likely but not shown: its lower bound is not above 0", shown))
     unsure = [name for name, found in result.domains.items() if found.lower <= -policy.domain_margin]
     if unsure:
-        words = f"not shown to be no worse on {', '.join(unsure)}: more seeds or documents would tell"
+        words = f"may be worse on {', '.join(unsure)}: raise runs.seeds or runs.held_out_documents in policies/gates/recipe.yaml"
         return Verdict(HOLD, (words, shown))
     facts = [f"by domain: {', '.join(f'{name} {found.mean:+.4f}' for name, found in result.domains.items())}"]
     if not same_cost:
@@ -103,11 +103,11 @@ def _decide(policy: RunsPolicy, result: Comparison, same_cost: bool) -> Verdict:
 
 
 def _costs(policy: RunsPolicy, result: Comparison) -> str:
-    """What it costs too much of; empty: nothing."""
+    """What it takes too much of; '': nothing."""
     if result.memory > policy.max_memory:
-        return f"takes {result.memory:.2f}× the memory (at most {policy.max_memory:g}× is allowed)"
+        return f"takes {result.memory:.2f}× the memory, at most {policy.max_memory:g}× is allowed"
     if result.slower.mean > policy.max_slower:
-        return f"tokens take {result.slower.mean:.2f}× the time (at most {policy.max_slower:g}× is allowed)"
+        return f"takes {result.slower.mean:.2f}× the time a token, at most {policy.max_slower:g}× is allowed"
     return ""
 
 

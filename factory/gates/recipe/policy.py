@@ -14,20 +14,19 @@ BitsPerByte = Annotated[float, Field(ge=0)]
 
 
 class RunsPolicy(Strict):
-    """Paired runs from the trunk's last checkpoint: the recipe as it is and as proposed, on the same data, tail included."""
+    """Paired runs from the trunk's last checkpoint: the recipe as it is and as proposed, on the same data, with an anneal tail."""
 
     seeds: Annotated[int, Field(ge=3)] = 4
-    """Pairs of runs; both runs of a pair draw their data by one fresh random seed."""
+    """Pairs of runs; each pair draws its data by a random seed of its own."""
     steps: Count = 64
-    """Of the trunk in each baseline run. A candidate of another batch gets as many tokens, not as many steps."""
+    """Of the trunk in each baseline run. A candidate with another batch gets as many tokens, not as many steps."""
     tail_steps: Count = 64
-    """Of the anneal to rate zero that ends every run; weights are compared after it and never before. Short ones favour a
-    lower rate (docs/LOG.md has numbers)."""
+    """Of the anneal to rate zero that ends every run; weights are compared after it. Short ones favour a lower rate (docs/LOG.md has
+    numbers)."""
     calmer_longer: Count = 2
-    """How many times as long both parts are where the candidate's rate is lower or its batch larger: what a short run favours."""
+    """How many times as long both parts are where the candidate's rate is lower or its batch larger, which short runs favour."""
     wall_seconds: Seconds = 21600.0
-    """Time limit of all runs together. All of their code is approved, and their steps are counted: it is far off, and only a
-    machine that stands still meets it."""
+    """Time limit of all runs together. Their code is approved and their steps are counted, so only a stalled machine meets it."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     """One-sided, of each bound; the target's is divided among the tries on it."""
     min_gain: BitsPerByte = 0.002
@@ -48,7 +47,7 @@ class RunsPolicy(Strict):
 
 class RecipePolicy(Strict):
     changes: list[str] = Field(min_length=1)
-    """Keys that a patch may change; a mapping's key stands for all that it holds."""
+    """Keys that a patch may change; a mapping's key means all that it holds."""
     runs: RunsPolicy = RunsPolicy()
 
     @classmethod

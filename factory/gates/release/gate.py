@@ -1,7 +1,6 @@
 """The release gate: gather the evidence on a candidate, judge it, record the verdict.
 
-The champion is measured on the same suite as the candidate, now, when it has not been; a verdict on the same subject, policy and evidence
-is recorded once.
+The champion is measured on the candidate's suite if it was not yet. A verdict on the same subject, policy and evidence is recorded once.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 import sqlalchemy as sa
 
 from factory.core.policy_file import policy_sha256
-from factory.core.progress import SILENT, Progress
+from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite, evaluate_on, items_of
 from factory.evals.statistics import Bounds, compare
@@ -29,8 +28,8 @@ from kernels.contract.files import finite
 GATE = "release"
 
 
-def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress | None = None) -> int:
-    """Judge a candidate on the held-out items as they are now; returns the verdict's id. Idempotent.
+def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress) -> int:
+    """Judge a candidate on the current held-out items; returns the verdict's id. Idempotent.
 
     A candidate that has been released keeps the verdict that released it. Raises: InputError for an unknown candidate; ConfigError.
     """
@@ -39,11 +38,12 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     if released:
         return released.verdict
     suite = current_suite(workspace, ledger)
-    shown = cast(Progress, progress or SILENT)
-    ours = evaluate_on(workspace, ledger, candidate_id, suite, shown)
+    ours = evaluate_on(workspace, ledger, candidate_id, suite, progress)
     best = champion(ledger)
     champion_id = best.candidate if best else None
-    theirs = None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, shown, released=True)
+    theirs = (
+        None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, progress, released=True)
+    )
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
     return _record(ledger, policy, candidate_id, champion_id, suite, evidence, {"candidate": ours, "champion": theirs})
 

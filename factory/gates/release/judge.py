@@ -1,7 +1,7 @@
 """``judge(policy, evidence) -> Verdict``: the release decision as a pure function.
 
-A sure reason against wins over everything (reject); else anything missing, not finite or not shown holds; only what is shown in full
-promotes. So taking evidence away never turns a hold or a reject into a promote, and neither does any worse measurement.
+A certain reason against rejects; else anything that is missing, not finite or not shown holds; only complete evidence promotes. So removing
+evidence never turns a hold or a reject into a promote, and neither does a worse measurement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Numbers = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Gain:
-    """How much better than the champion one measure is; bounds are one-sided, by the number of hypotheses they are shared among."""
+    """How much better than the champion one measure is; ``lower``, ``upper``: one-sided bounds by the number of hypotheses that share alpha."""
 
     gain: float | None
     low95: float | None
@@ -34,7 +34,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the judge may know. Whatever is None or absent was not measured."""
+    """Everything that the judge knows. What is None or absent was not measured."""
 
     against: str | None = None  # 'candidate:1', or FIRST_RELEASE
     domains: tuple[str, ...] = ()  # of the suite
@@ -69,7 +69,7 @@ def judge(policy: ReleasePolicy, evidence: Evidence) -> Verdict:
     against, missing, facts = _checks(evidence)
     missing += _basics(policy, evidence)
     if evidence.against is None:
-        missing.append("It is not known whom to compare with.")
+        missing.append("The evidence does not say which champion to compare with.")
     elif evidence.against == FIRST_RELEASE:
         _first_release(policy, evidence, against, missing, facts)
     else:
@@ -87,7 +87,7 @@ def _checks(evidence: Evidence) -> tuple[list[str], list[str], list[str]]:
     absent = sorted(set(CHECKS) - set(evidence.checks))
     unknown = sorted(set(evidence.checks) - set(CHECKS))
     missing = [f"{len(absent)} of {len(CHECKS)} checks were not made: {', '.join(absent)}."] if absent else []
-    missing += [f"Check {name} is not one the judge knows." for name in unknown]
+    missing += [f"Check {name} is unknown to the judge." for name in unknown]
     missing += [f"Check {name} could not be made: {detail}." for name, (ok, detail) in checks if ok is None]
     return (
         failed,
@@ -107,7 +107,7 @@ def _basics(policy: ReleasePolicy, evidence: Evidence) -> list[str]:
         count = _number(evidence.documents.get(domain))
         if count is None or count < policy.documents_min:
             missing.append(
-                f"{domain}: {0 if count is None else count:.0f} held-out documents, {policy.documents_min} are needed."
+                f"{domain}: {0 if count is None else count:.0f} held-out documents, at least {policy.documents_min} are needed."
             )
         if _number(evidence.bits_per_byte.get(domain)) is None:
             missing.append(f"{domain}: bits per byte were not measured.")
@@ -120,7 +120,7 @@ def _first_release(
     policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]
 ) -> None:
     floors = policy.first_release
-    facts.insert(0, "No champion yet: a first release is judged by absolute floors.")
+    facts.insert(0, "There is no champion yet: a first release is judged by absolute floors.")
     for domain in evidence.domains:
         ours, trigram = _number(evidence.bits_per_byte.get(domain)), _number(evidence.trigram_bits_per_byte.get(domain))
         if trigram is None:
@@ -136,7 +136,7 @@ def _first_release(
             facts.append(f"{words}.")
         else:
             needed = f" by more than {floors.below_trigram_by:.3f}" if floors.below_trigram_by else ""
-            against.append(f"{words}: it must lie below{needed}.")
+            against.append(f"{words}: it must be below{needed}.")
 
 
 def _comparison(
@@ -146,7 +146,7 @@ def _comparison(
     champion = evidence.against.replace(":", " ")
     for domain, weight in sorted(policy.target.weights.items()):
         if weight > 0 and domain not in evidence.domains:
-            missing.append(f"{domain}: a target of the policy, but nothing of it is held out.")
+            missing.append(f"{domain}: a target of the policy without held-out documents.")
     target = evidence.target
     words = _sentence("target, bits per byte weighted over domains", target, None, None)
     lower, upper = _bound(target, "lower", 1), _bound(target, "upper", 1)
@@ -167,7 +167,7 @@ def _guards(
     expected = [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
     count = len(expected)
     missing += [
-        f"{name}: a guard without a measure in the suite." for name in sorted(set(evidence.guards) - set(expected))
+        f"{name}: a guard that the suite does not measure." for name in sorted(set(evidence.guards) - set(expected))
     ]
     floor: dict[str, float] = {}
     for name in expected:
@@ -178,7 +178,7 @@ def _guards(
                 shown = (
                     "was not measured"
                     if noise is None
-                    else f"is {noise:.4f} bits per byte, at most {policy.guards.noise_floor_max:.4f} is evidence"
+                    else f"is {noise:.4f} bits per byte, at most {policy.guards.noise_floor_max:.4f} is allowed"
                 )
                 missing.append(f"{name}: the noise floor {shown}.")
                 noise = 0.0
@@ -193,7 +193,7 @@ def _guards(
         if name == CLOZE:
             ours, theirs, unit = evidence.cloze, evidence.champion_cloze, "of cloze items right"
         words = _sentence(name, guard, (_number(theirs), _number(ours)), unit)
-        allowed = f"a loss of {-floor[name]:.3f} is accepted"
+        allowed = f"a loss of at most {-floor[name]:.3f} is allowed"
         upper = _bound(guard, "upper", count)
         if (
             guard is None
@@ -206,7 +206,7 @@ def _guards(
             against.append(f"Guard violated: {words}; {allowed}.")
         elif not shown_above[name]:
             missing.append(
-                f"Guard not shown to hold: {words}; {allowed}, and the bound corrected for {count} guards does not exclude more."
+                f"Guard not shown to hold: {words}; {allowed}, and the bound, corrected for {count} guards, does not exclude a larger loss."
             )
         else:
             facts.append(f"{words}.")
@@ -243,7 +243,7 @@ def _why(gain: Gain | None, clusters_min: int) -> str:
         return "candidate and champion have no items in common"
     clusters = _number(gain.clusters)
     if clusters is None or clusters < clusters_min:
-        return f"{0 if clusters is None else clusters:.0f} source documents, {clusters_min} are needed"
+        return f"{0 if clusters is None else clusters:.0f} source documents, at least {clusters_min} are needed"
     return "a number is missing or not finite"
 
 

@@ -17,16 +17,16 @@ class Target(Strict):
     """What must get better."""
 
     weights: dict[str, NotNegative] = Field(default_factory=dict)
-    """Share of each domain's gain in bits per byte; domains not named count nothing. Empty: all domains the same."""
+    """Weight of each domain's gain in bits per byte; domains not named have 0. Empty: all domains have the same."""
     alpha: Level = 0.025
-    """One-sided level of the bound that must lie above zero (0.025: the lower end of a 95 % interval)."""
+    """One-sided level of the bound that must be above zero (0.025: the lower end of a 95 % interval)."""
 
 
 class Guards(Strict):
-    """What must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected, must lie above −δ."""
+    """What must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected, must be above −δ."""
 
     bits_per_byte_margin: NotNegative = 0.02
-    """A loss smaller than this, in bits per byte, is accepted; δ is this or twice the noise floor, whichever is more."""
+    """A loss smaller than this, in bits per byte, is allowed; δ is this or twice the noise floor, whichever is larger."""
     cloze_margin: NotNegative = 0.15
     """Share of cloze items. About 100 items of which 15 % change sides have a standard error of 0.04: this margin lets nine of ten
     equally good models pass, 0.1 only half of them."""
@@ -40,9 +40,9 @@ class FirstRelease(Strict):
     """What a candidate must reach when there is no champion to beat."""
 
     bits_per_byte_max: Annotated[float, Field(gt=0)] = 4.0
-    """In every domain: a model above it has not learned to write."""
+    """In every domain; a model above it has not learned to write."""
     below_trigram_by: Annotated[float, Field(ge=-100, le=100)] = 0.0
-    """In every domain: bits per byte below the byte-trigram baseline's, by more than this; negative: may be that much above it."""
+    """In every domain, bits per byte must be below the byte-trigram baseline's by more than this; negative: at most that much above."""
 
 
 class ReleasePolicy(Strict):

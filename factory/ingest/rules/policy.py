@@ -41,7 +41,7 @@ class DomainRules(Strict):
     """Documents of this domain, over all shards."""
 
 
-class NearDuplicates(Strict):
+class NearDuplicateRules(Strict):
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Estimated Jaccard similarity of 5-word shingles from which two documents are near-duplicates."""
 
@@ -108,7 +108,7 @@ class DataPolicy(Strict):
     """Of a row or file that names none; a row with 'messages' becomes 'chat'."""
     domains: dict[str, DomainRules] = {}
     """By name; 'default' is for every domain that is not listed."""
-    near_duplicates: NearDuplicates = NearDuplicates()
+    near_duplicates: NearDuplicateRules = NearDuplicateRules()
     decontamination: Decontamination = Decontamination()
     held_out: HeldOut = HeldOut()
     licences: Licences = Licences()

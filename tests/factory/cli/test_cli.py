@@ -22,7 +22,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "w"
 
 
-def test_init_says_what_to_do_next_and_is_safe_to_repeat(home: Path) -> None:
+def test_init_prints_the_next_step_and_is_safe_to_repeat(home: Path) -> None:
     again = factory("init", "--no-tune", "-w", str(home))
     assert again.returncode == 0 and "inbox" in again.stdout
 

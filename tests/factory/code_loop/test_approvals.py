@@ -42,7 +42,7 @@ def test_an_approved_patch_is_live_and_can_be_taken_back(plant: Plant) -> None:
 @pytest.mark.parametrize("outcome", ["hold", "reject"])
 def test_only_what_the_gate_promotes_can_be_approved_and_anything_rejected(plant: Plant, outcome: str) -> None:
     plant.judged(outcome=outcome)
-    with pytest.raises(InputError, match=f"{outcome.upper()} of proposal 1: so it measured"):
+    with pytest.raises(InputError, match=f"verdict on proposal 1 is {outcome.upper()}: so it measured"):
         plant.approve()
     approvals.reject(plant.ledger, 1, "ada", "no")
     assert plant.row()["state"] == "rejected" and plant.head() == plant.base
@@ -223,7 +223,7 @@ def test_choices_for_other_ops_are_merged_one_after_the_other(plant: Plant, monk
     plant.approve(2)  # judged again on what is live, as number 5, and merged
     assert judged[0][0] == 5 and plant.row(2)["state"] == "superseded" and plant.row(5)["state"] == "approved"
     assert yaml.safe_load((plant.target / path).read_text()) == {"cpu": {"attention": "native", "swiglu": "native"}}
-    with pytest.raises(InputError, match="in its choice of attention: it has to be proposed anew"):
+    with pytest.raises(InputError, match="in its choice of attention: propose it again"):
         plant.approve(3)
     with pytest.raises(InputError, match="more there than choices"):
         plant.approve(4)

@@ -24,10 +24,9 @@ from rich.console import Console
 
 from agents.core.proposal import Edit, Proposal
 from agents.kernel_engineer.draft import AGENT
-from agents.llm.replay_server import ReplayServer, Session
 from factory.code_loop import engineering, proposing, submitting
-from factory.code_loop.agent_runs import NOBODY, Hire, Job, ModelError, judged_already, open_desk, saved_at
-from factory.code_loop.workbench import Bench
+from factory.code_loop.agent_runs import AgentOptions, AgentRun, AgentRuns, ModelError, checkpoints_at
+from factory.code_loop.workbench import LiveWorkbench
 from factory.core.console import Terminal
 from factory.core.devices import side_by_side
 from factory.core.errors import FactoryError, InputError
@@ -40,6 +39,7 @@ from factory.sandbox.sandbox import Result
 from tests.support.factory.code_loop import Made, git, make
 from tests.support.factory.engineer import profile, recorded
 from tests.support.patience import PATIENCE_S
+from tests.support.replay_server import RecordedSession, ReplayServer
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def begun(made: Made, asked: str) -> int:
         return int(run[0])
 
 
-def proposed(made: Made, hire: Hire, count: int = 1) -> list[int]:
-    return proposing.propose(made.workspace, made.ledger, SILENT, agent=AGENT, hire=hire, count=count)
+def proposed(made: Made, options: AgentOptions, count: int = 1) -> list[int]:
+    return proposing.propose(made.workspace, made.ledger, SILENT, agent=AGENT, options=options, count=count)
 
 
 def state_of(made: Made, run: int) -> str:
@@ -96,21 +96,23 @@ def state_of(made: Made, run: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("hire", "words"),
+    ("options", "words"),
     [
-        (Hire(), "no endpoint: give --endpoint"),
-        (Hire("https://llm.invalid/v1", "m"), "OPENAI_API_KEY"),
-        (Hire("http://127.0.0.1:1/v1"), "--model"),
-        (Hire("llm.invalid"), "expected a base URL"),
-        (Hire("files:"), "name a folder"),
-        (Hire("files:/proc/nowhere"), "files:/proc/nowhere"),
+        (AgentOptions(), "no endpoint: give --endpoint"),
+        (AgentOptions("https://llm.invalid/v1", "m"), "OPENAI_API_KEY"),
+        (AgentOptions("http://127.0.0.1:1/v1"), "--model"),
+        (AgentOptions("llm.invalid"), "expected a base URL"),
+        (AgentOptions("files:"), "name a folder"),
+        (AgentOptions("files:/proc/nowhere"), "files:/proc/nowhere"),
     ],
 )
-def test_an_endpoint_that_cannot_be_is_refused_before_anything_is_measured(made: Made, hire: Hire, words: str) -> None:
+def test_an_endpoint_that_cannot_be_is_refused_before_anything_is_measured(
+    made: Made, options: AgentOptions, words: str
+) -> None:
     policy(made, model="")
     before = len(made.ledger.rows(sa.select(profiles)))
     with pytest.raises(InputError) as caught:
-        proposed(made, hire)
+        proposed(made, options)
     assert words in str(caught.value) and len(made.ledger.rows(sa.select(profiles))) == before
 
 
@@ -119,7 +121,7 @@ def test_an_endpoint_that_cannot_be_is_refused_before_anything_is_measured(made:
     [
         ({"key": "sk-right", "turns": []}, "swiglu", {}, ModelError, "set OPENAI_API_KEY", "running"),
         ({"model": "other", "turns": []}, "swiglu", {}, ModelError, "no model 'replay'", "running"),
-        ({"turns": [{"status": 503}]}, "swiglu", {}, ModelError, "the same command goes on with it", "running"),
+        ({"turns": [{"status": 503}]}, "swiglu", {}, ModelError, "the same command continues it", "running"),
         (
             {"turns": []},
             "swiglu",
@@ -147,47 +149,47 @@ def test_what_goes_wrong_with_the_model_is_one_clear_error(
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
     policy(made, **llm)
     run = begun(made, asked)
-    with ReplayServer(Session.model_validate(session)) as server, pytest.raises(error) as caught:
-        proposed(made, Hire(server.url, target=asked))
+    with ReplayServer(RecordedSession.model_validate(session)) as server, pytest.raises(error) as caught:
+        proposed(made, AgentOptions(server.url, target=asked))
     assert words in str(caught.value) and "sk-wrong" not in str(caught.value)
     assert state_of(made, run) == state
 
 
 def test_a_dirty_checkout_and_a_detached_head_are_refused(made: Made) -> None:
-    hire = Hire("http://127.0.0.1:1/v1", "m")
+    options = AgentOptions("http://127.0.0.1:1/v1", "m")
     file = made.target / "kernels" / "swiglu" / "__init__.py"
     text = file.read_text()
     try:
         file.write_text(text + "# mine\n")
         with pytest.raises(RepositoryError, match=r"not committed: kernels/swiglu/__init__.py; commit or stash"):
-            proposed(made, hire)
+            proposed(made, options)
         file.write_text(text)
         git(made.target, "checkout", "-q", "--detach")
         with pytest.raises(RepositoryError, match="git switch"):
-            proposed(made, hire)
+            proposed(made, options)
     finally:
         file.write_text(text)
         git(made.target, "checkout", "-q", "main")
 
 
 def test_the_search_proposer_takes_no_endpoint_and_no_target(made: Made) -> None:
-    with pytest.raises(InputError, match="not for 'search'"):
-        proposing.propose(made.workspace, made.ledger, SILENT, agent="search", hire=Hire(target="swiglu"))
+    with pytest.raises(InputError, match="'search' takes no --endpoint"):
+        proposing.propose(made.workspace, made.ledger, SILENT, agent="search", options=AgentOptions(target="swiglu"))
 
 
 def test_another_target_abandons_the_run_that_was_begun(made: Made) -> None:
     policy(made)
     first, second = begun(made, "attention"), begun(made, "swiglu")
-    with ReplayServer(Session(turns=[])) as server, pytest.raises(ModelError):
-        proposed(made, Hire(server.url, target="swiglu"))
+    with ReplayServer(RecordedSession(turns=[])) as server, pytest.raises(ModelError):
+        proposed(made, AgentOptions(server.url, target="swiglu"))
     assert (state_of(made, first), state_of(made, second)) == ("abandoned", "running")
 
 
 def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> None:
     policy(made, exchanges=1)
     runs = [begun(made, "kernel:swiglu"), begun(made, "kernel:attention")]  # killed: the same command goes on with both
-    hire, found = Hire(f"files:{tmp_path}", "m"), []
-    worker = threading.Thread(target=lambda: found.append(proposed(made, hire, count=2)))
+    options, found = AgentOptions(f"files:{tmp_path}", "m"), []
+    worker = threading.Thread(target=lambda: found.append(proposed(made, options, count=2)))
     worker.start()
     deadline = time.monotonic() + PATIENCE_S
     while len(requests := list(tmp_path.glob("*.request.json"))) < 2:  # both ask before either is answered
@@ -198,22 +200,22 @@ def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> 
     worker.join(PATIENCE_S)
     assert found == [[]] and [state_of(made, run) for run in runs] == ["nothing", "nothing"]
     assert all(any(f"{AGENT}-{run}-001" in path.name for path in requests) for run in runs)
-    with pytest.raises(InputError, match="choose their own targets"):
-        proposed(made, Hire(f"files:{tmp_path}", "m", target="swiglu"), count=2)
+    with pytest.raises(InputError, match="chooses its own target"):
+        proposed(made, AgentOptions(f"files:{tmp_path}", "m", target="swiglu"), count=2)
 
 
 def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     policy(made)
-    hire, start = Hire(f"files:{tmp_path}", "m"), find_start(made.ledger)
+    options, start = AgentOptions(f"files:{tmp_path}", "m"), find_start(made.ledger)
     assert start is not None
-    bench = Bench(made.workspace, made.ledger, made.base, start, SILENT)
-    desk = open_desk(made.workspace, made.ledger, SILENT, AGENT, hire, 3)
-    take_up = lambda: engineering.take_up(desk, bench, made.base, 3)
+    bench = LiveWorkbench(made.workspace, made.ledger, made.base, start, SILENT)
+    runs = AgentRuns.open(made.workspace, made.ledger, SILENT, AGENT, options, 3)
+    work_on = lambda: engineering.runs_to_work_on(runs, bench, made.base, 3)
     begun(made, "")  # which chose the first target
     number = made.ledger.rows(sa.select(profiles).order_by(profiles.c.id))[-1]["id"]
     monkeypatch.setattr(engineering, "profile", lambda *_: number)
     for _ in range(2):
-        assert [job.hire.target for job in take_up()] == ["", "kernel:attention"]  # nothing else is worth it
+        assert [run.target for run in work_on()] == ["", "kernel:attention"]  # nothing else is worth it
 
 
 def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> None:
@@ -233,7 +235,7 @@ def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> No
         tx.execute(proposals.delete().where(proposals.c.number.in_(numbers)))
 
 
-def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made) -> None:
+def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made, tmp_path: Path) -> None:
     drafted = Proposal(
         AGENT,
         "file:trainer/optim/schedule.py",
@@ -242,11 +244,12 @@ def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made) -> None
         1.1,
         (Edit("factory/gates/release/judge.py", "x = 1\n"),),
     )
-    job = Job(begun(made, ""), AGENT, None, NOBODY, 0, time.time())  # type: ignore[arg-type]
-    assert judged_already(made.ledger, job, drafted) is None
+    runs = AgentRuns.open(made.workspace, made.ledger, SILENT, AGENT, AgentOptions(f"files:{tmp_path}"))
+    run = AgentRun(begun(made, ""), None, "", 0, time.time())  # type: ignore[arg-type]
+    assert runs.judged_before(run, drafted) is None
     number = submitting.submit(made.workspace, made.ledger, SILENT, drafted, made.base)
-    assert judged_already(made.ledger, job, drafted) == number
-    assert judged_already(made.ledger, replace(job, began=time.time()), drafted) is None  # another run's
+    assert runs.judged_before(run, drafted) == number
+    assert runs.judged_before(replace(run, began=time.time()), drafted) is None  # another run's
     with made.ledger.begin() as tx:
         tx.execute(proposals.delete().where(proposals.c.number == number))
 
@@ -268,23 +271,23 @@ def test_a_torn_file_of_checkpoints_is_one_clear_error(made: Made) -> None:
     saved.write_text("no database" * 1000)
     try:
         with (
-            ReplayServer(Session(turns=[])) as server,
+            ReplayServer(RecordedSession(turns=[])) as server,
             pytest.raises(ModelError, match="agents.db: file is not a database; delete"),
         ):
-            proposed(made, Hire(server.url, target="swiglu"))
+            proposed(made, AgentOptions(server.url, target="swiglu"))
     finally:
         saved.unlink()
 
 
 def test_checkpoints_follow_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Workspace.create(tmp_path / "here")
-    assert saved_at(here) == here.root / "agents.db"
+    assert checkpoints_at(here) == here.root / "agents.db"
     there = Workspace.create(tmp_path / "there", Config(ledger_url="postgresql+psycopg://me:secret@host/db"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert saved_at(there) == "postgresql://me:secret@host/db"
+    assert checkpoints_at(there) == "postgresql://me:secret@host/db"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'llm-factory\[postgres\]'") as caught:
-        saved_at(there)
+        checkpoints_at(there)
     assert "secret" not in str(caught.value)
 
 
@@ -324,7 +327,7 @@ def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(ma
     process = command(made, *words)
     said, wrong = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, wrong
-    assert f"run {run} goes on where it was" in said and "nothing proposed: none of 1 proposals" in said
+    assert f"run {run} continues" in said and "nothing proposed: none of 1 proposals" in said
     assert state_of(made, run) == "nothing"
     rows = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run).order_by(exchanges.c.id))
     assert [row["state"] for row in rows] == ["done", "reserved", "done"]  # what the killed one had set aside stays so

@@ -15,7 +15,6 @@ from agents.llm.client import Client
 from agents.llm.exchange import BudgetError, LlmError
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import Budget, LlmPolicy
-from agents.llm.replay_server import ReplayServer, Session
 from factory.code_loop.exchanges import DAY, ExchangeBooks
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace, code_root
@@ -23,6 +22,7 @@ from factory.doctor import _ledger
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, exchanges
 from factory.tracking.tracking import EXCHANGES, Tracking
+from tests.support.replay_server import RecordedSession, ReplayServer
 
 POLICY = LlmPolicy(
     model="m", reply_tokens=100, attempts=1, usd_per_million_input_tokens=1000.0,
@@ -82,14 +82,14 @@ def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away
     }
     kept = books(workspace, ledger)
     messages = [{"role": "user", "content": "?"}]
-    with ReplayServer(Session.model_validate(recorded)) as server:
+    with ReplayServer(RecordedSession.model_validate(recorded)) as server:
         client = Client(HttpEndpoint(server.url, "sk-secret", POLICY), POLICY, kept)
         store = workspace.root / "mlflow.db"
         store.write_text("no database")
         with pytest.raises(LlmError, match="400"):
             client.ask("turn-0", messages)
         store.unlink()
-        kept.tell_after = 0.0  # a minute later
+        kept.retry_at = 0.0  # a minute later
         assert [row["trace"] for row in ledger.rows(sa.select(exchanges))] == [None]
         client.ask("turn-1", [*messages, {"role": "assistant", "content": "x"}])
     rows = ledger.rows(sa.select(exchanges).order_by(exchanges.c.id))

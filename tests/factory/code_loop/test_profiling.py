@@ -16,10 +16,9 @@ from agents.line_profiler.__main__ import main
 from agents.line_profiler.table import Profile
 from factory.code_loop import profiling
 from factory.code_loop.profiling import (
-    FILES,
     FORMAT,
-    Options,
     ProfileError,
+    ProfileOptions,
     find_recipe,
     profile,
     read_profile,
@@ -33,6 +32,8 @@ from factory.tracking.tracking import Tracking
 from tests.support.factory.code_loop import make
 from tests.support.paths import ROOT
 
+FILES = ("profile.json", "profile.html", "trace.json")
+
 
 def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The profiler runs in this process, and waits for no quiet moment: the test below starts a real one."""
@@ -44,7 +45,7 @@ def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: py
         monkeypatch.setattr(session, name, 0.0)
     monkeypatch.setattr(profiling, "run_profiler", here)
     made = make()
-    number = profile(made.workspace, made.ledger, SILENT, Options(isolation_s=2))
+    number = profile(made.workspace, made.ledger, SILENT, ProfileOptions(isolation_s=2))
     row = made.ledger.one(sa.select(profiles).where(profiles.c.id == number))
     assert row is not None
     found = Profile.from_mapping(json.loads(Path(row["path"]).read_text()))
@@ -68,7 +69,7 @@ def test_without_a_workspace_the_checkout_is_profiled(tmp_path: Path) -> None:
 
 
 def test_an_unknown_recipe_is_named_with_the_nearest() -> None:
-    with pytest.raises(InputError, match="no recipe 'tinny'.*did you mean 'tiny'"):
+    with pytest.raises(InputError, match="no recipe or file 'tinny'.*did you mean 'tiny'"):
         find_recipe("tinny", None)
 
 
@@ -85,7 +86,8 @@ def test_a_profile_of_other_code_is_one_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text('{"format": 2}')
     with pytest.raises(
-        ProfileError, match="is of format 2, this factory reads 3: the code that it works on is of another version"
+        ProfileError,
+        match="has format 2, this factory reads 3: the profiled code and the factory have different versions",
     ):
         read_profile(path)
     assert FORMAT == table.FORMAT

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from agents.core.proposal import Edit, Proposal
 from agents.core.workbench import MeasurementError
 from factory.code_loop import proposing, submitting
-from factory.code_loop.workbench import Bench
+from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError, IsolationError
 from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace, code_root
@@ -88,7 +88,9 @@ def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert "Verdict: reject" in message and "imports socket" in message
     assert row["branch"] == f"factory/search/{number}-try-b-it-b" and made.left_behind() == []
-    known = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT).history(row["target"])  # type: ignore[arg-type]
+    known = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT).history(
+        row["target"]
+    )  # type: ignore[arg-type]
     assert known[-1].outcome == "reject" and known[-1].patch_id == drafted(text="import socket\n").patch_id
 
 
@@ -132,7 +134,7 @@ def test_what_a_killed_process_left_is_cleared_away(made: Made) -> None:
 def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) -> None:
     start = find_start(made.ledger)
     assert start is not None
-    bench = Bench(made.workspace, made.ledger, made.base, start, SILENT)
+    bench = LiveWorkbench(made.workspace, made.ledger, made.base, start, SILENT)
     assert "attention" in bench.read("policies/kernels.yaml")
     for path in (
         "agents/core/workbench.py",
@@ -144,7 +146,7 @@ def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) ->
         with pytest.raises(InputError):
             bench.read(path)
     bench.spent = 1e9
-    with pytest.raises(MeasurementError, match="spent"):
+    with pytest.raises(MeasurementError, match="used up"):
         bench.measure("attention", "recompute", "reference")
 
 

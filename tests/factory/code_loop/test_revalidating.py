@@ -71,7 +71,7 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
     assert daemon() == [2] and len(judged) == 1 and "benchmarks changed since" in plant.row(2)["hypothesis"]
     assert daemon() == []
     environment["FACTORY_HOME"] = str(tmp_path)
-    assert "could not be told" in bench()
+    assert "could not be noted" in bench()
 
 
 def test_without_a_sandbox_the_daemon_proposes_nothing_and_says_so_once(
@@ -88,7 +88,7 @@ def test_without_a_sandbox_the_daemon_proposes_nothing_and_says_so_once(
     said = io.StringIO()
     for _ in range(3):
         assert revalidating.follow(plant.workspace, plant.ledger, Terminal(Console(file=said, width=300))) == []
-    assert said.getvalue().count("waits to be judged again: no sandbox") == 1
+    assert said.getvalue().count("cannot be judged again now: no sandbox") == 1
     assert len(plant.ledger.rows(sa.select(proposals))) == 1
 
 

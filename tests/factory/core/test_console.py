@@ -17,7 +17,7 @@ def terminal() -> tuple[Terminal, io.StringIO]:
     return Terminal(Console(file=out, force_terminal=False, width=200)), out
 
 
-def test_work_that_reports_nothing_is_said_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_work_prints_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_PlainTask, "EVERY", 0.01)
     made, out = terminal()
     deadline = time.monotonic() + PATIENCE_S
@@ -27,14 +27,14 @@ def test_work_that_reports_nothing_is_said_to_go_on(monkeypatch: pytest.MonkeyPa
     assert out.getvalue().count("  compiling (") >= 2
 
 
-def test_short_work_without_a_count_says_nothing() -> None:
+def test_short_work_without_a_count_prints_nothing() -> None:
     made, out = terminal()
     with made.task("quick"):
         pass
     assert out.getvalue() == ""
 
 
-def test_counted_work_says_where_it_ended() -> None:
+def test_counted_work_prints_its_last_count() -> None:
     made, out = terminal()
     with made.task("steps", 3) as task:
         task.advance(3, "loss 1.0")

@@ -78,9 +78,7 @@ def test_each_gpu_is_named_as_the_machine_names_it() -> None:
 
 
 @pytest.mark.usefixtures("each_sandbox")
-def test_who_holds_a_gpu_hands_its_files_on_and_nobody_else_sees_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_holder_of_a_gpu_passes_its_device_files_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = next((name for name in ("hwrng", "fuse", "loop-control", "kmsg") if Path("/dev", name).exists()), "")
     if not stand_in:
         pytest.skip("no device here that could stand in for a GPU")

@@ -173,7 +173,7 @@ def test_what_cannot_be_started_is_refused_when_planning(plant: Plant) -> None:
         launcher(configured(workspace, "launcher: torchrun --nnodes=2"))
     with pytest.raises(ConfigError, match="No closing quotation"):
         launcher(configured(workspace, "ranks: 2", 'launcher: "srun \'torchrun"'))
-    with pytest.raises(ConfigError, match="launcher: no words"):
+    with pytest.raises(ConfigError, match="launcher: it is empty"):
         launcher(configured(workspace, "ranks: 2", "launcher: ' '"))
     words = launcher(configured(workspace, "ranks: 16", "launcher: srun torchrun --nnodes=2 --nproc-per-node=8"))
     assert words == ["srun", "torchrun", "--nnodes=2", "--nproc-per-node=8"]

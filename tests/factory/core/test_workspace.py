@@ -95,7 +95,7 @@ def test_a_child_process_does_not_inherit_a_lock(tmp_path: Path) -> None:
             child.wait()
 
 
-def test_a_moved_workspace_says_so(tmp_path: Path) -> None:
+def test_a_moved_workspace_is_refused(tmp_path: Path) -> None:
     Workspace.create(tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")
     with pytest.raises(WorkspaceError, match=r"was made at .*here.*move it back"):

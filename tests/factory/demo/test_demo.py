@@ -18,7 +18,7 @@ EMULATED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 @pytest.mark.slow("a whole demo of two minutes, which takes more on two slow cores")
-def test_the_story_is_told_without_fast_bf16(tmp_path: Path) -> None:
+def test_the_demo_runs_without_fast_bf16(tmp_path: Path) -> None:
     """Two candidates, a release that beats the byte trigram, one judged proposal; and the same command again finds it all done."""
     words = [sys.executable, "-m", "factory", "demo", "--minutes", "2", "--workspace", str(tmp_path / "demo")]
     suites_own = {"OMP_NUM_THREADS", *devices.COMPILER}
@@ -40,7 +40,7 @@ def test_the_story_is_told_without_fast_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("minutes", ["0", "1", "500"])
-def test_minutes_that_cannot_be_kept_are_one_line_and_leave_nothing(tmp_path: Path, minutes: str) -> None:
+def test_minutes_out_of_range_are_one_error_and_write_nothing(tmp_path: Path, minutes: str) -> None:
     words = [sys.executable, "-m", "factory", "demo", "--minutes", minutes, "--workspace", str(tmp_path / "demo")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2 and not (tmp_path / "demo").exists()

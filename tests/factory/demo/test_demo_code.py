@@ -30,7 +30,7 @@ def test_a_fork_is_a_repository_of_its_own_with_one_file_edited(tmp_path: Path) 
     assert not list(workspace.root.glob(".code*")) and not (workspace.repository / ".git" / "hooks").exists()
 
 
-def test_what_is_no_repository_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_folder_without_a_repository_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     with pytest.raises(FactoryError, match="not a git checkout"):
         fork(tmp_path / "source", tmp_path / "target", {PATH: plain_kernels}, "plain")

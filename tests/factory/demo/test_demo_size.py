@@ -14,8 +14,8 @@ from factory.demo.demo_size import (
     LEAST,
     OVERHEAD,
     STEP_S,
+    DemoShape,
     Seen,
-    Shape,
     checked,
     first_guess,
     next_guess,
@@ -29,14 +29,14 @@ SEEN = Seen(spent=58.0, ingest=21.0, start=5.0, step=0.1)  # two cores, AVX2
 
 
 @pytest.mark.parametrize("minutes", [0, 1, 1.99, -3, 121, float("nan"), float("inf")])
-def test_minutes_that_cannot_be_kept_are_refused_in_one_line(minutes: float) -> None:
+def test_minutes_out_of_range_are_one_error(minutes: float) -> None:
     with pytest.raises(ValueError, match=r"--minutes .*: the demo takes 2 to 120 minutes; 6 is the default") as refused:
         checked(minutes)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("shape", LADDER, ids=str)
-def test_every_shape_is_a_recipe_that_the_trainer_takes(shape: Shape) -> None:
+def test_every_shape_is_a_recipe_that_the_trainer_takes(shape: DemoShape) -> None:
     recipe = Recipe.parse(shape.recipe(RAW))
     assert (recipe.model.d_model, recipe.batch.sequences) == (shape.d_model, shape.sequences)
     assert not recipe.model.warnings()
@@ -79,7 +79,7 @@ def test_more_minutes_allow_a_larger_model() -> None:
         (7, 0.01, 7),
     ],
 )
-def test_the_guess_is_mended_by_what_was_measured(place: int, step: float, then: int) -> None:
+def test_a_measured_step_corrects_the_guess(place: int, step: float, then: int) -> None:
     assert LADDER.index(next_guess(6, LADDER[place], step)) == then
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -15,10 +16,10 @@ from safetensors.torch import save_file
 from agents.core.proposal import Edit, Proposal
 from factory.code_loop.submitting import submit
 from factory.core.progress import SILENT
-from factory.gates.patch import gate as patch_gate
-from factory.gates.patch import ops as patch_ops
-from factory.gates.patch import static as patch_static
-from factory.gates.patch.ops import changed_ops
+from factory.gates.case import Case, StageResult
+from factory.gates.patch import op_answers, source_rules
+from factory.gates.patch.changed_ops import changed_ops
+from factory.gates.patch.stages import oracle, static
 from factory.git.scope import Change
 from factory.ledger.ledger import proposals, verdicts
 from kernels.contract.strict_yaml import read_yaml
@@ -38,7 +39,7 @@ def test_a_choice_that_is_no_mapping_of_words_is_read_without_a_crash(section: s
 )
 def test_deep_sources_are_read_or_refused(text: str) -> None:
     change = Change("kernels/a.py", None, "100644", text.encode())
-    for problem in patch_static.problems(change, None):
+    for problem in source_rules.problems(change, None):
         assert problem.startswith("kernels/a.py")
 
 
@@ -54,8 +55,8 @@ def test_yaml_that_python_cannot_hold_is_one_clear_error(text: str) -> None:
         ({"launches": torch.ones(1, dtype=torch.complex64)}, "launches none"),
         ({"launches": torch.ones(1, dtype=torch.uint16)}, "launches none"),
         ({"launches": torch.zeros(1, dtype=torch.int64)}, "launches none"),
-        ({"later output 0": torch.ones(2).to(torch.float8_e5m2)}, "read again"),
-        ({"output 0": torch.ones(2).to(torch.float8_e5m2)}, "another shape or dtype"),
+        ({"later output 0": torch.ones(2).to(torch.float8_e5m2)}, "changed after the call"),
+        ({"output 0": torch.ones(2).to(torch.float8_e5m2)}, "a different shape or dtype"),
     ],
 )
 def test_a_forged_answer_is_a_wrong_answer(tmp_path: Path, forged: dict[str, torch.Tensor], words: str) -> None:
@@ -72,7 +73,7 @@ def test_a_forged_answer_is_a_wrong_answer(tmp_path: Path, forged: dict[str, tor
     descriptor = os.open(answers, os.O_RDONLY)
     for found, expected in ((right, ""), (right | forged, words)):
         save_file(found, answers / "answer-0.safetensors")
-        wrong, _ = patch_ops.compare(truth, descriptor, 0)
+        wrong, _ = op_answers.compare(truth, descriptor, 0)
         assert expected in " ".join(wrong) and bool(wrong) == bool(expected), wrong
     os.close(descriptor)
 
@@ -82,21 +83,25 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
 ) -> None:
     made = make()
 
-    def breaks(case: patch_gate.Case) -> patch_gate.Stage:
+    def breaks(case: Case[Any]) -> StageResult:
         raise OverflowError("nobody thought of this")
 
     endless = {"state": "passed", "reasons": ["fine"], "worst": math.inf, "inner": [{"a": -math.inf}, math.nan, 1.5]}
-    monkeypatch.setitem(patch_gate.RUN, "static", lambda case: dict(endless))
-    monkeypatch.setitem(patch_gate.RUN, "oracle", breaks)
+    monkeypatch.setattr(static, "run", lambda case: StageResult(endless))
+    monkeypatch.setattr(oracle, "run", breaks)
     edit = Edit("trainer/optim/schedule.py", (made.target / "trainer" / "optim" / "schedule.py").read_text() + "# x\n")
     number = submit(
         made.workspace, made.ledger, SILENT, Proposal("search", "x", "Odd", "Because.", 1.1, (edit,)), made.base
     )
     joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
     row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
-    assert row and row["outcome"] == "hold" and "oracle stage broke: OverflowError: nobody" in row["reasons"][0]
-    static = row["evidence"]["stages"]["static"]
-    assert (static["worst"], static["inner"]) == (None, [{"a": None}, None, 1.5])
+    assert (
+        row
+        and row["outcome"] == "hold"
+        and "oracle stage ended with an error: OverflowError: nobody" in row["reasons"][0]
+    )
+    found = row["evidence"]["stages"]["static"]
+    assert (found["worst"], found["inner"]) == (None, [{"a": None}, None, 1.5])
     report = (made.workspace.reports / f"proposal-{number}.json").read_text()
     json.loads(report, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert made.left_behind() == []

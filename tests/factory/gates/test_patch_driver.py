@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from factory.gates.patch import driver as patch_driver
-from factory.gates.patch import exploits as patch_exploits
-from factory.gates.patch import ops as patch_ops
-from factory.gates.patch.ops import ChangedOp
+from factory.gates.patch.changed_ops import ChangedOp
+from factory.gates.patch.op_answers import compare
 from factory.gates.patch.policy import ExploitsPolicy
+from factory.gates.patch.stages import exploits
 from kernels.contract.registry import OPS
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
@@ -36,7 +36,7 @@ def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path) -> None
         for case, values in (("small", "outlier"), ("strided", "normal"))
     ]
     for op, implementation in chosen:
-        jobs += patch_exploits.calls(CALLS, ChangedOp(op, "reference", implementation), RECIPE, random.Random(7))
+        jobs += exploits.calls(CALLS, [ChangedOp(op, "reference", implementation)], RECIPE, random.Random(7))
     request, given, answers = tmp_path / "request.json", tmp_path / "given", tmp_path / "answers"
     request.write_text(json.dumps({"device": "cpu", "jobs": jobs}))
     given.mkdir()
@@ -63,14 +63,14 @@ def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path) -> None
             assert exact[name].dtype in (torch.float64, torch.int64), (job, name)
             torch.testing.assert_close(value, eager[name], rtol=1e-4, atol=1e-4 * float(eager[name].abs().max()))
             assert name not in again or torch.equal(again[name], value), (job, name)
-        assert patch_ops.compare(given / "truth", folder, number)[0] == []
+        assert compare(given / "truth", folder, number)[0] == []
     os.close(folder)
 
 
 def test_calls_are_drawn_and_some_differ_by_two_elements_alone() -> None:
     op = ChangedOp("swiglu", "reference", "fast")
-    jobs = patch_exploits.calls(ExploitsPolicy(), op, RECIPE, random.Random(1))
-    assert 36 <= len(jobs) <= 44 and jobs != patch_exploits.calls(ExploitsPolicy(), op, RECIPE, random.Random(2))
+    jobs = exploits.calls(ExploitsPolicy(), [op], RECIPE, random.Random(1))
+    assert 36 <= len(jobs) <= 44 and jobs != exploits.calls(ExploitsPolicy(), [op], RECIPE, random.Random(2))
     recipe = [job for job in jobs if job["storage"] == 1]
     assert len(recipe) == 4 and all(job["shape"]["d_ff"] == RECIPE["model"]["d_ff"] for job in recipe)
     small = [job for job in jobs if job["storage"] == 0]
@@ -85,8 +85,8 @@ def test_calls_are_drawn_and_some_differ_by_two_elements_alone() -> None:
 @pytest.mark.parametrize("name", ["tiny", "demo", "llama-100m"])
 def test_a_call_at_the_recipes_sizes_is_affordable_and_keeps_its_widths_if_it_can(name: str) -> None:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml").model_dump()
-    shape = patch_exploits.recipe_shape(ExploitsPolicy(), recipe)
-    assert patch_exploits._multiplications(shape) <= 1e9
+    shape = exploits.recipe_shape(ExploitsPolicy(), recipe)
+    assert exploits._multiplications(shape) <= 1e9
     assert all(shape[key] == recipe["model"][key] for key in ("heads", "kv_heads", "head_dim"))
     if name != "llama-100m":
         assert all(shape[key] == recipe["model"][key] for key in ("d_model", "d_ff", "vocab_size", "context"))

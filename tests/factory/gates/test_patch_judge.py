@@ -35,16 +35,20 @@ def test_a_clear_gain_promotes_and_says_how_much() -> None:
         (evidence([1.0], [0.5]), "hold", "not often enough"),
         (evidence([1.0, math.nan], [0.5, 0.5]), "hold", "not often enough"),
         (evidence([1.0, 1.0], [0.5, -0.5]), "hold", "not often enough"),
-        (evidence([1.0, 1.0], [0.5, 0.5], drift=1.2), "reject", "does not learn the same"),
-        (evidence([1.0, 1.0], [0.5, 0.5], drift=0.11), "reject", "leaving out 1 of 10 steps ends 0.200 away"),
+        (evidence([1.0, 1.0], [0.5, 0.5], drift=1.2), "reject", "training results differ"),
+        (
+            evidence([1.0, 1.0], [0.5, 0.5], drift=0.11),
+            "reject",
+            "0.110 away from the baseline's (relative to how far training moved them); at most 0.100",
+        ),
         (evidence([1.0, 1.0], [0.5, 0.5], drift=math.nan), "hold", "not compared"),
         (evidence([1.0, 1.0], [0.5, 0.5], control_drift=None), "hold", "not compared"),
-        (evidence([1.0, 1.01], [0.8, 0.81], again=None), "hold", "was not measured again"),
-        (evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.01], [1.0, 1.01])), "hold", "measured once, and not again"),
-        (evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.6], [0.5, 0.6])), "hold", "not shown again: close"),
+        (evidence([1.0, 1.01], [0.8, 0.81], again=None), "hold", "was not repeated"),
+        (evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.01], [1.0, 1.01])), "hold", "the second did not"),
+        (evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.6], [0.5, 0.6])), "hold", "the second is unsure: close"),
         (evidence([1.0, 1.01], [1.0, 1.01], again=([1.0, 1.01], [0.8, 0.81])), "reject", "no gain"),
         ({}, "hold", "no evidence from the scope"),
-        (GOOD | {"tries": None}, "hold", "tried before"),
+        (GOOD | {"tries": None}, "hold", "was tried"),
     ],
 )
 def test_verdicts(found: dict[str, Any], outcome: str, words: str) -> None:
@@ -85,17 +89,17 @@ LONG = {"steps": 80, "ratio": 1.2, "hideable": 1.04, "drift": 0.02, "control_dri
 @pytest.mark.parametrize(
     ("long", "outcome", "words"),
     [
-        (LONG, "promote", "over 80 steps 1.200×"),
-        (None, "hold", "was not run for longer"),
-        ([LONG], "hold", "was not run for longer"),
-        (LONG | {"ratio": float("nan")}, "hold", "was not run for longer"),
+        (LONG, "promote", "1.200× over 80 steps"),
+        (None, "hold", "was not timed over runs long enough"),
+        ([LONG], "hold", "was not timed over runs long enough"),
+        (LONG | {"ratio": float("nan")}, "hold", "was not timed over runs long enough"),
         ({"steps": 80, "failed": "the candidate's run broke"}, "hold", "the candidate's run broke"),
-        (LONG | {"ratio": 1.045}, "hold", "a quicker start alone could show 1.06"),
-        (LONG | {"ratio": 1.05, "hideable": 1.03}, "hold", "a quicker start alone could show 1.05"),
-        (LONG | {"ratio": 1.06, "hideable": 1.03}, "promote", "over 80 steps 1.060×"),
-        (LONG | {"ratio": 0.99, "hideable": 1.001}, "reject", "over 80 steps the gain is gone"),
-        (LONG | {"ratio": 1.01, "hideable": 1.001}, "hold", "a quicker start alone could show"),  # or noise
-        (LONG | {"drift": 0.11}, "reject", "over 80 steps its weights end 0.110 away"),
+        (LONG | {"ratio": 1.045}, "hold", "a quicker start alone could cause 1.06"),
+        (LONG | {"ratio": 1.05, "hideable": 1.03}, "hold", "a quicker start alone could cause 1.05"),
+        (LONG | {"ratio": 1.06, "hideable": 1.03}, "promote", "1.060× over 80 steps"),
+        (LONG | {"ratio": 0.99, "hideable": 1.001}, "reject", "no gain over 80 steps"),
+        (LONG | {"ratio": 1.01, "hideable": 1.001}, "hold", "a quicker start alone could cause"),  # or noise
+        (LONG | {"drift": 0.11}, "reject", "after 80 steps the candidate's weights are 0.110 away, at most 0.100"),
     ],
 )
 def test_new_code_must_gain_over_long_runs_too(long: Any, outcome: str, words: str) -> None:
@@ -110,35 +114,35 @@ def test_new_code_must_gain_over_long_runs_too(long: Any, outcome: str, words: s
     ("gains", "outcome", "words"),
     [
         ({"code": [0.0, 0.001], "docs": [-0.03, -0.031]}, "reject", "weights are worse: docs +0.0305"),
-        ({"code": [0.0, 0.001], "docs": [0.1, -0.1]}, "hold", "is not shown: docs -0.0000"),
-        ({"code": [0.0, 0.001], "docs": [0.1]}, "hold", "docs: too little was held out"),
-        ({"code": [0.0, None]}, "hold", "code: too little was held out"),
-        ({"code": "0.0"}, "hold", "code: too little was held out"),
-        ({}, "hold", "nothing held out"),
-        (None, "hold", "nothing held out"),
+        ({"code": [0.0, 0.001], "docs": [0.1, -0.1]}, "hold", "may be worse: docs -0.0000"),
+        ({"code": [0.0, 0.001], "docs": [0.1]}, "hold", "docs: too few held-out documents"),
+        ({"code": [0.0, None]}, "hold", "code: too few held-out documents"),
+        ({"code": "0.0"}, "hold", "code: too few held-out documents"),
+        ({}, "hold", "were not scored"),
+        (None, "hold", "were not scored"),
     ],
 )
-def test_a_gain_in_speed_is_none_where_the_weights_may_be_worse(gains: Any, outcome: str, words: str) -> None:
+def test_a_faster_patch_with_worse_weights_is_not_promoted(gains: Any, outcome: str, words: str) -> None:
     found = evidence([1.0, 1.01, 0.99], [0.8, 0.81, 0.79])
     found["stages"]["evals"]["gains"] = gains
     verdict = judge_patch(POLICY, found)
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
 
 
-def test_a_gain_that_was_measured_twice_is_told_by_the_second_which_nobody_chose() -> None:
+def test_the_second_measurement_is_the_reported_gain() -> None:
     verdict = judge_patch(POLICY, evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.01], [0.9, 0.91])))
     assert verdict.outcome == "promote" and verdict.reasons[0].startswith("1.111× whole-step gain")
-    assert verdict.reasons[1].startswith("the measurement before it: 1.248×")
+    assert verdict.reasons[1].startswith("first measurement: 1.248×")
 
 
-def test_weights_that_end_elsewhere_in_the_second_measurement_reject() -> None:
+def test_different_weights_in_the_second_measurement_are_rejected() -> None:
     found = evidence([1.0, 1.01], [0.8, 0.81])
     found["stages"]["training"]["again"]["drift"] = 0.11
     verdict = judge_patch(POLICY, found)
-    assert verdict.outcome == "reject" and "does not learn the same" in verdict.reasons[0]
+    assert verdict.outcome == "reject" and "training results differ" in verdict.reasons[0]
 
 
-def test_a_gain_found_on_the_twentieth_try_needs_more_proof_than_on_the_first() -> None:
+def test_a_twentieth_try_needs_more_proof_than_the_first() -> None:
     found = evidence([1.0, 1.02, 0.98], [0.93, 0.95, 0.91])
     assert judge_patch(POLICY, found).outcome == "promote"
     assert judge_patch(POLICY, found | {"tries": 20}).outcome == "hold"
@@ -191,9 +195,8 @@ def test_a_slower_candidate_is_never_judged_better(
     assert shown is not None and shown.lower <= shown.ratio <= shown.upper and shown.noise >= 1
 
 
-def test_t_quantiles_are_those_of_scipy() -> None:
-    from scipy import stats
-
-    for degrees in (1, 2, 3, 4, 7, 30):
-        for share in (0.6, 0.95, 0.999):
-            assert t_quantile(share, degrees) == pytest.approx(stats.t.ppf(share, degrees), rel=1e-6)
+@pytest.mark.parametrize(
+    ("share", "degrees", "value"), [(0.975, 1, 12.7062), (0.95, 1, 6.3138), (0.975, 30, 2.0423), (0.95, 30, 1.6973)]
+)
+def test_t_quantiles_are_those_of_the_table(share: float, degrees: int, value: float) -> None:
+    assert t_quantile(share, degrees) == pytest.approx(value, abs=1e-4)

@@ -79,7 +79,7 @@ def test_a_quicker_start_that_hides_shows_less_than_it_could_in_long_runs(steps:
         (runs(0.5, 0.5, spread=1.3), "two runs of the same code differ 1.30×"),
         (runs(0.5, 0.5, spread=1.2), ""),
         (RunSeconds([2, 2], [2, 2], [1, 1], twice=2.5, overhead=1), "twice the steps took 1.50×"),
-        (RunSeconds([1, 2], [2, 2], [1, 1], twice=5, overhead=1), "drown"),
+        (RunSeconds([1, 2], [2, 2], [1, 1], twice=5, overhead=1), "a run's overhead"),
     ],
 )
 def test_when_the_baseline_is_no_measure(measured: RunSeconds, doubt: str) -> None:
@@ -147,7 +147,7 @@ def test_when_cpu_time_decides(tree: Any, thread: Any, others: dict[str, Any], o
         assert "1.249× whole-step gain by CPU time" in verdict.reasons[0] and "too noisy" in verdict.reasons[0]
     if outcome == "hold":
         assert "too noisy to judge by the wall clock" in verdict.reasons[0]
-        assert "another hour" in verdict.reasons[0] and "training.pairs (now 4)" in verdict.reasons[0]
+        assert "judged again" in verdict.reasons[0] and "training.pairs (now 4)" in verdict.reasons[0]
 
 
 def test_a_quiet_wall_clock_is_not_overruled_by_cpu_time() -> None:

@@ -14,7 +14,7 @@ import torch
 from factory.gates.patch.held_out import reference_model
 from factory.gates.patch.likeness import differs, squares
 from factory.gates.patch.session import Rest, read_rest
-from factory.gates.patch.training import alone
+from factory.gates.patch.training import for_one_rank
 from kernels.contract.registry import bind
 from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.segments import recipe_with
@@ -50,10 +50,10 @@ def test_a_recipe_of_many_ranks_runs_alone_in_the_sandbox() -> None:
     parsed = Recipe.parse(many)
     with pytest.raises(RecipeError, match="parallel.tensor"):
         parsed.parallel.data_ranks(1, parsed.model)
-    found = Recipe.parse(alone(many))
+    found = Recipe.parse(for_one_rank(many))
     assert found.parallel.data_ranks(1, found.model) == 1 and found.parallel.recompute == "block"
     assert found.model_copy(update={"parallel": parsed.parallel}) == parsed
-    assert Recipe.parse(alone({k: v for k, v in many.items() if k != "parallel"})).parallel.tensor == 1
+    assert Recipe.parse(for_one_rank({k: v for k, v in many.items() if k != "parallel"})).parallel.tensor == 1
 
 
 # -- the rest of a checkpoint ----------------------------------------------------------------------------------------------
@@ -93,20 +93,20 @@ def rest_of(folder: Path) -> tuple[Rest | None, str]:
     [
         (optimizer(0.02), {"counters": {"seconds": 9}}, ""),  # rounding, and a clock
         (optimizer(rng=torch.ones(2, dtype=torch.uint8)), {}, ""),
-        (optimizer(0.06), {}, "exp_avg is 0.6 of what"),
+        (optimizer(0.06), {}, "exp_avg differs by 0.6 of what"),
         (
             optimizer(**{"exp_avg_sq.w": torch.zeros(4)}),
             {},
-            "exp_avg_sq is 10 of what",
+            "exp_avg_sq differs by 10 of what",
         ),  # however small beside the others
-        (optimizer(**{"exp_avg.w": torch.ones(4) * torch.nan}), {}, "exp_avg is nan"),
-        (optimizer(**{"exp_avg.w": torch.ones(2)}), {}, "exp_avg.w is not there"),
-        ({"rng": torch.zeros(2, dtype=torch.uint8)}, {}, "exp_avg.w is not there"),
-        (optimizer(**{"step.w": torch.tensor(0.0)}), {}, "step.w is another"),
-        (optimizer(), {"sampler": {"rows": [0]}}, "another sampler"),
+        (optimizer(**{"exp_avg.w": torch.ones(4) * torch.nan}), {}, "exp_avg differs by nan"),
+        (optimizer(**{"exp_avg.w": torch.ones(2)}), {}, "exp_avg.w is missing"),
+        ({"rng": torch.zeros(2, dtype=torch.uint8)}, {}, "exp_avg.w is missing"),
+        (optimizer(**{"step.w": torch.tensor(0.0)}), {}, "step.w differs"),
+        (optimizer(), {"sampler": {"rows": [0]}}, "a different sampler"),
         (optimizer(), {"detector": {"grad_norm": [0.51, 0.6], "best": None, "told": []}}, ""),
-        (optimizer(), {"detector": {"grad_norm": [1e-6, 0.6], "best": None, "told": []}}, "another detector"),
-        (optimizer(), {"detector": {"grad_norm": [0.5], "best": None, "told": []}}, "another detector"),
+        (optimizer(), {"detector": {"grad_norm": [1e-6, 0.6], "best": None, "told": []}}, "a different detector"),
+        (optimizer(), {"detector": {"grad_norm": [0.5], "best": None, "told": []}}, "a different detector"),
         (
             optimizer(),
             {"recipe": STATE["recipe"] | {"compile": False, "batch": {"sequences": 8, "micro_sequences": 4}}},
@@ -115,9 +115,9 @@ def rest_of(folder: Path) -> tuple[Rest | None, str]:
         (
             optimizer(),
             {"recipe": STATE["recipe"] | {"batch": {"sequences": 4, "micro_sequences": None}}},
-            "another recipe",
+            "a different recipe",
         ),
-        (optimizer(), {"recipe": 7}, "another recipe"),
+        (optimizer(), {"recipe": 7}, "a different recipe"),
     ],
 )
 def test_a_checkpoint_is_compared_whole(
@@ -139,11 +139,11 @@ def test_a_checkpoint_is_compared_whole(
         (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is not there"),
         (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text('{"files": []}'), "is not what manifest.json says"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "is no object"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is not a JSON object"),
         (shutil.rmtree, "is not there"),
     ],
 )
 def test_a_damaged_checkpoint_is_no_checkpoint(tmp_path: Path, spoil: Callable[[Path], Any], words: str) -> None:
     spoil(written(tmp_path, optimizer()))
     found, wrong = rest_of(tmp_path)
-    assert found is None and "that training could go on from" in wrong and words in wrong
+    assert found is None and "that training could continue from" in wrong and words in wrong

@@ -14,16 +14,14 @@ import sqlalchemy as sa
 import yaml
 
 from agents.core.proposal import Edit, Proposal
-from agents.llm.replay_server import ReplayServer, Session
-from factory.code_loop import agent_runs as agents_at_work
 from factory.code_loop import approvals, proposing, revalidating, submitting
-from factory.code_loop.agent_runs import NOBODY, Hire
-from factory.code_loop.workbench import Bench
+from factory.code_loop.agent_runs import AgentOptions, wants_model
+from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import code_root
+from factory.gates.recipe.paired_runs import lengthened, lengths, run_recipe, segment_specs
 from factory.gates.recipe.policy import RunsPolicy
-from factory.gates.recipe.runs import lengths, patient, run_recipe, segment_specs
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals, verdicts
@@ -31,6 +29,7 @@ from factory.training import planning
 from factory.training.certificate_runs import changed_files
 from tests.support.factory.code_loop import Made, git, make
 from tests.support.factory.engineer import recorded
+from tests.support.replay_server import RecordedSession, ReplayServer
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import lr_share
 
@@ -95,7 +94,7 @@ def submitted(made: Made, *swaps: tuple[str, str], path: str = TINY, base: str =
         (("d_ff: 64", "d_ff: 128"), "reject", "model.d_ff may not be changed"),
         (("max_epochs: 4", "max_epochs: 9"), "reject", "mixture.max_epochs may not be changed"),
         (("lr: 3e-3", "lr: 3e-3\n  name: muon"), "reject", "optimizer.name may not be changed"),
-        (("warmup_steps: 4", "warmup_steps: 2"), "reject", "rules no step that is still to come"),
+        (("warmup_steps: 4", "warmup_steps: 2"), "reject", "has no effect on the steps to come"),
         (("lr: 3e-3", "lr: -1"), "reject", "optimizer.lr"),
         (("lr: 3e-3", "lr: .inf"), "reject", "optimizer.lr is not finite"),
         (("lr: 3e-3", "lr: &a 3e-4"), "reject", "anchors"),
@@ -116,8 +115,17 @@ def test_a_knob_beside_what_is_learnt_is_refused(made: Made) -> None:
     assert found.verdict["outcome"] == "reject" and "compile may not be changed" in found.verdict["reasons"][0]
 
 
-def test_code_beside_what_is_learnt_is_refused_by_the_patch_gate(made: Made) -> None:
-    text = (made.target / TINY).read_text().replace(RATE, "lr: 6e-3")
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        (RATE, "lr: 6e-3", "optimizer.lr"),
+        (', "*": 0.1', "", "mixture.weights.*"),
+    ],  # a key that is gone is a change, too
+)
+def test_code_beside_what_is_learnt_is_refused_by_the_patch_gate(made: Made, old: str, new: str, key: str) -> None:
+    text = (made.target / TINY).read_text()
+    assert old in text
+    text = text.replace(old, new)
     code = (made.target / "trainer" / "tools" / "average.py").read_text() + "\n"
     edits = (Edit(TINY, text), Edit("trainer/tools/average.py", code))
     number = submitting.submit(
@@ -125,7 +133,7 @@ def test_code_beside_what_is_learnt_is_refused_by_the_patch_gate(made: Made) -> 
     )
     verdict = judged(made, number).verdict
     assert (verdict["gate"], verdict["outcome"]) == ("patch", "reject")
-    assert "optimizer.lr changes what is computed" in verdict["reasons"][0]
+    assert f"{key} changes what is computed" in verdict["reasons"][0]
 
 
 def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
@@ -138,8 +146,8 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     own.write_text((made.target / TINY).read_text())
     try:
         found = submitted(made, (RATE, "lr: 5e-3"))
-        bench = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
-        assert proposing._scout(made.workspace, made.ledger, SILENT, bench, NOBODY, 1) == []
+        bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+        assert proposing._scout(bench, AgentOptions(), 1) == []
     finally:
         own.unlink()
         own.parent.rmdir()
@@ -148,17 +156,17 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
 
 def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
     """Over a real server: two drafts that cannot be, and one that goes to a branch and to the gate."""
-    bench = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
     with ReplayServer(recorded("scout")) as server:
-        hire = Hire(server.url, "replay")
-        (number,) = proposing._scout(made.workspace, made.ledger, SILENT, bench, hire, 1)
+        options = AgentOptions(server.url, "replay")
+        (number,) = proposing._scout(bench, options, 1)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
     assert "step 5, loss" in told[0] and "optimizer.lr" in told[1] and "sequences: 8" in told[2]
     assert "model.d_ff' is not a key that may be changed" in told[3] and "optimizer.lr cannot be -0.001" in told[4]
     found = judged(made, number)
     assert found.row["target"] == "quality:optimizer.lr+schedule.warmup_steps" and found.row["agent"] == "recipe-scout"
     assert (found.verdict["gate"], found.verdict["outcome"]) == ("recipe", "reject")
-    assert "schedule.warmup_steps rules no step that is still to come" in found.verdict["reasons"][0]
+    assert "schedule.warmup_steps has no effect on the steps to come" in found.verdict["reasons"][0]
     diff = git(made.target, "diff", made.base, found.row["commit"]).splitlines()
     assert sorted(line for line in diff if re.match(r"[+] ", line)) == ["+  lr: 0.0022", "+  warmup_steps: 2"]
     run = made.ledger.one(sa.select(agent_runs).where(agent_runs.c.proposal == number))
@@ -168,17 +176,17 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
 
 
 def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
-    with ReplayServer(Session(turns=[])) as server:
-        hire = Hire(server.url, "m", target="optimizer.rate")
-        with pytest.raises(InputError, match="no key of the recipe"):
-            proposing._scout(made.workspace, made.ledger, SILENT, bench, hire, 1)
+    bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    with ReplayServer(RecordedSession(turns=[])) as server:
+        options = AgentOptions(server.url, "m", target="optimizer.rate")
+        with pytest.raises(InputError, match="not a key of the recipe"):
+            proposing._scout(bench, options, 1)
     with pytest.raises(InputError, match="no endpoint"):
-        proposing._scout(made.workspace, made.ledger, SILENT, bench, Hire(model="m"), 1)
+        proposing._scout(bench, AgentOptions(model="m"), 1)
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-    assert agents_at_work.called(made.workspace, NOBODY) and not agents_at_work.called(made.workspace, Hire("none"))
-    with pytest.raises(InputError, match="the endpoint is none"):
-        proposing._scout(made.workspace, made.ledger, SILENT, bench, Hire("none", model="m"), 1)
+    assert wants_model(made.workspace, AgentOptions()) and not wants_model(made.workspace, AgentOptions("none"))
+    with pytest.raises(InputError, match="--endpoint none cannot be used"):
+        proposing._scout(bench, AgentOptions("none", model="m"), 1)
     assert server.requests == [] and made.left_behind() == []
 
 
@@ -212,7 +220,7 @@ def test_what_a_short_run_favours_is_run_longer() -> None:
         ({"batch": {"sequences": 4}}, 1),
         ({"optimizer": {"weight_decay": 0.2}}, 1),
     ):
-        size = lengths(patient(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
+        size = lengths(lengthened(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
         assert (size.trunk, size.tail) == (12 * times, 5 * times)
 
 
@@ -225,7 +233,7 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
     size = lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
     raw = run_recipe(other, own_floor=False, precision="fp32")
     held = {"code", "docs", "chat"}
-    trunk, tail = segment_specs(start, other, raw, size, 7, held, Path("/run"))
+    trunk, tail = segment_specs(start, other, raw, size, 7, held, Path("/run"), Path("/kernels.yaml"))
     assert (trunk["kind"], trunk["first_step"], trunk["last_step"], trunk["restart_data"]) == ("trunk", 6, 18, True)
     assert (tail["kind"], tail["first_step"], tail["last_step"], tail["restart_data"]) == ("anneal", 18, 23, False)
     assert tail["initial_checkpoint"] == "/run/trunk/checkpoints/step-00000018"
@@ -273,13 +281,13 @@ def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkey
     def broken(*arguments: Any) -> dict[str, float]:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("factory.gates.recipe.gate.weights_bits", broken)
+    monkeypatch.setattr("factory.gates.recipe.runs.weights_bits", broken)
     submitted(made, (RATE, "lr: 4e-3"))
     last = made.ledger.one(sa.select(proposals).order_by(proposals.c.number.desc()))
     assert last is not None and last["state"] == "judged" and made.left_behind() == []
     verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == last["verdict"]))
     assert verdict is not None and verdict["outcome"] == "hold"
-    assert "the runs stage broke: OSError: no space left on device" in verdict["reasons"][0]
+    assert "the runs stage ended with an error: OSError: no space left on device" in verdict["reasons"][0]
 
 
 def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> None:
@@ -287,8 +295,8 @@ def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> 
     (made.target / TINY).write_text((made.target / TINY).read_text().replace(RATE, LOW))
     git(made.target, "commit", "-q", "-am", "a rate that is much too low")
     base = made.base
-    bench = Bench(made.workspace, made.ledger, base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
-    (number,) = proposing._scout(made.workspace, made.ledger, SILENT, bench, NOBODY, 1)
+    bench = LiveWorkbench(made.workspace, made.ledger, base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    (number,) = proposing._scout(bench, AgentOptions(), 1)
     assert number is not None
     found = judged(made, number)
     assert (

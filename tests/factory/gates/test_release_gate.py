@@ -75,30 +75,30 @@ def test_evaluate_writes_items_and_summary_once(plant: Plant, weak: int) -> None
 
 
 def test_first_release_below_the_floor_is_rejected_in_words(plant: Plant, weak: int) -> None:
-    number = decide(plant.workspace, plant.ledger, weak)
+    number = decide(plant.workspace, plant.ledger, weak, SILENT)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "reject" and verdict["against"] is None
-    assert any("byte trigram" in reason and "must lie below" in reason for reason in verdict["reasons"]), verdict[
+    assert any("byte trigram" in reason and "must be below" in reason for reason in verdict["reasons"]), verdict[
         "reasons"
     ]
-    assert decide(plant.workspace, plant.ledger, weak) == number
+    assert decide(plant.workspace, plant.ledger, weak, SILENT) == number
 
 
 def test_better_model_is_promoted_over_the_champion_on_the_same_items(plant: Plant, weak: int, better: int) -> None:
-    first = decide(plant.workspace, plant.ledger, weak)
+    first = decide(plant.workspace, plant.ledger, weak, SILENT)
     with plant.ledger.begin() as tx:
         tx.execute(releases.insert().values(number=1, candidate=weak, verdict=first, state="published", created_at=0.0))
         record(tx, "promoted", "release:1")
     best = champion(plant.ledger)
     assert best and best.candidate == weak
-    number = decide(plant.workspace, plant.ledger, better)
+    number = decide(plant.workspace, plant.ledger, better, SILENT)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "promote", verdict["reasons"]
     assert verdict["reasons"][0].startswith(f"Better than candidate {weak}: ")
     assert verdict["evidence"]["guards"]["code"]["gain"] > 0
     assert verdict["subject_sha256"] == verdict_of(plant, number)["subject_sha256"] != ""
-    assert decide(plant.workspace, plant.ledger, better) == number
-    assert decide(plant.workspace, plant.ledger, weak) == first  # released: keeps its verdict
+    assert decide(plant.workspace, plant.ledger, better, SILENT) == number
+    assert decide(plant.workspace, plant.ledger, weak, SILENT) == first  # released: keeps its verdict
     ours, theirs = summary_of(plant, better), summary_of(plant, weak)
     assert ours["baselines"] == theirs["baselines"] and ours["baselines_key"] == theirs["baselines_key"]
 
@@ -117,7 +117,7 @@ def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Plant,
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [5]}))
     for candidate, words in ((nan, "NaN"), (overflow, "no finite loss"), (tampered, "has changed since")):
-        verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, candidate))
+        verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, candidate, SILENT))
         assert verdict["outcome"] == "reject"
         assert words in verdict["reasons"][0], verdict["reasons"]
 

@@ -36,7 +36,7 @@ def test_the_shipped_policy_loads_and_knows_its_domains() -> None:
         ("a: [", "cannot be read as YAML"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_policy_is_an_error_that_names_the_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match="data.yaml") as caught:
         load(tmp_path, text)
     assert message in str(caught.value)

@@ -136,7 +136,7 @@ def test_every_rule_of_the_chain(workspace: Workspace, ledger: Ledger, ingest: I
             assert not secrets & {int(gram) for gram in kept}
 
 
-def test_what_was_trained_on_is_never_held_out_later(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_training_data_is_never_held_out_later(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     use_policy(workspace, "held_out: {share: 0}\n")
     ingest(texts(0, 20, 200), "first.jsonl")
     use_policy(workspace, "held_out: {share: 0.5}\n")
@@ -150,7 +150,9 @@ def test_what_was_trained_on_is_never_held_out_later(workspace: Workspace, ledge
     assert 4 <= len(said) <= 16  # those whose content was chosen
 
 
-def test_the_room_for_held_out_documents_is_kept(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_no_more_documents_are_held_out_than_the_policy_allows(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
     use_policy(workspace, "held_out: {share: 0.5}\ndomains: {default: {hold_out_at_most: 3}}\n")
     assert ingest(texts(0, 30), "a.jsonl").counts["held_out"] == 3
     assert ingest(texts(100, 30), "b.jsonl").counts["held_out"] == 0
@@ -163,7 +165,7 @@ def test_common_phrases_are_no_contamination(workspace: Workspace, ledger: Ledge
     assert report.counts["held_out"] > 0 and report.counts["trimmed"] == 0 and report.counts["dropped"] == {}
 
 
-def test_the_split_does_not_depend_on_order_or_company(
+def test_the_split_does_not_depend_on_order_or_other_documents(
     workspace: Workspace, tmp_path: Path, ingest: Ingest, ledger: Ledger
 ) -> None:
     rows = texts(0, 150)

@@ -90,7 +90,7 @@ def test_a_line_over_the_limit_is_a_row_and_is_not_held(tmp_path: Path) -> None:
         ("a.jsonl.gz", gzip.compress(b"\0" * 100_000_000, mtime=0), "expands more than"),
     ],
 )
-def test_what_is_wrong_with_a_whole_file_is_said(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
+def test_an_unreadable_file_is_an_error_that_says_why(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
     with pytest.raises(ShardProblem, match=reason):
         read(shard(tmp_path, name, data))
 

@@ -45,7 +45,7 @@ texts = st.one_of(
 
 @given(texts)
 @settings(deadline=None)
-def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_every_text_decodes_to_itself(tokenizer: Tokenizer, text: str) -> None:
     ids, mask = tokenizer.encode_text(text)
     assert tokenizer.decode(ids) == text
     assert ids[-1] == tokenizer.end_token == 0 and mask.all() and len(ids) == len(mask)
@@ -89,7 +89,7 @@ def test_training_again_gives_the_same_file(tokenizer: Tokenizer, tmp_path: Path
     assert train(iter(["a"]), 1000, tmp_path).vocab_size < 1000  # never more than asked for
 
 
-def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no tokenizer"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -105,7 +105,7 @@ def test_an_address_that_cannot_be_is_a_clear_error(url: str, words: str) -> Non
         Ledger.create(url)
 
 
-def test_a_password_is_not_told(postgres: Callable[[], str]) -> None:
+def test_a_password_is_not_in_the_message(postgres: Callable[[], str]) -> None:
     url = postgres().replace("factory@", "factory:secret@").replace("factory_", "nowhere_")
     with pytest.raises(WorkspaceError, match="nowhere_") as caught:
         Ledger.open(url)

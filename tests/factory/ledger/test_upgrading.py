@@ -114,7 +114,7 @@ def test_a_newer_ledger_is_refused(old: Workspace) -> None:
     assert backups(old) == []
 
 
-def test_an_upgrade_waits_for_no_daemon(old: Workspace) -> None:
+def test_an_upgrade_is_refused_while_the_daemon_runs(old: Workspace) -> None:
     with old.lock("model-loop"):
         done = factory("upgrade", "-w", str(old.root))
     assert done.returncode == 3 and f"process {os.getpid()} holds" in done.stderr
@@ -177,6 +177,6 @@ def test_a_policy_whose_files_would_become_open_is_refused(tmp_path: Path) -> No
     Ledger.create(workspace.ledger_url)
     path = own_policy(workspace, "trainer/run.py")
     before = path.read_text()
-    with pytest.raises(ConfigError, match="open to patches then: trainer/run.py"):
+    with pytest.raises(ConfigError, match="could change then: trainer/run.py"):
         upgrade(workspace)
     assert path.read_text() == before and backups(workspace) == []

@@ -20,7 +20,7 @@ def export(workspace: Workspace, name: str) -> Path:
     return folder
 
 
-def test_publish_points_the_link_and_says_what_it_is(workspace: Workspace) -> None:
+def test_publish_moves_the_link_and_writes_the_note(workspace: Workspace) -> None:
     first, second = export(workspace, "segment-1"), export(workspace, "segment-2")
     publish(workspace, 1, first, "a" * 64)
     publish(workspace, 2, second, "b" * 64)

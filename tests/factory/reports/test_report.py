@@ -120,7 +120,7 @@ def test_a_comparison_shows_the_champion_and_the_intervals(
     assert words.count("+0.1200 (+0.1000 … +0.1400)") == 2
 
 
-def test_what_is_not_known_yet_is_left_out(ledger: Ledger, candidate: int) -> None:
+def test_missing_measurements_are_left_out_of_the_report(ledger: Ledger, candidate: int) -> None:
     with ledger.begin() as tx:
         tx.execute(sa.text("DELETE FROM eval_items"))
         tx.execute(evaluations.delete())

@@ -78,6 +78,32 @@ def test_the_kernel_limits_tasks_that_no_watch_counts(tmp_path: Path) -> None:
     assert left == []
 
 
+def test_only_groups_that_no_living_thread_uses_are_cleared(tmp_path: Path) -> None:
+    over, numbers = threading.Event(), []
+    living = threading.Thread(target=lambda: (numbers.append(threading.get_native_id()), over.wait(PATIENCE)))
+    dead = threading.Thread(target=lambda: numbers.append(threading.get_native_id()))
+    for thread in (living, dead):
+        thread.start()
+    dead.join()
+    me, nobody = os.getpid(), 1 << 30
+    kept = {f"{me}-{numbers[0]}-a", f"{me}-0a"}  # the second: of an older version, whose process lives
+    names = {
+        *kept,
+        f"{me}-{threading.get_native_id()}-a",
+        f"{me}-{numbers[1]}-a",
+        f"{nobody}-{nobody}-a",
+        f"{nobody}-0a",
+    }
+    for name in names:
+        (tmp_path / f"{sandbox_cgroup.PREFIX}{name}").mkdir()
+    try:
+        sandbox_cgroup._clear(tmp_path)
+    finally:
+        over.set()
+        living.join()
+    assert {path.name.removeprefix(sandbox_cgroup.PREFIX) for path in tmp_path.iterdir()} == kept
+
+
 def test_a_memory_bomb_in_one_process(tmp_path: Path) -> None:
     result = inside(tmp_path, "b = bytearray(4 << 30)", limits=Limits(wall_seconds=PATIENCE, memory=512 * MIB))
     assert not result.ok and (result.stopped == "memory" or "MemoryError" in result.stderr)

@@ -124,7 +124,7 @@ def test_set_up_imports_the_standard_library_only() -> None:
     assert "--dev" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_what_is_missing_is_named_a_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_missing_thing_has_its_own_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(obstacles(tmp_path, 1.0, makes_venv=True))
     monkeypatch.setenv("PATH", str(tmp_path))
     found = importlib.util.find_spec
@@ -174,7 +174,7 @@ def test_a_line_of_pip_in_plain_words(line: str, told: str, tmp_path: Path) -> N
     assert PipOutput(tmp_path, tmp_path).hear(line) == told
 
 
-def test_how_far_pip_is(tmp_path: Path) -> None:
+def test_progress_of_pip(tmp_path: Path) -> None:
     folder, aside = tmp_path / "packages", tmp_path / "tmp"
     told = PipOutput(folder, aside)
     for name in ("Alpha>=1", "beta[extra]~=2 (from alpha)", "alpha"):
@@ -261,7 +261,7 @@ def test_half_a_package_is_installed_again(project: Path, offline: None) -> None
     assert not (folder / "~art").exists()
 
 
-def test_forgetting_halves_leaves_the_rest(tmp_path: Path) -> None:
+def test_half_installed_packages_are_removed_and_others_stay(tmp_path: Path) -> None:
     for name, file in (("a-1.dist-info", "RECORD"), ("b-1.dist-info", "METADATA"), ("b", "x.py")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
@@ -279,7 +279,7 @@ def test_an_environment_of_another_python_is_made_again(project: Path, offline: 
     assert not (folder.parent.parent / "python3.0").exists()
 
 
-def test_interrupted_and_gone_on(project: Path, offline: None) -> None:
+def test_an_interrupted_set_up_goes_on(project: Path, offline: None) -> None:
     """The script itself, stopped while pip runs: it leaves no pip behind, and the next set-up finishes."""
     here = project / "factory"
     shutil.copytree(Path(script.__file__).parent, here / "set_up", dirs_exist_ok=True)
@@ -319,7 +319,9 @@ def test_two_at_once_wait_for_one_another(project: Path, offline: None, monkeypa
     assert len(said) == 2 and all("another set-up" in line for line in said)
 
 
-def test_silence_is_broken_and_the_worst_status_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_ends_with_progress_and_the_worst_status_is_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal_file, "EVERY", 0.2)
     said: list[str] = []
     with (tmp_path / "log").open("w", buffering=1) as log:

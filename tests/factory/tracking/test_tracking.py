@@ -97,7 +97,7 @@ def test_a_run_made_just_before_a_kill_is_found_again(tracking: Tracking, ledger
     assert Tracking.open(workspace, ledger).segment_run(segment) == run
 
 
-def test_a_deleted_store_is_told_everything_again(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+def test_a_deleted_store_gets_everything_again(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
     candidate = add_candidate(workspace, ledger)
     tracking.candidate_run(candidate)
     elsewhere = Workspace(workspace.root, type(workspace.config)(mlflow_uri=f"sqlite:///{workspace.root}/other.db"))
@@ -170,7 +170,7 @@ def test_hostile_metrics_do_not_stop_the_others(tracking: Tracking, ledger: Ledg
     assert metrics["loss/domain 2499"] == 2499.0 and metrics["_etc"] == 1.0
 
 
-def test_a_locked_store_never_stops_training_and_is_said_once(
+def test_a_locked_store_never_stops_training_and_is_reported_once(
     tracking: Tracking, ledger: Ledger, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segment = add_segment(workspace, ledger)
@@ -189,9 +189,7 @@ def test_a_locked_store_never_stops_training_and_is_said_once(
     assert len(said) == 1 and "locked" in said[0] and "training goes on" in said[0]
 
 
-def test_candidate_run_shows_the_evaluation_and_is_told_once(
-    tracking: Tracking, ledger: Ledger, workspace: Workspace
-) -> None:
+def test_candidate_run_has_the_evaluation_once(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
     candidate = add_candidate(workspace, ledger)
     run = tracking.candidate_run(candidate)
     assert tracking.candidate_run(candidate) == run

@@ -86,7 +86,7 @@ def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Plant) -
     assert "average of 3 checkpoints (steps 20, 25, 26; uniform)" in "\n".join(screen(snapshot(workspace)))
 
 
-def test_asked_again_it_is_the_same_candidate(plant: Plant) -> None:
+def test_the_same_average_is_the_same_candidate(plant: Plant) -> None:
     _, ledger = plant
     first, averaged = made_average(plant, "uniform", last=2)
     before = ledger.rows(sa.select(segments.c.id))
@@ -148,7 +148,7 @@ def dies(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("segment", "last", "rule", "before"),
     [
-        (2, 4, "uniform", "factory.training.averaging.run_python"),  # planned, nothing made
+        (2, 4, "uniform", "factory.training.averaging.run_tool"),  # planned, nothing made
         pytest.param(2, 3, "held-out-loss", "factory.training.averaging.softmax_weights", marks=SLOW),  # measured
         (
             1,
@@ -203,10 +203,10 @@ def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Plant,
     ("keywords", "said"),
     [
         ({"segment": 99}, "no finished segment 99; there are: 1, 2"),
-        ({"segment": 1, "last": 9}, "keep those of steps: 10, 15, 20"),
+        ({"segment": 1, "last": 9}, "have those of steps: 10, 15, 20"),
     ],
 )
-def test_what_cannot_be_averaged_says_what_is_there(plant: Plant, keywords: dict[str, int], said: str) -> None:
+def test_too_few_checkpoints_are_refused_with_a_list_of_them(plant: Plant, keywords: dict[str, int], said: str) -> None:
     with pytest.raises(InputError, match=said):
         plan_average(*plant, "uniform", **keywords)
 

@@ -133,7 +133,7 @@ def test_the_first_segment_needed_none(site: Site) -> None:
     assert certificate_of(site.ledger, 1) is None and SegmentRow.get(site.ledger, 1).state == "done"
 
 
-def test_docs_need_no_runs_and_the_record_says_so(site: Site) -> None:
+def test_a_change_of_docs_needs_no_runs(site: Site) -> None:
     site.edit("docs/notes.md", "", "# Notes\n")
     number = site.plan()
     verdict = site.certify(number)
@@ -207,7 +207,7 @@ def test_a_wrong_change_is_refused_and_nothing_starts(site: Site, code: str, see
     assert SegmentRow.get(site.ledger, number).state == "uncertified" and not started(site, number)
 
 
-def test_a_crash_is_refused_with_the_trainers_words(site: Site) -> None:
+def test_a_crash_is_refused_with_the_trainers_message(site: Site) -> None:
     site.edit(INIT, "", BACKWARD.format("1 / 0"))
     verdict = site.certify(site.plan())
     assert verdict.outcome == "reject" and "ZeroDivisionError" in verdict.reasons[0]
@@ -228,7 +228,7 @@ def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
 
 
 def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site: Site) -> None:
-    known = '"""All that decides a run but its data, code and checkpoint."""\n'
+    known = '"""Everything that decides a run except its data, code and checkpoint."""\n'
     site.edit("trainer/contract/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
     number = site.plan()
     recipe = SegmentRow.get(site.ledger, number).recipe_json | {"colour": "blue"}
@@ -280,7 +280,7 @@ def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monk
     number = site.plan()
     again = site.certify(number)
     assert (again.outcome, again.reasons) == ("reject", first.reasons) and again.id != first.id
-    with pytest.raises(InputError, match=f"segment {number} has taken the place"):
+    with pytest.raises(InputError, match=f"was replaced by segment {number}"):
         accept(site.workspace, site.ledger, number - 1, "somebody")
 
 

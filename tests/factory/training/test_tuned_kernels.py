@@ -52,7 +52,7 @@ def put(workspace: Workspace, **changes: Any) -> Path:
     return path
 
 
-def test_nothing_tuned_is_said_in_one_line(workspace: Workspace) -> None:
+def test_untuned_kernels_are_reported_in_one_line(workspace: Workspace) -> None:
     found = lookup(workspace, MACHINE, "fp32")
     assert found.choice is None and "factory tune" in found.note and "\n" not in found.note
 
@@ -65,13 +65,13 @@ def test_a_tuning_is_used(workspace: Workspace) -> None:
     assert lookup(workspace, MACHINE, "bf16").choice is None  # another precision has a tuning of its own
 
 
-def test_a_tuning_of_another_torch_is_not_used_and_said(workspace: Workspace) -> None:
+def test_a_tuning_of_another_torch_is_reported_and_not_used(workspace: Workspace) -> None:
     put(workspace, machine=replace(MACHINE, torch="1.13.0").to_json())
     found = lookup(workspace, MACHINE, "fp32")
     assert found.choice is None and "made with torch 1.13.0" in found.note and "factory tune" in found.note
 
 
-def test_a_tuning_at_other_sizes_is_used_and_said(workspace: Workspace) -> None:
+def test_a_tuning_at_other_sizes_is_reported_and_used(workspace: Workspace) -> None:
     put(workspace)
     found = lookup(workspace, MACHINE, "fp32", SHAPE | {"d_model": 64})
     assert found.choice and "sizes of another recipe" in found.note
@@ -80,9 +80,9 @@ def test_a_tuning_at_other_sizes_is_used_and_said(workspace: Workspace) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is no tuning of 'factory tune'"),
-        ("[]", "is no tuning"),
-        ('{"machine": {}, "choice": {}}', "is no tuning"),
+        ("{", "is not a result of 'factory tune'"),
+        ("[]", "is not a result"),
+        ('{"machine": {}, "choice": {}}', "is not a result"),
     ],
 )
 def test_a_broken_tuning_is_named(workspace: Workspace, content: str, words: str) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from factory.code_loop import approvals, submitting
+from factory.code_loop import approvals
 from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace, code_root
 from factory.gates.release.judge import Verdict
+from factory.gates.staged_gate import StagedGate
 from factory.git import repository
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, events, proposals, verdicts
@@ -91,7 +92,7 @@ def given_verdict(monkeypatch: pytest.MonkeyPatch, outcome: str) -> list[tuple[i
     """Instead of the gate's minutes; what it was asked to judge is kept: (number, base, hash of the patch)."""
     judged = []
 
-    def decide(workspace: Workspace, ledger: Ledger, number: int, applied: Any, *_: Any, **__: Any) -> Any:
+    def decide(_gate: Any, _workspace: Workspace, ledger: Ledger, number: int, applied: Any, *_: Any, **__: Any) -> Any:
         judged.append((number, applied.base, applied.patch_sha256))
         evidence = {"stages": {}}
         with ledger.begin() as tx:
@@ -103,5 +104,5 @@ def given_verdict(monkeypatch: pytest.MonkeyPatch, outcome: str) -> list[tuple[i
             ).inserted_primary_key  # fmt: skip
         return key[0], Verdict(outcome, ("now",)), evidence  # type: ignore[index]
 
-    monkeypatch.setattr(submitting, "decide", decide)
+    monkeypatch.setattr(StagedGate, "decide", decide)
     return judged

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.llm.exchange import Exchange
-from agents.llm.replay_server import Session
+from tests.support.replay_server import RecordedSession
 
 SESSIONS = Path(__file__).parents[1] / "sessions"
 
@@ -24,8 +24,8 @@ class Notes:
         self.kept.append(exchange)
 
 
-def recorded(name: str) -> Session:
-    return Session.load(SESSIONS / f"{name}.yaml")
+def recorded(name: str) -> RecordedSession:
+    return RecordedSession.load(SESSIONS / f"{name}.yaml")
 
 
 def profile(op: str = "swiglu") -> dict[str, Any]:

@@ -20,7 +20,9 @@ class Architecture:
 
     class_name: str
     fits: Callable[[ModelRecipe], bool]  # has the trainer's model of this shape its maths? True for one entry only
-    own_keys: Callable[[ModelRecipe], dict[str, Any]] = lambda shape: {}  # of config.json, beside those that all have
+    own_keys: Callable[[ModelRecipe], dict[str, Any]] = (
+        lambda shape: {}
+    )  # of config.json, in addition to those that all have
     tied_embeddings: bool = True  # as the trainer exports it
     # What config.json may say.
     only: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # key → its values; missing, it means the first

@@ -29,6 +29,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from kernels.contract.files import sync_folder
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.errors import CheckpointError
 
@@ -115,11 +116,11 @@ def save_share(
             files |= _await_share(aside / f"share-{other:05d}.json")
         manifest = {"format": FORMAT, "step": step, "files": files}
         _write(aside / "manifest.json", iter([json.dumps(manifest, sort_keys=True, indent=1).encode()]))
-        _fsync_folder(aside)
+        sync_folder(aside)
         if target.exists():
             shutil.rmtree(target)
         os.rename(aside, target)
-        _fsync_folder(parent)
+        sync_folder(parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -299,11 +300,3 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
         out.flush()
         os.fsync(out.fileno())
     return {"sha256": digest.hexdigest(), "bytes": size}
-
-
-def _fsync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,8 +1,8 @@
-"""Second stage of the patch gate: read the patch without running it.
+"""What a patch's source may not contain, found by reading it.
 
-Python is parsed, never imported. A changed file may import what its base already imported and what model code needs; it may
-not newly reach for clocks, frames, files, processes or other modules' insides. A determined liar can hide from any
-reading; the stages behind this one trust nothing that the code says. YAML is parsed with anchors refused.
+Python is parsed, never imported. A changed file may import what its base imported and what model code needs; it may not newly use clocks,
+frames, files, processes or other modules' internals. Determined code can hide from any reader; the later stages trust nothing that
+the code says. In YAML, anchors, aliases, tags and duplicate keys are refused.
 """
 
 from __future__ import annotations
@@ -16,155 +16,50 @@ import yaml
 
 from factory.git.scope import Change
 
-IMPORTS = {
-    "__future__",
-    "torch",
-    "triton",
-    "math",
-    "typing",
-    "collections",
-    "dataclasses",
-    "functools",
-    "itertools",
-    "enum",
-}
-IMPORTS |= {"kernels", "trainer", "numpy", "contextlib", "operator", "abc"}
-# Modules that a file must not borrow from another that imports them: "from trainer.segment import os".
-BORROWED = {
-    "sys",
-    "os",
-    "subprocess",
-    "ctypes",
-    "gc",
-    "inspect",
-    "builtins",
-    "threading",
-    "socket",
-    "importlib",
-    "pickle",
-    "pathlib",
-    "Path",
-    "shutil",
-    "tempfile",
-    "io",
-}
-# Ways around what is read here: by an attribute's name as text, by swallowing errors, by text that is evaluated.
-OTHER_PARTS = {
-    "operator.attrgetter",
-    "operator.methodcaller",
-    "contextlib.suppress",
-    "typing.get_type_hints",
-    "typing.ForwardRef",
-}
-OTHER_PARTS |= {"numpy.load", "numpy.save", "numpy.memmap", "numpy.fromfile", "numpy.ctypeslib", "numpy.random.seed"}
-# Parts of torch that load code, start processes, read clocks or change everybody's settings.
-TORCH_PARTS = {
-    "hub",
-    "load",
-    "multiprocessing",
-    "utils.cpp_extension",
-    "package",
-    "jit",
-    "classes",
-    "library.Library",
-    "library.impl",
-    "library.define",
-    "library.register_kernel",
-    "profiler",
-    "cuda.Event",
-}
-TORCH_PARTS |= {
-    "ops.load_library",
-    "serialization",
-    "utils.benchmark",
-    "manual_seed",
-    "set_num_threads",
-    "set_rng_state",
-}
-TORCH_PARTS |= {
-    "set_num_interop_threads",
-    "set_default_dtype",
-    "seed",
-    "overrides",
-    "utils._python_dispatch",
-    "cuda.Stream",
-    "cuda.stream",
-    "set_float32_matmul_precision",
-    "set_default_device",
-    "use_deterministic_algorithms",
-    "set_flush_denormal",
-    "default_generator",
-    "random",
-    "save",
-    "from_file",
-    "distributed.rpc",
-    "_C",
-}
-NAMES = {
-    "eval",
-    "exec",
-    "compile",
-    "__import__",
-    "open",
-    "breakpoint",
-    "globals",
-    "locals",
-    "vars",
-    "setattr",
-    "delattr",
-}
-NAMES |= {"getattr", "memoryview", "id", "__builtins__", "__loader__", "__spec__"}
-ATTRIBUTES = {
-    "__globals__",
-    "__builtins__",
-    "__subclasses__",
-    "__code__",
-    "__closure__",
-    "__dict__",
-    "__bases__",
-    "__mro__",
-    "__class__",
-}
-ATTRIBUTES |= {
-    "f_back",
-    "f_locals",
-    "f_globals",
-    "gi_frame",
-    "tb_frame",
-    "__getattribute__",
-    "__setattr__",
-    "_getframe",
-    "_version",
-}
-ATTRIBUTES |= {
-    "data_ptr",
-    "perf_counter",
-    "monotonic",
-    "process_time",
-    "system",
-    "popen",
-    "fork",
-    "_exit",
-    "cr_frame",
-    "ag_frame",
-    "kill",
-    "environ",
-}
-ATTRIBUTES |= {
-    "__torch_function__",
-    "__torch_dispatch__",
-    "__reduce__",
-    "__reduce_ex__",
-    "is_compiling",
-    "untyped_storage",
-}
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
+# Packages that a changed file may import.
+IMPORTS = _words("""
+    abc collections contextlib dataclasses enum functools __future__ itertools kernels math numpy operator torch
+    trainer triton typing
+""")
+# Modules that a file must not take from another that imports them: "from trainer.segment import os".
+BORROWED = _words("""
+    builtins ctypes gc importlib inspect io os Path pathlib pickle shutil socket subprocess sys tempfile threading
+""")
+# Ways around what is read here: an attribute named as text, errors that are swallowed, text that is evaluated; and files.
+OTHER_PARTS = _words("""
+    contextlib.suppress numpy.ctypeslib numpy.fromfile numpy.load numpy.memmap numpy.random.seed numpy.save
+    operator.attrgetter operator.methodcaller typing.ForwardRef typing.get_type_hints
+""")
+# Parts of torch that load code, start processes, read clocks or change settings of the whole process.
+TORCH_PARTS = _words("""
+    _C classes cuda.Event cuda.stream cuda.Stream default_generator distributed.rpc from_file hub jit library.define
+    library.impl library.Library library.register_kernel load manual_seed multiprocessing ops.load_library overrides
+    package profiler random save seed serialization set_default_device set_default_dtype
+    set_float32_matmul_precision set_flush_denormal set_num_interop_threads set_num_threads set_rng_state
+    use_deterministic_algorithms utils._python_dispatch utils.benchmark utils.cpp_extension
+""")
+# Built-in functions and variables.
+NAMES = _words("""
+    breakpoint __builtins__ compile delattr eval exec getattr globals id __import__ __loader__ locals memoryview
+    open setattr __spec__ vars
+""")
+# Attributes that reach frames, clocks, memory, processes, or what a class does when torch or Python call it.
+ATTRIBUTES = _words("""
+    ag_frame __bases__ __builtins__ __class__ __closure__ __code__ cr_frame data_ptr __dict__ environ _exit f_back
+    f_globals f_locals fork __getattribute__ _getframe gi_frame __globals__ is_compiling kill monotonic __mro__
+    perf_counter popen process_time __reduce__ __reduce_ex__ __setattr__ __subclasses__ system tb_frame
+    __torch_dispatch__ __torch_function__ untyped_storage _version
+""")
 CATCH_ALL = {"Exception", "BaseException", "RuntimeError"}  # what torch and triton raise when a kernel fails
 
 
 def problems(change: Change, base: bytes | None) -> list[str]:
-    """What a reader objects to in one changed file, given what it was before (None: it is new)."""
+    """The problems of one changed file, a sentence each. ``base``: the file before the patch; None: it is new."""
     if change.content is None:
         return []
     text = change.content.decode("utf-8", "replace")
@@ -190,7 +85,7 @@ def _python(text: str, base: str) -> Iterable[str]:
 
 
 def _reaches(tree: ast.Module) -> Iterable[tuple[int, str]]:
-    """(line, what) for everything a patch must not newly do. ``what`` names it the same wherever it stands."""
+    """(line, what) for everything that a patch may not newly do; ``what`` is the same wherever in a file it is."""
     modules = _module_names(tree)
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
@@ -262,12 +157,9 @@ def _module_names(tree: ast.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {
-                alias.asname or alias.name.partition(".")[0]: alias.name
-                if alias.asname
-                else alias.name.partition(".")[0]
-                for alias in node.names
-            }
+            for alias in node.names:
+                root = alias.name.partition(".")[0]
+                found |= {alias.asname: alias.name} if alias.asname else {root: root}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     for node in ast.walk(tree):  # "t = torch" is torch by another name
@@ -290,11 +182,11 @@ def _yaml(text: str) -> Iterable[str]:
     try:
         for token in yaml.scan(text):
             if isinstance(token, (yaml.AnchorToken, yaml.AliasToken, yaml.TagToken)):
-                yield f"line {token.start_mark.line + 1}: anchors, aliases and tags have no place in a policy"
+                yield f"line {token.start_mark.line + 1}: anchors, aliases and tags are not allowed in a policy"
                 return
         keys = _repeated(yaml.compose(text))
         if keys:
-            yield f"the key {keys[0]!r} stands twice"
+            yield f"the key {keys[0]!r} is given twice"
         elif not isinstance(yaml.safe_load(text), dict):
             yield "expected 'key: value' lines"
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Part of the patch gate's oracle: does the patch leave alone what ops are tested with?
+"""Part of the oracle stage: does the patch change what ops are tested with?
 
-An op's file holds more than implementations: the reference, which is the truth once the patch is merged, the inputs that tests are made
-with, and which of them get gradients. A patch that spoils those is right by the tests of now, and makes the next one's blind.
+An op's file holds more than implementations: the reference, which is the truth once the patch is merged, the inputs of the tests, and which
+inputs get gradients. A patch that damages those passes today's tests and makes those of the next patch worthless.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import torch
 from safetensors.torch import load_file
 
 from factory.core import devices
-from factory.gates.patch import ops as patch_ops
+from factory.gates.case import StageEvidence, failed, missing
+from factory.gates.patch.op_answers import Answers, driver, errors_of, identical, named
 from factory.gates.patience import Patience, patiently, stopped
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
 
-TRUTH_ROUNDING = 1e-9  # of the largest: sums in fp64 in another order, far below what fp32 could tell
+TRUTH_ROUNDING = 1e-9  # of the largest: sums in fp64 in another order, far below fp32's resolution
 
 
-def redefined(
-    jobs: Sequence[dict[str, Any]], answers: patch_ops.Answers, patience: Patience, candidate: Path, work: Path
-) -> dict[str, Any]:
-    """Evidence of what the patch changes of the ops' own tests, by which it and every later patch is judged; empty when nothing.
+def changed(answers: Answers, patience: Patience, candidate: Path, work: Path) -> StageEvidence:
+    """Evidence that the patch changes the ops' own tests; empty when it does not.
 
-    The candidate's code makes inputs and truth of some of the ``jobs`` too, by the same seeds: inputs must be the same to the bit, the truth
-    but for fp64's rounding, and the eager results as right as they were. Which ones is drawn, of every op, kind of values and size (the
-    recipe's own among them). Raises: IsolationError.
+    The candidate's code makes inputs and truth of some of ``answers.jobs`` too, from the same seeds: the inputs must be equal to the bit, the
+    truth up to rounding in fp64, and the eager results no less accurate. The jobs are drawn: one of every op, kind of values and size (the
+    recipe's among them). Raises: IsolationError.
     """
+    jobs = answers.jobs
     numbers = _drawn(jobs)
     request = work / "request-again.json"
     request.write_text(json.dumps({"device": devices.kind(), "jobs": [jobs[number] for number in numbers]}))
-    limits = patience.limits(answers.baseline_seconds)  # for all jobs, of which these are a part
+    limits = patience.limits(answers.baseline_seconds)  # what all jobs took; these are some of them
     with contextlib.ExitStack() as opened:
 
         def attempt(number: int, limit: float) -> tuple[sandbox.Result, list[int]]:
@@ -49,23 +49,23 @@ def redefined(
             held = [os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for part in parts]
             for descriptor in held:
                 opened.callback(os.close, descriptor)
-            return patch_ops.driver(["make", request, folder], [candidate, request], folder, candidate, limit), held
+            return driver(["make", request, folder], [candidate, request], folder, candidate, limit), held
 
         run, (inputs, truth) = patiently(limits, attempt, lambda ended: ended[0].timed_out)
         if run.timed_out:
             who = "making the changed ops' tests with the candidate's code"
             reason = stopped(who, limits, answers.baseline_seconds, "oracle.patience")
-            return {"state": "missing", "reasons": [reason]}
+            return missing(reason)
         try:
-            wrong = [] if run.ok else [f"the changed ops' tests could not be made by it: {run.why()}"]
+            wrong = [] if run.ok else [f"the candidate's code could not make the changed ops' tests: {run.why()}"]
             for again, number in enumerate(numbers if run.ok else ()):
                 wrong += [
-                    f"{patch_ops.named(jobs[number])}: {problem}, and an op's tests are people's to change"
-                    for problem in _otherwise(answers.truth.parent, inputs, truth, number, again)
+                    f"{named(jobs[number])}: {problem}; only people may change an op's tests"
+                    for problem in _differences(answers.truth.parent, inputs, truth, number, again)
                 ]
         except UntrustedFileError as error:
-            wrong = [f"the changed ops' tests could not be made by it: {error}"]
-    return {"state": "failed", "reasons": wrong[:5], "failures": len(wrong)} if wrong else {}
+            wrong = [f"the candidate's code could not make the changed ops' tests: {error}"]
+    return failed(*wrong[:5], failures=len(wrong)) if wrong else {}
 
 
 def _drawn(jobs: Sequence[dict[str, Any]]) -> list[int]:
@@ -76,8 +76,8 @@ def _drawn(jobs: Sequence[dict[str, Any]]) -> list[int]:
     return sorted(secrets.choice(numbers) for numbers in kinds.values())
 
 
-def _otherwise(given: Path, inputs: int, truth: int, number: int, again: int) -> list[str]:
-    """What is another in test ``again`` of the candidate's than in ``number`` of the baseline's. Raises: UntrustedFileError."""
+def _differences(given: Path, inputs: int, truth: int, number: int, again: int) -> list[str]:
+    """How test ``again`` of the candidate's differs from test ``number`` of the baseline's. Raises: UntrustedFileError."""
     spare = 1 << 20
     words, tensors, exact = (
         given / "inputs" / f"given-{number}.json",
@@ -85,21 +85,21 @@ def _otherwise(given: Path, inputs: int, truth: int, number: int, again: int) ->
         given / "truth" / f"exact-{number}.safetensors",
     )
     if not words.exists():
-        return []  # no op of the baseline's: who answers has to say so
+        return []  # not an op of the baseline's: the answer says so
     if read_bytes(inputs, (f"given-{again}.json",), words.stat().st_size + spare) != words.read_bytes():
-        return ["it says otherwise which inputs get gradients, are written or spoilt"]
+        return ["the patch changes which inputs get gradients, are written or spoiled"]
     mine = read_tensors(inputs, (f"given-{again}.safetensors",), tensors.stat().st_size + spare)
     theirs = load_file(tensors)
-    if mine.keys() != theirs.keys() or not all(patch_ops.identical(mine[name], x) for name, x in theirs.items()):
-        return ["its inputs are others"]
+    if mine.keys() != theirs.keys() or not all(identical(mine[name], x) for name, x in theirs.items()):
+        return ["the patch changes its inputs"]
     mine = read_tensors(truth, (f"exact-{again}.safetensors",), exact.stat().st_size + spare)
     theirs = load_file(exact)
     if mine.keys() != theirs.keys() or not all(_same_truth(mine[name], x) for name, x in theirs.items()):
         return ["its reference computes something else"]
     path = given / "truth" / f"eager-{number}.safetensors"
     mine = read_tensors(truth, (f"eager-{again}.safetensors",), path.stat().st_size + spare)
-    wrong, _ = patch_ops.errors_of(mine, theirs, load_file(path))
-    return [f"its reference is less exact: {problem}" for problem in wrong]
+    wrong, _ = errors_of(mine, theirs, load_file(path))
+    return [f"its reference is less accurate: {problem}" for problem in wrong]
 
 
 def _same_truth(mine: torch.Tensor, theirs: torch.Tensor) -> bool:

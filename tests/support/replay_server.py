@@ -1,6 +1,6 @@
 """A real HTTP server on loopback that speaks ``/v1/chat/completions`` and plays a recorded session: tool calls, streaming, usage, and faults.
 
-    python -m agents.llm.replay_server SESSION.yaml [--port 8000]
+    python -m tests.support.replay_server SESSION.yaml [--port 8000]
 
 A session is YAML: optional ``model`` and ``key`` (others get 404 and 401), and ``turns``. A turn is an answer, or a list of
 answers to one request after the other, of which the last repeats. Turn *n* answers requests that hold *n* replies of the
@@ -57,13 +57,13 @@ class Answer(Strict):
     """The connection ends in the middle of the reply."""
 
 
-class Session(Strict):
+class RecordedSession(Strict):
     model: str = ""
     key: str = ""
     turns: list[Answer | list[Answer]]
 
     @classmethod
-    def load(cls, path: Path) -> Session:
+    def load(cls, path: Path) -> RecordedSession:
         """Raises: TrainerError that names the file and the key."""
         try:
             text = path.read_text(encoding="utf-8")
@@ -81,7 +81,7 @@ class Session(Strict):
 class ReplayServer:
     """Serves a session while it is entered; ``requests`` has the bodies that came."""
 
-    def __init__(self, session: Session, port: int = 0) -> None:
+    def __init__(self, session: RecordedSession, port: int = 0) -> None:
         self.session = session
         self.requests: list[dict[str, Any]] = []
         self.asked: Counter[int] = Counter()
@@ -249,13 +249,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m agents.llm.replay_server", description="Play a recorded session.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.replay_server", description="Play a recorded session."
+    )
     parser.add_argument("session", type=Path)
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
 
     def serve() -> None:
-        server = ReplayServer(Session.load(given.session), given.port)
+        server = ReplayServer(RecordedSession.load(given.session), given.port)
         print(f"{given.session} on {server.url} (Ctrl-C ends it)", flush=True)
         with server:
             threading.Event().wait()

@@ -1,0 +1,21 @@
+"""Are the weights that training left no worse on held-out documents? By the judge's own model."""
+
+from __future__ import annotations
+
+from factory.gates.case import NOTHING_HELD_OUT, Case, StageResult, passed
+from factory.gates.patch.held_out import gains, held_out_texts, scores
+from factory.gates.patch.policy import PatchPolicy
+
+
+def run(case: Case[PatchPolicy]) -> StageResult:
+    policy, start = case.policy.evals, case.start
+    assert start is not None  # the training stage passed
+    texts, eval_policy = held_out_texts(policy.documents, policy.document_bytes, case.workspace, case.ledger)
+    if not texts:
+        return StageResult(NOTHING_HELD_OUT)
+    candidate, baseline = (scores(run.weights, start.recipe, texts, eval_policy) for run in case.handed_on["training"])
+    found = gains(candidate, baseline)
+    means = {domain: sum(values) / len(values) for domain, values in found.items()}
+    worst = min(means, key=means.__getitem__)
+    reason = f"{len(texts)} held-out documents; the worst domain, {worst}, {-means[worst]:+.4f} bits per byte"
+    return StageResult(passed(reason, gains=found))

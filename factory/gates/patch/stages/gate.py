@@ -1,0 +1,27 @@
+"""The patch gate (DESIGN §5): its stages in order, from cheap to expensive. The first that does not pass ends it.
+
+All code that a patch could have changed runs in the sandbox; the gate believes only what approved code observes from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from factory.core.workspace import Workspace
+from factory.gates.case import Stage
+from factory.gates.patch.judge import Gain, judge_patch, reported_gain
+from factory.gates.patch.policy import PatchPolicy
+from factory.gates.patch.stages import evals, exploits, isolated, oracle, scope, static, training
+from factory.gates.staged_gate import StagedGate
+
+STAGES: tuple[Stage, ...] = (scope, static, oracle, exploits, isolated, training, evals)
+
+
+def patch_gate(workspace: Workspace) -> StagedGate[PatchPolicy]:
+    """Raises: ConfigError."""
+    return StagedGate("patch", PatchPolicy.load(workspace.policy("gates/patch.yaml")), STAGES, judge_patch, _gain)
+
+
+def _gain(policy: PatchPolicy, stages: Mapping[str, Any], tries: int) -> Gain | None:
+    return reported_gain(policy.training, stages.get("training", {}), tries)

@@ -1,0 +1,47 @@
+"""Read the patch without running it: its source, its recipes, and whether its settings apply to this machine.
+
+A patch here may change how a step is computed and never what it computes. What no run here would measure is 'missing': a gain measured
+for the rest of the patch would say nothing about it.
+"""
+
+from __future__ import annotations
+
+from factory.computing.tuned_kernels import KERNELS
+from factory.gates.case import Case, StageResult, failed, missing, passed
+from factory.gates.patch.changed_ops import changed_sections, other_devices
+from factory.gates.patch.policy import PatchPolicy
+from factory.gates.patch.source_rules import problems
+from factory.gates.recipe_changes import RECIPES, learnt, recipe_changes, unused_recipes
+from factory.git.scope import Change
+from trainer.contract.errors import TrainerError
+
+MOST_REASONS = 8
+
+
+def run(case: Case[PatchPolicy]) -> StageResult:
+    found = [problem for change in case.changes for problem in problems(change, case.base_bytes(change.path))]
+    found = found or [problem for change in case.changes for problem in _settings(case, change)]
+    if found:
+        return StageResult(failed(*found[:MOST_REASONS]))
+    unmeasured = unused_recipes(case.workspace, case.paths)
+    for change in case.changes:
+        if change.path == KERNELS:
+            unmeasured += other_devices(case.base_bytes(KERNELS), change.content)
+    return StageResult(missing(*unmeasured[:MOST_REASONS]) if unmeasured else passed("nothing to object to"))
+
+
+def _settings(case: Case[PatchPolicy], change: Change) -> list[str]:
+    """What a changed recipe or ``kernels.yaml`` may not say."""
+    base = case.base_bytes(change.path) or b""
+    if change.path == KERNELS and "fallback" in changed_sections(base, change.content):
+        return [f"{KERNELS}: only people may change 'fallback', which decides whether a failing kernel is hidden"]
+    if not change.path.startswith(RECIPES):
+        return []
+    try:
+        keys = learnt(recipe_changes(change, base.decode("utf-8", "replace")))
+    except TrainerError as error:
+        return [str(error)]
+    found = [f"{change.path}: {key} changes what is computed" for key in keys]
+    return found + (
+        ["propose it as a patch that changes nothing but recipes: the recipe gate judges those"] if found else []
+    )

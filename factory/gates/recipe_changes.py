@@ -1,0 +1,66 @@
+"""What a patch changes in recipes, and whether those recipes train here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from factory.core.workspace import Workspace
+from factory.git.scope import Change
+from kernels.contract.strict_yaml import read_yaml
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import Recipe
+
+RECIPES = "policies/recipes/"
+COMPUTING_KEYS = ("compile", "batch.micro_sequences")  # how a step is computed, not what it computes
+Changes = dict[str, tuple[Any, Any]]  # flat key → (old value, new value)
+
+
+def used_recipe(workspace: Workspace) -> str:
+    """The repository's path of the recipe that trains here."""
+    return f"{RECIPES}{workspace.config.recipe}.yaml"
+
+
+def unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[str]:
+    """A sentence for each changed recipe that no run here can judge."""
+    used, own = used_recipe(workspace), workspace.own_recipe()
+    recipes = [path for path in paths if path.startswith(RECIPES)]
+    found = [f"{path} cannot be judged here: only {used} trains here" for path in recipes if path != used]
+    if used in recipes and own.exists():
+        found.append(f"{own} is what trains here: a patch to {used} has no effect")
+    return found
+
+
+def recipe_changes(change: Change, base: str) -> Changes:
+    """What a changed recipe says otherwise than ``base``, its text before ('': a new recipe): ``{"batch.sequences": (8, 16)}``.
+
+    A key that is gone has the new value None. Raises: RecipeError for text that is not a recipe, and for a deleted one.
+    """
+    if change.content is None:
+        raise RecipeError(f"{change.path}: a patch may not delete a recipe")
+    new = flat(_parse(change.content.decode("utf-8", "replace"), change.path).model_dump())
+    old = flat(_parse(base, change.path).model_dump()) if base else {}
+    return {
+        key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    }
+
+
+def learnt(changes: Changes) -> list[str]:
+    """The keys that change what is computed, and so what is learnt."""
+    return [key for key in changes if key not in COMPUTING_KEYS]
+
+
+def _parse(text: str, where: str) -> Recipe:
+    return Recipe.parse(read_yaml(text, where, RecipeError), where)
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one.
+
+    >>> flat({"seed": 1, "batch": {"sequences": 8}})
+    {'seed': 1, 'batch.sequences': 8}
+    """
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

@@ -1,0 +1,141 @@
+"""A gate of patches: run its stages from cheap to expensive until one does not pass, judge the evidence, record the verdict."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol
+
+from agents.core.untrusted import one_line
+from factory.core.errors import FactoryError
+from factory.core.policy_file import policy_sha256
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.gates.case import Case, Policy, Stage, StageResult, failed, missing
+from factory.gates.release.judge import Verdict
+from factory.gates.training_start import find_start
+from factory.git import repository
+from factory.git.repository import Applied
+from factory.git.scope import AgentsPolicy
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import Subject
+from factory.ledger.writing import record_verdict
+from kernels.contract.files import finite
+
+
+class Gain(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class StagedGate(Generic[Policy]):
+    """``judge`` decides from ``{"stages": {name: evidence}, "tries": n, …}``; ``gain`` is what reports show of the stages' evidence."""
+
+    name: str
+    policy: Policy
+    stages: Sequence[Stage]
+    judge: Callable[[Policy, Mapping[str, Any]], Verdict]
+    gain: Callable[[Policy, Mapping[str, Any], int], Gain | None]
+
+    def decide(
+        self,
+        workspace: Workspace,
+        ledger: Ledger,
+        number: int,
+        applied: Applied,
+        progress: Progress,
+        *,
+        tries: int,
+        patch_id: str,
+    ) -> tuple[int, Verdict, dict[str, Any]]:
+        """Judge a proposal: (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; nothing is recorded then."""
+        evidence = self.gather(workspace, ledger, applied, progress, tries) | {"gate": self.name, "patch_id": patch_id}
+        verdict = self.judge(self.policy, evidence)
+        subject = Subject("proposal", number)
+        with ledger.begin() as tx:
+            record(tx, "judged", subject, {"outcome": verdict.outcome})
+            recorded = record_verdict(
+                tx,
+                self.name,
+                subject,
+                against=applied.base,
+                policy_sha256=policy_sha256(self.policy),
+                subject_sha256=applied.patch_sha256,
+                outcome=verdict.outcome,
+                reasons=verdict.reasons,
+                evidence=evidence,
+            )
+        return recorded, verdict, evidence
+
+    def gather(
+        self, workspace: Workspace, ledger: Ledger, applied: Applied, progress: Progress, tries: int
+    ) -> dict[str, Any]:
+        """The evidence of every stage up to the first that did not pass."""
+        repo = workspace.repository
+        work = applied.worktree.with_name(applied.worktree.name + "-gate")
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        with ExitStack() as after_stages:
+            after_stages.callback(shutil.rmtree, work, ignore_errors=True)
+            case = Case(
+                workspace,
+                ledger,
+                self.policy,
+                AgentsPolicy.load(workspace.policy("agents.yaml")),
+                applied,
+                repository.changes(repo, applied.base, applied.commit),
+                repository.checkout_live(workspace, applied.base),
+                work,
+                find_start(ledger),
+                progress,
+                tries,
+                after_stages=after_stages,
+            )
+            found = self._run_stages(case)
+        if repository.patch_sha256(repo, applied.base, applied.commit) != applied.patch_sha256:
+            found["scope"] = failed("the branch does not hold the patch that was proposed")
+        gain = self.gain(self.policy, found, tries)
+        evidence: dict[str, Any] = {
+            "base": applied.base,
+            "patch_sha256": applied.patch_sha256,
+            "tries": tries,
+            "stages": found,
+            "files": case.paths,
+            "gain": gain.to_json() if gain else None,
+        }
+        return finite(evidence)  # type: ignore[no-any-return]
+
+    def _run_stages(self, case: Case[Policy]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for stage in self.stages:
+            name = stage.__name__.rpartition(".")[2]
+            began = time.monotonic()
+            with case.progress.task(f"gate: {name}"):
+                result = _run(stage, name, case)
+            case = replace(case, handed_on={**case.handed_on, name: result.handed_on})
+            reasons = [one_line(reason, 1000) for reason in result.evidence["reasons"]]  # some quote the patch
+            seconds = round(time.monotonic() - began, 2)
+            found[name] = result.evidence | {"reasons": reasons, "stage_seconds": seconds}
+            state = found[name]["state"]
+            case.progress.line(f"  {name:<9} {state:<10} {'; '.join(reasons)[:160]}")
+            if state not in ("passed", "not needed"):
+                break
+        return found
+
+
+def _run(stage: Stage, name: str, case: Case[Any]) -> StageResult:
+    """An exception that a stage did not expect is evidence that is missing: it holds the patch back and says where.
+
+    Raises: FactoryError.
+    """
+    try:
+        return stage.run(case)
+    except FactoryError:
+        raise
+    except Exception as error:
+        reason = f"the {name} stage ended with an error: {type(error).__name__}: {error}"
+        return StageResult(missing(reason, log=traceback.format_exc()))

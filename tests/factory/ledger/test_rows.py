@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from factory.core.errors import InputError
+from factory.core.workspace import Config, Workspace
+from factory.daemon import observe
+from factory.ledger.ledger import Ledger, record, releases, segments
+from factory.ledger.reader import Reader
+from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
+from factory.ledger.status import snapshot
+from factory.ledger.writing import insert, next_key, record_verdict
+from tests.support.factory.release_scene import add_candidate, add_shard
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def workspace(request: pytest.FixtureRequest, tmp_path: Path) -> Workspace:
+    """Every test once with each database."""
+    url = ""
+    if request.param == "postgresql":
+        new_database: Callable[[], str] = request.getfixturevalue("postgres")
+        url = new_database()
+    return Workspace.create(tmp_path / "workspace", Config(ledger_url=url))
+
+
+@pytest.fixture
+def ledger(workspace: Workspace) -> Ledger:
+    """Two candidates: the first promoted and released, the second rejected."""
+    made = Ledger.create(workspace.ledger_url)
+    add_shard(made)
+    first, second = add_candidate(workspace, made), add_candidate(workspace, made)
+    verdict = {"policy_sha256": "p", "subject_sha256": "e", "reasons": ["why"], "evidence": {"gain": {"code": 0.5}}}
+    with made.begin() as tx:
+        tx.execute(segments.update().values(recipe_json={"precision": "fp32"}))
+        one = record_verdict(tx, "release", Subject("candidate", first), against=None, outcome="promote", **verdict)
+        number = insert(
+            tx, releases, number=next_key(tx, releases), candidate=first, verdict=one, state="published", created_at=1.0
+        )
+        record(tx, "promoted", Subject("release", number))
+        against = Subject("candidate", first)
+        record_verdict(tx, "release", Subject("candidate", second), against=against, outcome="reject", **verdict)
+    return made
+
+
+def test_a_subject_is_stored_as_text_and_read_back() -> None:
+    assert str(Subject("candidate", 7)) == "candidate:7" and Subject.parse("candidate:7") == Subject("candidate", 7)
+
+
+def test_rows_are_the_same_through_either_reader(workspace: Workspace, ledger: Ledger) -> None:
+    reader = Reader(workspace)
+    for kind in (SegmentRow, CandidateRow, VerdictRow, ReleaseRow, ProposalRow):
+        assert kind.select(reader) == kind.select(ledger)
+    newest = VerdictRow.newest(ledger, "release", Subject("candidate", 2))
+    assert newest and (newest.id, newest.number, newest.against, newest.reasons) == (2, 2, "candidate:1", ["why"])
+    assert newest.evidence(ledger) == {"gain": {"code": 0.5}}
+    assert ReleaseRow.get(ledger, 1).export_sha256 == CandidateRow.get(ledger, 1).export_sha256
+
+
+def test_a_missing_row_is_an_error_that_lists_what_there_is(ledger: Ledger) -> None:
+    with pytest.raises(InputError, match="no candidate 7; there are: 1, 2"):
+        CandidateRow.get(ledger, 7)
+    with pytest.raises(InputError, match="no proposal 1; there is none yet"):
+        ProposalRow.get(ledger, 1)
+
+
+def test_status_and_daemon_see_the_same_champion(workspace: Workspace, ledger: Ledger) -> None:
+    best = champion(ledger)
+    facts = json.loads(json.dumps(snapshot(workspace)))
+    assert best and best == champion(Reader(workspace))
+    assert facts["champion"] == best.only("number candidate mlflow_version export_path")
+    assert [c["verdict"]["outcome"] for c in facts["candidates"]] == ["promote", "reject"]
+    (workspace.inbox / "next.jsonl").touch()  # something to do, so that no segment is planned
+    world = observe(workspace, ledger, settle=0)
+    assert (world.unjudged_candidate, world.unfinished_release, world.unreleased_promotion) == (None, None, None)
