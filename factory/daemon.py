@@ -266,11 +266,13 @@ def _say_if_failed(workspace: Workspace, ledger: Ledger, world: World) -> None:
         return
     row = SegmentRow.get(ledger, world.failed_segment)
     if row.state == "uncertified":
-        from factory.training.certifying import NotCertified, certificate_of, way_on
+        from factory.training.certifying import NotCertified, certificate_of, next_steps
 
         verdict = certificate_of(ledger, row.id)
         why = verdict.reasons[0] if verdict else ""
-        raise NotCertified(f"the code of segment {row.id} is not certified and training waits. {why} {way_on(row.id)}")
+        raise NotCertified(
+            f"the code of segment {row.id} is not certified and training waits. {why} {next_steps(row.id)}"
+        )
     raise SegmentError(
         f"segment {row.id} failed for good and training waits: read its log in {workspace.logs}, correct the "
         f"cause, then run 'factory {'anneal' if row.kind == 'anneal' else 'train'}'"

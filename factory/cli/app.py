@@ -60,7 +60,7 @@ def print_json(value: Any) -> None:
 
 def main() -> None:
     """The entry point: a ``FactoryError`` is one clear message, a full disk too; anything else is a bug and keeps its traceback."""
-    end_if_stopped = stopping.heed_signals()
+    end_if_stopped = stopping.handle_signals()
     for name, value in (SPINS | devices.COMPILER).items():
         os.environ.setdefault(name, value)
     try:

@@ -11,7 +11,7 @@ import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, print_json
 from factory.core.errors import ConfigError, InputError, nearest
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Config, Workspace, code_root
 from factory.core.yaml_file import load_yaml
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def show(
     where: Where = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
-    """Print every key with its value, its source (default, shipped file, workspace's own copy) and its meaning."""
+    """Print every key with its value, its source (default, shipped file, workspace's own copy, repository) and its meaning."""
     if name is not None and name not in NAMES:
         raise InputError(f"no configuration {name!r}{nearest(name, NAMES)}; there are: {', '.join(NAMES)}")
     if where == DEFAULT and not where.exists():
@@ -78,13 +78,19 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
         return workspace.root / "factory.yaml", _configuration(workspace)
     if name == "kernels":
         path = workspace.repository / "policies" / "kernels.yaml"
-        return path, _kernels(path)
+        return path, _kernels(path, _source(workspace, path))
     path = workspace.recipe_path() if name == "recipe" else workspace.policy(f"{name}.yaml")
-    source = "workspace" if path.is_relative_to(workspace.root) else "shipped"
     try:
-        return path, list(values(schemas[name](path), load_yaml(path), source))
+        return path, list(values(schemas[name](path), load_yaml(path), _source(workspace, path)))
     except TrainerError as error:
         raise ConfigError(str(error)) from None
+
+
+def _source(workspace: Workspace, path: Path) -> str:
+    """Whose file it is: the workspace's own copy, the checkout's, or that of the repository which is trained with."""
+    if path.is_relative_to(workspace.root / "policies"):
+        return "workspace"
+    return "shipped" if path.is_relative_to(code_root() / "policies") else "repository"
 
 
 def _configuration(workspace: Workspace) -> list[Value]:
@@ -103,7 +109,7 @@ def _configuration(workspace: Workspace) -> list[Value]:
     ]
 
 
-def _kernels(path: Path) -> list[Value]:
+def _kernels(path: Path, source: str) -> list[Value]:
     """The choice of each op by kind of device, as the file has it; ``auto`` is resolved when a segment is planned."""
     from factory.core.policy_sources import Value
     from kernels.contract.registry import KernelError, load_choice
@@ -116,7 +122,7 @@ def _kernels(path: Path) -> list[Value]:
     assert isinstance(raw, dict)
     found = [(f"{kind}.{op}", one) for kind, ops in raw.items() if isinstance(ops, dict) for op, one in ops.items()]
     found += [(key, value) for key, value in raw.items() if not isinstance(value, dict)]
-    return [Value(key, value, "shipped", "") for key, value in found]
+    return [Value(key, value, source, "") for key, value in found]
 
 
 def _print(name: str, path: Path, values: list[Value]) -> None:

@@ -121,7 +121,7 @@ def exit_code(process: subprocess.Popen[bytes], folders: Iterable[Path]) -> int:
     return min(left) if process.returncode and left else process.returncode
 
 
-def last_words(log: Path) -> str:
+def failure_line(log: Path) -> str:
     """The line of a log that best explains why it ended: the trainer's own, one of a rank's, else the last."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     for start in ("trainer: ", "[rank"):
@@ -131,9 +131,9 @@ def last_words(log: Path) -> str:
 
 
 def run_python(
-    code: Path, *words: str, heard: Callable[[str], object] = lambda _: None, **environment: str
+    code: Path, *words: str, on_line: Callable[[str], object] = lambda _: None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python words`` on a checkout's code to its end; it dies with the factory. ``heard`` gets its standard error line by line."""
+    """Run ``python words`` on a checkout's code to its end; it dies with the factory. ``on_line`` gets its standard error line by line."""
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(
             [sys.executable, *words],
@@ -148,7 +148,7 @@ def run_python(
         errors = []
         try:
             for line in process.stderr or ():
-                heard(line)
+                on_line(line)
                 errors.append(line)
             process.wait()
         finally:

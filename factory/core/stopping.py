@@ -25,7 +25,7 @@ class Stopped(BaseException):
     """SIGINT or SIGTERM came. No ``KeyboardInterrupt``: typer exits on that without a message."""
 
 
-def heed_signals() -> Callable[[], None]:
+def handle_signals() -> Callable[[], None]:
     """From now on SIGINT and SIGTERM raise ``Stopped`` in the main thread, which calls this. A signal that is ignored already
     (nohup, a shell's background) stays ignored.
 

@@ -11,21 +11,18 @@ import json
 import math
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from factory.core.errors import ConfigError, InputError
-from factory.core.launching import run_python
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, record, segments
+from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow, Subject
-from factory.ledger.writing import next_key
-from factory.training.planning import last_segment
-from factory.training.segment_folder import export, failed, give_up, record_done
+from factory.training.planning import last_segment, plan_segment
+from factory.training.segment_folder import AVERAGE, EXPORT, failed, give_up, record_done, run_tool
 from kernels.contract.files import write_atomically
 
 KIND = "average"
@@ -123,27 +120,11 @@ def plan_average(
             return row.id
     commit = live_commit(workspace.repository)
     parent = SegmentRow.get(ledger, sources[-1].segment)
-    step = sources[-1].step
+    steps = (sources[-1].step, sources[-1].step)
+    same = parent.only("generation recipe recipe_json recipe_sha256 data_plan")
     with ledger.begin() as tx:
-        number = next_key(tx, segments)
-        tx.execute(
-            segments.insert().values(
-                id=number,
-                kind=KIND,
-                parent=parent.id,
-                code_commit=commit,
-                first_step=step,
-                last_step=step,
-                state="planned",
-                folder=str(workspace.segments / f"{number:05d}-{KIND}"),
-                created_at=time.time(),
-                **parent.only("generation recipe recipe_json recipe_sha256 data_plan"),
-            )  # fmt: skip
-        )
-        record(
-            tx, "segment_planned", Subject("segment", number), {"kind": KIND, "steps": [step, step], "average": plan}
-        )
-    return number
+        detail = {"average": plan}
+        return plan_segment(tx, workspace, KIND, steps, detail, parent=parent.id, code_commit=commit, **same)
 
 
 def planned(ledger: Ledger, number: int) -> dict[str, Any]:
@@ -185,8 +166,8 @@ def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress:
         task.advance(0, "averaging")
         weights = ",".join(repr(part["weight"]) for part in parts)
         paths = [part["path"] for part in parts]
-        words = ["-m", "trainer.tools.average", str(folder / "checkpoints"), *paths, "--weights", weights]
-        _succeeded(workspace, ledger, row, run_python(code, *words))
+        words = [str(folder / "checkpoints"), *paths, "--weights", weights]
+        _succeeded(workspace, ledger, row, run_tool(code, AVERAGE, *words))
     path = folder / "checkpoints" / name_of(row.last_step)
     result = {
         "state": "done",
@@ -211,7 +192,7 @@ def _measure(
     noise = 0.0
     for part in parts:
         shutil.rmtree(scratch, ignore_errors=True)
-        _succeeded(workspace, ledger, row, export(code, part["path"], scratch))
+        _succeeded(workspace, ledger, row, run_tool(code, EXPORT, part["path"], str(scratch)))
         if part is parts[-1]:
             part["loss"], noise = ruler.loss_and_noise(scratch, advance)
         else:

@@ -23,8 +23,8 @@ from factory.core.launching import (
     EXIT_STOPPED,
     ended,
     exit_code,
+    failure_line,
     forget_exit,
-    last_words,
     start_trainer,
     stop_trainer,
 )
@@ -83,17 +83,17 @@ def gather(
         evidence = replace(evidence, basis=basis, old_failed="")
         runs = Runs(workspace, scratch, basis, spec, progress, parent, row)
         again = [] if runs.other_precision else ["again"]
-        code, said = runs.run("old", sides["old"], parent.code_commit, ["pair", *again, *map(str, seeds)])
+        code, line = runs.run("old", sides["old"], parent.code_commit, ["pair", *again, *map(str, seeds)])
         if code == 0:
             break
-        evidence = replace(evidence, old_failed=said)
+        evidence = replace(evidence, old_failed=line)
         if code != EXIT_WRONG_INPUT:
             return evidence
     else:
         return evidence
-    code, said = runs.run("new", sides["new"], row.code_commit, ["pair"])
+    code, line = runs.run("new", sides["new"], row.code_commit, ["pair"])
     if code:
-        evidence = replace(evidence, new_failed=said)
+        evidence = replace(evidence, new_failed=line)
     return compare(evidence, Path(spec["initial_checkpoint"]), runs)
 
 
@@ -178,14 +178,14 @@ class Runs:
         return spec | {"data_plan": spec["data_plan"] | {"seed": int(name)}, "restart_data": True}
 
     def _outcome(self, side: str, code: int, folders: Sequence[Path], log: Path) -> tuple[int, str]:
-        said = last_words(log) or "nothing"
+        line = failure_line(log) or "nothing"
         if code == EXIT_STOPPED:
             raise SegmentError(f"the certificate's {side} run was stopped; run the same command again to go on")
         if code == EXIT_DISK_FULL:
-            raise SegmentError(f"the certificate's {side} run: {said}; free some space and run the same command again")
+            raise SegmentError(f"the certificate's {side} run: {line}; free some space and run the same command again")
         if code == 0 and not all((folder / "result.json").exists() for folder in folders):
             return 1, "it ended without a result"
-        return code, f"exit {code}: {said}" if code else ""
+        return code, f"exit {code}: {line}" if code else ""
 
 
 def _prepare(folder: Path, spec: Spec) -> None:

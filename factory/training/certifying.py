@@ -46,10 +46,10 @@ def ensure_certified(workspace: Workspace, ledger: Ledger, row: SegmentRow, prog
     verdict = certificate_of(ledger, row.id) or _certify(workspace, ledger, row, parent, progress)
     shutil.rmtree(Path(row.folder) / "certificate", ignore_errors=True)
     if verdict.outcome != "promote" and not accepted(ledger, verdict):
-        raise NotCertified(f"segment {row.id} was not started. {' '.join(verdict.reasons)} {way_on(row.id)}")
+        raise NotCertified(f"segment {row.id} was not started. {' '.join(verdict.reasons)} {next_steps(row.id)}")
 
 
-def way_on(segment: int) -> str:
+def next_steps(segment: int) -> str:
     """What a person can do about an uncertified segment."""
     return (
         "Commit corrected or reverted code and run 'factory run' again ('factory train' or 'factory anneal' measures again what "

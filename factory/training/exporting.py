@@ -13,7 +13,7 @@ from factory.ledger.ledger import Ledger, candidates, record
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.ledger.writing import insert, next_key
 from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import export
+from factory.training.segment_folder import EXPORT, run_tool
 
 
 def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
@@ -30,7 +30,7 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     if not target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         code = checkout_live(workspace, row.code_commit)
-        done = export(code, checkpoint["path"], aside)
+        done = run_tool(code, EXPORT, checkpoint["path"], str(aside))
         if done.returncode:
             raise SegmentError(
                 f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:] or 'no message'}"

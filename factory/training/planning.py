@@ -225,12 +225,12 @@ def _plan(
     with ledger.begin() as tx:
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
-        number = next_key(tx, segments)
-        insert(
+        return plan_segment(
             tx,
-            segments,
-            id=number,
-            kind=kind,
+            workspace,
+            kind,
+            (first, first + length),
+            {"domains_not_arrived": left_out, "notes": notes},
             parent=parent and parent.id,
             generation=max(shard.generation for shard in plan.token_shards),
             recipe=recipe.name,
@@ -238,13 +238,16 @@ def _plan(
             recipe_sha256=recipe.sha256,
             data_plan=plan.id,
             code_commit=commit,
-            first_step=first,
-            last_step=first + length,
-            state="planned",
-            folder=str(workspace.segments / f"{number:05d}-{kind}"),
             computing=computed,
-            created_at=time.time(),
         )
-        detail = {"kind": kind, "steps": [first, first + length], "domains_not_arrived": left_out, "notes": notes}
-        record(tx, "segment_planned", Subject("segment", number), detail)
+
+
+def plan_segment(
+    tx: sa.Connection, workspace: Workspace, kind: str, steps: tuple[int, int], detail: dict[str, Any], **columns: Any
+) -> int:
+    """Add a planned segment of the steps [first, last), and its event; returns its id."""
+    number = next_key(tx, segments)
+    made = {"folder": str(workspace.segments / f"{number:05d}-{kind}"), "state": "planned", "created_at": time.time()}
+    insert(tx, segments, id=number, kind=kind, first_step=steps[0], last_step=steps[1], **made, **columns)
+    record(tx, "segment_planned", Subject("segment", number), {"kind": kind, "steps": list(steps), **detail})
     return number

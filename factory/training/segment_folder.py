@@ -17,7 +17,7 @@ from factory.core.file_lock import LockedError, file_lock
 from factory.core.launching import (
     EXIT_DISK_FULL,
     EXIT_STOPPED,
-    last_words,
+    failure_line,
     run_python,
 )
 from factory.core.stopping import TRAINER_SECONDS
@@ -27,6 +27,8 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.training.planning import last_checkpoint, plan_of
 from kernels.contract.files import write_atomically
 
+EXPORT, AVERAGE = "trainer.contract.checkpoint.export", "trainer.tools.average"
+MOVED = {EXPORT: "trainer.export", AVERAGE: "trainer.average"}  # names before there was trainer/contract
 MAX_ATTEMPTS = 3
 
 LOCK_SECONDS = 3 * TRAINER_SECONDS  # for a trainer whose factory was killed, on a busy machine too
@@ -52,23 +54,23 @@ def write_spec(folder: Path, spec: dict[str, Any]) -> None:
 def failed(workspace: Workspace, ledger: Ledger, row: SegmentRow, code: int) -> NoReturn:
     """Record how a process of a segment ended, with the last line of its log. Raises: SegmentError, always."""
     log = workspace.logs / f"segment-{row.id:05d}.log"
-    words = last_words(log)
-    said = f": {words}" if words else ""
+    line = failure_line(log)
+    cause = f": {line}" if line else ""
     if code == EXIT_STOPPED:
         raise SegmentError(f"segment {row.id} was stopped; run the same command again to go on")
     if code == EXIT_DISK_FULL:
         raise SegmentError(
-            f"segment {row.id}: the disk is full{said}. Free some space and run the same command again: its last checkpoint is whole"
+            f"segment {row.id}: the disk is full{cause}. Free some space and run the same command again: its last checkpoint is whole"
         )
     final = code == 2 or row.attempts + 1 >= MAX_ATTEMPTS
     with ledger.begin() as tx:
         outcome = {"state": "failed", "finished_at": time.time()} if final else {}
         tx.execute(segments.update().where(segments.c.id == row.id).values(attempts=row.attempts + 1, **outcome))
         kind = "segment_failed" if final else "segment_stumbled"
-        record(tx, kind, Subject("segment", row.id), {"exit": code, "said": said})
+        record(tx, kind, Subject("segment", row.id), {"exit": code, "said": cause})
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
     raise SegmentError(
-        f"segment {row.id} ended with {how}{said} (log: {log}{'' if final else '; the next pass tries again from its last checkpoint'})"
+        f"segment {row.id} ended with {how}{cause} (log: {log}{'' if final else '; the next pass tries again from its last checkpoint'})"
     )
 
 
@@ -104,11 +106,11 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
         record(tx, "segment_done", Subject("segment", row.id), {"loss": result.get("loss"), "checkpoint": manifest})
 
 
-def export(code: Path, checkpoint: str, target: Path) -> subprocess.CompletedProcess[str]:
-    """Write a checkpoint in transformers' format, with the exporter of the code that trained it."""
-    old = code / "trainer" / "export.py"  # where it was before there was trainer/contract
-    module = "trainer.export" if old.is_file() else "trainer.contract.checkpoint.export"
-    return run_python(code, "-m", module, checkpoint, str(target))
+def run_tool(code: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module`` of a segment's code, under the module's older name where that code is from before the move."""
+    old = MOVED[module]
+    name = old if (code / f"{old.replace('.', '/')}.py").is_file() else module
+    return run_python(code, "-m", name, *words)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
         **devices.environment(),
     }
 
-    def heard(line: str) -> None:
+    def on_line(line: str) -> None:
         if line.strip():
             progress.line(f"    {line.strip()}")
             task.advance(1)
@@ -70,7 +70,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
         words = ["-m", "kernels.contract.tune", "--recipe", str(given), "--precision", precision]
         words += ["--device", devices.kind(), "--seconds", str(seconds)]
-        done = run_python(code, *words, heard=heard, **environment)
+        done = run_python(code, *words, on_line=on_line, **environment)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [""])[-1][:500]
         raise TuningError(f"the kernels could not be timed (exit {done.returncode}): {why}")

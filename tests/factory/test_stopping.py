@@ -179,7 +179,7 @@ STUBBORN = """
 import signal, subprocess, sys, time
 from factory.core import stopping
 BEFORE
-end_if_stopped = stopping.heed_signals()
+end_if_stopped = stopping.handle_signals()
 try:
     words = ["sh", "-c", "sleep 300 & echo begun; wait"]
     subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()

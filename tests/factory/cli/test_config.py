@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,16 @@ def test_each_value_names_its_source(tmp_path: Path) -> None:
     assert source("kernels", "cpu.swiglu")[1] == "shipped"
     assert found["gates/patch"]["training.steps"]["about"] == "Of one timed run."
     assert found["recipe"]["model.context"]["about"] == "positions in a row"
+
+
+def test_the_recipe_of_another_repository_is_named_so(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w", Config(recipe="tiny", repository="code"))
+    policies = workspace.root / "code" / "policies"
+    shutil.copytree(code_root() / "policies", policies)
+    assert shown("recipe", "-w", str(workspace.root))["recipe"]["name"]["source"] == "repository"
+    shutil.copytree(policies / "recipes", workspace.root / "policies" / "recipes")
+    assert shown("recipe", "-w", str(workspace.root))["recipe"]["name"]["source"] == "workspace"
+    assert shown("kernels", "-w", str(workspace.root))["kernels"]["cpu.swiglu"]["source"] == "repository"
 
 
 def test_what_ships_is_shown_without_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def dies(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("segment", "last", "rule", "before"),
     [
-        (2, 4, "uniform", "factory.training.averaging.run_python"),  # planned, nothing made
+        (2, 4, "uniform", "factory.training.averaging.run_tool"),  # planned, nothing made
         pytest.param(2, 3, "held-out-loss", "factory.training.averaging.softmax_weights", marks=SLOW),  # measured
         (
             1,
@@ -156,7 +156,7 @@ def dies(*_: Any, **__: Any) -> Any:
             "uniform",
             "factory.training.averaging.record_done",
         ),  # the checkpoint is there, the ledger does not know
-        pytest.param(2, 5, "uniform", "factory.training.exporting.export", marks=SLOW),  # recorded, not exported
+        pytest.param(2, 5, "uniform", "factory.training.exporting.run_tool", marks=SLOW),  # recorded, not exported
         pytest.param(
             1, 2, "held-out-loss", "factory.training.exporting.folder_sha256", marks=SLOW
         ),  # exported, not recorded
@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Plant,
     ("keywords", "said"),
     [
         ({"segment": 99}, "no finished segment 99; there are: 1, 2"),
-        ({"segment": 1, "last": 9}, "keep those of steps: 10, 15, 20"),
+        ({"segment": 1, "last": 9}, "have those of steps: 10, 15, 20"),
     ],
 )
 def test_too_few_checkpoints_are_refused_with_a_list_of_them(plant: Plant, keywords: dict[str, int], said: str) -> None:
