@@ -119,7 +119,7 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
         ),
     )
     stages = row["evidence"]["stages"]
-    assert [stages[name]["state"] for name in STAGES[:3]] == ["passed"] * 3, stages
+    assert [stages[name]["state"] for name in ("scope", "static", "oracle")] == ["passed"] * 3, stages
     # Whether it is faster at this size, and whether it can be timed, is the machine's to say; that it computes the same
     # is not.
     if "training" in stages:
