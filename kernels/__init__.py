@@ -2,5 +2,6 @@
 its fast implementations (``triton.py``; ``cpp.py`` with its C++).
 
 Agents may patch every folder but ``contract/``. Needs torch only (triton for the implementations named so).
-To add an op: its folder with an ``OP`` in ``__init__.py``, and its name and signature in ``contract/registry.py``, ``Ops``.
+To add an op: its folder with an ``OP`` in ``__init__.py`` (see ``rms_norm/``), its name and signature in ``contract/registry.py``,
+``Ops``, and a line under each device in ``policies/kernels.yaml``.
 """

@@ -1,6 +1,6 @@
 """``make bench-report`` writes benchmarks/RESULTS.md; ``make bench-baseline`` also commits to the ratios measured.
 
-Each round is a process of its own: what a process draws, in memory and in the compiler, is part of the noise.
+Each round is a process of its own: where a process's memory lies, and what its compiler chose, is part of the noise.
 """
 
 from __future__ import annotations

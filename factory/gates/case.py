@@ -1,7 +1,8 @@
 """What a stage of a gate is given, and what it returns.
 
 A stage is a module that is named as the stage and has ``run(case) -> StageResult``. A gate is an ordered tuple of such modules
-(``factory.gates.staged_gate``): to add a stage, write its file and put it into the tuple.
+(``factory.gates.staged_gate``): to add a stage, write its file, put it into the tuple, and its name at the same
+place into ``STAGES`` of the gate's judge.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Shards in, token shards out. A shard walks down this list (start at ``chain.ingest_shard``):
 
-``policy``         what ``policies/data.yaml`` may say
-``readers``        a file as a stream of rows
-``document``       a row as a normalised document, or the rule that drops it
-``filters`` ``pii``  rules per domain; personal data and secrets replaced
-``words``          hashes of words and of runs of words, for the next three
-``near_dup``       MinHash signatures and bands
-``split``          which documents may be held out
-``decontaminate``  overlap of training and held-out documents, in both directions
-``worker`` ``pool``  the per-document work of the above, in processes
-``index``          what the ledger knows of earlier shards
-``decide``         duplicates, held-out split, contamination: decisions over the whole shard
-``tokenizer`` ``vocabulary``  the tokenizer; its one training
-``store``          the ledger rows, in one transaction
+``rules/policy``                   what ``policies/data.yaml`` may say
+``readers``                        a file as a stream of rows
+``document``                       a row as a normalised document, or the rule that drops it
+``rules/filters`` ``rules/pii``    rules per domain; personal data and secrets replaced
+``rules/words``                    hashes of words and of runs of words, for the next three
+``rules/near_dup``                 MinHash signatures and bands
+``rules/split``                    which documents may be held out
+``rules/decontaminate``            overlap of training and held-out documents, in both directions
+``worker`` ``pool``                the per-document work of the above, in processes
+``index``                          what the ledger knows of earlier shards
+``decide``                         duplicates, held-out split, contamination: decisions over the whole shard
+``tokenizer`` ``vocabulary``       the tokenizer; its one training
+``store``                          the ledger rows, in one transaction
 """

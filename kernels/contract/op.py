@@ -66,7 +66,7 @@ class Implementation:
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs_triton: bool = False
     eager: Callable[..., Any] | None = None  # the same maths without torch.compile, where ``function`` compiles
-    # Says what computes in its place, and why, for sizes and a dtype that it leaves to another on this machine; else "".
+    # "NAME: reason" where another implementation computes instead on this machine, for this shape and dtype; else "".
     instead: Callable[[Shape, torch.dtype], str] = lambda shape, dtype: ""
 
     def runs_on(self, device_class: str) -> bool:

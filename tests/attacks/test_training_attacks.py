@@ -102,7 +102,7 @@ def compared(
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_who_saves_work_does_not_learn_the_same(
+def test_left_out_work_is_found_by_the_weights(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:
     path, change = CHEATS[name]
@@ -129,7 +129,7 @@ WRITTEN = {
 
 @pytest.mark.slow("two timed comparisons of training steps")
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_checkpoint_that_training_cannot_go_on_from_is_found(
+def test_a_checkpoint_that_cannot_continue_training_is_rejected(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:
     """The weights are right, and the next segment would start from them alone."""

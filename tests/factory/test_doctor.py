@@ -78,7 +78,7 @@ def test_measured_rates_and_the_cost_of_a_slow_precision_are_reported(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = next(row for row in doctor.examine(workspace) if row["check"] == "precision")
-    assert "GFLOP/s" in row["detail"] and "says auto" in row["detail"] and row["ok"]
+    assert "GFLOP/s" in row["detail"] and "has precision auto" in row["detail"] and row["ok"]
     rates = {name: {"products": 1e9, "attention": 1e9, "loss head": 1e9} for name in ("fp32", "bf16")}
     slow = precision.Probe("cpu", {"fp32": 0.1, "bf16": 4.0}, rates)
     monkeypatch.setattr(precision, "probe", lambda recipe, device, seconds: slow)

@@ -49,7 +49,7 @@ def test_registry_reads_auto_and_refuses_an_unknown_op(tmp_path: Path) -> None:
         load_choice(path)
 
 
-def test_every_shipped_choice_is_auto() -> None:
+def test_kernels_yaml_lists_every_op_as_auto() -> None:
     text = (ROOT / "policies" / "kernels.yaml").read_text()
     for device in ("cpu", "cuda"):
-        assert automatic(section_of(text, device)) == list(OPS)
+        assert sorted(automatic(section_of(text, device))) == sorted(OPS)

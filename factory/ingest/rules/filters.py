@@ -70,7 +70,7 @@ def repetition(text: str, rules: DomainRules) -> str | None:
     lines = [line for line in text.split("\n") if line.strip()]
     share = 1 - len(set(lines)) / max(len(lines), 1)
     if share > rules.max_repeated_lines and len(lines) >= 4:
-        return f"{share:.0%} of the lines repeat others, at most {rules.max_repeated_lines:.0%} may"
+        return f"{share:.0%} of the lines repeat others, at most {rules.max_repeated_lines:.0%} is allowed"
     return None
 
 
@@ -91,6 +91,7 @@ def generated(text: str, rules: DomainRules) -> str | None:
     return f"says at its top {found.group(0)!r}" if found else None
 
 
+# Cheap rules first, and a specific one before a general one: the first that fires is reported.
 FILTERS: tuple[Filter, ...] = (
     too_short, too_long, binary, long_lines, low_alphabetic, repetition, encoded_data, generated,
 )  # fmt: skip

@@ -179,7 +179,7 @@ def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: Plant) -
     assert settle() == 1 and plant.files() == FILES | NEW and plant.words()[-1] == ("approved", "policy")
 
 
-def test_a_word_on_another_workspaces_proposal_is_none_on_this_ones(plant: Plant, tmp_path: Path) -> None:
+def test_a_decision_in_another_workspace_does_not_count(plant: Plant, tmp_path: Path) -> None:
     """Both show their proposal 1 at one MLflow."""
     plant.judged()
     tracking = Tracking.open(plant.workspace, plant.ledger)

@@ -106,7 +106,7 @@ def state_of(made: Made, run: int) -> str:
         (AgentOptions("files:/proc/nowhere"), "files:/proc/nowhere"),
     ],
 )
-def test_an_endpoint_that_cannot_be_is_refused_before_anything_is_measured(
+def test_an_invalid_endpoint_is_refused_before_anything_is_measured(
     made: Made, options: AgentOptions, words: str
 ) -> None:
     policy(made, model="")
@@ -254,7 +254,7 @@ def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made, tmp_pat
         tx.execute(proposals.delete().where(proposals.c.number == number))
 
 
-def test_what_code_on_trial_says_last_cannot_steer_a_terminal() -> None:
+def test_the_last_line_of_untrusted_code_cannot_control_a_terminal() -> None:
     why = Result(1, "", "Traceback\nOops: \x1b]0;owned\x07\x1b[2Jfine", 1.0, None, 0, 0).why()
     assert why == "ended with code 1: Oops: �]0;owned��[2Jfine"
     screen = io.StringIO()

@@ -74,7 +74,7 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
     assert "could not be noted" in bench()
 
 
-def test_without_a_sandbox_the_daemon_proposes_nothing_and_says_so_once(
+def test_without_a_sandbox_the_daemon_says_so_once(
     plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}

@@ -57,7 +57,8 @@ def test_verdicts(found: dict[str, Any], outcome: str, words: str) -> None:
 
 
 def test_how_often_the_judge_errs_when_processes_differ() -> None:
-    """Simulated: what a process draws moves all its runs by 2 or 3 %, runs of one differ by 1 %; two sessions of two runs a side."""
+    """Simulated: all runs of a process are 2 or 3 % faster or slower than another process's, runs of one process differ by 1 %; two
+    sessions of two runs a side."""
     draw = random.Random(7)
     policy = SHIPPED.training
     runs = lambda mean, apart: [

@@ -93,7 +93,7 @@ times = st.lists(st.floats(0.6, 9), min_size=2, max_size=2)
 
 
 @given(times, times, times, times)
-def test_whether_to_measure_anew_is_never_the_candidates_to_say(
+def test_the_candidates_runs_never_cause_a_repetition(
     baseline: list[float], candidate: list[float], other: list[float], briefs: list[float]
 ) -> None:
     """Else lucky outcomes could be waited for."""

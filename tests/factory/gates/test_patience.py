@@ -40,7 +40,7 @@ def test_a_candidates_limits_follow_the_baseline(baseline: float, limits: tuple[
     assert all(f"{limit:.0f} s" in words for limit in limits) and "raise oracle.patience" in words
 
 
-def test_who_was_stopped_is_tried_again_and_who_was_not_is_not() -> None:
+def test_only_a_stopped_attempt_is_repeated() -> None:
     tried: list[tuple[int, float]] = []
 
     def needs(seconds: float) -> Callable[[int, float], bool]:
@@ -184,7 +184,7 @@ def test_a_gain_is_measured_again_the_candidate_first(
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_repeated_measurement_in_which_the_candidate_never_ends_is_a_hold(
+def test_a_candidate_that_never_ends_when_repeated_is_held(
     plant: Plant, tmp_path: Path, workspace: Any, number: int
 ) -> None:
     plant.busy, plant.out_of_time = FASTER, {("candidate", 2 + number), ("candidate", 3 + number)}
@@ -213,7 +213,7 @@ def test_a_candidate_that_never_ends_is_held_back(plant: Plant, tmp_path: Path, 
     assert "training.patience in policies/gates/patch.yaml" in verdict.reasons[0]
 
 
-def test_a_baseline_that_was_stopped_says_nothing_of_the_patch(plant: Plant, tmp_path: Path, workspace: Any) -> None:
+def test_a_stopped_baseline_holds_the_patch(plant: Plant, tmp_path: Path, workspace: Any) -> None:
     plant.out_of_time = {("baseline", 0)}
     found, verdict = measured(plant, POLICY, tmp_path, workspace)
     assert found["state"] == "missing" and verdict.outcome == "hold" and plant.limits["candidate"] == []

@@ -110,7 +110,7 @@ def test_what_may_not_change_is_refused_before_any_run(
     assert made.left_behind() == []
 
 
-def test_a_knob_beside_what_is_learnt_is_refused(made: Made) -> None:
+def test_a_computing_key_with_a_learnt_key_is_refused(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 6e-3"), ("compile: false", "compile: true"))
     assert found.verdict["outcome"] == "reject" and "compile may not be changed" in found.verdict["reasons"][0]
 
@@ -122,7 +122,7 @@ def test_a_knob_beside_what_is_learnt_is_refused(made: Made) -> None:
         (', "*": 0.1', "", "mixture.weights.*"),
     ],  # a key that is gone is a change, too
 )
-def test_code_beside_what_is_learnt_is_refused_by_the_patch_gate(made: Made, old: str, new: str, key: str) -> None:
+def test_code_with_a_learnt_key_is_refused_by_the_patch_gate(made: Made, old: str, new: str, key: str) -> None:
     text = (made.target / TINY).read_text()
     assert old in text
     text = text.replace(old, new)
