@@ -66,7 +66,9 @@ def unexecuted(path: str, base: str, text: str, executed: Collection[Instruction
                 continue  # the None that a function returns by itself
             if any(first <= begin and end <= last for first, last in exempt):
                 continue
-            if i.opname == "CALL" and (begin, end) in tests:  # of AssertionError: the test's own call has other parts too
+            if (
+                i.opname == "CALL" and (begin, end) in tests
+            ):  # of AssertionError: the test's own call has other parts too
                 continue
             inside = (
                 lines[begin[0] - 1].encode()[begin[1] : end[1] if end[0] == begin[0] else None].decode(errors="replace")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from factory.gates.patch.matrix.cases import CHAOTIC, MatrixCase
+from factory.gates.patch.matrix.runs import Plan, SideRuns
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, tensors_of
 
 FILE_BYTES = 1 << 26
@@ -64,6 +65,14 @@ class Compared:
 
     same_bits: bool
     worst: Difference | None
+
+
+def compare_runs(plan: Plan, baseline: SideRuns, candidate: SideRuns) -> list[Compared]:
+    """Each case of the plan, in its order."""
+    return [
+        compare_case(case, baseline.folders[case.name], candidate.folders[case.name], plan.weights_before(case))
+        for case in plan.cases
+    ]
 
 
 def compare_case(case: MatrixCase, baseline: Path, candidate: Path, start: Weights | None) -> Compared:

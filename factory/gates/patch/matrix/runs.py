@@ -11,9 +11,11 @@ import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from factory.gates.patch.matrix import record
 from factory.gates.patch.matrix.cases import CASES, LONG_STEPS, MatrixCase, recipe_with
@@ -36,6 +38,7 @@ class Executed:
     instructions: dict[str, set[Instruction]] = field(default_factory=dict)
 
     def add(self, notes: Mapping[str, Any]) -> None:
+        """Notes of ``record``. Raises: KeyError, TypeError, ValueError for what are no such notes."""
         for name, lines in notes["lines"].items():
             self.lines.setdefault(name, set()).update(lines)
         for name, parts in notes["instructions"].items():
@@ -92,6 +95,12 @@ class Plan:
             "kernels": str(kernels),
         }
 
+    def weights_before(self, case: MatrixCase) -> dict[str, torch.Tensor] | None:
+        """What the run starts from; None where it makes its own."""
+        if case.begin in ("nothing", "half", "damaged"):
+            return None
+        return checkpoints.read_tensors(self.starts[case.begin], "model")
+
 
 def make_plan(code: Path, kernels: Mapping[str, Path], folder: Path, wall_seconds: float) -> tuple[Plan, str]:
     """Data, checkpoints and names for one verdict, made by the approved ``code``; or why that failed."""
@@ -100,32 +109,26 @@ def make_plan(code: Path, kernels: Mapping[str, Path], folder: Path, wall_second
     steps = {case.name: case.steps for case in (*CASES, TRUNK, ANNEALED)}
     long = next(case.name for case in CASES if case.steps == LONG_STEPS[0])
     steps[long] = LONG_STEPS[0] + secrets.randbelow(LONG_STEPS[1] - LONG_STEPS[0])
-    names = {case.name: f"{number:05d}" for case, number in zip(steps_cases(), _numbers(len(steps)))}
+    names = {case.name: f"{number:05d}" for case, number in zip((*CASES, TRUNK, ANNEALED), _numbers(len(steps)))}
     plan = Plan(CASES, data, {}, names, steps, secrets.token_hex(20), folder)
     starts: dict[str, Path] = {}
     first = run_cases(
-        replace_starts(plan, starts), code, kernels, folder / "begin", wall_seconds, [TRUNK, *interrupted], fresh=True
+        replace(plan, starts=starts), code, kernels, folder / "begin", wall_seconds, [TRUNK, *interrupted], fresh=True
     )
     if first.failed:
         return plan, first.failed
     trunk = first.folders[TRUNK.name] / "checkpoints" / checkpoints.name_of(steps[TRUNK.name])
     starts = {"trunk": trunk, **derived(trunk, folder / "derived")}
-    second = run_cases(replace_starts(plan, starts), code, kernels, folder / "begin-2", wall_seconds, [ANNEALED])
+    second = run_cases(replace(plan, starts=starts), code, kernels, folder / "begin-2", wall_seconds, [ANNEALED])
     if second.failed:
         return plan, second.failed
-    annealed = starts["trunk"].parent  # replaced below
-    state_step = checkpoints.read_state(trunk)["step"] + steps[ANNEALED.name]
-    annealed = second.folders[ANNEALED.name] / "checkpoints" / checkpoints.name_of(state_step)
-    starts["annealed"] = annealed
+    last = steps[TRUNK.name] + steps[ANNEALED.name]
+    starts["annealed"] = second.folders[ANNEALED.name] / "checkpoints" / checkpoints.name_of(last)
     for case in interrupted:
         target = folder / "interrupted" / case.begin
         interrupt(first.folders[case.name], target, damage=case.begin == "damaged")
         starts[case.begin] = target
-    return replace_starts(plan, starts), ""
-
-
-def steps_cases() -> list[MatrixCase]:
-    return [*CASES, TRUNK, ANNEALED]
+    return replace(plan, starts=starts), ""
 
 
 def _numbers(count: int) -> list[int]:
@@ -134,10 +137,6 @@ def _numbers(count: int) -> list[int]:
     while len(found) < count:
         found.add(1 + secrets.randbelow(90_000))
     return list(found)
-
-
-def replace_starts(plan: Plan, starts: Mapping[str, Path]) -> Plan:
-    return Plan(plan.cases, plan.data, starts, plan.names, plan.steps, plan.commit, plan.folder)
 
 
 def run_cases(

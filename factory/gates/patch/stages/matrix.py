@@ -37,13 +37,17 @@ def run(case: Case[PatchPolicy]) -> StageResult:
         baseline = run_cases(plan, case.baseline, baseline_kernels, work / "baseline", policy.wall_seconds)
         if baseline.failed:
             words = baseline_stopped("the tiny runs", policy.wall_seconds, "matrix.wall_seconds")
-            return StageResult(missing(words if baseline.out_of_time else f"the baseline's own tiny runs failed: {baseline.failed}"))
+            return StageResult(
+                missing(words if baseline.out_of_time else f"the baseline's own tiny runs failed: {baseline.failed}")
+            )
         task.advance(1, f"baseline: {baseline.seconds:.0f} s")
         limits = policy.patience.limits(baseline.seconds)
 
         def attempt(number: int, limit: float) -> SideRuns:
             paths = [change.path for change in changed]
-            return run_cases(plan, case.candidate, candidate_kernels, work / f"candidate-{number}", limit, instructions=paths)
+            return run_cases(
+                plan, case.candidate, candidate_kernels, work / f"candidate-{number}", limit, instructions=paths
+            )
 
         candidate = patiently(limits, attempt, lambda side: side.out_of_time)
         task.advance(1, f"candidate: {candidate.seconds:.0f} s")
@@ -54,7 +58,12 @@ def run(case: Case[PatchPolicy]) -> StageResult:
     compared = compare_runs(plan, baseline, candidate)
     differences = [str(one.worst) for one in compared if one.worst is not None]
     same = sum(one.same_bits for one in compared)
-    measured = {"cases": len(compared), "same_bits": same, "baseline_seconds": baseline.seconds, "candidate_seconds": candidate.seconds}
+    measured = {
+        "cases": len(compared),
+        "same_bits": same,
+        "baseline_seconds": baseline.seconds,
+        "candidate_seconds": candidate.seconds,
+    }
     if differences:
         return StageResult(failed(*differences[:MOST_REASONS], **measured))
     executed = candidate.executed
@@ -63,8 +72,12 @@ def run(case: Case[PatchPolicy]) -> StageResult:
     left_out = [
         part
         for change in changed
-        for part in unexecuted(change.path, _text(case.base_bytes(change.path)), _text(change.content), _of(executed, change.path))
+        for part in unexecuted(
+            change.path, _text(case.base_bytes(change.path)), _text(change.content), _of(executed, change.path)
+        )
     ]
     if left_out:
         return StageResult(missing(*_not_executed(left_out), unexecuted=[str(part) for part in left_out], **measured))
-    return StageResult(passed(f"{len(compared)} tiny runs alike, {same} of them to the bit; all of the patch was executed", **measured))
+    return StageResult(
+        passed(f"{len(compared)} tiny runs alike, {same} of them to the bit; all of the patch was executed", **measured)
+    )
