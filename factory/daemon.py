@@ -274,7 +274,7 @@ def _say_if_failed(workspace: Workspace, ledger: Ledger, world: World) -> None:
             f"the code of segment {row.id} is not certified and training waits. {why} {next_steps(row.id)}"
         )
     raise SegmentError(
-        f"segment {row.id} failed for good and training waits: read its log in {workspace.logs}, correct the "
+        f"segment {row.id} will not be retried, and training is paused: read its log in {workspace.logs}, correct the "
         f"cause, then run 'factory {'anneal' if row.kind == 'anneal' else 'train'}'"
     )
 

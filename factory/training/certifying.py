@@ -1,7 +1,7 @@
 """Certificates in the ledger: required before a segment starts, recorded as verdicts of the gate 'code', accepted by people.
 
 A segment whose certificate is not 'promote' is marked 'uncertified' in the same transaction, and nothing of it is started.
-It waits for a person: other code (a revert, a fix) makes the factory plan again, or ``factory certify --accept`` takes this
+The segment then waits for a person: new code (a revert, a fix) makes the factory plan it again, or ``factory certify --accept`` takes this
 code as it is; what was accepted, when and by whom stays in the ledger.
 """
 

@@ -78,10 +78,24 @@ def fail(item: int) -> int:
     return item
 
 
-def test_an_error_of_the_function_ends_the_sweep() -> None:
-    """It is not taken for a worker that died, and not measured again."""
-    with pytest.raises(ArithmeticError, match="item 1"):
-        measure_on(Processes(fail, 2), range(3), [1.0] * 3)
+def test_an_item_that_raises_costs_no_other_item_its_result() -> None:
+    assert measure_on(Processes(fail, 2), range(3), [1.0] * 3) == [0, Lost(1, "ArithmeticError: item 1"), 2]
+
+
+def test_a_sweep_that_is_interrupted_ends_while_an_item_runs(tmp_path: Path) -> None:
+    """The first item never ends; the report of the second is interrupted."""
+
+    def interrupt(done: int, of: int) -> None:
+        raise KeyboardInterrupt
+
+    workers = Processes(slowly, 2)
+    (tmp_path / "begun").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        measure_on(workers, [(str(tmp_path / "begun"), n) for n in (3, 4)], [2.0, 1.0], interrupt)
+    began = time.monotonic()
+    while threading.active_count() > 1 and any(t.name.startswith("ThreadPool") for t in threading.enumerate()):
+        assert time.monotonic() - began < PATIENCE_S / 2, "its threads wait for the item"
+        time.sleep(0.01)
 
 
 def test_progress_is_reported_once_for_each_item() -> None:

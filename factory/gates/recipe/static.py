@@ -19,7 +19,7 @@ EARLY = {"schedule.warmup_steps": lambda recipe: recipe.schedule.warmup_steps}
 
 
 def run(case: Case[RecipePolicy]) -> StageResult:
-    """Hands on the changed keys."""
+    """Passes the changed keys to the runs stage."""
     if found := [p for change in case.changes for p in problems(change, case.base_bytes(change.path))]:
         return StageResult(failed(*found[:MOST_REASONS]))
     if unmeasured := unused_recipes(case.workspace, case.paths):

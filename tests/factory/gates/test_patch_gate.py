@@ -184,7 +184,7 @@ def test_a_recipe_that_does_not_train_here_is_not_measured() -> None:
     finally:
         own.unlink()
         own.parent.rmdir()
-    assert row["outcome"] == "hold" and "is what trains here" in row["reasons"][0]
+    assert row["outcome"] == "hold" and "this workspace trains with" in row["reasons"][0]
 
 
 def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.MonkeyPatch) -> None:

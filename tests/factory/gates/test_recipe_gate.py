@@ -151,7 +151,7 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     finally:
         own.unlink()
         own.parent.rmdir()
-    assert found.verdict["outcome"] == "hold" and "is what trains here" in found.verdict["reasons"][0]
+    assert found.verdict["outcome"] == "hold" and "this workspace trains with" in found.verdict["reasons"][0]
 
 
 def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:

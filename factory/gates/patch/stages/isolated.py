@@ -30,7 +30,7 @@ def run(case: Case[PatchPolicy]) -> StageResult:
     if case.start is None:
         return StageResult(NO_START)
     if any(path.endswith(".py") for path in case.paths):
-        return StageResult(not_needed("new code is not asked for its own speed: the whole step decides"))
+        return StageResult(not_needed("new code is not timed alone; the time of the whole training step decides"))
     # Only approved code runs, so what it compiled before may be used.
     work = case.workspace.root / "cache" / f"workbench{devices.label()}"
     recipe = recipe_for(case, case.start, case.baseline)

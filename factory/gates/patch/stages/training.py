@@ -14,7 +14,7 @@ from trainer.contract.recipe import Recipe
 
 
 def run(case: Case[PatchPolicy]) -> StageResult:
-    """Hands on the runs of the pair whose weights are furthest apart."""
+    """Passes to the evals stage the pair of runs whose weights differ most."""
     if case.start is None:
         return StageResult(NO_START)
     baseline, candidate = (
