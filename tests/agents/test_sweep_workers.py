@@ -88,14 +88,15 @@ def test_a_sweep_that_is_interrupted_ends_while_an_item_runs(tmp_path: Path) -> 
     def interrupt(done: int, of: int) -> None:
         raise KeyboardInterrupt
 
+    folder = tmp_path / "begun"
+    folder.mkdir()
     workers = Processes(slowly, 2)
-    (tmp_path / "begun").mkdir()
+    others = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
-        measure_on(workers, [(str(tmp_path / "begun"), n) for n in (3, 4)], [2.0, 1.0], interrupt)
-    began = time.monotonic()
-    while threading.active_count() > 1 and any(t.name.startswith("ThreadPool") for t in threading.enumerate()):
-        assert time.monotonic() - began < PATIENCE_S / 2, "its threads wait for the item"
-        time.sleep(0.01)
+        measure_on(workers, [(str(folder), n) for n in (3, 4)], [2.0, 1.0], interrupt)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(PATIENCE_S / 2)
+        assert not thread.is_alive(), f"{thread.name} waits for the item"
 
 
 def test_progress_is_reported_once_for_each_item() -> None:
