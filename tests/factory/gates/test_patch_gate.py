@@ -109,6 +109,7 @@ def judged(made: Made, drafted: Proposal) -> dict[str, Any]:
 
 
 @pytest.mark.portable
+@pytest.mark.slow("a whole gate run, training included: 40 seconds on AVX2")
 def test_an_op_choice_is_judged_end_to_end() -> None:
     made = make()
     policy = (made.target / "policies" / "kernels.yaml").read_text()
