@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from factory.core.policy_file import Count, Share, Strict, load_policy
+from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 
 
-class EvalPolicy(Strict):
+class EvalPolicy(StrictPolicy):
     """Every key is optional. All counts are caps; the choice below a cap is by hash, so that all candidates get the same items."""
 
     documents_per_domain: Count = 60
