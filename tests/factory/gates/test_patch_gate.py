@@ -25,7 +25,8 @@ from factory.gates.recipe import judge as recipe_judge
 from factory.git.scope import Change
 from factory.ledger.ledger import proposals, segments, verdicts
 from factory.sandbox import sandbox
-from tests.support.factory.code_loop import Made, git, make
+from tests.support.factory.code_loop import Made, make
+from tests.support.git import git
 
 
 @pytest.mark.parametrize(("gate", "judge"), [(patch_gate, STAGES), (recipe_gate, recipe_judge.STAGES)])

@@ -27,8 +27,9 @@ from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals, verdicts
 from factory.training import planning
 from factory.training.certificate_runs import changed_files
-from tests.support.factory.code_loop import Made, git, make
+from tests.support.factory.code_loop import Made, make
 from tests.support.factory.engineer import recorded
+from tests.support.git import git
 from tests.support.replay_server import RecordedSession, ReplayServer
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import lr_share
