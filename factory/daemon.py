@@ -93,29 +93,31 @@ def _trunk_steps(workspace: Workspace, ledger: Ledger, endless: bool) -> int:
 
 
 def _recorded(workspace: Workspace, ledger: Ledger) -> World:
-    """The part of the world that is in the ledger."""
+    """The part of the world that is in the ledger, at one moment."""
     from factory.release.releases import automatic
 
-    newest = SegmentRow.first(ledger, "WHERE kind <> 'average' ORDER BY id DESC")
-    planned = SegmentRow.first(ledger, "WHERE state = 'planned' ORDER BY id")
-    trunk = SegmentRow.first(ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
-    annealed = trunk and SegmentRow.first(
-        ledger, "WHERE kind = 'anneal' AND parent = :trunk AND state <> 'uncertified'", trunk=trunk.id
-    )
-    unexported = SegmentRow.first(
-        ledger,
-        "WHERE kind <> 'trunk' AND state = 'done' AND NOT EXISTS (SELECT 1 FROM candidates c WHERE c.segment = segments.id)",
-    )
-    unjudged = CandidateRow.first(
-        ledger,
-        "WHERE NOT EXISTS (SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id) "
-        "ORDER BY id",
-    )
-    unfinished = ReleaseRow.first(ledger, "WHERE state <> 'published' ORDER BY number")
-    verdict = VerdictRow.first(ledger, "WHERE gate = 'release' ORDER BY id DESC")
-    waits = verdict and verdict.outcome == "promote" and not ReleaseRow.select(
-        ledger, "WHERE verdict = :verdict", verdict=verdict.id
-    )  # fmt: skip
+    with ledger.snapshot() as db:
+        newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
+        planned = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
+        trunk = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
+        annealed = trunk and SegmentRow.first(
+            db, "WHERE kind = 'anneal' AND parent = :trunk AND state <> 'uncertified'", trunk=trunk.id
+        )
+        unexported = SegmentRow.first(
+            db,
+            "WHERE kind <> 'trunk' AND state = 'done' AND NOT EXISTS (SELECT 1 FROM candidates c WHERE c.segment = segments.id) "
+            "ORDER BY id",
+        )
+        unjudged = CandidateRow.first(
+            db,
+            "WHERE NOT EXISTS (SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id) "
+            "ORDER BY id",
+        )
+        unfinished = ReleaseRow.first(db, "WHERE state <> 'published' ORDER BY number")
+        verdict = VerdictRow.first(db, "WHERE gate = 'release' ORDER BY id DESC")
+        waits = verdict and verdict.outcome == "promote" and not ReleaseRow.select(
+            db, "WHERE verdict = :verdict", verdict=verdict.id
+        )  # fmt: skip
     return World(
         unfinished_release=unfinished.number if unfinished else None,
         open_segment=planned.id if planned else None,
@@ -274,7 +276,7 @@ def _say_if_failed(workspace: Workspace, ledger: Ledger, world: World) -> None:
             f"the code of segment {row.id} is not certified and training waits. {why} {next_steps(row.id)}"
         )
     raise SegmentError(
-        f"segment {row.id} failed for good and training waits: read its log in {workspace.logs}, correct the "
+        f"segment {row.id} will not be retried, and training is paused: read its log in {workspace.logs}, correct the "
         f"cause, then run 'factory {'anneal' if row.kind == 'anneal' else 'train'}'"
     )
 

@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -19,19 +18,8 @@ from factory.core.workspace import Config, Workspace
 from factory.demo.demo import plain_kernels
 from factory.ledger.ledger import Ledger
 from tests.support import postgres_server
+from tests.support.git import git
 from tests.support.paths import ROOT
-
-GIT = [
-    "git",
-    "-c",
-    "user.name=t",
-    "-c",
-    "user.email=t@example.invalid",
-    "-c",
-    "core.hooksPath=/dev/null",
-    "-c",
-    "commit.gpgsign=false",
-]
 
 # Started in the background by a shell, a process has interrupts ignored, and so have its children: tests send them some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -89,9 +77,9 @@ def code_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, repository / folder, ignore=shutil.ignore_patterns("__pycache__"))
     kernels = repository / "policies" / "kernels.yaml"
     kernels.write_text(plain_kernels(kernels.read_text()))  # nothing to be tuned: the same kernels on every machine
-    subprocess.run([*GIT, "init", "--quiet", "--initial-branch=main", str(repository)], check=True)
-    subprocess.run([*GIT, "-C", str(repository), "add", "--all"], check=True)
-    subprocess.run([*GIT, "-C", str(repository), "commit", "--quiet", "--message=the code as it stands"], check=True)
+    git(repository, "init", "--quiet", "--initial-branch=main")
+    git(repository, "add", "--all")
+    git(repository, "commit", "--quiet", "--message=the code as it stands")
     return repository
 
 

@@ -204,3 +204,13 @@ def test_tests_import_no_test() -> None:
             last = imported.split(".")
             shared = last[0] != "tests" or last[1:2] in ([], ["support"])
             assert shared and not last[0].startswith("test_"), f"{path.relative_to(ROOT)} imports {imported}"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    names = Counter(
+        node.name
+        for path in EVERY.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []

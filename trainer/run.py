@@ -279,6 +279,8 @@ class Run:
         for hook in self.hooks:
             if hook.key in state:
                 hook.load_state_dict(state[hook.key])
+            elif hook.required:
+                raise CheckpointError(f"{start}: state.json lacks '{hook.key}'")
         self.counters = dict(state["counters"])
         same_segment = (state["kind"], state["first_step"]) == (self.spec.kind, self.spec.first_step)
         if same_segment and state["step"] > self.spec.first_step:

@@ -31,7 +31,7 @@ def set_value(text: str, path: Sequence[str], value: Scalar) -> str:
         if isinstance(node, yaml.ScalarNode) and not node.value:  # 'section:' with nothing in it
             return f"{text[: node.start_mark.index]} {{{_line(path[depth:], value)}}}{text[node.end_mark.index :]}"
         if not isinstance(node, yaml.MappingNode):
-            raise ValueError(f"{'.'.join(path[:depth])} is no mapping")
+            raise ValueError(f"{'.'.join(path[:depth])} is not a mapping")
         found = next((inner for key, inner in node.value if key.value == path[depth]), None)
         if found is None:
             return _added(text, node, path[depth:], value)

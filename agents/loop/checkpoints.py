@@ -12,13 +12,13 @@ from typing import Any
 SETUP_LOCK = 0x61676E74  # of pg_try_advisory_lock: one process at a time makes the tables
 
 
-class CheckpointError(Exception):
+class SavedRunError(Exception):
     """The checkpoints cannot be read or written. Says where, and what to do."""
 
 
 @contextmanager
 def opened(saved: Path | str) -> Iterator[Any]:
-    """A LangGraph checkpointer over a SQLite file, or over the database at a ``postgresql://`` address. Raises: CheckpointError."""
+    """A LangGraph checkpointer over a SQLite file, or over the database at a ``postgresql://`` address. Raises: SavedRunError."""
     with _sqlite(saved) if isinstance(saved, Path) else _postgres(saved) as saver:
         yield saver
 
@@ -40,7 +40,7 @@ def _sqlite(file: Path) -> Iterator[Any]:
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorname not in ("SQLITE_CORRUPT", "SQLITE_NOTADB"):
             raise
-        raise CheckpointError(f"{file}: {error}; delete it, and the run starts again") from error
+        raise SavedRunError(f"{file}: {error}; delete it, and the run starts again") from error
 
 
 @contextmanager
@@ -64,6 +64,6 @@ def _postgres(url: str) -> Iterator[Any]:
             connection.execute("SELECT pg_advisory_unlock(%s)", (SETUP_LOCK,))
             yield saver
     except psycopg.Error as error:
-        raise CheckpointError(
+        raise SavedRunError(
             f"the checkpoints in PostgreSQL: {str(error).strip()}; the same command continues the run"
         ) from error

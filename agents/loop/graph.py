@@ -46,7 +46,7 @@ class State(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Run:
+class LoopRun:
     """One run. ``saved``: the SQLite file of the checkpoints, or a PostgreSQL address; ``person``: answers between rounds."""
 
     number: int
@@ -58,7 +58,7 @@ class Run:
     say: Callable[[str], None] = lambda _: None
 
 
-def work(run: Run) -> tuple[Proposal | None, str]:
+def work(run: LoopRun) -> tuple[Proposal | None, str]:
     """(the proposal or None, why the run ended). Called again with the same number after a kill, it continues.
 
     Raises: TargetError; LlmError; CheckpointError; what the workbench's sandbox raises. The run can be continued after each.
@@ -87,7 +87,7 @@ def work(run: Run) -> tuple[Proposal | None, str]:
 
 
 def forget(saved: Path | str, agent: str, number: int) -> None:
-    """Drop the checkpoints of a run that is over. Raises: CheckpointError."""
+    """Drop the checkpoints of a run that is over. Raises: SavedRunError."""
     if isinstance(saved, str) or saved.exists():
         with checkpoints.opened(saved) as saver:
             saver.delete_thread(_thread(agent, number))
@@ -100,7 +100,7 @@ def _thread(agent: str, number: int) -> str:
 class _Loop:
     """The graph's nodes over one run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LoopRun) -> None:
         self.run, self.role, self.policy = run, run.role, run.client.policy
 
     def graph(self) -> Any:

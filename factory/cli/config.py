@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 NAMES = (
     "factory", "data", "evals", "agents", "gates/certificate", "gates/patch", "gates/recipe", "gates/release", "kernels", "recipe",
 )  # fmt: skip
+PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
 WIDTH = 140  # where the output is no terminal
 
 commands = typer.Typer(help="What is in force: factory.yaml, the policies, the recipe.", no_args_is_help=True)
@@ -100,7 +102,9 @@ def _configuration(workspace: Workspace) -> list[Value]:
     path = workspace.root / "factory.yaml"
     given = load_yaml(path) if path.exists() else None
     about = documentation(Config)
-    chosen = {key: str(getattr(workspace, key)) for key in ("repository", "ledger_url", "mlflow_uri")}
+    chosen = {
+        key: PASSWORD.sub(r"\1***@", str(getattr(workspace, key))) for key in ("repository", "ledger_url", "mlflow_uri")
+    }
     return [
         Value(
             key, chosen.get(key, value), "workspace" if isinstance(given, dict) and key in given else UNSET, about[key]

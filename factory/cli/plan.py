@@ -100,7 +100,7 @@ def _number(flag: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise InputError(f"{flag}: {f'{text!r} is no number' if text else 'is missing'}; write it as 8e9 or 8B")
+        raise InputError(f"{flag}: {f'{text!r} is not a number' if text else 'is missing'}; write it as 8e9 or 8B")
     if value <= 0:
         raise InputError(f"{flag}: {text} is not above zero")
     if value > 1e18:

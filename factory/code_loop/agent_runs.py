@@ -25,8 +25,8 @@ from agents.llm.exchange import BudgetError, Endpoint, LlmError
 from agents.llm.file_endpoint import FileEndpoint
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
-from agents.loop.checkpoints import CheckpointError
-from agents.loop.graph import Run, forget, work
+from agents.loop.checkpoints import SavedRunError
+from agents.loop.graph import LoopRun, forget, work
 from agents.loop.role import Role, TargetError
 from factory.code_loop.exchanges import ExchangeBooks
 from factory.core.errors import FactoryError, InputError
@@ -131,7 +131,7 @@ class AgentRuns:
         saved = checkpoints_at(self.workspace)
         try:
             drafted, why = work(
-                Run(run.number, role, bench, run.client, saved, self.options.person, self.progress.line)
+                LoopRun(run.number, role, bench, run.client, saved, self.options.person, self.progress.line)
             )
         except TargetError as error:
             self._end(run.number, "abandoned", why=str(error))
@@ -142,7 +142,7 @@ class AgentRuns:
             raise ModelError(str(error)) from None
         except LlmError as error:
             raise ModelError(f"{error}; run {run.number} is saved, and the same command continues it") from None
-        except CheckpointError as error:
+        except SavedRunError as error:
             raise ModelError(str(error)) from error
         if drafted is None:
             self.progress.line(f"  nothing proposed: {why}")
@@ -168,7 +168,7 @@ class AgentRuns:
         with self.ledger.begin() as tx:
             tx.execute(agent_runs.update().where(agent_runs.c.id == number).values(state=state, **values))
             record(tx, f"agent_{state}", Subject("agent_run", number), values)
-        with contextlib.suppress(sqlite3.DatabaseError, CheckpointError):  # nothing reads a finished run's checkpoints
+        with contextlib.suppress(sqlite3.DatabaseError, SavedRunError):  # nothing reads a finished run's checkpoints
             forget(checkpoints_at(self.workspace), self.agent, number)
 
 

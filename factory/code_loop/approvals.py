@@ -16,7 +16,7 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.revalidating import UNDO, note_validated, record_once
+from factory.code_loop.revalidating import REMIND_SECONDS, UNDO, note_validated, record_once
 from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
@@ -114,8 +114,8 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
             return settled  # another process proposes or decides now: the next pass tries again
         except FactoryError as error:
             detail = {"word": word, "by": by, "why": str(error)}
-            if record_once(ledger, "decision_refused", Subject("proposal", number), detail):
-                progress.line(f"  {by} says that proposal {number} is {word}, which is refused: {error}")
+            if record_once(ledger, "decision_refused", Subject("proposal", number), detail, REMIND_SECONDS):
+                progress.line(f"  proposal {number} cannot be {word} (requested by {by}): {error}")
         tracking.proposal_run(number)
     return settled
 
@@ -154,7 +154,7 @@ def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
 def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
     """Note the surroundings that a merged patch was judged in; mark the proposal that it undoes as reverted."""
     kind, _, number = row.target.partition(":")
-    undone = ProposalRow.get(ledger, int(number)) if kind == UNDO else None
+    undone = ProposalRow.first(ledger, "WHERE number = :number", number=int(number)) if kind == UNDO else None
     if undone is not None and undone.state == "approved":
         _become(ledger, undone, "reverted")
     elif start := find_start(ledger):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,10 +34,11 @@ AGENT = "revalidator"
 UNDO = "undo"  # its targets are undo:<number of a proposal>
 VALIDATED = "proposal_validated"
 FELL = "benchmarks_fell"
+REMIND_SECONDS = 86_400.0  # a lasting obstacle is reported again after a day
 
 
 def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:
-    """``revalidate`` for the daemon's passes: an error is shown once, and stops nothing else."""
+    """``revalidate`` for the daemon's passes: an error is shown once a day, and stops nothing else."""
     start = find_start(ledger)
     if start is None or not any(_moved(ledger, row.number, start) for row in _merged(ledger)):
         return []
@@ -51,7 +54,7 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int
     except WorkspaceError:
         return []  # another process proposes now: the next pass tries again
     except FactoryError as error:
-        if record_once(ledger, "revalidation_waits", "code_loop", {"why": str(error)}):
+        if record_once(ledger, "revalidation_waits", "code_loop", {"why": str(error)}, REMIND_SECONDS):
             progress.line(f"  a merged patch cannot be judged again now: {error}")
         return []
 
@@ -72,7 +75,7 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
             note_validated(ledger, row.number, start)  # the process that merged it was killed
         if not changed:
             continue
-        progress.line(f"  proposal {row.number} was judged before {', '.join(changed)} changed: it is judged again")
+        progress.line(f"  {', '.join(changed)} changed since proposal {row.number} was judged; it is judged again")
         drafted = undoing(workspace, row, base, changed)
         if drafted is not None:
             made.append(submit(workspace, ledger, progress, drafted, base))
@@ -141,10 +144,16 @@ def note_validated(ledger: Ledger, number: int, start: Start) -> None:
         record(tx, VALIDATED, Subject("proposal", number), surroundings(ledger, start))
 
 
-def record_once(ledger: Ledger, kind: str, subject: Subject | str, detail: dict[str, Any]) -> bool:
-    """Record an event unless the ledger has the same one. Returns whether it was new."""
-    sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject"
-    if any(event["detail"] == detail for event in ledger.read(sql, kind=kind, subject=str(subject))):
+def record_once(
+    ledger: Ledger, kind: str, subject: Subject | str, detail: dict[str, Any], again_after: float = math.inf
+) -> bool:
+    """Record an event unless the newest one of its kind and subject is the same, and younger than ``again_after`` seconds.
+
+    Returns whether it was recorded.
+    """
+    sql = "SELECT at, detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
+    newest = ledger.read(sql, kind=kind, subject=str(subject))
+    if newest and newest[0]["detail"] == detail and time.time() - newest[0]["at"] < again_after:
         return False
     with ledger.begin() as tx:
         record(tx, kind, subject, detail)

@@ -1,6 +1,6 @@
 """How a segment is computed: precision, kernels, machine. Decided once, when it is planned.
 
-What was decided stands in the segment's row (``computing``) and holds until the segment ends, wherever it goes on. A segment that
+The decision is stored in the segment's row (``computing``) and stays until the segment ends, on any machine. A segment that
 would be computed otherwise than the one before it needs a certificate, as after a change of the code (``factory.training.certifying``).
 
     {"precision": {"precision": "fp32", "asked": "auto", "probe": {"seconds": {…}, "rates": {…}}, "warning": ""},
@@ -107,7 +107,7 @@ def changed(before: SegmentRow, after: SegmentRow) -> list[str]:
 
 
 def write_kernels(folder: Path, computing: Computing | None, name: str = "kernels.yaml") -> str | None:
-    """Write the ``kernels.yaml`` of a segment into a folder; returns its path. None: the code's own holds."""
+    """Write the ``kernels.yaml`` of a segment into a folder; returns its path. None: the code's own kernels.yaml is used."""
     if computing is None:
         return None
     kept: dict[str, Any] = {computing["machine"]["device"]: computing["kernels"]}

@@ -17,13 +17,13 @@ Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Strict(trainer.contract.strict.Strict):
+class StrictPolicy(trainer.contract.strict.Strict):
     """Unknown keys, values of another type and infinities are errors; a loaded policy does not change."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
 
-Policy = TypeVar("Policy", bound=Strict)
+Policy = TypeVar("Policy", bound=StrictPolicy)
 
 
 def load_policy(schema: type[Policy], path: Path) -> Policy:

@@ -21,12 +21,12 @@ UNWIND_SECONDS = TRAINER_SECONDS + 1.0  # within which all has; then what is lef
 SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 
-class Stopped(BaseException):
+class StopRequested(BaseException):
     """SIGINT or SIGTERM came. No ``KeyboardInterrupt``: typer exits on that without a message."""
 
 
 def handle_signals() -> Callable[[], None]:
-    """From now on SIGINT and SIGTERM raise ``Stopped`` in the main thread, which calls this. A signal that is ignored already
+    """From now on SIGINT and SIGTERM raise ``StopRequested`` in the main thread, which calls this. A signal that is ignored already
     (nohup, a shell's background) stays ignored.
 
     Returns what the main thread calls once it has unwound: it ends the process if a signal came.
@@ -38,7 +38,7 @@ def handle_signals() -> Callable[[], None]:
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if len(received) == 1:  # the second must not interrupt the unwinding: ``end`` is called for it
-            raise Stopped
+            raise StopRequested
 
     def end_if_stopped() -> None:
         if received:

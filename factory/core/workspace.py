@@ -137,7 +137,7 @@ class Workspace:
             return cls.open(root)
         if root.exists() and not root.is_dir():
             raise WorkspaceError(f"{root} is a file: name a folder")
-        if root.exists() and any(path.name not in (".demo", *FOLDERS) for path in root.iterdir()):
+        if root.exists() and any(path.name not in (".demo", "checkpoints", *FOLDERS) for path in root.iterdir()):
             raise WorkspaceError(f"{root} is not empty and is not a workspace: name an empty folder")
         config = config or Config()
         try:

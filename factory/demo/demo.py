@@ -115,7 +115,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         f"  chosen for {minutes:g} minutes: {shape}; {size.first} + {size.anneal} steps for the first candidate, "
         f"{size.later} + {size.anneal} for the second"
     )
-    terminal.line(f"  seconds expected: {parts}")
+    terminal.line(f"  expected time, in seconds: {parts}")
     if size.over > 30:
         terminal.line(
             f"  on this machine, with its present load, that takes about {sum(size.seconds.values()) / 60:.1f} minutes; "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from factory.core.policy_file import Count, Share, Strict, load_policy
+from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 
 
-class EvalPolicy(Strict):
+class EvalPolicy(StrictPolicy):
     """Every key is optional. All counts are caps; the choice below a cap is by hash, so that all candidates get the same items."""
 
     documents_per_domain: Count = 60
@@ -17,7 +17,7 @@ class EvalPolicy(Strict):
     window_overlap: Share = 0.25
     """Share of a window that is context only, so that no token but a document's first is predicted from nearly nothing."""
     cloze_items_per_domain: Count = 40
-    """Questions how a held-out passage goes on, a domain."""
+    """Multiple-choice questions of a domain: which text continues a held-out passage."""
     cloze_context_bytes: Count = 256
     """Bytes of the passage that are shown."""
     cloze_continuation_bytes: Count = 64

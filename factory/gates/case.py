@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from factory.core.policy_file import Strict
+from factory.core.policy_file import StrictPolicy
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.gates.training_start import Start
@@ -21,14 +21,14 @@ from factory.git.repository import Applied
 from factory.git.scope import AgentsPolicy, Change
 from factory.ledger.ledger import Ledger
 
-Policy = TypeVar("Policy", bound=Strict)
+Policy = TypeVar("Policy", bound=StrictPolicy)
 StageEvidence = dict[str, Any]
 """``{"state": …, "reasons": […]}`` and what was measured, as the ledger stores it. The states are 'passed', 'failed', 'missing' (it could
 not be measured) and 'not needed'."""
 
 
 @dataclass(frozen=True)
-class Case(Generic[Policy]):
+class PatchCase(Generic[Policy]):
     """A patch that is being judged: everything that a stage may use."""
 
     workspace: Workspace
@@ -73,7 +73,7 @@ class Stage(Protocol):
 
     __name__: str
 
-    def run(self, case: Case[Any]) -> StageResult:
+    def run(self, case: PatchCase[Any]) -> StageResult:
         """Raises: FactoryError where the machine or a policy is at fault; any other exception holds the patch back."""
         ...
 

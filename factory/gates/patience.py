@@ -12,14 +12,14 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
-from factory.core.policy_file import Strict
+from factory.core.policy_file import StrictPolicy
 
 Seconds = Annotated[float, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=1)]
 Found = TypeVar("Found")
 
 
-class Patience(Strict):
+class Patience(StrictPolicy):
     """Time limits of a process that runs a candidate's code."""
 
     times: Ratio = 5.0

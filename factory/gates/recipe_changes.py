@@ -27,7 +27,7 @@ def unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[str]:
     recipes = [path for path in paths if path.startswith(RECIPES)]
     found = [f"{path} cannot be judged here: only {used} trains here" for path in recipes if path != used]
     if used in recipes and own.exists():
-        found.append(f"{own} is what trains here: a patch to {used} has no effect")
+        found.append(f"this workspace trains with {own}, so a patch to {used} has no effect")
     return found
 
 

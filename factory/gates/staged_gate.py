@@ -15,7 +15,7 @@ from factory.core.errors import FactoryError
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.gates.case import Case, Policy, Stage, StageResult, failed, missing
+from factory.gates.case import PatchCase, Policy, Stage, StageResult, failed, missing
 from factory.gates.release.judge import Verdict
 from factory.gates.training_start import find_start
 from factory.git import repository
@@ -27,7 +27,7 @@ from factory.ledger.writing import record_verdict
 from kernels.contract.files import finite
 
 
-class Gain(Protocol):
+class ReportedGain(Protocol):
     def to_json(self) -> dict[str, Any]: ...
 
 
@@ -39,7 +39,7 @@ class StagedGate(Generic[Policy]):
     policy: Policy
     stages: Sequence[Stage]
     judge: Callable[[Policy, Mapping[str, Any]], Verdict]
-    gain: Callable[[Policy, Mapping[str, Any], int], Gain | None]
+    gain: Callable[[Policy, Mapping[str, Any], int], ReportedGain | None]
 
     def decide(
         self,
@@ -81,7 +81,7 @@ class StagedGate(Generic[Policy]):
         work.mkdir(parents=True)
         with ExitStack() as after_stages:
             after_stages.callback(shutil.rmtree, work, ignore_errors=True)
-            case = Case(
+            case = PatchCase(
                 workspace,
                 ledger,
                 self.policy,
@@ -109,7 +109,7 @@ class StagedGate(Generic[Policy]):
         }
         return finite(evidence)  # type: ignore[no-any-return]
 
-    def _run_stages(self, case: Case[Policy]) -> dict[str, dict[str, Any]]:
+    def _run_stages(self, case: PatchCase[Policy]) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         for stage in self.stages:
             name = stage.__name__.rpartition(".")[2]
@@ -127,7 +127,7 @@ class StagedGate(Generic[Policy]):
         return found
 
 
-def _run(stage: Stage, name: str, case: Case[Any]) -> StageResult:
+def _run(stage: Stage, name: str, case: PatchCase[Any]) -> StageResult:
     """An exception that a stage did not expect is evidence that is missing: it holds the patch back and says where.
 
     Raises: FactoryError.

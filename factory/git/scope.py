@@ -17,7 +17,7 @@ from pydantic import Field
 
 from agents.core.untrusted import INVISIBLE
 from agents.llm.policy import LlmPolicy
-from factory.core.policy_file import Count, Strict, load_policy
+from factory.core.policy_file import Count, StrictPolicy, load_policy
 
 # Plain ASCII names: no control characters, look-alikes, back slashes, drive letters or alternate streams.
 COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -28,7 +28,7 @@ LOADED_BY_NAME = {
 DEVICE_NAMES = {"con", "prn", "aux", "nul", *(f"{kind}{n}" for kind in ("com", "lpt") for n in range(10))}
 
 
-class ScopeRule(Strict):
+class ScopeRule(StrictPolicy):
     """One place that patches may write to: an exact path, or ``folder/**``."""
 
     paths: str = Field(pattern=r"^[A-Za-z0-9_./-]+(/\*\*)?$")
@@ -39,7 +39,7 @@ class ScopeRule(Strict):
         return (path.startswith(folder) if star else path == self.paths) and path.endswith(tuple(self.suffixes))
 
 
-class AgentsPolicy(Strict):
+class AgentsPolicy(StrictPolicy):
     """``policies/agents.yaml``."""
 
     scope: list[ScopeRule]

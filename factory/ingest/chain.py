@@ -10,7 +10,7 @@ again and ends with the same rows, because every step is a function of the shard
 leaves a spool (removed by the next run) or a token shard that no ledger row names (used by the next run, because a token
 shard is named by its content).
 
-The caller holds the workspace's ``ingest`` lock: two shards are never ingested at once.
+The caller holds the workspace's ``model-loop`` lock: two shards are never ingested at once.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _begin(connection: sa.Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
     else:
         lock = f"SELECT pg_advisory_xact_lock({WRITERS_LOCK})"
-        connection.exec_driver_sql(lock if writes else "SET TRANSACTION READ ONLY")
+        connection.exec_driver_sql(lock if writes else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
 
 def _pragmas(connection: Any, _record: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -346,10 +347,16 @@ class Ledger:
         with self.engine.begin() as connection:
             yield connection
 
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Reads that all see the ledger at one moment, whatever other processes write meanwhile."""
+        with self.engine.connect().execution_options(reads_only=True) as connection:
+            yield Snapshot(connection)
+
     def rows(self, statement: sa.Executable, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """All rows of a select, as plain dicts."""
-        with self.engine.connect().execution_options(reads_only=True) as connection:
-            return [dict(row) for row in connection.execute(statement, parameters or {}).mappings()]
+        with self.snapshot() as db:
+            return db.rows(statement, parameters or {})
 
     def one(self, statement: sa.Executable) -> dict[str, Any] | None:
         """The first row of a select as a dict, or None."""
@@ -358,6 +365,21 @@ class Ledger:
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
         """As ``factory.ledger.rows`` reads: plain SQL, the same on either database."""
+        with self.snapshot() as db:
+            return db.read(sql, **parameters)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One read transaction."""
+
+    connection: sa.Connection
+
+    def rows(self, statement: sa.Executable, parameters: dict[str, Any]) -> list[dict[str, Any]]:
+        return [dict(row) for row in self.connection.execute(statement, parameters).mappings()]
+
+    def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
+        """As ``factory.ledger.rows`` reads."""
         return [decoded(row) for row in self.rows(sa.text(sql), parameters)]
 
 

@@ -22,6 +22,7 @@ class Reader:
         """Raises: WorkspaceError when there is no ledger, it cannot be read, or it is of another version."""
         self._where = f"the ledger of {workspace.root}"
         self._url = workspace.ledger_url
+        self._ledger: Any = None  # opened at the first read, where it is no SQLite file
         if self._url.startswith("sqlite:///"):
             found = self.read(VERSION)
             refuse_other_version(found[0]["value"] if found else None, self._where)
@@ -32,7 +33,8 @@ class Reader:
             from factory.ledger.ledger import Ledger, sa
 
             try:
-                return Ledger.open(self._url).read(sql, **parameters)
+                self._ledger = self._ledger or Ledger.open(self._url)
+                return self._ledger.read(sql, **parameters)  # type: ignore[no-any-return]
             except sa.exc.DBAPIError as error:
                 raise WorkspaceError(f"{self._where} cannot be read: {error.orig}") from error
         path = Path(self._url.removeprefix("sqlite:///"))

@@ -61,6 +61,7 @@ class LedgerRow:
     noun: ClassVar[str]
     source: ClassVar[str]  # a table, or a select with an alias
     key: ClassVar[str] = "id"
+    how: ClassVar[str] = ""  # a message's end: how a person makes the first one
 
     @classmethod
     def select(cls, db: Reads, which: str = "", **parameters: object) -> list[Self]:
@@ -79,7 +80,8 @@ class LedgerRow:
         row = cls.first(db, f"WHERE {cls.key} = :key", key=key)
         if row is None:
             known = [str(r["key"]) for r in db.read(f"SELECT {cls.key} AS key FROM {cls.source} ORDER BY {cls.key}")]
-            raise InputError(f"no {cls.noun} {key}; there {'are: ' + ', '.join(known) if known else 'is none yet'}")
+            there = f"are: {', '.join(known)}" if known else f"is none yet{cls.how}"
+            raise InputError(f"no {cls.noun} {key}; there {there}")
         return row
 
     def only(self, names: str) -> dict[str, Any]:
@@ -123,6 +125,7 @@ class SegmentRow(LedgerRow):
 @dataclass(frozen=True)
 class CandidateRow(LedgerRow):
     noun, source = "candidate", "candidates"
+    how = ": run 'factory train' and 'factory anneal', or 'factory run --once'"
 
     id: int
     segment: int
@@ -213,6 +216,7 @@ class ProposalRow(LedgerRow):
         "(SELECT p.*, v.outcome, v.reasons, v.gate, v.subject_sha256 AS judged_sha256 FROM proposals p "
         "LEFT JOIN verdicts v ON v.id = p.verdict) AS proposals"
     )
+    how = ": run 'factory propose'"
 
     number: int
     agent: str

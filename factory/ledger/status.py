@@ -33,8 +33,9 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         row.only("number candidate verdict state mlflow_version report created_at") for row in ReleaseRow.select(db)
     ]
     candidates = []
+    evaluations = {one.candidate: one for one in EvaluationRow.select(db)}  # the newest of each
     for row in CandidateRow.select(db):
-        evaluation = EvaluationRow.newest(db, row.id)
+        evaluation = evaluations.get(row.id)
         own = [v for v in verdicts if v["subject"] == str(Subject("candidate", row.id))]
         candidates.append(
             row.only("id segment export_path export_sha256")

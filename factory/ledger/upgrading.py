@@ -68,6 +68,8 @@ def stamp() -> str:
 
 def _backup(workspace: Workspace, version: str) -> Path:
     """A copy of the SQLite ledger, whole or absent, also while others write to it."""
+    for left in backup_folder(workspace).glob(".ledger-*.part"):  # by an upgrade that was killed
+        left.unlink()
     path = backup_folder(workspace) / f"ledger-{version}-{stamp()}.db"
     aside = path.with_name(f".{path.name}.part")
     source = Path(workspace.ledger_url.removeprefix("sqlite:///")).resolve()

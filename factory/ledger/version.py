@@ -13,6 +13,8 @@ def refuse_other_version(found: str | None, where: str) -> None:
         return
     if found and found.isdigit() and int(found) < int(SCHEMA):
         what = "run 'factory upgrade', which makes a backup first"
-    else:
+    elif found and found.isdigit():
         what = "use the newer factory that wrote it"
+    else:
+        raise WorkspaceError(f"{where} has no version: it is damaged; put a copy from backups/ in its place")
     raise WorkspaceError(f"{where} is of version {found}; this factory reads version {SCHEMA}: {what}")

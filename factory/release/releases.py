@@ -95,7 +95,7 @@ def _check_approval(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -
         approve(ledger, verdict.id, "mlflow")
         return "mlflow"
     raise ApprovalNeeded(
-        f"candidate {number} waits for approval: run 'factory release', or set the tag {APPROVAL_TAG}=approved on "
+        f"candidate {number} waits for approval: run 'factory release {number}', or set the tag {APPROVAL_TAG}=approved on "
         f"version {version} of {MODEL} in MLflow"
     )
 
@@ -224,7 +224,7 @@ class _Saga:
                 continue
             try:
                 self.advance(row.number)
-                done.append(f"release {row.number} was half done and is finished")
+                done.append(f"finished release {row.number}, which had been interrupted")
             except InputError as error:
                 if isinstance(error, OutOfDate):
                     detail = {"why": str(error), "candidate": row.candidate}

@@ -30,7 +30,14 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
         raise InputError(f"no document {name!r} was ever ingested" + (nearest(name, near[:8]) if near else ""))
     plans = ledger.rows(sa.select(data_plans))
     lines = SegmentRow.select(ledger)
-    released = ReleaseRow.select(ledger)
+    parents = {line.id: line.parent for line in lines}
+    behind: dict[int, set[int]] = {}  # release → the segments that its model was trained in
+    for release in ReleaseRow.select(ledger):
+        segment: int | None = release.segment
+        behind[release.number] = set()
+        while segment is not None:
+            behind[release.number].add(segment)
+            segment = parents[segment]
     for row in found:
         shard = ledger.one(
             sa.select(shards.c.name, shards.c.state, shards.c.path).where(shards.c.sha256 == row["shard"])
@@ -45,11 +52,7 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
             plan["id"] for plan in plans if row["token_shard"] in {s["id"] for s in plan["plan"]["token_shards"]}
         }
         row["segments"] = [line.id for line in lines if line.data_plan in holding]
-        row["releases"] = [
-            release.number
-            for release in released
-            if {segment.id for segment in SegmentRow.lineage(ledger, release.segment)} & set(row["segments"])
-        ]
+        row["releases"] = [number for number, trained in behind.items() if trained & set(row["segments"])]
         if row["fate"] == "held_out":
             row["held_out_as"] = ledger.one(
                 sa.select(held_out.c.domain, held_out.c.source).where(held_out.c.key == row["key"])

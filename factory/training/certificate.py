@@ -31,7 +31,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from factory.core.policy_file import Count, Strict, load_policy
+from factory.core.policy_file import Count, StrictPolicy, load_policy
 
 SERIES = ("loss", "grad_norm", "lr")  # of metrics.jsonl; the loss must be there
 ROUNDING = 1e-6  # share of a value that fp32 rounding may change: the least noise of any measure
@@ -40,7 +40,7 @@ TRAINED_WITH = ("trainer/", "kernels/", "policies/kernels.yaml")  # all that a s
 Series = list[float | None]  # a value a step; None: not finite, or not written
 
 
-class CertificatePolicy(Strict):
+class CertificatePolicy(StrictPolicy):
     """``policies/gates/certificate.yaml``. Every key is optional."""
 
     steps: Count = 20
@@ -66,7 +66,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CertificateEvidence:
     """What the runs measured. A missing measurement is empty, and the judge names it."""
 
     old_commit: str
@@ -111,7 +111,7 @@ class Judgement:
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
-def judge_certificate(policy: CertificatePolicy, evidence: Evidence) -> Judgement:
+def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) -> Judgement:
     """May the segment start? Pure. Missing evidence is ``hold``."""
     if not evidence.changed:
         words = "Nothing that training reads differs between the two commits: no runs were needed."
@@ -148,7 +148,7 @@ def judge_certificate(policy: CertificatePolicy, evidence: Evidence) -> Judgemen
     return Judgement("promote", facts, found)
 
 
-def measures(evidence: Evidence) -> list[Measure]:
+def measures(evidence: CertificateEvidence) -> list[Measure]:
     """Every way in which the new code's run may differ from the old code's."""
     old, new, again, others = evidence.old, evidence.new, evidence.again or evidence.old, evidence.others
     assert old is not None and new is not None and again is not None

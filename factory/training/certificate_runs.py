@@ -33,7 +33,7 @@ from factory.core.workspace import Workspace
 from factory.git.repository import RepositoryError, changes, checkout_live
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
-from factory.training.certificate import SERIES, TRAINED_WITH, CertificatePolicy, Evidence, Series, Trace
+from factory.training.certificate import SERIES, TRAINED_WITH, CertificateEvidence, CertificatePolicy, Series, Trace
 from factory.training.planning import plan_of
 from factory.training.segment_folder import folder_lock, spec_of, write_spec
 
@@ -57,9 +57,9 @@ def gather(
     parent: SegmentRow,
     policy: CertificatePolicy,
     progress: Progress,
-) -> Evidence:
+) -> CertificateEvidence:
     """Run what has to be run. Raises: SegmentError when the trainer was stopped or the disk is full: begin again then."""
-    evidence = Evidence(parent.code_commit, row.code_commit, [])
+    evidence = CertificateEvidence(parent.code_commit, row.code_commit, [])
     try:
         files = changed_files(workspace.repository, parent.code_commit, row.code_commit)
         changed = files + computing.changed(parent, row)
@@ -208,7 +208,7 @@ def _lines(path: Path) -> int:
 
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
-def compare(evidence: Evidence, start: Path, runs: Runs) -> Evidence:
+def compare(evidence: CertificateEvidence, start: Path, runs: Runs) -> CertificateEvidence:
     """Fill in the traces and the distances between weights. Holds the weights of three runs at a time."""
     from trainer.contract.checkpoint.format import load
     from trainer.contract.errors import TrainerError
@@ -233,7 +233,7 @@ def compare(evidence: Evidence, start: Path, runs: Runs) -> Evidence:
     return replace(evidence, new=new, apart=_distance(old_weights, weights))
 
 
-def _read(folder: Path, origin: dict[str, Tensor], evidence: Evidence) -> tuple[Trace, dict[str, Tensor]]:
+def _read(folder: Path, origin: dict[str, Tensor], evidence: CertificateEvidence) -> tuple[Trace, dict[str, Tensor]]:
     """Raises: ValueError, KeyError, OSError, TrainerError when something is missing or of another shape."""
     from trainer.contract.checkpoint.format import load
 
@@ -247,7 +247,7 @@ def _read(folder: Path, origin: dict[str, Tensor], evidence: Evidence) -> tuple[
     return Trace(_series(folder / "metrics.jsonl", evidence), moved, optimizer), loaded.model
 
 
-def _series(path: Path, evidence: Evidence) -> dict[str, Series]:
+def _series(path: Path, evidence: CertificateEvidence) -> dict[str, Series]:
     """The series of metrics.jsonl, a value a step of the run; what is not there or no number is None."""
     found: dict[str, dict[int, float]] = {}
     for line in path.read_text().splitlines():
@@ -260,7 +260,9 @@ def _series(path: Path, evidence: Evidence) -> dict[str, Series]:
     return {name: [values.get(step) for step in steps] for name, values in found.items()}
 
 
-def _read_seeds(evidence: Evidence, origin: dict[str, Tensor], runs: Runs) -> tuple[tuple[Trace, ...], float]:
+def _read_seeds(
+    evidence: CertificateEvidence, origin: dict[str, Tensor], runs: Runs
+) -> tuple[tuple[Trace, ...], float]:
     """The traces, and the root mean square of the distance of the weights over all pairs.
 
     Σ over pairs ‖aᵢ − aⱼ‖² = k Σ‖aᵢ‖² − ‖Σ aᵢ‖²: so one run's weights at a time are enough.

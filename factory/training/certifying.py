@@ -1,7 +1,7 @@
 """Certificates in the ledger: required before a segment starts, recorded as verdicts of the gate 'code', accepted by people.
 
 A segment whose certificate is not 'promote' is marked 'uncertified' in the same transaction, and nothing of it is started.
-It waits for a person: other code (a revert, a fix) makes the factory plan again, or ``factory certify --accept`` takes this
+The segment then waits for a person: new code (a revert, a fix) makes the factory plan it again, or ``factory certify --accept`` takes this
 code as it is; what was accepted, when and by whom stays in the ledger.
 """
 
@@ -22,7 +22,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
-from factory.training.certificate import CertificatePolicy, Evidence, Judgement, judge_certificate
+from factory.training.certificate import CertificateEvidence, CertificatePolicy, Judgement, judge_certificate
 from factory.training.planning import last_checkpoint
 from kernels.contract.files import finite, finite_json, write_atomically
 
@@ -144,7 +144,7 @@ def _identity(policy: CertificatePolicy, row: SegmentRow, parent: SegmentRow, ch
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _write_file(folder: Path, evidence: Evidence, judgement: Judgement) -> dict[str, Any]:
+def _write_file(folder: Path, evidence: CertificateEvidence, judgement: Judgement) -> dict[str, Any]:
     """certificate.json, with everything that was measured; returns the part that the ledger keeps."""
     measured = [asdict(m) | {"share": m.share} for m in judgement.measures]
     losses = {

@@ -26,7 +26,7 @@ from agents.llm.exchange import LlmError
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
 from agents.loop import checkpoints
-from agents.loop.graph import Run, forget, work
+from agents.loop.graph import LoopRun, forget, work
 from agents.loop.role import DraftError, TargetError
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.progress import SILENT
@@ -76,7 +76,7 @@ def start(bench: LiveWorkbench, saved: Path | str) -> Start:
         with ReplayServer(recorded(name) if isinstance(name, str) else name) as server:
             changed = POLICY.model_copy(update=policy)
             client = Client(HttpEndpoint(server.url, "", changed), changed, Notes(), said.append)
-            run = Run(1, KernelEngineer(profile(), bench, asked), bench, client, saved, person, said.append)
+            run = LoopRun(1, KernelEngineer(profile(), bench, asked), bench, client, saved, person, said.append)
             return *work(run), said, server
 
     return play
@@ -191,7 +191,7 @@ def test_checkpoints_share_a_database_with_the_ledger(postgres: Callable[[], str
     columns = sa.inspect(ledger.engine).get_columns("checkpoints")
     assert [column["name"] for column in columns] == ["id", "segment", "step", "path", "created_at"]
     gone = url.replace("/factory_", "/nowhere_")
-    with pytest.raises(checkpoints.CheckpointError, match="nowhere_.*the same command"), checkpoints.opened(gone):
+    with pytest.raises(checkpoints.SavedRunError, match="nowhere_.*the same command"), checkpoints.opened(gone):
         pass
 
 

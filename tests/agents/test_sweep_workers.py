@@ -78,10 +78,25 @@ def fail(item: int) -> int:
     return item
 
 
-def test_an_error_of_the_function_ends_the_sweep() -> None:
-    """It is not taken for a worker that died, and not measured again."""
-    with pytest.raises(ArithmeticError, match="item 1"):
-        measure_on(Processes(fail, 2), range(3), [1.0] * 3)
+def test_an_item_that_raises_costs_no_other_item_its_result() -> None:
+    assert measure_on(Processes(fail, 2), range(3), [1.0] * 3) == [0, Lost(1, "ArithmeticError: item 1"), 2]
+
+
+def test_a_sweep_that_is_interrupted_ends_while_an_item_runs(tmp_path: Path) -> None:
+    """The first item never ends; the report of the second is interrupted."""
+
+    def interrupt(done: int, of: int) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    workers = Processes(slowly, 2)
+    others = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        measure_on(workers, [(str(folder), n) for n in (3, 4)], [2.0, 1.0], interrupt)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(PATIENCE_S / 2)
+        assert not thread.is_alive(), f"{thread.name} waits for the item"
 
 
 def test_progress_is_reported_once_for_each_item() -> None:

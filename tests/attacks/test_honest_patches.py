@@ -62,7 +62,7 @@ def silu_times(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
 
 def _implementation(name: str, function: str, about: str) -> Callable[[str], str]:
     """Adds an implementation beside those that an op has."""
-    return lambda text: text.replace(
+    return lambda text: text.replace("import Cost, Inputs", "import Cost, Implementation, Inputs", 1).replace(
         "implementations=(", f'implementations=(Implementation("{name}", {function}, "{about}"), ', 1
     )
 
@@ -180,7 +180,7 @@ def test_honest_patches_go_through_the_whole_gate(names: list[str]) -> None:
     stages = row["evidence"]["stages"]
     assert [stages[name]["state"] for name in ("scope", "static")] == ["passed"] * 2, row["reasons"]
     ops = "passed" if names is KERNELS else "not needed"
-    assert [stages[name]["state"] for name in ("oracle", "exploits")] == [ops] * 2, row["reasons"]
+    assert [stages.get(name, {}).get("state") for name in ("oracle", "exploits")] == [ops] * 2, row["reasons"]
     assert stages["isolated"]["state"] == "not needed" and "training" in stages, row["reasons"]
     training = stages["training"]
     # missing: too few steps, or too busy a machine, to time

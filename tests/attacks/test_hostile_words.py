@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import pytest
 import sqlalchemy as sa
-from tests.support.factory.code_loop import Made, git, make
+from tests.support.factory.code_loop import Made, make
+from tests.support.git import git
 from rich.console import Console
 from typer.testing import CliRunner
 

@@ -185,7 +185,7 @@ try:
     subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
     print("ready", flush=True)
     time.sleep(300)
-except stopping.Stopped:
+except stopping.StopRequested:
     if sys.argv[1] == "orderly":
         end_if_stopped()
 finally:

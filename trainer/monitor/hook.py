@@ -56,6 +56,7 @@ class Hook:
     """Does nothing. A subclass overrides what it needs."""
 
     key: str  # its state's name in a checkpoint's state, unlike every other name there
+    required = True  # False: a checkpoint may be older than the hook, and lack its state
 
     def before_update(self, update: Update) -> None:
         """May copy gradients or weights, which the update changes."""
@@ -77,7 +78,7 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave. Not called for a checkpoint that is older than the hook."""
+        """Restore from a ``state_dict``. Not called where a checkpoint lacks the state of a hook that is not ``required``."""
 
 
 def to_host(*groups: dict[str, Tensor]) -> list[dict[str, list[float]]]:

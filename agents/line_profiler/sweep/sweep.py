@@ -167,7 +167,7 @@ def _swept(item: Item, result: tuple[Isolated, float] | Lost | None) -> SweptIte
     if result is None:
         return missing(item.fits, 0.0)
     if isinstance(result, Lost):
-        return missing(f"its worker died {result.tries} times", 0.0)
+        return missing(result.error or f"its worker died {result.tries} times", 0.0)
     one, took = result
     if one.why_not:
         return missing(one.why_not, took)

@@ -24,9 +24,10 @@ class SweepError(Exception):
 
 @dataclass(frozen=True)
 class Lost:
-    """In place of a result: the item's worker died each time."""
+    """In place of a result: the item's worker died each time, or the item raised ``error``."""
 
     tries: int
+    error: str = ""
 
 
 class Workers(Protocol):
@@ -69,6 +70,8 @@ def measure_on(
                     return workers.measure(worker, item)
                 except WorkerLost:
                     continue
+                except Exception as error:  # one item that cannot be measured must not cost the others' hours
+                    return Lost(1, f"{type(error).__name__}: {error}")
             return Lost(MOST_TRIES)
         finally:
             idle.put(worker)
@@ -92,7 +95,7 @@ class Processes:
     """
 
     def __init__(self, function: Callable[[Any], Any], count: int) -> None:
-        self.function, self.count = function, count
+        self.function, self.count, self.stopped = function, count, False
         self.pools = [self._start() for _ in range(count)]
 
     def _start(self) -> ProcessPoolExecutor:
@@ -103,11 +106,16 @@ class Processes:
         try:
             return self.pools[worker].submit(self.function, item).result()
         except BrokenProcessPool:
-            self.pools[worker] = self._start()
+            if not self.stopped:
+                self.pools[worker] = self._start()
             raise WorkerLost from None
 
     def stop(self) -> None:
+        """Also in the midst of an item, which may never end."""
+        self.stopped = True
         for pool in self.pools:
+            for process in list((pool._processes or {}).values()):  # ``kill_workers`` from Python 3.14 on
+                process.terminate()
             pool.shutdown(wait=False, cancel_futures=True)
 
 

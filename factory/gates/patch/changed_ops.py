@@ -9,7 +9,7 @@ import yaml
 
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
-from factory.gates.case import Case, not_needed
+from factory.gates.case import PatchCase, not_needed
 from factory.gates.patch.policy import PatchPolicy
 from kernels.contract.choice import resolve, section_of
 
@@ -55,7 +55,7 @@ def changed_ops(
     return [pair for pair in pairs if all_ops or pair.before != pair.after]
 
 
-def ops_of(case: Case[PatchPolicy]) -> list[ChangedOp]:
+def ops_of(case: PatchCase[PatchPolicy]) -> list[ChangedOp]:
     tuned = case.start.kernels if case.start else {}
     after = (case.candidate / KERNELS).read_bytes()
     return changed_ops(case.base_bytes(KERNELS), after, case.paths, devices.kind(), tuned)

@@ -22,7 +22,7 @@ OPTIONAL = {"oracle", "exploits", "isolated"}  # may be 'not needed': a patch th
 
 
 @dataclass(frozen=True)
-class Gain:
+class StepGain:
     """Ratio of step times, baseline over candidate, with one-sided bounds, and the largest ratio of two baseline runs."""
 
     ratio: float
@@ -127,7 +127,7 @@ def training_differs(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
     return drift is not None and control is not None and drift > policy.max_drift * control
 
 
-def reported_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:
+def reported_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
     """The smaller one, where it was measured twice: code may find out which measurement it is in."""
     repeated = found.get("again")
     measured = [
@@ -137,7 +137,7 @@ def reported_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) 
     return min((one for one in measured if one is not None), key=lambda one: one.ratio, default=None)
 
 
-def wall_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> Gain | None:
+def wall_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
     """By the wall clock. A measurement shares the confidence with those that were discarded before it."""
     shared = tries * _measurements(found)
     return gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), shared)
@@ -148,7 +148,7 @@ def _measurements(found: Mapping[str, Any]) -> int:
     return 1 + (len(discarded) if isinstance(discarded, list) else 0)
 
 
-def _judge_noisy(policy: TrainingPolicy, found: Mapping[str, Any], wall: Gain, times: str, tries: int) -> Verdict:
+def _judge_noisy(policy: TrainingPolicy, found: Mapping[str, Any], wall: StepGain, times: str, tries: int) -> Verdict:
     """The wall clock is too noisy. CPU time may show a gain, where only approved code ran, on a CPU.
 
     New code could hide work from the CPU clocks; approved code does not try. Both must show the gain: all processes together, which
@@ -183,7 +183,7 @@ def _judge_noisy(policy: TrainingPolicy, found: Mapping[str, Any], wall: Gain, t
     return Verdict(HOLD, (f"{noisy}, {measured}: {what_to_do}", times, *by_cpu_time))
 
 
-def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, tries: int) -> Gain | None:
+def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, tries: int) -> StepGain | None:
     cpu = found.get("cpu")
     seconds = cpu.get(clock) if isinstance(cpu, Mapping) else None
     if not isinstance(seconds, Mapping):
@@ -199,7 +199,7 @@ def training_difference(policy: TrainingPolicy, drift: float, control: float) ->
     )
 
 
-def _judge_long(policy: TrainingPolicy, found: object, result: Gain, times: str) -> Verdict:
+def _judge_long(policy: TrainingPolicy, found: object, result: StepGain, times: str) -> Verdict:
     """New code that gains over short runs must gain over long ones, by more than a quicker start could cause."""
     long = found if isinstance(found, Mapping) else {}
     if failed := long.get("failed"):
@@ -255,7 +255,7 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
     return Verdict(verdict.outcome, (*verdict.reasons, f"held out, the worst domain: {worst[1]}"))
 
 
-def gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> Gain | None:
+def gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> StepGain | None:
     """From seconds of each side's runs. Log-normal, pooled variance, t bounds shared among ``tries`` (Bonferroni).
 
     Runs of one process are more alike than those of two, which these bounds ignore: how often a patch without a gain is
@@ -271,7 +271,7 @@ def gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int
     reach = t_quantile(1 - (1 - policy.confidence) / tries, degrees) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
     found = mean_a - mean_b
     bounds = [min(max(x, -700.0), 700.0) for x in (found, found - reach, found + reach, max(a) - min(a))]
-    return Gain(*map(math.exp, bounds))
+    return StepGain(*map(math.exp, bounds))
 
 
 def t_quantile(share: float, degrees: int) -> float:

@@ -52,7 +52,7 @@ class Answers:
     out_of_time: bool = False  # a time limit ended it, which says nothing about its code
 
     def evidence(self, numbers: Sequence[int], what: str, *, last: bool) -> StageEvidence:
-        """From these jobs. ``last``: the process had no job after them, so that how it ended counts as well."""
+        """From these jobs. ``last``: they are its last jobs, so a crash of the process counts against them."""
         if self.missing:
             return missing(self.missing)
         reasons, worst, broken = [], 0.0, last and bool(self.died)

@@ -87,7 +87,7 @@ def _differences(given: Path, inputs: int, truth: int, number: int, again: int) 
     if not words.exists():
         return []  # not an op of the baseline's: the answer says so
     if read_bytes(inputs, (f"given-{again}.json",), words.stat().st_size + spare) != words.read_bytes():
-        return ["the patch changes which inputs get gradients, are written or spoiled"]
+        return ["the patch changes which inputs get gradients, are written in place or are overwritten"]
     mine = read_tensors(inputs, (f"given-{again}.safetensors",), tensors.stat().st_size + spare)
     theirs = load_file(tensors)
     if mine.keys() != theirs.keys() or not all(identical(mine[name], x) for name, x in theirs.items()):

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from factory.core.policy_file import Count, Strict, load_policy
+from factory.core.policy_file import Count, StrictPolicy, load_policy
 from factory.gates.patience import Patience, Ratio, Seconds
 
 
-class OraclePolicy(Strict):
+class OraclePolicy(StrictPolicy):
     """Every op that the patch changes, against the reference in fp64."""
 
     cases: list[str] = Field(default=["small", "prime", "strided", "empty"], min_length=1)
@@ -23,7 +23,7 @@ class OraclePolicy(Strict):
     """Time limits of the candidate's processes, here and in the exploit checks, by what approved code took."""
 
 
-class ExploitsPolicy(Strict):
+class ExploitsPolicy(StrictPolicy):
     """Every op that the patch changes, called many times in one process, in the same tensors with new data."""
 
     calls: Annotated[int, Field(ge=4)] = 32
@@ -34,7 +34,7 @@ class ExploitsPolicy(Strict):
     """Most multiplications of one forward call; larger sizes are reduced: rows, then context, then widths."""
 
 
-class IsolatedPolicy(Strict):
+class IsolatedPolicy(StrictPolicy):
     """An op's new implementation against its old one, alone, on the recipe's shapes; both are approved code."""
 
     pairs: Count = 9
@@ -47,7 +47,7 @@ class IsolatedPolicy(Strict):
     """Time limit of one measurement, which runs approved code only."""
 
 
-class TrainingPolicy(Strict):
+class TrainingPolicy(StrictPolicy):
     """One measurement: N steps from the trunk's last checkpoint, baseline, candidate, and both again, in the sandbox, timed from outside.
 
     A gain that would promote is measured a second time, with ``tries`` and ``budget_seconds`` of its own.
@@ -92,7 +92,7 @@ class TrainingPolicy(Strict):
         return max(1, round(steps * (1 - 1 / self.min_gain)))
 
 
-class EvalsPolicy(Strict):
+class EvalsPolicy(StrictPolicy):
     """The weights that training left, of candidate and baseline, on held-out documents, by the judge's own model."""
 
     documents: Count = 60
@@ -105,7 +105,7 @@ class EvalsPolicy(Strict):
     """One-sided, of all domains' bounds together."""
 
 
-class PatchPolicy(Strict):
+class PatchPolicy(StrictPolicy):
     oracle: OraclePolicy = OraclePolicy()
     exploits: ExploitsPolicy = ExploitsPolicy()
     isolated: IsolatedPolicy = IsolatedPolicy()

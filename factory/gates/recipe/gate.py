@@ -15,7 +15,7 @@ from factory.core.workspace import Workspace
 from factory.gates.case import Stage
 from factory.gates.patch.stages import scope
 from factory.gates.recipe import runs, static
-from factory.gates.recipe.judge import Comparison, compare, judge_recipe
+from factory.gates.recipe.judge import RecipeComparison, compare, judge_recipe
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import RECIPES, Changes, learnt, recipe_changes
 from factory.gates.staged_gate import StagedGate
@@ -41,7 +41,7 @@ def recipe_gate(workspace: Workspace) -> StagedGate[RecipePolicy]:
     return StagedGate(GATE, RecipePolicy.load(workspace.policy("gates/recipe.yaml")), STAGES, judge_recipe, _gain)
 
 
-def _gain(policy: RecipePolicy, stages: Mapping[str, Any], tries: int) -> Comparison | None:
+def _gain(policy: RecipePolicy, stages: Mapping[str, Any], tries: int) -> RecipeComparison | None:
     return compare(policy.runs, stages.get("runs", {}), tries)
 
 

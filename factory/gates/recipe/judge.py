@@ -39,7 +39,7 @@ class Bounded:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RecipeComparison:
     """What the runs show. Gains in bits per byte, positive is better."""
 
     target: Bounded
@@ -74,7 +74,7 @@ def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
     return _decide(policy.runs, result, same_cost=stages["runs"].get("same_cost") is True)
 
 
-def _decide(policy: RunsPolicy, result: Comparison, same_cost: bool) -> Verdict:
+def _decide(policy: RunsPolicy, result: RecipeComparison, same_cost: bool) -> Verdict:
     target, needed = result.target, max(policy.min_gain, result.noise)
     floor = f"other seeds change a mean of {policy.seeds} runs by {result.noise:.4f}"
     shown = f"{target.mean:+.4f} {UNIT} on held-out documents (at least {target.lower:+.4f}; {floor})"
@@ -102,7 +102,7 @@ def _decide(policy: RunsPolicy, result: Comparison, same_cost: bool) -> Verdict:
     return Verdict(PROMOTE, (shown, *facts))
 
 
-def _costs(policy: RunsPolicy, result: Comparison) -> str:
+def _costs(policy: RunsPolicy, result: RecipeComparison) -> str:
     """What it takes too much of; '': nothing."""
     if result.memory > policy.max_memory:
         return f"takes {result.memory:.2f}× the memory, at most {policy.max_memory:g}× is allowed"
@@ -111,7 +111,7 @@ def _costs(policy: RunsPolicy, result: Comparison) -> str:
     return ""
 
 
-def compare(policy: RunsPolicy, found: Mapping[str, Any], tries: int) -> Comparison | None:
+def compare(policy: RunsPolicy, found: Mapping[str, Any], tries: int) -> RecipeComparison | None:
     """None when a number is missing, not finite or of the wrong kind, or there are fewer seeds than the policy's."""
     scores = [_scores(found.get(name)) for name in ("baseline", "candidate")]
     speeds = [_positive(found.get(f"{name}_tokens_per_s")) for name in ("baseline", "candidate")]
@@ -141,7 +141,7 @@ def compare(policy: RunsPolicy, found: Mapping[str, Any], tries: int) -> Compari
     slower = _bounded([math.log(a / b) for a, b in zip(old_speed, new_speed, strict=True)], level)
     noise = _deviation([target(run) for run in old]) * math.sqrt(2 / seeds)
     times = Bounded(*(math.exp(min(max(x, -700.0), 700.0)) for x in (slower.mean, slower.lower, slower.upper)))
-    return Comparison(_bounded(apart, level / tries), noise, domains, times, memory[1] / memory[0])
+    return RecipeComparison(_bounded(apart, level / tries), noise, domains, times, memory[1] / memory[0])
 
 
 def _bounded(values: Sequence[float], level: float) -> Bounded:

@@ -7,13 +7,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from factory.core.policy_file import Count, Strict, load_policy
+from factory.core.policy_file import Count, StrictPolicy, load_policy
 from factory.gates.patience import Ratio, Seconds
 
 BitsPerByte = Annotated[float, Field(ge=0)]
 
 
-class RunsPolicy(Strict):
+class RunsPolicy(StrictPolicy):
     """Paired runs from the trunk's last checkpoint: the recipe as it is and as proposed, on the same data, with an anneal tail."""
 
     seeds: Annotated[int, Field(ge=3)] = 4
@@ -45,7 +45,7 @@ class RunsPolicy(Strict):
     """Bytes scored of one document."""
 
 
-class RecipePolicy(Strict):
+class RecipePolicy(StrictPolicy):
     changes: list[str] = Field(min_length=1)
     """Keys that a patch may change; a mapping's key means all that it holds."""
     runs: RunsPolicy = RunsPolicy()

@@ -6,7 +6,7 @@ import shutil
 from typing import Any
 
 from factory.core import devices
-from factory.gates.case import NO_START, NOTHING_HELD_OUT, Case, StageResult, failed, missing, passed
+from factory.gates.case import NO_START, NOTHING_HELD_OUT, PatchCase, StageResult, failed, missing, passed
 from factory.gates.patch.held_out import held_out_texts, weights_bits
 from factory.gates.recipe.paired_runs import MeasuredRuns, lengthened, lengths, paired_runs
 from factory.gates.recipe.policy import RecipePolicy
@@ -18,7 +18,7 @@ from trainer.contract.recipe import Recipe
 FREE = ("optimizer.", "mixture.", "schedule.", "stability.")
 
 
-def run(case: Case[RecipePolicy]) -> StageResult:
+def run(case: PatchCase[RecipePolicy]) -> StageResult:
     """Raises: IsolationError."""
     start, (path,), changes = case.start, case.paths, case.handed_on["static"]
     if start is None:

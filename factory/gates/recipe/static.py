@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from factory.core.errors import ConfigError
-from factory.gates.case import Case, StageResult, failed, missing, passed
+from factory.gates.case import PatchCase, StageResult, failed, missing, passed
 from factory.gates.patch.source_rules import problems
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import Changes, recipe_changes, unused_recipes
@@ -18,8 +18,8 @@ MOST_REASONS = 8
 EARLY = {"schedule.warmup_steps": lambda recipe: recipe.schedule.warmup_steps}
 
 
-def run(case: Case[RecipePolicy]) -> StageResult:
-    """Hands on the changed keys."""
+def run(case: PatchCase[RecipePolicy]) -> StageResult:
+    """Passes the changed keys to the runs stage."""
     if found := [p for change in case.changes for p in problems(change, case.base_bytes(change.path))]:
         return StageResult(failed(*found[:MOST_REASONS]))
     if unmeasured := unused_recipes(case.workspace, case.paths):
@@ -44,7 +44,7 @@ def run(case: Case[RecipePolicy]) -> StageResult:
     return StageResult(evidence, changes)
 
 
-def _without_effect(case: Case[RecipePolicy], changes: Changes, new: Recipe) -> list[str]:
+def _without_effect(case: PatchCase[RecipePolicy], changes: Changes, new: Recipe) -> list[str]:
     """Keys that act only on steps that the trunk has made already, under both recipes."""
     step = case.start.step if case.start else 0
     sides = (Recipe.load(case.baseline / case.paths[0]), new)

@@ -18,7 +18,7 @@ from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite, evaluate_on, items_of
 from factory.evals.statistics import Bounds, compare
 from factory.evals.suite import Suite
-from factory.gates.release.judge import FIRST_RELEASE, Evidence, Gain, judge
+from factory.gates.release.judge import FIRST_RELEASE, MeasureGain, ReleaseEvidence, judge
 from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.ledger import Ledger, record, verdicts
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
@@ -50,7 +50,7 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
 
 def gather(
     ledger: Ledger, policy: ReleasePolicy, suite: Suite, champion_id: int | None, ours: int, theirs: int | None
-) -> Evidence:
+) -> ReleaseEvidence:
     """Read the two evaluations and compare them item by item."""
     mine = EvaluationRow.get(ledger, ours).summary
     cloze = mine.get("cloze", {})
@@ -64,7 +64,7 @@ def gather(
         "checks": {name: (check["ok"], check["detail"]) for name, check in mine.get("parity", {}).items()},
     }
     if champion_id is None or theirs is None:
-        return Evidence(against=FIRST_RELEASE, **measured)
+        return ReleaseEvidence(against=FIRST_RELEASE, **measured)
     other = EvaluationRow.get(ledger, theirs).summary
     measured |= {
         "champion_bits_per_byte": other.get("bpb", {}),
@@ -80,11 +80,11 @@ def gather(
     )
     if target_bounds is not None and guard_bounds is not None:
         target, guards = _gain(target_bounds[0]), {name: _gain(bounds) for name, bounds in guard_bounds[1].items()}
-    return Evidence(against=str(Subject("candidate", champion_id)), target=target, guards=guards, **measured)
+    return ReleaseEvidence(against=str(Subject("candidate", champion_id)), target=target, guards=guards, **measured)
 
 
-def _gain(bounds: Bounds) -> Gain:
-    return Gain(**asdict(bounds))
+def _gain(bounds: Bounds) -> MeasureGain:
+    return MeasureGain(**asdict(bounds))
 
 
 def _record(
@@ -93,7 +93,7 @@ def _record(
     candidate_id: int,
     champion_id: int | None,
     suite: Suite,
-    evidence: Evidence,
+    evidence: ReleaseEvidence,
     evaluated: dict[str, Any],
 ) -> int:
     verdict = judge(policy, evidence)

@@ -21,7 +21,7 @@ Numbers = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
-class Gain:
+class MeasureGain:
     """How much better than the champion one measure is; ``lower``, ``upper``: one-sided bounds by the number of hypotheses that share alpha."""
 
     gain: float | None
@@ -33,7 +33,7 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class ReleaseEvidence:
     """Everything that the judge knows. What is None or absent was not measured."""
 
     against: str | None = None  # 'candidate:1', or FIRST_RELEASE
@@ -51,8 +51,8 @@ class Evidence:
     checks: Mapping[str, tuple[bool | None, str]] = field(
         default_factory=dict
     )  # name → (ok, detail); ok is None where the check could not be made
-    target: Gain | None = None
-    guards: Mapping[str, Gain] = field(default_factory=dict)  # by domain, and CLOZE
+    target: MeasureGain | None = None
+    guards: Mapping[str, MeasureGain] = field(default_factory=dict)  # by domain, and CLOZE
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,7 +64,7 @@ class Verdict:
     reasons: tuple[str, ...]  # sentences, the deciding ones first
 
 
-def judge(policy: ReleasePolicy, evidence: Evidence) -> Verdict:
+def judge(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Verdict:
     """Decide. Pure: the same policy and evidence give the same verdict, word for word."""
     against, missing, facts = _checks(evidence)
     missing += _basics(policy, evidence)
@@ -81,7 +81,7 @@ def judge(policy: ReleasePolicy, evidence: Evidence) -> Verdict:
     return Verdict(PROMOTE, tuple(facts))
 
 
-def _checks(evidence: Evidence) -> tuple[list[str], list[str], list[str]]:
+def _checks(evidence: ReleaseEvidence) -> tuple[list[str], list[str], list[str]]:
     checks = sorted(evidence.checks.items())
     failed = [f"Check {name} failed: {detail}." for name, (ok, detail) in checks if ok is not True and ok is not None]
     absent = sorted(set(CHECKS) - set(evidence.checks))
@@ -96,7 +96,7 @@ def _checks(evidence: Evidence) -> tuple[list[str], list[str], list[str]]:
     )
 
 
-def _basics(policy: ReleasePolicy, evidence: Evidence) -> list[str]:
+def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
     missing = []
     if not evidence.domains:
         missing.append("No domain was measured.")
@@ -117,7 +117,7 @@ def _basics(policy: ReleasePolicy, evidence: Evidence) -> list[str]:
 
 
 def _first_release(
-    policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]
+    policy: ReleasePolicy, evidence: ReleaseEvidence, against: list[str], missing: list[str], facts: list[str]
 ) -> None:
     floors = policy.first_release
     facts.insert(0, "There is no champion yet: a first release is judged by absolute floors.")
@@ -140,7 +140,7 @@ def _first_release(
 
 
 def _comparison(
-    policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]
+    policy: ReleasePolicy, evidence: ReleaseEvidence, against: list[str], missing: list[str], facts: list[str]
 ) -> None:
     assert evidence.against is not None
     champion = evidence.against.replace(":", " ")
@@ -162,7 +162,7 @@ def _comparison(
 
 
 def _guards(
-    policy: ReleasePolicy, evidence: Evidence, against: list[str], missing: list[str], facts: list[str]
+    policy: ReleasePolicy, evidence: ReleaseEvidence, against: list[str], missing: list[str], facts: list[str]
 ) -> None:
     expected = [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
     count = len(expected)
@@ -222,23 +222,23 @@ def _number(value: float | int | None) -> float | None:
     )
 
 
-def _bound(gain: Gain | None, side: str, shared: int) -> float | None:
+def _bound(gain: MeasureGain | None, side: str, shared: int) -> float | None:
     return None if gain is None else _number(getattr(gain, side).get(shared))
 
 
-def _levels(gain: Gain | None) -> dict[int, float]:
+def _levels(gain: MeasureGain | None) -> dict[int, float]:
     found = {} if gain is None else {shared: _number(value) for shared, value in gain.lower.items()}
     return {shared: value for shared, value in found.items() if value is not None}
 
 
-def _whole(gain: Gain, clusters_min: int, shared: int) -> bool:
+def _whole(gain: MeasureGain, clusters_min: int, shared: int) -> bool:
     clusters = _number(gain.clusters)
     numbers = [_number(part) for part in (gain.gain, gain.low95, gain.high95)]
     numbers += [_bound(gain, side, k) for side in ("lower", "upper") for k in range(1, shared + 1)]
     return clusters is not None and clusters >= clusters_min and None not in numbers
 
 
-def _why(gain: Gain | None, clusters_min: int) -> str:
+def _why(gain: MeasureGain | None, clusters_min: int) -> str:
     if gain is None:
         return "candidate and champion have no items in common"
     clusters = _number(gain.clusters)
@@ -248,7 +248,9 @@ def _why(gain: Gain | None, clusters_min: int) -> str:
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
-def _sentence(name: str, gain: Gain | None, levels: tuple[float | None, float | None] | None, unit: str | None) -> str:
+def _sentence(
+    name: str, gain: MeasureGain | None, levels: tuple[float | None, float | None] | None, unit: str | None
+) -> str:
     """'code: 1.920 → 1.840 bits per byte (−0.080, 95 % between −0.100 and −0.060)': the change as a reader sees it, not the gain."""
     words = name
     if levels is not None and None not in levels:

@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from factory.core.policy_file import Count, Strict, load_policy
+from factory.core.policy_file import Count, StrictPolicy, load_policy
 
 Level = Annotated[float, Field(gt=0, lt=0.5)]
 NotNegative = Annotated[float, Field(ge=0)]
 
 
-class Target(Strict):
+class Target(StrictPolicy):
     """What must get better."""
 
     weights: dict[str, NotNegative] = Field(default_factory=dict)
@@ -22,7 +22,7 @@ class Target(Strict):
     """One-sided level of the bound that must be above zero (0.025: the lower end of a 95 % interval)."""
 
 
-class Guards(Strict):
+class Guards(StrictPolicy):
     """What must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected, must be above −δ."""
 
     bits_per_byte_margin: NotNegative = 0.02
@@ -36,7 +36,7 @@ class Guards(Strict):
     """A measurement noisier than this, in bits per byte, is no evidence."""
 
 
-class FirstRelease(Strict):
+class FirstRelease(StrictPolicy):
     """What a candidate must reach when there is no champion to beat."""
 
     bits_per_byte_max: Annotated[float, Field(gt=0)] = 4.0
@@ -45,7 +45,7 @@ class FirstRelease(Strict):
     """In every domain, bits per byte must be below the byte-trigram baseline's by more than this; negative: at most that much above."""
 
 
-class ReleasePolicy(Strict):
+class ReleasePolicy(StrictPolicy):
     """Every key is optional."""
 
     approval: Literal["automatic", "manual"] = "automatic"

@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from factory.core.policy_file import Count, Share, Strict, load_policy
+from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
 NotNegative = Annotated[int, Field(ge=0)]
 
 
-class DomainRules(Strict):
+class DomainRules(StrictPolicy):
     """What a document of one domain must be like; the rules are in ``filters.py`` under the same names."""
 
     min_chars: NotNegative = 40
@@ -41,12 +41,12 @@ class DomainRules(Strict):
     """Documents of this domain, over all shards."""
 
 
-class NearDuplicateRules(Strict):
+class NearDuplicateRules(StrictPolicy):
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Estimated Jaccard similarity of 5-word shingles from which two documents are near-duplicates."""
 
 
-class Decontamination(Strict):
+class Decontamination(StrictPolicy):
     ngram: Annotated[int, Field(ge=8, le=50)] = 13
     """Words that a training document may not share with a held-out one (GPT-3, appendix C)."""
     sample_window: Annotated[int, Field(ge=1, le=256)] = 32
@@ -59,17 +59,17 @@ class Decontamination(Strict):
     """Share of a document that may be removed; more, and it is dropped."""
 
 
-class HeldOut(Strict):
+class HeldOut(StrictPolicy):
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.02
     """Of sources or documents, as ``hold_out_by`` says."""
 
 
-class Licence(Strict):
+class Licence(StrictPolicy):
     train: bool
     release: bool
 
 
-class Licences(Strict):
+class Licences(StrictPolicy):
     default: Licence = Licence(train=True, release=False)
     """Of a licence that ``known`` does not list."""
     missing: Licence = Licence(train=True, release=False)
@@ -81,14 +81,14 @@ class Licences(Strict):
         return self.missing if not name else self.known.get(name, self.default)
 
 
-class TokenizerRules(Strict):
+class TokenizerRules(StrictPolicy):
     vocab_size: Annotated[int, Field(ge=300, le=1 << 20)] = 4096
     """Must be the recipe's."""
     sample_bytes: Annotated[int, Field(ge=1000)] = 6_000_000
     """Of text that the tokenizer is trained on."""
 
 
-class ShardLimits(Strict):
+class ShardLimits(StrictPolicy):
     max_row_bytes: Annotated[int, Field(ge=1000)] = 8_000_000
     """A longer line is one dropped row."""
     max_rows: Count = 500_000
@@ -101,7 +101,7 @@ class ShardLimits(Strict):
     """Share of rows that cannot be read; with more the whole shard is quarantined."""
 
 
-class DataPolicy(Strict):
+class DataPolicy(StrictPolicy):
     """Every key is optional."""
 
     default_domain: str = "text"

@@ -24,6 +24,7 @@ from factory.gates.release.policy import ReleasePolicy
 from factory.git.scope import AgentsPolicy
 from factory.ingest.rules.policy import DataPolicy
 from factory.training.certificate import CertificatePolicy
+from tests.support.factory.command import factory
 
 SCHEMAS: dict[str, Any] = {
     "data": DataPolicy,
@@ -110,3 +111,13 @@ def test_what_ships_is_shown_without_a_workspace(tmp_path: Path, monkeypatch: py
 def test_an_unknown_name_names_the_nearest() -> None:
     result = CliRunner().invoke(app, ["config", "show", "gates/pach"])
     assert "did you mean 'gates/patch'" in str(result.exception)
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_no_password_is_shown(tmp_path: Path, more: list[str]) -> None:
+    workspace = Workspace.create(tmp_path / "workspace")
+    (workspace.root / "factory.yaml").write_text(
+        "ledger_url: postgresql://bob:s3cret@host/ledger\nmlflow_uri: postgresql://bob:s3cret@host/mlflow\n"
+    )
+    shown = factory("config", "show", "factory", "--workspace", str(workspace.root), *more)
+    assert "s3cret" not in shown.stdout and shown.stdout.count("bob:***@host") == 2

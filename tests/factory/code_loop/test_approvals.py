@@ -16,7 +16,7 @@ from factory.git.repository import RepositoryError
 from factory.ledger.ledger import tracked_runs, verdicts
 from factory.tracking.tracking import APPROVAL_TAG, Tracking
 from tests.support.factory.approvals import FILES, NEW, Plant, given_verdict
-from tests.support.factory.code_loop import git
+from tests.support.git import git
 
 
 @pytest.fixture

@@ -36,8 +36,9 @@ from factory.gates.training_start import find_start
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals, verdicts
 from factory.sandbox.sandbox import Result
-from tests.support.factory.code_loop import Made, git, make
+from tests.support.factory.code_loop import Made, make
 from tests.support.factory.engineer import profile, recorded
+from tests.support.git import git
 from tests.support.patience import PATIENCE_S
 from tests.support.replay_server import RecordedSession, ReplayServer
 

@@ -20,7 +20,8 @@ from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, profiles, proposals, verdicts
-from tests.support.factory.code_loop import Made, git, make
+from tests.support.factory.code_loop import Made, make
+from tests.support.git import git
 
 
 @pytest.fixture

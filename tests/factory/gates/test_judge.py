@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.evals.parity import CHECKS
-from factory.gates.release.judge import FIRST_RELEASE, Evidence, Gain, judge
+from factory.gates.release.judge import FIRST_RELEASE, MeasureGain, ReleaseEvidence, judge
 from factory.gates.release.policy import Guards, ReleasePolicy, Target
 
 POLICY = ReleasePolicy()
@@ -20,15 +20,15 @@ DOMAINS = ("chat", "code", "docs")
 MEASURES = (*DOMAINS, "cloze")
 
 
-def gain(middle: float, spread: float = 0.01, clusters: int = 40, shared: int = 4) -> Gain:
+def gain(middle: float, spread: float = 0.01, clusters: int = 40, shared: int = 4) -> MeasureGain:
     levels = {k: spread * (1 + k / 10) for k in range(1, shared + 1)}
     lower, upper = {k: middle - s for k, s in levels.items()}, {k: middle + s for k, s in levels.items()}
-    return Gain(middle, middle - 1.1 * spread, middle + 1.1 * spread, clusters, lower, upper)
+    return MeasureGain(middle, middle - 1.1 * spread, middle + 1.1 * spread, clusters, lower, upper)
 
 
-def evidence(against: str = "candidate:1", target: float = 0.08, **guards: float) -> Evidence:
+def evidence(against: str = "candidate:1", target: float = 0.08, **guards: float) -> ReleaseEvidence:
     each = {name: gain(guards.get(name, 0.05)) for name in MEASURES}
-    return Evidence(
+    return ReleaseEvidence(
         against=against,
         domains=DOMAINS,
         documents=dict.fromkeys(DOMAINS, 50),
@@ -50,7 +50,7 @@ FIRST = replace(
 )
 
 
-def changed(base: Evidence, field: str, key: str, value: Any) -> Evidence:
+def changed(base: ReleaseEvidence, field: str, key: str, value: Any) -> ReleaseEvidence:
     return replace(base, **{field: {**getattr(base, field), key: value}})
 
 
@@ -66,7 +66,7 @@ CASES = [
     ("hold", changed(FIRST, "documents", "docs", 3), "docs: 3 held-out documents, at least 8 are needed"),
     ("reject", changed(FIRST, "checks", "stop", (False, "ran on")), "Check stop failed: ran on."),
     ("hold", changed(FIRST, "checks", "smoke", (None, "no end after 600 s")), "Check smoke could not be made: no end"),
-    ("hold", Evidence(), "does not say which champion"),
+    ("hold", ReleaseEvidence(), "does not say which champion"),
     ("promote", evidence(), "Better than candidate 1"),
     ("hold", evidence(target=0.005), "Not shown to be better"),
     ("reject", evidence(target=-0.05), "Worse than candidate 1"),
@@ -92,7 +92,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("outcome", "given_", "words"), CASES)
-def test_table(outcome: str, given_: Evidence, words: str) -> None:
+def test_table(outcome: str, given_: ReleaseEvidence, words: str) -> None:
     verdict = judge(POLICY, given_)
     assert verdict.outcome == outcome, verdict.reasons
     assert any(words in reason for reason in verdict.reasons), verdict.reasons
@@ -136,7 +136,7 @@ def leaves(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-def tree_of(given_: Evidence) -> dict[str, Any]:
+def tree_of(given_: ReleaseEvidence) -> dict[str, Any]:
     tree = dict(vars(given_))
     for name in ("target",):
         tree[name] = dict(vars(tree[name])) if tree[name] else None
@@ -144,14 +144,14 @@ def tree_of(given_: Evidence) -> dict[str, Any]:
     return copy.deepcopy(tree)
 
 
-def evidence_of(tree: dict[str, Any]) -> Evidence:
+def evidence_of(tree: dict[str, Any]) -> ReleaseEvidence:
     empty = {"gain": None, "low95": None, "high95": None, "clusters": None, "lower": {}, "upper": {}}
     tree = {name: value for name, value in tree.items() if not (name == "target" and value is None)}
     if "target" in tree:
-        tree["target"] = Gain(**(empty | tree["target"]))
+        tree["target"] = MeasureGain(**(empty | tree["target"]))
     if "guards" in tree:
-        tree["guards"] = {name: Gain(**(empty | guard)) for name, guard in tree["guards"].items()}
-    return Evidence(**tree)
+        tree["guards"] = {name: MeasureGain(**(empty | guard)) for name, guard in tree["guards"].items()}
+    return ReleaseEvidence(**tree)
 
 
 def at(tree: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
@@ -161,7 +161,9 @@ def at(tree: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
 
 
 @given(some_policy, some_evidence, st.data())
-def test_taking_evidence_away_never_promotes(policy: ReleasePolicy, given_: Evidence, data: st.DataObject) -> None:
+def test_taking_evidence_away_never_promotes(
+    policy: ReleasePolicy, given_: ReleaseEvidence, data: st.DataObject
+) -> None:
     tree = tree_of(given_)
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(leaves(tree)))
@@ -183,7 +185,9 @@ def test_every_single_piece_of_evidence_is_needed() -> None:
 
 
 @given(some_policy, some_evidence, st.data())
-def test_a_number_that_is_none_never_promotes(policy: ReleasePolicy, given_: Evidence, data: st.DataObject) -> None:
+def test_a_number_that_is_none_never_promotes(
+    policy: ReleasePolicy, given_: ReleaseEvidence, data: st.DataObject
+) -> None:
     tree = tree_of(given_)
     numbers = [path for path in leaves(tree) if isinstance(at(tree, path)[path[-1]], float)]
     path = data.draw(st.sampled_from(numbers))
@@ -193,7 +197,7 @@ def test_a_number_that_is_none_never_promotes(policy: ReleasePolicy, given_: Evi
 
 
 @given(some_policy, some_evidence, st.data())
-def test_worse_measurements_never_promote(policy: ReleasePolicy, given_: Evidence, data: st.DataObject) -> None:
+def test_worse_measurements_never_promote(policy: ReleasePolicy, given_: ReleaseEvidence, data: st.DataObject) -> None:
     tree = tree_of(given_)
     by = data.draw(st.floats(0, 0.2))
     name = data.draw(st.sampled_from([*MEASURES, "target", "checks", "bits_per_byte", "trigram", "documents"]))

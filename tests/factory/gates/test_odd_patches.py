@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from agents.core.proposal import Edit, Proposal
 from factory.code_loop.submitting import submit
 from factory.core.progress import SILENT
-from factory.gates.case import Case, StageResult
+from factory.gates.case import PatchCase, StageResult
 from factory.gates.patch import op_answers, source_rules
 from factory.gates.patch.changed_ops import changed_ops
 from factory.gates.patch.stages import oracle, static
@@ -83,7 +83,7 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
 ) -> None:
     made = make()
 
-    def breaks(case: Case[Any]) -> StageResult:
+    def breaks(case: PatchCase[Any]) -> StageResult:
         raise OverflowError("nobody thought of this")
 
     endless = {"state": "passed", "reasons": ["fine"], "worst": math.inf, "inner": [{"a": -math.inf}, math.nan, 1.5]}

@@ -25,7 +25,8 @@ from factory.gates.recipe import judge as recipe_judge
 from factory.git.scope import Change
 from factory.ledger.ledger import proposals, segments, verdicts
 from factory.sandbox import sandbox
-from tests.support.factory.code_loop import Made, git, make
+from tests.support.factory.code_loop import Made, make
+from tests.support.git import git
 
 
 @pytest.mark.parametrize(("gate", "judge"), [(patch_gate, STAGES), (recipe_gate, recipe_judge.STAGES)])
@@ -109,6 +110,7 @@ def judged(made: Made, drafted: Proposal) -> dict[str, Any]:
 
 
 @pytest.mark.portable
+@pytest.mark.slow("a whole gate run, training included: 40 seconds on AVX2")
 def test_an_op_choice_is_judged_end_to_end() -> None:
     made = make()
     policy = (made.target / "policies" / "kernels.yaml").read_text()
@@ -184,7 +186,7 @@ def test_a_recipe_that_does_not_train_here_is_not_measured() -> None:
     finally:
         own.unlink()
         own.parent.rmdir()
-    assert row["outcome"] == "hold" and "is what trains here" in row["reasons"][0]
+    assert row["outcome"] == "hold" and "this workspace trains with" in row["reasons"][0]
 
 
 def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,9 @@ from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals, verdicts
 from factory.training import planning
 from factory.training.certificate_runs import changed_files
-from tests.support.factory.code_loop import Made, git, make
+from tests.support.factory.code_loop import Made, make
 from tests.support.factory.engineer import recorded
+from tests.support.git import git
 from tests.support.replay_server import RecordedSession, ReplayServer
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import lr_share
@@ -151,7 +152,7 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     finally:
         own.unlink()
         own.parent.rmdir()
-    assert found.verdict["outcome"] == "hold" and "is what trains here" in found.verdict["reasons"][0]
+    assert found.verdict["outcome"] == "hold" and "this workspace trains with" in found.verdict["reasons"][0]
 
 
 def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:

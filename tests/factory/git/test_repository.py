@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from factory.core.workspace import Config, Workspace, code_root
 from factory.git import repository
 from factory.git.repository import Applied, RepositoryError, ScopeError
 from factory.git.scope import AgentsPolicy, Change, problems
+from tests.support.git import git
 
 POLICY = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
 FILES = {
@@ -23,16 +22,6 @@ FILES = {
     "factory/judge.py": "THRESHOLD = 1\n",
     "README.md": "# target\n",
 }
-
-
-def git(folder: Path, *arguments: str) -> str:
-    environment = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null"}
-    identity = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgSign=false")
-    done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 @pytest.fixture

@@ -54,6 +54,16 @@ def test_writers_in_several_processes_are_serial(ledger: Ledger) -> None:
     assert [row["detail"]["seen"] for row in found] == list(range(50))
 
 
+def test_a_snapshot_does_not_see_what_is_written_meanwhile(ledger: Ledger) -> None:
+    count = "SELECT COUNT(*) AS n FROM events"
+    with ledger.snapshot() as db:
+        before = db.read(count)
+        with ledger.begin() as tx:
+            record(tx, "tested", "shard:1")
+        assert db.read(count) == before
+    assert ledger.read(count) == [{"n": before[0]["n"] + 1}]
+
+
 def test_another_version_is_refused(ledger: Ledger) -> None:
     with ledger.begin() as tx:
         tx.execute(meta.update().where(meta.c.key == "schema").values(value="999"))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -172,11 +173,29 @@ def test_a_policy_that_lists_files_is_rewritten_after_a_backup(tmp_path: Path) -
     assert backup.read_text() == before
 
 
-def test_a_policy_whose_files_would_become_open_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["trainer/run.py", "policies/*", "kernels/gone.py", "trainer/model/*.py"])
+def test_a_policy_whose_files_would_become_open_is_refused(tmp_path: Path, name: str) -> None:
     workspace = Workspace.create(tmp_path / "workspace")
     Ledger.create(workspace.ledger_url)
-    path = own_policy(workspace, "trainer/run.py")
+    path = own_policy(workspace, name)
     before = path.read_text()
-    with pytest.raises(ConfigError, match="could change then: trainer/run.py"):
+    with pytest.raises(ConfigError, match=f"lists {re.escape(name)}, but this factory protects folders"):
         upgrade(workspace)
     assert path.read_text() == before and backups(workspace) == []
+
+
+@pytest.mark.parametrize("name", ["trainer/model", "trainer/model/"])
+def test_a_listed_folder_stays_protected(tmp_path: Path, name: str) -> None:
+    workspace = Workspace.create(tmp_path / "workspace")
+    Ledger.create(workspace.ledger_url)
+    path = own_policy(workspace, name)
+    upgrade(workspace)
+    assert AgentsPolicy.load(path).protected("trainer/model/transformer.py")
+
+
+def test_a_policy_that_cannot_be_edited_is_refused_before_the_ledger_changes(old: Workspace) -> None:
+    path = own_policy(old, "trainer/region.py")
+    path.write_text(path.read_text().replace("out_of_scope:\n", '"out_of_scope":\n'))
+    with pytest.raises(ConfigError, match="cannot edit out_of_scope as it is written there"):
+        upgrade(old)
+    assert Ledger(old.ledger_url).version() == "1" and backups(old) == []

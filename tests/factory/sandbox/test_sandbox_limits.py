@@ -79,18 +79,20 @@ def test_the_kernel_limits_tasks_that_no_watch_counts(tmp_path: Path) -> None:
 
 
 def test_only_groups_that_no_living_thread_uses_are_cleared(tmp_path: Path) -> None:
-    over, numbers = threading.Event(), []
-    living = threading.Thread(target=lambda: (numbers.append(threading.get_native_id()), over.wait(PATIENCE)))
-    dead = threading.Thread(target=lambda: numbers.append(threading.get_native_id()))
+    over = threading.Event()
+    living, dead = threading.Thread(target=over.wait, args=(PATIENCE,)), threading.Thread(target=int)
     for thread in (living, dead):
         thread.start()
     dead.join()
+    deadline = time.monotonic() + PATIENCE  # the kernel's task ends after Python's thread
+    while Path(f"/proc/self/task/{dead.native_id}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
     me, nobody = os.getpid(), 1 << 30
-    kept = {f"{me}-{numbers[0]}-a", f"{me}-0a"}  # the second: of an older version, whose process lives
+    kept = {f"{me}-{living.native_id}-a", f"{me}-0a"}  # the second: of an older version, whose process lives
     names = {
         *kept,
         f"{me}-{threading.get_native_id()}-a",
-        f"{me}-{numbers[1]}-a",
+        f"{me}-{dead.native_id}-a",
         f"{nobody}-{nobody}-a",
         f"{nobody}-0a",
     }

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from factory.core.errors import ConfigError
 from factory.core.workspace import code_root
-from factory.training.certificate import CertificatePolicy, Evidence, Measure, Trace, judge_certificate, measures
+from factory.training.certificate import (
+    CertificateEvidence,
+    CertificatePolicy,
+    Measure,
+    Trace,
+    judge_certificate,
+    measures,
+)
 
 POLICY = CertificatePolicy()
 STEPS = 6
@@ -34,8 +41,8 @@ def trace(seed: int | None = None, **changes: object) -> Trace:
     return replace(Trace(series, moved, optimizer), **changes)  # type: ignore[arg-type]
 
 
-def evidence(**changes: object) -> Evidence:
-    made = Evidence(
+def evidence(**changes: object) -> CertificateEvidence:
+    made = CertificateEvidence(
         "a" * 40, "b" * 40, ["trainer/model/transformer.py"], 20, STEPS, "segment", (1, 2, 3), trace(), trace(), trace(),
         (trace(1), trace(2), trace(3)), apart=0.0, apart_again=0.0, apart_seeds=0.5,
     )  # fmt: skip

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 from factory.training.exporting import export_candidate
-from tests.support.factory.trained_plant import git, make_plant, train_anneal
+from tests.support.factory.trained_plant import make_plant, train_anneal
+from tests.support.git import git
 
 
 def test_an_anneal_of_code_from_before_contract_is_exported_by_its_own_exporter(

@@ -17,7 +17,7 @@ from factory.gates.staged_gate import StagedGate
 from factory.git import repository
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, events, proposals, verdicts
-from tests.support.factory.code_loop import git
+from tests.support.git import git
 
 FILES = {"kernels/ops.py": "x = 1\n", "kernels/new.txt.py": "z = 1\n", "README.md": "# target\n"}
 NEW = {"kernels/ops.py": "x = 2\n", "kernels/fused.py": "y = 1\n"}

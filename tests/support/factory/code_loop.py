@@ -25,6 +25,7 @@ from factory.demo.demo import plain_kernels
 from factory.git import repository
 from factory.ingest import tokenizer
 from factory.ledger.ledger import Ledger, checkpoints, data_plans, documents, held_out, segments, shards
+from tests.support.git import git
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 from trainer.contract.recipe import Recipe
@@ -54,16 +55,6 @@ class Made:
         worktrees = git(self.target, "worktree", "list", "--porcelain").count("worktree ")
         odd = [path.name for path in self.workspace.worktrees.iterdir() if not path.name.startswith("live-")]
         return odd + (["a registered worktree"] if worktrees > 2 else [])
-
-
-def git(folder: Path, *arguments: str) -> str:
-    environment = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null"}
-    identity = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgSign=false")
-    done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def make_target(folder: Path) -> Path:

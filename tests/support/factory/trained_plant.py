@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 from pathlib import Path
 
 import yaml
@@ -16,20 +14,10 @@ from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
 from factory.training.planning import plan_anneal, plan_trunk
 from factory.training.training import run_segment
+from tests.support.git import git
 from tests.support.lent_libraries import lend
 from tests.support.paths import ROOT
 
-GIT = (
-    "git",
-    "-c",
-    "user.name=t",
-    "-c",
-    "user.email=t@t",
-    "-c",
-    "commit.gpgsign=false",
-    "-c",
-    "core.hooksPath=/dev/null",
-)
 WORDS = [
     "river",
     "stone",
@@ -145,14 +133,3 @@ def commit_edit(repository: Path, path: str, old: str, new: str) -> str:
     git(repository, "add", "--all")
     git(repository, "commit", "--quiet", "--message", f"change {path}")
     return git(repository, "rev-parse", "HEAD")
-
-
-def git(repository: Path, *words: str) -> str:
-    done = subprocess.run(
-        [*GIT, "-C", str(repository), *words],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"GIT_CONFIG_GLOBAL": "/dev/null"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()

@@ -25,6 +25,7 @@ class Watcher(Hook):
     """Remembers how far each update moves one weight, and reports every fourth step."""
 
     key = "watcher"
+    required = False
 
     def __init__(self, run: Run) -> None:
         self.weight = run.optimizer.parameters["blocks.0.q"]
@@ -140,3 +141,23 @@ def test_all_numbers_come_to_the_host_in_one_transfer(
 def test_to_host_gives_each_tensor_back_under_its_name() -> None:
     one, two, none = to_host({"a": torch.tensor(1.0), "b": torch.tensor([[2.0], [3.0]])}, {"a": torch.zeros(0)}, {})
     assert one == {"a": [1.0], "b": [2.0, 3.0]} and two == {"a": []} and none == {}
+
+
+def test_a_checkpoint_without_the_state_of_a_required_hook_is_refused(
+    tmp_path: Path, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(make_shard())
+    first = write_spec(tmp_path / "first", plan, recipe_with(), last_step=2)
+    assert train_here(first)[0] == 0
+    with_watcher(monkeypatch)
+    monkeypatch.setattr(Watcher, "required", True)
+    after = write_spec(
+        tmp_path / "after",
+        plan,
+        recipe_with(),
+        first_step=2,
+        last_step=4,
+        initial_checkpoint=result(first)["checkpoint"],
+    )
+    code, said = train_here(after)
+    assert code == 2 and "state.json lacks 'watcher'" in said

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from factory.gates.case import NOTHING_HELD_OUT, Case, StageResult, passed
+from factory.gates.case import NOTHING_HELD_OUT, PatchCase, StageResult, passed
 from factory.gates.patch.held_out import gains, held_out_texts, scores
 from factory.gates.patch.policy import PatchPolicy
 
 
-def run(case: Case[PatchPolicy]) -> StageResult:
+def run(case: PatchCase[PatchPolicy]) -> StageResult:
     policy, start = case.policy.evals, case.start
     assert start is not None  # the training stage passed
     texts, eval_policy = held_out_texts(policy.documents, policy.document_bytes, case.workspace, case.ledger)

@@ -10,7 +10,7 @@ from typing import Any
 
 from factory.core.workspace import Workspace
 from factory.gates.case import Stage
-from factory.gates.patch.judge import Gain, judge_patch, reported_gain
+from factory.gates.patch.judge import StepGain, judge_patch, reported_gain
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import evals, exploits, isolated, oracle, scope, static, training
 from factory.gates.staged_gate import StagedGate
@@ -23,5 +23,5 @@ def patch_gate(workspace: Workspace) -> StagedGate[PatchPolicy]:
     return StagedGate("patch", PatchPolicy.load(workspace.policy("gates/patch.yaml")), STAGES, judge_patch, _gain)
 
 
-def _gain(policy: PatchPolicy, stages: Mapping[str, Any], tries: int) -> Gain | None:
+def _gain(policy: PatchPolicy, stages: Mapping[str, Any], tries: int) -> StepGain | None:
     return reported_gain(policy.training, stages.get("training", {}), tries)

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from factory.core import devices
-from factory.gates.case import NO_START, Case, StageEvidence, StageResult, failed, missing, not_needed, passed
+from factory.gates.case import NO_START, PatchCase, StageEvidence, StageResult, failed, missing, not_needed, passed
 from factory.gates.patch.changed_ops import ChangedOp, ops_of
 from factory.gates.patch.policy import IsolatedPolicy, PatchPolicy
 from factory.gates.patch.stages.training import recipe_for
@@ -26,11 +26,11 @@ from factory.sandbox.sandbox import Limits
 UNLIKE = 1.02  # A/A ratio beyond which the clock is not trusted
 
 
-def run(case: Case[PatchPolicy]) -> StageResult:
+def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if case.start is None:
         return StageResult(NO_START)
     if any(path.endswith(".py") for path in case.paths):
-        return StageResult(not_needed("new code is not asked for its own speed: the whole step decides"))
+        return StageResult(not_needed("new code is not timed alone; the time of the whole training step decides"))
     # Only approved code runs, so what it compiled before may be used.
     work = case.workspace.root / "cache" / f"workbench{devices.label()}"
     recipe = recipe_for(case, case.start, case.baseline)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from factory.gates.case import Case, StageEvidence, StageResult
+from factory.gates.case import PatchCase, StageEvidence, StageResult
 from factory.gates.patch import op_tests
 from factory.gates.patch.changed_ops import NO_OP, ChangedOp, ops_of
 from factory.gates.patch.op_answers import Answers, answered
@@ -22,7 +22,7 @@ from trainer.contract.recipe import Recipe
 HOSTILE = ("normal", "large", "tiny", "zero", "constant", "outlier")
 
 
-def run(case: Case[PatchPolicy]) -> StageResult:
+def run(case: PatchCase[PatchPolicy]) -> StageResult:
     ops = ops_of(case)
     if not ops:
         return StageResult(NO_OP)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.gates.case import Case, StageResult, failed, passed
+from factory.gates.case import PatchCase, StageResult, failed, passed
 from factory.git import repository
 from factory.git.scope import problems
 
 
-def run(case: Case[Any]) -> StageResult:
+def run(case: PatchCase[Any]) -> StageResult:
     modes = repository.modes(case.workspace.repository, case.applied.base)
     if found := problems(case.agents, case.changes, modes):
         return StageResult(failed(*(f"out of scope: {problem}" for problem in found)))

@@ -7,7 +7,7 @@ for the rest of the patch would say nothing about it.
 from __future__ import annotations
 
 from factory.computing.tuned_kernels import KERNELS
-from factory.gates.case import Case, StageResult, failed, missing, passed
+from factory.gates.case import PatchCase, StageResult, failed, missing, passed
 from factory.gates.patch.changed_ops import changed_sections, other_devices
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import problems
@@ -18,7 +18,7 @@ from trainer.contract.errors import TrainerError
 MOST_REASONS = 8
 
 
-def run(case: Case[PatchPolicy]) -> StageResult:
+def run(case: PatchCase[PatchPolicy]) -> StageResult:
     found = [problem for change in case.changes for problem in problems(change, case.base_bytes(change.path))]
     found = found or [problem for change in case.changes for problem in _settings(case, change)]
     if found:
@@ -30,7 +30,7 @@ def run(case: Case[PatchPolicy]) -> StageResult:
     return StageResult(missing(*unmeasured[:MOST_REASONS]) if unmeasured else passed("nothing to object to"))
 
 
-def _settings(case: Case[PatchPolicy], change: Change) -> list[str]:
+def _settings(case: PatchCase[PatchPolicy], change: Change) -> list[str]:
     """What a changed recipe or ``kernels.yaml`` may not say."""
     base = case.base_bytes(change.path) or b""
     if change.path == KERNELS and "fallback" in changed_sections(base, change.content):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from factory.gates.case import NO_START, Case, StageResult
+from factory.gates.case import NO_START, PatchCase, StageResult
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.training import Side, compare_training
 from factory.gates.recipe_changes import used_recipe
@@ -13,8 +13,8 @@ from factory.gates.training_start import Start
 from trainer.contract.recipe import Recipe
 
 
-def run(case: Case[PatchPolicy]) -> StageResult:
-    """Hands on the runs of the pair whose weights are furthest apart."""
+def run(case: PatchCase[PatchPolicy]) -> StageResult:
+    """Passes to the evals stage the pair of runs whose weights differ most."""
     if case.start is None:
         return StageResult(NO_START)
     baseline, candidate = (
@@ -29,7 +29,7 @@ def run(case: Case[PatchPolicy]) -> StageResult:
     )
 
 
-def recipe_for(case: Case[PatchPolicy], start: Start, code: Path) -> dict[str, Any]:
+def recipe_for(case: PatchCase[PatchPolicy], start: Start, code: Path) -> dict[str, Any]:
     """The trunk's recipe with the gate's batch; where the patch changes how the recipe's step is computed, as ``code`` has it.
 
     The trunk may be older than a change that was merged since, whose gain must not be credited to this patch.
