@@ -3,7 +3,9 @@
 ``python driver.py make REQUEST OUT`` (approved code): writes inputs and upstream gradients to OUT/inputs, exact and eager results to
 OUT/truth.
 ``python driver.py answer REQUEST IN OUT`` (the candidate's code): writes outputs and gradients. It never sees the right ones.
-REQUEST is a JSON object: ``device`` ('cpu' or 'cuda'), where everything is computed, and ``jobs``, a list of
+OUT/executed.json is what it executed of the files ``instructions``, recorded by the approved ``recorder``.
+REQUEST is a JSON object: ``device`` ('cpu' or 'cuda'), where everything is computed, ``recorder`` (the path of
+``factory.gates.patch.executed``), ``instructions`` (paths in the worktree), and ``jobs``, a list of
 ``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields of kernels.contract.op.Shape) has
 no ``case``; ``swap``, a seed, exchanges two elements of each tensor. Jobs of one op with the same ``storage`` get their data in the same
 tensors, one after the other, and what they returned is read again after the op's last one (``later …``). An exception becomes the
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 import traceback
 from collections.abc import Sequence
@@ -286,4 +289,10 @@ if __name__ == "__main__":
     if verb == "make":
         make(jobs, Path(folders[0]))
     else:
+        recorder = runpy.run_path(asked["recorder"])["Recorder"](os.getcwd(), asked["instructions"])
+        if asked["instructions"]:
+            recorder.watch_compiler()
+            recorder.start()
         answer(jobs, Path(folders[0]), Path(folders[1]))
+        recorder.stop()
+        (Path(folders[1]) / "executed.json").write_text(json.dumps(recorder.to_json()))

@@ -16,9 +16,9 @@ from typing import Any
 from factory.gates.patch.policy import EvalsPolicy, PatchPolicy, TrainingPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
 
-STAGES = ("scope", "static", "oracle", "exploits", "isolated", "training", "evals")
+STAGES = ("scope", "static", "oracle", "exploits", "isolated", "matrix", "training", "evals")
 CPU_CLOCKS = {"tree": "all processes", "thread": "the busiest thread"}  # keys of the evidence, in words
-OPTIONAL = {"oracle", "exploits", "isolated"}  # may be 'not needed': a patch that changes no op has nothing to check
+OPTIONAL = {"oracle", "exploits", "isolated", "matrix"}  # may be 'not needed': a patch without ops, or without code
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,15 @@ from safetensors.torch import load_file
 from agents.core.untrusted import one_line
 from factory.core import devices
 from factory.gates.case import StageEvidence, failed, missing, passed
+from factory.gates.patch.executed import EXECUTED, Executed
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.patience import baseline_stopped, patiently, stopped
-from factory.gates.untrusted_tensors import UntrustedFileError, read_tensors
+from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 
 DRIVER = Path(__file__).with_name("driver.py")
+NOTES_BYTES = 1 << 26
 # kernels.contract.oracle's rule, written a second time because what it imports can be patched. Errors of this size always pass, as eager's
 # own may be zero by chance: one unit in the last place of the dtype, and sixteen of fp32, whose sums depend on their order.
 FP32_ROUNDINGS = 16
@@ -50,6 +52,7 @@ class Answers:
     died: str = ""  # why the candidate's process ended early; '': it did not
     log: str = ""
     out_of_time: bool = False  # a time limit ended it, which says nothing about its code
+    executed: Executed = field(default_factory=Executed)  # of the candidate's files
 
     def evidence(self, numbers: Sequence[int], what: str, *, last: bool) -> StageEvidence:
         """From these jobs. ``last``: they are its last jobs, so a crash of the process counts against them."""
@@ -80,12 +83,21 @@ class Answers:
 
 @contextlib.contextmanager
 def answered(
-    jobs: Sequence[dict[str, Any]], policy: OraclePolicy, baseline: Path, candidate: Path, work: Path
+    jobs: Sequence[dict[str, Any]],
+    policy: OraclePolicy,
+    baseline: Path,
+    candidate: Path,
+    work: Path,
+    instructions: Sequence[str] = (),
 ) -> Iterator[Answers]:
-    """Have the driver make the jobs with the baseline's code and answer them with the candidate's. Raises: IsolationError."""
+    """Have the driver make the jobs with the baseline's code and answer them with the candidate's. Raises: IsolationError.
+
+    instructions: files of the candidate whose execution is recorded.
+    """
     work.mkdir(parents=True, exist_ok=True)
     request = work / "request.json"
-    request.write_text(json.dumps({"device": devices.kind(), "jobs": jobs}))
+    recording = {"recorder": str(EXECUTED), "instructions": list(instructions)}
+    request.write_text(json.dumps({"device": devices.kind(), "jobs": jobs, **recording}))
     given = work / "given"
     with contextlib.ExitStack() as opened:
         made = driver(["make", request, given], [baseline, request], given, baseline, policy.wall_seconds)
@@ -109,9 +121,17 @@ def answered(
         died, log = ("", "") if run.ok else (run.why(), run.stderr[-2000:])
         if run.timed_out:
             died = stopped("the candidate's checks", limits, made.seconds, "oracle.patience")
-        yield Answers(
-            jobs, given / "truth", folder, made.seconds + run.seconds, made.seconds, "", died, log, run.timed_out
-        )
+        seconds = made.seconds + run.seconds
+        executed = _executed(folder)
+        yield Answers(jobs, given / "truth", folder, seconds, made.seconds, "", died, log, run.timed_out, executed)
+
+
+def _executed(folder: int) -> Executed:
+    """What the driver recorded; nothing where that cannot be read, which holds a patch back."""
+    found = Executed()
+    with contextlib.suppress(UntrustedFileError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        found.add(json.loads(read_bytes(folder, ("executed.json",), NOTES_BYTES)))
+    return found
 
 
 def driver(
@@ -120,7 +140,7 @@ def driver(
     return sandbox.run(
         [sys.executable, str(DRIVER), *map(str, words)],
         output=output,
-        readonly=[*readonly, DRIVER],
+        readonly=[*readonly, DRIVER, EXECUTED],
         cwd=code,
         limits=Limits(wall_seconds=wall_seconds),
         environment={"OMP_NUM_THREADS": "1"},  # small shapes: a second thread only waits

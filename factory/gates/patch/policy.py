@@ -47,6 +47,15 @@ class IsolatedPolicy(StrictPolicy):
     """Time limit of one measurement, which runs approved code only."""
 
 
+class MatrixPolicy(StrictPolicy):
+    """Tiny training runs that together execute the trainer's code, of baseline and candidate, compared number by number."""
+
+    wall_seconds: Seconds = 3600.0
+    """Time limit of the runs that the baseline's code makes."""
+    patience: Patience = Patience()
+    """Time limits of the candidate's runs, by what the baseline's took."""
+
+
 class TrainingPolicy(StrictPolicy):
     """One measurement: N steps from the trunk's last checkpoint, baseline, candidate, and both again, in the sandbox, timed from outside.
 
@@ -109,6 +118,7 @@ class PatchPolicy(StrictPolicy):
     oracle: OraclePolicy = OraclePolicy()
     exploits: ExploitsPolicy = ExploitsPolicy()
     isolated: IsolatedPolicy = IsolatedPolicy()
+    matrix: MatrixPolicy = MatrixPolicy()
     training: TrainingPolicy = TrainingPolicy()
     evals: EvalsPolicy = EvalsPolicy()
     approval: Literal["manual", "automatic"] = "manual"

@@ -12,11 +12,11 @@ from __future__ import annotations
 import ast
 import dis
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from factory.gates.patch.matrix.runs import Instruction
+from factory.gates.patch.executed import Executed
 
 # Made by the compiler, without a part of the source that could do anything.
 SILENT = {
@@ -40,16 +40,20 @@ class Unexecuted:
         return f"{self.path}:{self.line}: {self.source}"
 
 
-def unexecuted(path: str, base: str, text: str, executed: Collection[Instruction]) -> list[Unexecuted]:
-    """The changed parts of a Python file that were not executed, in the order of the file. Raises: SyntaxError."""
+def unexecuted(path: str, base: str, text: str, executed: Executed) -> list[Unexecuted]:
+    """The changed parts of a Python file that were not executed, one for each line, in the order of the file. Raises: SyntaxError."""
     new = changed_lines(base, text)
     lines = text.splitlines()
     found: dict[int, Unexecuted] = {}
     tree = ast.parse(text)
     exempt = list(harmless(tree))
     tests = {_span(node.test) for node in ast.walk(tree) if isinstance(node, ast.Assert)}
+    traced = {((a, b), (c, d)) for a, b, c, d in executed.traced.get(path, ())}
+    for first, last in executed.launched.get(path, ()):
+        new -= set(range(first, last + 1))
     for code in code_objects(compile(text, path, "exec", dont_inherit=True)):
-        noted = {at for name, first, at in executed if (name, first) == (code.co_qualname, code.co_firstlineno)}
+        own = (code.co_qualname, code.co_firstlineno)
+        noted = {at for *code_name, at in executed.instructions.get(path, ()) if tuple(code_name) == own}
         instructions = list(dis.get_instructions(code))
         seen = {(i.opname, i.argval, i.positions) for i in instructions if i.offset in noted}
         for i in instructions:
@@ -58,10 +62,10 @@ def unexecuted(path: str, base: str, text: str, executed: Collection[Instruction
                 continue
             if where is None or where.lineno is None or where.lineno not in new or where.lineno in found:
                 continue
-            begin, end = (
-                (where.lineno, where.col_offset or 0),
-                (where.end_lineno or where.lineno, where.end_col_offset or 0),
-            )
+            begin = (where.lineno, where.col_offset or 0)
+            end = (where.end_lineno or where.lineno, where.end_col_offset or 0)
+            if (begin, end) in traced:
+                continue
             if i.opname in ("LOAD_CONST", "RETURN_VALUE", "RETURN_CONST") and begin[1] == end[1]:
                 continue  # the None that a function returns by itself
             if any(first <= begin and end <= last for first, last in exempt):
@@ -70,12 +74,9 @@ def unexecuted(path: str, base: str, text: str, executed: Collection[Instruction
                 i.opname == "CALL" and (begin, end) in tests
             ):  # of AssertionError: the test's own call has other parts too
                 continue
-            inside = (
-                lines[begin[0] - 1].encode()[begin[1] : end[1] if end[0] == begin[0] else None].decode(errors="replace")
-            )
-            found[where.lineno] = Unexecuted(
-                path, where.lineno, inside.strip()[:120] or lines[begin[0] - 1].strip()[:120]
-            )
+            line = lines[begin[0] - 1]
+            inside = line.encode()[begin[1] : end[1] if end[0] == begin[0] else None].decode(errors="replace")
+            found[where.lineno] = Unexecuted(path, where.lineno, inside.strip()[:120] or line.strip()[:120])
     return [found[line] for line in sorted(found)]
 
 

@@ -12,15 +12,15 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from factory.gates.patch.matrix.cases import CHAOTIC, MatrixCase
-from factory.gates.patch.matrix.runs import Plan, SideRuns
+from factory.gates.patch.matrix.cases import CASES, CHAOTIC, MatrixCase
+from factory.gates.patch.matrix.runs import MatrixPlan, SideRuns
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, tensors_of
 
 FILE_BYTES = 1 << 26
@@ -67,11 +67,11 @@ class Compared:
     worst: Difference | None
 
 
-def compare_runs(plan: Plan, baseline: SideRuns, candidate: SideRuns) -> list[Compared]:
-    """Each case of the plan, in its order."""
+def compare_runs(plan: MatrixPlan, baseline: SideRuns, candidate: SideRuns) -> list[Compared]:
+    """Each case, in the order of ``CASES``."""
     return [
         compare_case(case, baseline.folders[case.name], candidate.folders[case.name], plan.weights_before(case))
-        for case in plan.cases
+        for case in CASES
     ]
 
 
@@ -80,7 +80,7 @@ def compare_case(case: MatrixCase, baseline: Path, candidate: Path, start: Weigh
     allowed = case.rounding
     opened = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for folder in (baseline, candidate)]
     try:
-        found = list(_differences(*opened, start))
+        found = list(_differences(opened[0], opened[1], start))
     except UntrustedFileError as error:
         found = [Part(str(error))]
     finally:
@@ -106,8 +106,8 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
             continue
         for number, (one, other) in enumerate(zip(ours, theirs)):
             yield from _values(f"{name}, line {number + 1}", one, other, CLOCKED)
-    results = [_object(folder, ["result.json"]) for folder in (baseline, candidate)]
-    yield from _values("result.json", *results, CLOCKED | ELSEWHERE)
+    one, other = (_object(folder, ["result.json"]) for folder in (baseline, candidate))
+    yield from _values("result.json", one, other, CLOCKED | ELSEWHERE)
     if read_bytes(baseline, ["parameters.txt"], FILE_BYTES) != read_bytes(candidate, ["parameters.txt"], FILE_BYTES):
         yield Part("parameters.txt is another")
     steps = [_checkpoints(folder) for folder in (baseline, candidate)]
@@ -119,8 +119,8 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
 
 
 def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None) -> Iterator[Part]:
-    states = [_object(folder, ["checkpoints", name, "state.json"]) for folder in (baseline, candidate)]
-    yield from _values(f"{name}, state.json", *states, CLOCKED | {"throughput", "skipped"})
+    one, other = (_object(folder, ["checkpoints", name, "state.json"]) for folder in (baseline, candidate))
+    yield from _values(f"{name}, state.json", one, other, CLOCKED | {"throughput", "skipped"})
     files = [
         sorted(_object(folder, ["checkpoints", name, "manifest.json"]).get("files", {}))
         for folder in (baseline, candidate)
@@ -169,7 +169,7 @@ def _totals(parts: Iterable[Part]) -> Iterator[Part]:
         yield Part(f"{total} together", math.sqrt(apart), math.sqrt(scale))
 
 
-def _values(where: str, one: Any, other: Any, ignored: set[str] = frozenset()) -> Iterator[Part]:  # type: ignore[assignment]
+def _values(where: str, one: Any, other: Any, ignored: Collection[str]) -> Iterator[Part]:
     """Two JSON values. Floats differ by a share of the larger one; everything else differs wholly or not at all."""
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() != other.keys():

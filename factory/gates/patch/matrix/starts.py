@@ -23,14 +23,13 @@ ANNEALED = MatrixCase("annealed", "trunk", "anneal")
 
 
 @dataclass(frozen=True)
-class Data:
+class MatrixData:
     """A data plan for each number of generations."""
 
     plans: Mapping[int, dict[str, Any]]
-    folder: Path
 
 
-def make_data(folder: Path) -> Data:
+def make_data(folder: Path) -> MatrixData:
     """Token shards of random documents, so that no run can know them."""
     draw = np.random.default_rng(secrets.randbits(64))
     shards = []
@@ -53,7 +52,7 @@ def make_data(folder: Path) -> Data:
         count: {"token_shards": shards[:count], "weights": weights, "max_epochs": 1000, "seed": seed}
         for count in (1, 2)
     }
-    return Data(plans, folder)
+    return MatrixData(plans)
 
 
 def derived(trunk: Path, folder: Path) -> dict[str, Path]:

@@ -12,10 +12,10 @@ from factory.core.workspace import Workspace
 from factory.gates.case import Stage
 from factory.gates.patch.judge import StepGain, judge_patch, reported_gain
 from factory.gates.patch.policy import PatchPolicy
-from factory.gates.patch.stages import evals, exploits, isolated, oracle, scope, static, training
+from factory.gates.patch.stages import evals, exploits, isolated, matrix, oracle, scope, static, training
 from factory.gates.staged_gate import StagedGate
 
-STAGES: tuple[Stage, ...] = (scope, static, oracle, exploits, isolated, training, evals)
+STAGES: tuple[Stage, ...] = (scope, static, oracle, exploits, isolated, matrix, training, evals)
 
 
 def patch_gate(workspace: Workspace) -> StagedGate[PatchPolicy]:

@@ -1,83 +1,103 @@
 """Tiny runs that execute every line of the trainer: does the candidate leave what the baseline leaves, and was all of the patch executed?
 
-Training's few steps from one checkpoint see neither an anneal nor a resume, a skipped step, another optimiser, ranks or a
-hundred later steps. What no run executed was not judged, and is not approved.
+The training stage's steps from one checkpoint see no anneal, no resume, no skipped step, no other optimiser, no ranks and no late
+step. What no run executed was not judged, and is not approved.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from factory.gates.case import Case, StageResult, failed, missing, not_needed, passed
+from factory.computing.tuned_kernels import KERNELS
+from factory.gates.case import PatchCase, StageResult, failed, missing, not_needed, passed
+from factory.gates.patch.executed import Executed
 from factory.gates.patch.matrix.changed import Unexecuted, unexecuted
 from factory.gates.patch.matrix.compare import compare_runs
-from factory.gates.patch.matrix.runs import Executed, SideRuns, make_plan, run_cases
-from factory.gates.patch.policy import PatchPolicy
+from factory.gates.patch.matrix.runs import SideCode, SideRuns, make_plan, run_cases
+from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patience import baseline_stopped, patiently, stopped
-from factory.gates.training_start import Start
 
 MOST_REASONS = 8
-REFERENCE = "cpu: {}\ncuda: {}\n"
+REFERENCE = "{}\n"  # kernels.yaml that chooses nothing: every op's reference
 
 
-def run(case: Case[PatchPolicy]) -> StageResult:
-    changed = [change for change in case.changes if change.path.endswith(".py") and change.content is not None]
+def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if not any(path.endswith(".py") for path in case.paths):
         return StageResult(not_needed("the patch has no code"))
     policy, work = case.policy.matrix, case.work / "matrix"
-    baseline_kernels, candidate_kernels = (
-        _kernels(case.start, code, work / f"kernels-{side}")
-        for side, code in (("baseline", case.baseline), ("candidate", case.candidate))
-    )
-    with case.progress.task("matrix of tiny runs, both sides", 3) as task:
-        plan, why = make_plan(case.baseline, baseline_kernels, work / "plan", policy.wall_seconds)
-        if why:
-            return StageResult(missing(f"the baseline's own tiny runs failed: {why}"))
+    approved = SideCode(case.baseline, kernels_of(case, case.baseline, work / "a"), work / "0", policy.wall_seconds)
+    with case.progress.task("tiny runs of both sides", 3) as task:
+        plan, begun = make_plan(approved, work / "plan")
+        if begun.failed:
+            return _approved_failed(policy, begun)
         task.advance(1, "data and checkpoints")
-        baseline = run_cases(plan, case.baseline, baseline_kernels, work / "baseline", policy.wall_seconds)
+        baseline = run_cases(plan, replace(approved, folder=work / "1"))
         if baseline.failed:
-            words = baseline_stopped("the tiny runs", policy.wall_seconds, "matrix.wall_seconds")
-            return StageResult(
-                missing(words if baseline.out_of_time else f"the baseline's own tiny runs failed: {baseline.failed}")
-            )
-        task.advance(1, f"baseline: {baseline.seconds:.0f} s")
+            return _approved_failed(policy, baseline)
+        task.advance(1, f"baseline {baseline.seconds:.0f} s")
         limits = policy.patience.limits(baseline.seconds)
+        kernels = kernels_of(case, case.candidate, work / "b")
+        files = [path for path in case.paths if path.endswith(".py")]
 
         def attempt(number: int, limit: float) -> SideRuns:
-            paths = [change.path for change in changed]
-            return run_cases(
-                plan, case.candidate, candidate_kernels, work / f"candidate-{number}", limit, instructions=paths
-            )
+            return run_cases(plan, SideCode(case.candidate, kernels, work / f"{2 + number}", limit, files))
 
         candidate = patiently(limits, attempt, lambda side: side.out_of_time)
-        task.advance(1, f"candidate: {candidate.seconds:.0f} s")
+        task.advance(1, f"candidate {candidate.seconds:.0f} s")
     if candidate.out_of_time:
         return StageResult(missing(stopped("the candidate's tiny runs", limits, baseline.seconds, "matrix.patience")))
     if candidate.failed:
         return StageResult(failed(f"tiny training runs: {candidate.failed}"))
     compared = compare_runs(plan, baseline, candidate)
-    differences = [str(one.worst) for one in compared if one.worst is not None]
     same = sum(one.same_bits for one in compared)
-    measured = {
-        "cases": len(compared),
-        "same_bits": same,
-        "baseline_seconds": baseline.seconds,
-        "candidate_seconds": candidate.seconds,
-    }
-    if differences:
-        return StageResult(failed(*differences[:MOST_REASONS], **measured))
-    executed = candidate.executed
-    if (answers := case.handed_on.get("oracle")) is not None:
-        executed.merge(answers.executed)
-    left_out = [
-        part
-        for change in changed
-        for part in unexecuted(
-            change.path, _text(case.base_bytes(change.path)), _text(change.content), _of(executed, change.path)
-        )
-    ]
-    if left_out:
-        return StageResult(missing(*_not_executed(left_out), unexecuted=[str(part) for part in left_out], **measured))
+    seconds = {"baseline_seconds": baseline.seconds, "candidate_seconds": candidate.seconds}
+    measured = {"runs": len(compared), "same_bits": same, **seconds}
+    if differences := [str(one.worst) for one in compared if one.worst is not None]:
+        return StageResult(failed(*differences[:MOST_REASONS], differences=differences, **measured))
+    if answers := case.handed_on.get("oracle"):
+        candidate.executed.merge(answers.executed)
+    if left_out := never_executed(case, candidate.executed):
+        listed = [str(part) for part in left_out]
+        return StageResult(missing(*_reasons(listed), unexecuted=listed, **measured))
     return StageResult(
-        passed(f"{len(compared)} tiny runs alike, {same} of them to the bit; all of the patch was executed", **measured)
+        passed(f"{len(compared)} tiny runs are alike, {same} to the bit; all of the patch was executed", **measured)
     )
+
+
+def kernels_of(case: PatchCase[PatchPolicy], code: Path, folder: Path) -> Mapping[str, Path]:
+    """Two kernels.yaml for one side's runs: no choice, and what ``code`` chooses here."""
+    folder.mkdir(parents=True)
+    chosen = case.start.kernels_of(code) if case.start else (code / KERNELS).read_text()
+    paths = {}
+    for name, text in (("reference", REFERENCE), ("chosen", chosen)):
+        paths[name] = folder / f"{name}.yaml"
+        paths[name].write_text(text)
+    return paths
+
+
+def never_executed(case: PatchCase[PatchPolicy], executed: Executed) -> list[Unexecuted]:
+    """What of the patch's Python files neither the tiny runs nor the op checks executed."""
+    found = []
+    for change in case.changes:
+        if change.path.endswith(".py") and change.content is not None:
+            base = (case.base_bytes(change.path) or b"").decode("utf-8", "replace")
+            found += unexecuted(change.path, base, change.content.decode("utf-8", "replace"), executed)
+    return found
+
+
+def _approved_failed(policy: MatrixPolicy, side: SideRuns) -> StageResult:
+    if side.out_of_time:
+        return StageResult(missing(baseline_stopped("the tiny runs", policy.wall_seconds, "matrix.wall_seconds")))
+    return StageResult(missing(f"the baseline's own tiny runs failed: {side.failed}"))
+
+
+def _reasons(listed: list[str]) -> list[str]:
+    more = [f"and {len(listed) - MOST_REASONS} more lines"] if len(listed) > MOST_REASONS else []
+    return [
+        "no run of the gate executed these parts of the patch, so they were not judged; leave them out, or, if they are for another "
+        "device, propose them where that device is:",
+        *listed[:MOST_REASONS],
+        *more,
+    ]

@@ -30,7 +30,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     recipe = case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
     jobs = oracle_jobs(policy, ops, recipe["precision"])
     jobs += calls(case.policy.exploits, ops, recipe, random.SystemRandom())
-    answers = case.after_stages.enter_context(answered(jobs, policy, case.baseline, case.candidate, work))
+    files = [change.path for change in case.changes if change.path.endswith(".py")]
+    answers = case.after_stages.enter_context(answered(jobs, policy, case.baseline, case.candidate, work, files))
     found = evidence(answers)
     if found["state"] == "passed" and any(path.startswith("kernels/") for path in case.paths):
         found |= op_tests.changed(answers, policy.patience, case.candidate, work)

@@ -7,8 +7,8 @@ from textwrap import dedent
 
 import pytest
 
+from factory.gates.patch.executed import Executed, Recorder
 from factory.gates.patch.matrix.changed import unexecuted
-from factory.gates.patch.matrix.record import Recorder
 
 
 def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
@@ -24,7 +24,9 @@ def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
         eval(call, names)
     finally:
         recorder.stop()
-    found = unexecuted("trainer/part.py", dedent(base), dedent(text), recorder.instructions[str(path)])
+    executed = Executed()
+    executed.add(recorder.to_json())
+    found = unexecuted("trainer/part.py", dedent(base), dedent(text), executed)
     return [f"{part.line}: {part.source}" for part in found]
 
 

@@ -1,0 +1,138 @@
+"""Runs inside the sandbox, beside a candidate's code: records what of ``trainer/`` and ``kernels/`` a process executes.
+
+Drivers load it by its path; the judge imports it for ``Executed``. The candidate's code shares the
+process and could forge what is recorded: it is used only to hold patches back.
+
+A function that torch.compile traced counts by the parts that were traced, a Triton kernel as a whole once it was launched.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+EXECUTED = Path(__file__)
+Instruction = tuple[str, int, int]  # qualified name and first line of a code object, offset in it
+Place = tuple[int, int, int, int]  # first line and column, last line and column, as ``dis`` counts them
+
+
+@dataclass
+class Executed:
+    """What runs executed, by path in the worktree.
+
+    lines: line numbers. instructions, of the files that were asked for: each instruction. traced, of those files: places whose
+    instructions torch.compile traced. launched: (first line, last line) of Triton kernels.
+    """
+
+    lines: dict[str, set[int]] = field(default_factory=dict)
+    instructions: dict[str, set[Instruction]] = field(default_factory=dict)
+    traced: dict[str, set[Place]] = field(default_factory=dict)
+    launched: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+
+    def add(self, left: Mapping[str, Any]) -> None:
+        """What ``Recorder.to_json`` left. Raises: KeyError, TypeError, ValueError where it is none."""
+        for path, lines in left["lines"].items():
+            self.lines.setdefault(path, set()).update(int(line) for line in lines)
+        for path, parts in left["instructions"].items():
+            self.instructions.setdefault(path, set()).update((str(q), int(line), int(at)) for q, line, at in parts)
+        for path, places in left["traced"].items():
+            self.traced.setdefault(path, set()).update((int(a), int(b), int(c), int(d)) for a, b, c, d in places)
+        for path, spans in left["launched"].items():
+            self.launched.setdefault(path, set()).update((int(first), int(last)) for first, last in spans)
+
+    def merge(self, other: Executed) -> None:
+        self.add({name: getattr(other, name) for name in ("lines", "instructions", "traced", "launched")})
+
+
+class Recorder:
+    """A trace function that costs nothing outside ``trainer/`` and ``kernels/`` of ``root``. ``precise``: files whose instructions are recorded."""
+
+    def __init__(self, root: str, precise: list[str]) -> None:
+        self.root = root
+        self.folders = (f"{root}/trainer/", f"{root}/kernels/")
+        self.precise = {f"{root}/{path}" for path in precise}
+        self.lines: dict[str, set[int]] = defaultdict(set)
+        self.instructions: dict[str, set[Instruction]] = defaultdict(set)
+        self.traced: dict[str, set[Place]] = defaultdict(set)
+        self.launched: dict[str, set[tuple[int, int]]] = defaultdict(set)
+
+    def start(self) -> None:
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+
+    def stop(self) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+    def to_json(self) -> dict[str, dict[str, list[Any]]]:
+        kinds = {name: getattr(self, name) for name in ("lines", "instructions", "traced", "launched")}
+        return {
+            name: {os.path.relpath(path, self.root): sorted(found) for path, found in by_path.items()}
+            for name, by_path in kinds.items()
+        }
+
+    def watch_compiler(self) -> None:
+        """Record what torch.compile and Triton execute in place of Python. Imports torch."""
+        from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
+
+        step = Translator.step
+
+        def recorded(translator: Any) -> bool:
+            code: CodeType = translator.f_code
+            number = translator.instruction_pointer
+            if code.co_filename in self.precise and number is not None:
+                at = translator.instructions[number].positions
+                if at is not None and None not in (at.lineno, at.col_offset, at.end_lineno, at.end_col_offset):
+                    self.lines[code.co_filename].add(at.lineno)
+                    self.traced[code.co_filename].add((at.lineno, at.col_offset, at.end_lineno, at.end_col_offset))
+            return step(translator)
+
+        Translator.step = recorded
+        try:
+            from triton.runtime.interpreter import InterpretedFunction
+            from triton.runtime.jit import JITFunction
+        except ImportError:
+            return
+        for kind in (InterpretedFunction, JITFunction):
+            kind.run = self._recording(kind.run)
+
+    def _recording(self, run: Any) -> Any:
+        def recorded(function: Any, *arguments: Any, **settings: Any) -> Any:
+            if not settings.get("warmup"):
+                code = function.fn.__code__
+                if code.co_filename.startswith(self.folders):
+                    last = max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
+                    self.launched[code.co_filename].add((code.co_firstlineno, last))
+            return run(function, *arguments, **settings)
+
+        return recorded
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(self.folders):
+            return None
+        self.lines[name].add(frame.f_lineno)
+        if name in self.precise:
+            frame.f_trace_opcodes = True
+            return self._instruction
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            self.lines[frame.f_code.co_filename].add(frame.f_lineno)
+        return self._line
+
+    def _instruction(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if event == "opcode":
+            self.instructions[code.co_filename].add((code.co_qualname, code.co_firstlineno, frame.f_lasti))
+        elif event == "line":
+            self.lines[code.co_filename].add(frame.f_lineno)
+        return self._instruction

@@ -1,0 +1,83 @@
+"""Runs inside the sandbox, from a worktree: trains segment folders, and records what of ``trainer/`` and ``kernels/`` was executed.
+
+``python train_cases.py EXECUTED REQUEST OUT``. EXECUTED: the path of ``factory.gates.patch.executed``. REQUEST is JSON: ``{"folders":
+[{"folder", "stop_after"}], "instructions": [paths], "ranks"}``. OUT gets ``rank-N.json`` of each rank: ``{"executed": …, "codes": [exit code
+of each folder]}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path[0] = os.getcwd()  # the worktree's packages, not this file's neighbours
+
+
+def train(folder: Path, stop_after: int) -> int:
+    """The segment's exit code. After ``stop_after`` steps the trainer is told to stop, and is started once more."""
+    from trainer.__main__ import main
+    from trainer.contract import stopping
+
+    if not stop_after:
+        return main([str(folder)])
+    asked, left = stopping.asked, [stop_after + 1]  # once before the segment, then at every step
+
+    def soon() -> bool:
+        left[0] -= 1
+        return left[0] <= 0
+
+    stopping.asked = soon
+    try:
+        first = main([str(folder)])
+    finally:
+        stopping.asked = asked
+    return main([str(folder)]) if first == 75 else 1000 + first
+
+
+def as_ranks(count: int) -> int:
+    """This program once for each rank, in a network namespace of their own. The first exit code that is not 0, or 0.
+
+    The store through which ranks find one another is this process's, as torchrun's is: each segment joins a new group in it.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv], env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(count)
+    ]
+    return next((code for code in [rank.wait() for rank in ranks] if code), 0)
+
+
+if __name__ == "__main__":
+    request = json.loads(Path(sys.argv[2]).read_text())
+    if request["ranks"] > 1 and "RANK" not in os.environ:
+        sys.exit(as_ranks(request["ranks"]))
+    recorder = runpy.run_path(sys.argv[1])["Recorder"](os.getcwd(), request["instructions"])
+    if request["instructions"]:
+        recorder.watch_compiler()
+    recorder.start()
+    codes = []
+    for entry in request["folders"]:
+        try:
+            codes.append(train(Path(entry["folder"]), entry["stop_after"]))
+        except BaseException as error:  # the next case is another's
+            print(f"{entry['folder']}: {type(error).__name__}: {error}", file=sys.stderr)
+            codes.append(-1)
+    recorder.stop()
+    left = {"executed": recorder.to_json(), "codes": codes}
+    (Path(sys.argv[3]) / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(left))
