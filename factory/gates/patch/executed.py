@@ -94,7 +94,7 @@ class Recorder:
                     self.traced[code.co_filename].add((at.lineno, at.col_offset, at.end_lineno, at.end_col_offset))
             return step(translator)
 
-        Translator.step = recorded
+        Translator.step = recorded  # type: ignore[method-assign,assignment]
         try:
             from triton.runtime.interpreter import InterpretedFunction
             from triton.runtime.jit import JITFunction

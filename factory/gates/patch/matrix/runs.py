@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,14 @@ INTERRUPTED = ("half", "damaged")  # begins that are folders of the run itself
 
 @dataclass
 class SideRuns:
-    """One side's runs. ``folders``: case → folder. ``failed``: what went wrong; ``out_of_time``: it was a time limit."""
+    """One side's runs. ``failed``: what went wrong; ``out_of_time``: it was a time limit.
+
+    folders: case → folder; only of approved code's runs it still leads to what they left. opened: case → descriptor of the folder,
+    opened before the run.
+    """
 
     folders: dict[str, Path] = field(default_factory=dict)
+    opened: dict[str, int] = field(default_factory=dict)
     executed: Executed = field(default_factory=Executed)
     failed: str = ""
     out_of_time: bool = False
@@ -47,6 +53,7 @@ class SideRuns:
 
     def add(self, part: SideRuns) -> None:
         self.folders |= part.folders
+        self.opened |= part.opened
         self.executed.merge(part.executed)
         if part.failed and (not self.failed or self.out_of_time):  # what is the code's fault is said first
             self.failed, self.out_of_time = part.failed, part.out_of_time
@@ -56,13 +63,14 @@ class SideRuns:
 class SideCode:
     """One side: its worktree, its kernels.yaml ('reference' and 'chosen'), the folder of its runs, and their time limit.
 
-    instructions: files of the worktree whose single instructions are recorded.
+    after: closes the descriptors of its runs' folders. instructions: files of the worktree whose single instructions are recorded.
     """
 
     code: Path
     kernels: Mapping[str, Path]
     folder: Path
     wall_seconds: float
+    after: ExitStack
     instructions: Sequence[str] = ()
 
 
@@ -165,6 +173,8 @@ def _run_lane(plan: MatrixPlan, side: SideCode, fresh: bool, cases: Sequence[Mat
             shutil.copytree(plan.starts[case.begin], own, dirs_exist_ok=True)
         (own / "segment.json").write_text(json.dumps(plan.spec(case, side.kernels[case.kernels])))
         found.folders[case.name] = own
+        found.opened[case.name] = os.open(own, os.O_RDONLY | os.O_DIRECTORY)
+        side.after.callback(os.close, found.opened[case.name])
         entries.append({"folder": str(own), "stop_after": case.stop_after})
     ranks = cases[0].ranks
     notes, request = folder / "notes", folder / "request.json"

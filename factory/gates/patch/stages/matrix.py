@@ -27,7 +27,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if not any(path.endswith(".py") for path in case.paths):
         return StageResult(not_needed("the patch has no code"))
     policy, work = case.policy.matrix, case.work / "matrix"
-    approved = SideCode(case.baseline, kernels_of(case, case.baseline, work / "a"), work / "0", policy.wall_seconds)
+    kernels = kernels_of(case, case.baseline, work / "a")
+    approved = SideCode(case.baseline, kernels, work / "0", policy.wall_seconds, case.after_stages)
     with case.progress.task("tiny runs of both sides", 3) as task:
         plan, begun = make_plan(approved, work / "plan")
         if begun.failed:
@@ -42,7 +43,9 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         files = [path for path in case.paths if path.endswith(".py")]
 
         def attempt(number: int, limit: float) -> SideRuns:
-            return run_cases(plan, SideCode(case.candidate, kernels, work / f"{2 + number}", limit, files))
+            return run_cases(
+                plan, SideCode(case.candidate, kernels, work / f"{2 + number}", limit, case.after_stages, files)
+            )
 
         candidate = patiently(limits, attempt, lambda side: side.out_of_time)
         task.advance(1, f"candidate {candidate.seconds:.0f} s")
