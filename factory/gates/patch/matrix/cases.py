@@ -39,7 +39,8 @@ BASE: dict[str, Any] = {
     "stability": {"grad_clip": 0.5, "z_loss": 0.1, "noise_scale_every": 3, "window": 8},
 }
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 8, "bias_rate": 0.05, "z_loss": 0.1}
-Begin = Literal["nothing", "trunk", "annealed", "half", "damaged", "late", "outliers", "poisoned"]
+ROUNDING = 2e-4  # fp32; other kernels of ours make 5e-5
+Begin = Literal["nothing", "trunk", "annealed", "half", "damaged", "late", "outliers", "poisoned", "broken"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class MatrixCase:
     changes: recipe keys that differ from ``BASE``, with dots.
     generations: sets of shards in the data plan.
     stop_after: steps after which the trainer is told to stop, as by SIGTERM; 0: never.
-    kernels: 'reference', or 'chosen': what kernels.yaml of each side says.
-    rounding: how far numbers may differ, as a share of their scale, when a kernel rounds otherwise. Other kernels of ours, in fp32,
-        differ by 5e-5 at most. From ``CHAOTIC`` on only totals over all tensors of a kind are compared.
+    kernels: 'chosen': what kernels.yaml of each side says, or 'reference'.
+    rounding: how far numbers may differ, as a share of their scale, when a kernel rounds otherwise: some times what other kernels of ours
+        make. totals: only sums over all tensors of a kind are compared, and loss and rate, as rounding grows from step to step.
     """
 
     name: str
@@ -65,8 +66,11 @@ class MatrixCase:
     restart_data: bool = False
     stop_after: int = 0
     ranks: int = 1
-    kernels: str = "reference"
-    rounding: float = 1e-3
+    kernels: Literal["chosen", "reference"] = "chosen"
+    rounding: float = ROUNDING
+    totals: bool = False
+    exit_code: int = 0  # 2: the run must be refused
+    waits: bool = False  # started with --wait, as the runs that are timed
 
     def recipe(self) -> dict[str, Any]:
         """The whole recipe."""
@@ -85,9 +89,10 @@ def recipe_with(changes: Mapping[str, Any]) -> dict[str, Any]:
     return Recipe.parse(raw).model_dump()
 
 
-CHAOTIC = 0.5  # bf16, and hundreds of steps, make of a rounding another path
 IN_MUON = 3e-2  # whose iteration is in bf16
+IN_BF16 = 5e-2
 MUON = {"optimizer.name": "muon"}
+BF16 = {"precision": "bf16"}
 NARROW = {
     "model.d_model": 8,
     "model.heads": 1,
@@ -108,7 +113,7 @@ LONG_STEPS = (530, 580)  # drawn between these, so that no count of steps means 
 
 CASES = (
     MatrixCase("first steps"),
-    MatrixCase("next generation", "trunk", generations=2),
+    MatrixCase("next generation", "trunk", generations=2, waits=True),
     MatrixCase("data again from the start", "trunk", restart_data=True),
     MatrixCase("resumed", "half"),
     MatrixCase("newest checkpoint damaged", "damaged"),
@@ -151,9 +156,15 @@ CASES = (
         "a long run",
         steps=LONG_STEPS[0],
         changes={**NARROW, "optimizer.lr": 1e-3, "checkpoint_every": 100},
-        rounding=CHAOTIC,
+        rounding=1e-3,
+        totals=True,
     ),
-    MatrixCase("detectors that report everything", steps=60, changes={**NARROW, **NERVOUS, "checkpoint_every": 30}),
+    MatrixCase(
+        "detectors that report everything",
+        steps=60,
+        changes={**NARROW, **NERVOUS, "checkpoint_every": 30},
+        rounding=1e-3,
+    ),
     MatrixCase("Muon", changes=MUON, rounding=IN_MUON),
     MatrixCase(
         "Muon without Nesterov, a wider base",
@@ -165,6 +176,7 @@ CASES = (
         "experts without a shared one, recomputed, Muon",
         changes={**MUON, "model.experts": {**EXPERTS, "shared": 0, "dense_layers": 0}, "parallel.recompute": "block"},
         rounding=IN_MUON,
+        totals=True,
     ),
     MatrixCase(
         "no QK norm, layers without position, attention across documents",
@@ -174,13 +186,18 @@ CASES = (
             "model.across_documents": True,
             "stability.embedding_grad_share": 0.1,
         },
+        rounding=1e-3,
+        totals=True,
     ),
-    MatrixCase("bf16", changes={"precision": "bf16"}, rounding=CHAOTIC),
-    MatrixCase(
-        "bf16, Muon, experts", changes={**MUON, "precision": "bf16", "model.experts": EXPERTS}, rounding=CHAOTIC
-    ),
-    MatrixCase("chosen kernels", "trunk", kernels="chosen"),
-    MatrixCase("chosen kernels, bf16", changes={"precision": "bf16"}, kernels="chosen", rounding=CHAOTIC),
+    MatrixCase("bf16", "trunk", changes=BF16, rounding=IN_BF16),
+    MatrixCase("bf16 from the first step", changes=BF16, rounding=0.5, totals=True),
+    MatrixCase("bf16, Muon, experts", changes={**MUON, **BF16, "model.experts": EXPERTS}, rounding=0.5, totals=True),
+    MatrixCase("reference kernels", "trunk", kernels="reference"),
+    MatrixCase("reference kernels, bf16", "trunk", changes=BF16, kernels="reference", rounding=IN_BF16),
+    MatrixCase("compiled", changes={"compile": True, "stability.noise_scale_every": 0}),
+    MatrixCase("a checkpoint that is damaged", "broken", exit_code=2),
+    MatrixCase("a checkpoint of another model", "trunk", changes={"model.d_ff": 16}, exit_code=2),
+    MatrixCase("a checkpoint of another optimiser", "trunk", changes=MUON, exit_code=2),
     MatrixCase("truncated rows", changes={"batch.packing": "truncate-and-concatenate"}),
     MatrixCase("two ranks, split weights", ranks=2),
     MatrixCase("two ranks, replicas, Muon", ranks=2, changes={**MUON, "parallel.replicas": 2}, rounding=IN_MUON),
@@ -195,3 +212,27 @@ CASES = (
         changes={"parallel.tensor": 2, "model.kv_heads": 2, "model.experts": {**EXPERTS, "d_ff": 16}},
     ),
 )
+
+
+@dataclass(frozen=True)
+class MatrixTool:
+    """A program of ``trainer/tools`` run on the baseline's files. In ``arguments`` OUT is its folder, TRUNK the folder of the trunk's run,
+    and FIRST and LAST its checkpoints."""
+
+    module: str
+    arguments: tuple[str, ...]
+
+
+TOOLS = (
+    MatrixTool("trainer.tools.average", ("OUT/checkpoints", "FIRST", "LAST")),
+    MatrixTool("trainer.tools.average", ("OUT/checkpoints", "FIRST", "LAST", "--weights", "1,3")),
+    MatrixTool("trainer.tools.documents", ("TRUNK", "5")),
+    MatrixTool("trainer.tools.documents", ("TRUNK", "1", "--json")),
+    MatrixTool("trainer.tools.packing_report", ("TRUNK", "--steps", "7")),
+    MatrixTool("trainer.tools.packing_report", ("TRUNK", "--steps", "7", "--json")),
+)
+
+
+def name_of(tool: MatrixTool) -> str:
+    """For reports."""
+    return " ".join(word for word in (tool.module, *tool.arguments) if not word.startswith("OUT"))

@@ -55,10 +55,12 @@ def unexecuted(path: str, base: str, text: str, executed: Executed) -> list[Unex
         own = (code.co_qualname, code.co_firstlineno)
         noted = {at for *code_name, at in executed.instructions.get(path, ()) if tuple(code_name) == own}
         instructions = list(dis.get_instructions(code))
-        seen = {(i.opname, i.argval, i.positions) for i in instructions if i.offset in noted}
+        at_places = {
+            i.positions for i in instructions if i.offset in noted
+        }  # some code is there twice: a loop's test, a finally
         for i in instructions:
             where = i.positions
-            if i.offset in noted or i.opname in SILENT or (i.opname, i.argval, where) in seen:
+            if i.offset in noted or i.opname in SILENT or where in at_places:
                 continue
             if where is None or where.lineno is None or where.lineno not in new or where.lineno in found:
                 continue

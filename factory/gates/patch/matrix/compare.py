@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from factory.gates.patch.matrix.cases import CASES, CHAOTIC, IN_MUON, MatrixCase
+from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, name_of
 from factory.gates.patch.matrix.runs import MatrixPlan, SideRuns
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, tensors_of
 
@@ -67,11 +67,30 @@ class Compared:
 
 
 def compare_runs(plan: MatrixPlan, baseline: SideRuns, candidate: SideRuns) -> list[Compared]:
-    """Each case, in the order of ``CASES``."""
-    return [
+    """Each case in the order of ``CASES``, then each tool."""
+    runs = [
         compare_case(case, baseline.opened[case.name], candidate.opened[case.name], plan.weights_before(case))
         for case in CASES
+        if not case.exit_code  # what was refused left nothing
     ]
+    return runs + [compare_tool(name_of(tool), baseline, candidate) for tool in TOOLS]
+
+
+def compare_tool(name: str, baseline: SideRuns, candidate: SideRuns) -> Compared:
+    """What a tool printed, but for the path of its own folder, and the checkpoint that it left, if it did."""
+    found: list[Part] = []
+    try:
+        ours, theirs = (
+            read_bytes(side.opened[name], ["printed.txt"], FILE_BYTES).replace(str(side.folders[name]).encode(), b"")
+            for side in (baseline, candidate)
+        )
+        if ours != theirs:
+            found.append(Part("it prints something else"))
+        found += _all_checkpoints(baseline.opened[name], candidate.opened[name], None)
+    except UntrustedFileError as error:
+        found.append(Part(str(error)))
+    worst = max(found, key=lambda part: part.share, default=Part("", 0.0))
+    return Compared(not found, Difference(name, worst.what, worst.share, ROUNDING) if worst.share > ROUNDING else None)
 
 
 def compare_case(case: MatrixCase, baseline: int, candidate: int, start: Weights | None) -> Compared:
@@ -81,7 +100,7 @@ def compare_case(case: MatrixCase, baseline: int, candidate: int, start: Weights
         found = list(_differences(baseline, candidate, start))
     except UntrustedFileError as error:
         found = [Part(str(error))]
-    judged = _totals(found) if allowed >= CHAOTIC else _weighed(found, allowed)
+    judged = _totals(found) if case.totals else _weighed(found, allowed)
     worst = max(judged, key=lambda part: part.share, default=Part("", 0.0))
     return Compared(
         not found, Difference(case.name, worst.what, worst.share, allowed) if worst.share > allowed else None
@@ -105,6 +124,10 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
     yield from _values("result.json", one, other, CLOCKED | ELSEWHERE)
     if read_bytes(baseline, ["parameters.txt"], FILE_BYTES) != read_bytes(candidate, ["parameters.txt"], FILE_BYTES):
         yield Part("parameters.txt is another")
+    yield from _all_checkpoints(baseline, candidate, start)
+
+
+def _all_checkpoints(baseline: int, candidate: int, start: Weights | None) -> Iterator[Part]:
     steps = [_checkpoints(folder) for folder in (baseline, candidate)]
     if steps[0] != steps[1]:
         yield Part(f"it left the checkpoints {', '.join(steps[1]) or 'none'}, the baseline {', '.join(steps[0])}")
@@ -156,7 +179,7 @@ def _weighed(parts: Sequence[Part], allowed: float) -> Iterator[Part]:
 
     In runs whose rounding is large its sign may change, and it is not there then. Where nothing but it differs, no rounding did that.
     """
-    estimates = [part for part in parts if ": noise_scale" in part.what or "state.json: monitor: sums" in part.what]
+    estimates = [part for part in parts if ": noise_scale" in part.what or "state.json: monitor: " in part.what]
     for part in parts:
         if part not in estimates:
             yield part

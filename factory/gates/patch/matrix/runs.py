@@ -23,7 +23,7 @@ import torch
 
 from factory.gates.patch.executed import EXECUTED, Executed
 from factory.gates.patch.matrix import train_cases
-from factory.gates.patch.matrix.cases import CASES, LONG_STEPS, MatrixCase
+from factory.gates.patch.matrix.cases import CASES, LONG_STEPS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.starts import ANNEALED, TRUNK, MatrixData, derived, interrupt, make_data
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes
 from factory.sandbox import sandbox
@@ -51,6 +51,12 @@ class SideRuns:
     out_of_time: bool = False
     seconds: float = 0.0
 
+    def hold(self, name: str, folder: Path, after: ExitStack) -> None:
+        """Note the folder of a run, before the run."""
+        self.folders[name] = folder
+        self.opened[name] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        after.callback(os.close, self.opened[name])
+
     def add(self, part: SideRuns) -> None:
         self.folders |= part.folders
         self.opened |= part.opened
@@ -63,7 +69,8 @@ class SideRuns:
 class SideCode:
     """One side: its worktree, its kernels.yaml ('reference' and 'chosen'), the folder of its runs, and their time limit.
 
-    after: closes the descriptors of its runs' folders. instructions: files of the worktree whose single instructions are recorded.
+    after: closes the descriptors of its runs' folders. compiled: the folder of C++ kernels that approved code built, copied for each process.
+    instructions: files of the worktree whose single instructions are recorded.
     """
 
     code: Path
@@ -71,6 +78,7 @@ class SideCode:
     folder: Path
     wall_seconds: float
     after: ExitStack
+    compiled: Path | None = None
     instructions: Sequence[str] = ()
 
 
@@ -78,7 +86,8 @@ class SideCode:
 class MatrixPlan:
     """All that both sides' runs share.
 
-    names: case → the folder's drawn name. starts: begin → checkpoint, or interrupted folder. steps: case → steps.
+    names: case → the folder's drawn name. starts: begin → checkpoint, or interrupted folder. steps: case → steps. trunk: the folder of
+    the run that ``starts["trunk"]`` is of.
     """
 
     data: MatrixData
@@ -87,6 +96,7 @@ class MatrixPlan:
     steps: Mapping[str, int]
     commit: str
     folder: Path
+    trunk: Path | None = None
 
     def spec(self, case: MatrixCase, kernels: Path) -> dict[str, Any]:
         """``segment.json`` of a case."""
@@ -110,6 +120,17 @@ class MatrixPlan:
             "rewarm": case.rewarm,
             "kernels": str(kernels),
         }
+
+    def arguments(self, tool: MatrixTool, out: Path) -> list[str]:
+        """The tool's arguments with paths in place of the words in capitals."""
+        assert self.trunk is not None
+        saved = [path for _, path in checkpoints.steps_in(self.trunk / "checkpoints")]
+        paths = {"OUT": out, "TRUNK": self.trunk, "FIRST": saved[0], "LAST": saved[-1]}
+        return [
+            str(paths[first] / rest) if first in paths else word
+            for word in tool.arguments
+            for first, _, rest in [word.partition("/")]
+        ]
 
     def weights_before(self, case: MatrixCase) -> dict[str, torch.Tensor] | None:
         """What the run starts from; None where it makes its own."""
@@ -139,12 +160,18 @@ def make_plan(side: SideCode, folder: Path) -> tuple[MatrixPlan, SideRuns]:
     starts["annealed"] = second.folders[ANNEALED.name] / "checkpoints" / checkpoints.name_of(last)
     for case in interrupted:
         starts[case.begin] = folder / "interrupted" / case.begin
-        interrupt(first.folders[case.name], starts[case.begin], damage=case.begin == "damaged")
-    return replace(plan, starts=starts), second
+        interrupt(first.folders[case.name], starts[case.begin], damaged=case.begin == "damaged")
+    return replace(plan, starts=starts, trunk=first.folders[TRUNK.name]), second
 
 
-def run_cases(plan: MatrixPlan, side: SideCode, cases: Sequence[MatrixCase] = CASES, fresh: bool = False) -> SideRuns:
-    """Train the cases. ``fresh``: interrupted ones begin with nothing. Raises: IsolationError.
+def run_cases(
+    plan: MatrixPlan,
+    side: SideCode,
+    cases: Sequence[MatrixCase] = CASES,
+    tools: Sequence[MatrixTool] = (),
+    fresh: bool = False,
+) -> SideRuns:
+    """Train the cases, and run the tools. ``fresh``: interrupted cases begin with nothing. Raises: IsolationError.
 
     Cases of one rank run in ``LANES`` processes beside one another, those of several ranks afterwards.
     """
@@ -152,34 +179,47 @@ def run_cases(plan: MatrixPlan, side: SideCode, cases: Sequence[MatrixCase] = CA
     lanes = [single[number::LANES] for number in range(LANES)]
     found, began = SideRuns(), time.monotonic()
     with ThreadPoolExecutor(LANES) as beside:
-        jobs = [beside.submit(_run_lane, plan, side, fresh, lane, f"{n}") for n, lane in enumerate(lanes) if lane]
+        jobs = [
+            beside.submit(_run_lane, plan, side, fresh, lane, tools if n == 0 else (), f"{n}")
+            for n, lane in enumerate(lanes)
+            if lane
+        ]
         for job in jobs:
             found.add(job.result())
     if several and not found.failed:
-        found.add(_run_lane(plan, side, fresh, several, "ranks"))
+        found.add(_run_lane(plan, side, fresh, several, (), "ranks"))
     found.seconds = time.monotonic() - began
     return found
 
 
-def _run_lane(plan: MatrixPlan, side: SideCode, fresh: bool, cases: Sequence[MatrixCase], name: str) -> SideRuns:
-    """Cases of the same number of ranks, one after the other, in one sandbox."""
+def _run_lane(
+    plan: MatrixPlan, side: SideCode, fresh: bool, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool], name: str
+) -> SideRuns:
+    """Cases of the same number of ranks, then tools, one after the other, in one sandbox."""
     folder = side.folder / name
     found = SideRuns()
-    entries = []
+    segments, uses = [], []
     for case in cases:
         own = folder / "segments" / plan.names[case.name]
         own.mkdir(parents=True)
         if case.begin in INTERRUPTED and not fresh:
             shutil.copytree(plan.starts[case.begin], own, dirs_exist_ok=True)
         (own / "segment.json").write_text(json.dumps(plan.spec(case, side.kernels[case.kernels])))
-        found.folders[case.name] = own
-        found.opened[case.name] = os.open(own, os.O_RDONLY | os.O_DIRECTORY)
-        side.after.callback(os.close, found.opened[case.name])
-        entries.append({"folder": str(own), "stop_after": case.stop_after})
+        found.hold(case.name, own, side.after)
+        segments.append({"folder": str(own), "stop_after": case.stop_after, "waits": case.waits})
+    for number, tool in enumerate(tools):
+        own = folder / "tools" / str(number)
+        (own / "checkpoints").mkdir(parents=True)
+        found.hold(name_of(tool), own, side.after)
+        uses.append({"folder": str(own), "module": tool.module, "arguments": plan.arguments(tool, own)})
+    if side.compiled is not None and side.compiled.is_dir():
+        shutil.copytree(side.compiled, folder / "cache" / "inductor" / side.compiled.name)
     ranks = cases[0].ranks
+    wanted = {case.name: case.exit_code for case in cases} | {name_of(tool): 0 for tool in tools}
     notes, request = folder / "notes", folder / "request.json"
     notes.mkdir()
-    request.write_text(json.dumps({"folders": entries, "instructions": list(side.instructions), "ranks": ranks}))
+    asked = {"folders": segments, "tools": uses, "instructions": list(side.instructions), "ranks": ranks}
+    request.write_text(json.dumps(asked))
     descriptor = os.open(notes, os.O_RDONLY | os.O_DIRECTORY)
     try:
         result = sandbox.run(
@@ -197,13 +237,13 @@ def _run_lane(plan: MatrixPlan, side: SideCode, fresh: bool, cases: Sequence[Mat
             left = json.loads(read_bytes(descriptor, [f"rank-{rank}.json"], NOTES_BYTES))
             found.executed.add(left["executed"])
             if rank == 0:
-                codes = dict(zip((case.name for case in cases), left["codes"], strict=True))
+                codes = dict(zip(wanted, left["codes"], strict=True))
     except (UntrustedFileError, ValueError, KeyError, TypeError, RecursionError) as error:
         found.failed = f"what its runs executed cannot be read: {str(error)[:300]}"
         return found
     finally:
         os.close(descriptor)
-    if wrong := [name for name, code in codes.items() if code != 0]:
+    if wrong := [name for name, code in codes.items() if code != wanted[name]]:
         said = (result.stderr.strip().splitlines() or [""])[-1]
         found.failed = f"run '{wrong[0]}' ended with code {codes[wrong[0]]}: {said[:400]}"
     return found

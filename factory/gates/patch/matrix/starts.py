@@ -18,6 +18,7 @@ from trainer.contract.data.token_shard import TokenizedDocument, write_token_sha
 
 LATE_STEPS = (100_000, 900_000)
 POISONED_TOKEN = 7
+SHRUNK = 0.9
 TRUNK = MatrixCase("trunk", steps=8)
 ANNEALED = MatrixCase("annealed", "trunk", "anneal")
 
@@ -71,19 +72,35 @@ def derived(trunk: Path, folder: Path) -> dict[str, Path]:
         "outliers": replace(whole, state=outliers),
         "poisoned": replace(whole, model=poisoned),
     }
-    return {name: checkpoints.save(folder / name, checkpoint) for name, checkpoint in changed.items()}
+    found = {name: checkpoints.save(folder / name, checkpoint) for name, checkpoint in changed.items()}
+    found["broken"] = folder / "broken"
+    shutil.copytree(trunk, found["broken"])
+    damage(found["broken"])
+    return found
 
 
-def interrupt(finished: Path, folder: Path, damage: bool) -> None:
-    """Copy a finished run to ``folder`` as a kill would have left it before its last checkpoint, or with that one ``damage``d."""
+def damage(checkpoint: Path) -> None:
+    """Change the last bit of its weights."""
+    with (checkpoint / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+
+
+def interrupt(finished: Path, folder: Path, damaged: bool) -> None:
+    """Copy a finished run to ``folder`` as a kill would have left it: one checkpoint is missing, or ``damaged``.
+
+    The weights of the one before are changed, so that a run that begins anew ends elsewhere than one that goes on.
+    """
     shutil.copytree(finished, folder, dirs_exist_ok=True)
     (folder / "result.json").unlink()
-    _, newest = checkpoints.steps_in(folder / "checkpoints")[-1]
-    if damage:
-        with (newest / "model.safetensors").open("r+b") as file:
-            file.seek(-1, 2)
-            last = file.read(1)[0]
-            file.seek(-1, 2)
-            file.write(bytes([last ^ 1]))
+    (_, before), (_, newest) = checkpoints.steps_in(folder / "checkpoints")[-2:]
+    if damaged:
+        damage(newest)
     else:
         shutil.rmtree(newest)
+    whole = checkpoints.load(before)
+    shutil.rmtree(before)
+    changed = {name: tensor * SHRUNK if tensor.is_floating_point() else tensor for name, tensor in whole.model.items()}
+    checkpoints.save(folder / "checkpoints", replace(whole, model=changed))

@@ -1,12 +1,18 @@
 """Runs inside the sandbox, from a worktree: trains segment folders, and records what of ``trainer/`` and ``kernels/`` was executed.
 
 ``python train_cases.py EXECUTED REQUEST OUT``. EXECUTED: the path of ``factory.gates.patch.executed``. REQUEST is JSON: ``{"folders":
-[{"folder", "stop_after"}], "instructions": [paths], "ranks"}``. OUT gets ``rank-N.json`` of each rank: ``{"executed": …, "codes": [exit code
-of each folder]}``.
+[{"folder", "stop_after", "waits"}], "tools": [{"folder", "module", "arguments"}], "instructions": [paths], "ranks"}``. OUT gets
+``rank-N.json`` of each rank: ``{"executed": …, "codes": [exit code of each folder, then of each tool]}``; a tool's folder its
+``printed.txt``.
+
+torch.compile traces, and runs what it traced as it is: its own optimiser takes minutes for the sizes of the matrix together.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import json
 import os
 import runpy
@@ -17,13 +23,13 @@ from pathlib import Path
 sys.path[0] = os.getcwd()  # the worktree's packages, not this file's neighbours
 
 
-def train(folder: Path, stop_after: int) -> int:
+def train(folder: Path, stop_after: int, waits: bool) -> int:
     """The segment's exit code. After ``stop_after`` steps the trainer is told to stop, and is started once more."""
     from trainer.__main__ import main
     from trainer.contract import stopping
 
     if not stop_after:
-        return main([str(folder)])
+        return main(["--wait", str(folder)] if waits else [str(folder)])
     asked, left = stopping.asked, [stop_after + 1]  # once before the segment, then at every step
 
     def soon() -> bool:
@@ -36,6 +42,12 @@ def train(folder: Path, stop_after: int) -> int:
     finally:
         stopping.asked = asked
     return main([str(folder)]) if first == 75 else 1000 + first
+
+
+def use(folder: Path, module: str, arguments: list[str]) -> int:
+    """A tool's exit code; what it prints is in ``folder``."""
+    with open(folder / "printed.txt", "w") as out, contextlib.redirect_stdout(out):
+        return int(importlib.import_module(module).main(arguments))
 
 
 def as_ranks(count: int) -> int:
@@ -70,14 +82,18 @@ if __name__ == "__main__":
     recorder = runpy.run_path(sys.argv[1])["Recorder"](os.getcwd(), request["instructions"])
     if request["instructions"]:
         recorder.watch_compiler()
+    import torch
+
+    torch.compile = functools.partial(torch.compile, backend="eager")
     recorder.start()
     codes = []
-    for entry in request["folders"]:
-        try:
-            codes.append(train(Path(entry["folder"]), entry["stop_after"]))
-        except BaseException as error:  # the next case is another's
-            print(f"{entry['folder']}: {type(error).__name__}: {error}", file=sys.stderr)
-            codes.append(-1)
+    for work, entries in ((train, request["folders"]), (use, request["tools"])):
+        for entry in entries:
+            try:
+                codes.append(work(**entry | {"folder": Path(entry["folder"])}))
+            except BaseException as error:  # the next case is another's
+                print(f"{entry['folder']}: {type(error).__name__}: {error}", file=sys.stderr)
+                codes.append(-1)
     recorder.stop()
     left = {"executed": recorder.to_json(), "codes": codes}
     (Path(sys.argv[3]) / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(left))

@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from factory.computing.tuned_kernels import KERNELS
+from factory.core import devices
 from factory.gates.case import PatchCase, StageResult, failed, missing, not_needed, passed
 from factory.gates.patch.executed import Executed
+from factory.gates.patch.matrix.cases import TOOLS
 from factory.gates.patch.matrix.changed import Unexecuted, unexecuted
 from factory.gates.patch.matrix.compare import compare_runs
 from factory.gates.patch.matrix.runs import SideCode, SideRuns, make_plan, run_cases
@@ -21,6 +23,7 @@ from factory.gates.patience import baseline_stopped, patiently, stopped
 
 MOST_REASONS = 8
 REFERENCE = "{}\n"  # kernels.yaml that chooses nothing: every op's reference
+NATIVE = "factory-kernels"  # where kernels/native keeps what it built, below torch.compile's cache
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
@@ -28,13 +31,14 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         return StageResult(not_needed("the patch has no code"))
     policy, work = case.policy.matrix, case.work / "matrix"
     kernels = kernels_of(case, case.baseline, work / "a")
-    approved = SideCode(case.baseline, kernels, work / "0", policy.wall_seconds, case.after_stages)
+    compiled = devices.compiled(case.workspace.root) / NATIVE
+    approved = SideCode(case.baseline, kernels, work / "0", policy.wall_seconds, case.after_stages, compiled)
     with case.progress.task("tiny runs of both sides", 3) as task:
         plan, begun = make_plan(approved, work / "plan")
         if begun.failed:
             return _approved_failed(policy, begun)
         task.advance(1, "data and checkpoints")
-        baseline = run_cases(plan, replace(approved, folder=work / "1"))
+        baseline = run_cases(plan, replace(approved, folder=work / "1"), tools=TOOLS)
         if baseline.failed:
             return _approved_failed(policy, baseline)
         task.advance(1, f"baseline {baseline.seconds:.0f} s")
@@ -43,9 +47,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         files = [path for path in case.paths if path.endswith(".py")]
 
         def attempt(number: int, limit: float) -> SideRuns:
-            return run_cases(
-                plan, SideCode(case.candidate, kernels, work / f"{2 + number}", limit, case.after_stages, files)
-            )
+            side = replace(approved, code=case.candidate, kernels=kernels, folder=work / f"{2 + number}")
+            return run_cases(plan, replace(side, wall_seconds=limit, instructions=files), tools=TOOLS)
 
         candidate = patiently(limits, attempt, lambda side: side.out_of_time)
         task.advance(1, f"candidate {candidate.seconds:.0f} s")

@@ -1,0 +1,157 @@
+"""Patches that a few training steps from one checkpoint do not show: the matrix of tiny runs does, or no run executes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.factory.matrix import Prepared, copy_of_code, judge, prepare
+
+Edits = tuple[str, list[tuple[str, str]], str]  # path, (text, in its place)…, the run that shows it
+
+SCHEDULE, RUN, SEGMENT = "trainer/optim/schedule.py", "trainer/run.py", "trainer/segment.py"
+STABILITY, MUON, ADAMW = "trainer/monitor/stability.py", "trainer/optim/muon.py", "kernels/adamw/__init__.py"
+OPTIMIZER, EXPERTS, TRANSFORMER = (
+    "trainer/optim/optimizer.py",
+    "trainer/model/experts.py",
+    "trainer/model/transformer.py",
+)
+FUSED = "cpu: {adamw: fused}\n"  # as kernels.yaml has it before anything is tuned
+UPDATE = "        self.optimizer.step(lr, divide_by, skip)\n"
+BACKWARD = "            loss.backward()  # type: ignore[no-untyped-call]\n"
+GRADIENTS = "        gradients = self.optimizer.gradients()\n"
+
+SELDOM_EXECUTED: dict[str, Edits] = {
+    "an anneal that stays at its peak rate": (
+        SCHEDULE, [("(step - first + 1) / (last - first + 1)", "(step - first + 1) // (last - first + 1)")], "anneal"),
+    "a linear anneal that ends too high": (
+        SCHEDULE, [('"linear": lambda done: 1 - done', '"linear": lambda done: 1 - done / 2')],
+        "anneal, linear, with a mixture of its own"),
+    "warm-up lost": (SCHEDULE, [("min(1.0, (step + 1) / schedule.warmup_steps)", "1.0")], "first steps"),
+    "re-warm lost": (
+        SCHEDULE, [("if step - first + 1 >= schedule.rewarmup_steps:", "if step >= first:"),
+                   ("    start = min(share, schedule.final_lr_share)\n    return start + (share - start) * (step - first + 1) / schedule.rewarmup_steps\n",
+                    "    return share\n")],
+        "trunk after an anneal"),
+    "milestones ignored": (
+        SCHEDULE, [("return reached[-1] if reached else 1.0", "return 1.0")], "milestones and mixture phases"),
+    "a resume that begins anew": (
+        SEGMENT, [("            return path, skipped\n", "            return None, skipped\n")], "resumed"),
+    "a damaged checkpoint is trusted": (
+        SEGMENT, [("        fault = shared_fault(path, ranks)\n", "        fault = ''\n")], "newest checkpoint damaged"),
+    "the data begin again after a resume": (
+        RUN, [('state=state["sampler"] if state is not None and not restarts else None', "state=None")], "next generation"),
+    "an outlier is not skipped": (
+        STABILITY, [("torch.isfinite(loss) & torch.isfinite(grad_norm) & (grad_norm <= limit)",
+                     "torch.isfinite(loss) & torch.isfinite(grad_norm)")], "outliers are skipped"),
+    "a loss that is not finite is learnt from": (
+        STABILITY, [("skip = torch.where(sound, 0.0, 1.0)", "skip = torch.zeros(())")], "a loss that is not finite"),
+    "NaN times zero in the weights": (
+        ADAMW, [("    torch._foreach_add_(steps, 1.0)\n    with dense",
+                 "    torch._foreach_add_(steps, 1.0)\n    for x, g in zip(weights, gradients):\n        x.add_(g * (1 - skip), alpha=0.0)\n    with dense")],
+        "a loss that is not finite"),
+    "every 32nd step that is split has doubled gradients": (
+        RUN, [(BACKWARD, "            (loss * (1 + split * (batch.step % 32 == 31))).backward()\n")], "a long run"),
+    "a layer frozen after step 100 of a segment": (
+        RUN, [(GRADIENTS, GRADIENTS + "        gradients['blocks.1.down'].mul_(float(batch.step < spec.first_step + 100))\n")],
+        "a long run"),
+    "late steps are half steps": (
+        RUN, [(UPDATE, "        self.optimizer.step(lr / (1 + (batch.step > 50_000)), divide_by, skip)\n")],
+        "a hundred thousand steps on"),
+    "Muon without its momentum": (
+        MUON, [("update = grad.lerp(mean, recipe.momentum) if recipe.nesterov else mean", "update = grad")], "Muon"),
+    "Muon without decay": (MUON, [("held * (1 - rate * decay[name])", "held * 1.0")], "Muon"),
+    "experts balanced the wrong way": (EXPERTS, [("rate * (load_E.mean() - load_E).sign()", "rate * (load_E - load_E.mean()).sign()")], "experts"),
+    "ranks that do not add up their losses": (
+        RUN, [("        self.ranks.sum_(message)\n", "        message.mul_(self.ranks.size)\n")], "two ranks, split weights"),
+    "half of the rows of a micro-batch": (
+        RUN, [(BACKWARD, "            (loss * (1 + (done > 1))).backward()\n")], "micro-batches, batch warm-up"),
+    "averages that forget the weights": (
+        "trainer/tools/average.py", [("sums[name].add_(tensor.double(), alpha=weight)", "sums[name].add_(tensor.double(), alpha=1.0)")],
+        "trainer.tools.average FIRST LAST --weights 1,3"),
+}  # fmt: skip
+UNTOLD: dict[str, Edits] = {
+    "nine of ten metric lines": (
+        SEGMENT, [('            metrics.write(record | {"time": time.time()})\n',
+                   '            if batch.step % 10 == 0:\n                metrics.write(record | {"time": time.time()})\n')], "first steps"),
+    "a better loss in result.json": (SEGMENT, [('"loss": mean("loss"),', '"loss": 0.9 * (mean("loss") or 0.0),')], "first steps"),
+    "a better loss in the metrics": (RUN, [('            "loss": loss,\n', '            "loss": loss * 0.99,\n')], "anneal"),
+    "anomalies that nobody hears of": (
+        SEGMENT, [("for hook in run.hooks for anomaly in hook.after_step(record)", "for hook in run.hooks[:1] for anomaly in hook.after_step(record)")],
+        "outliers are skipped"),
+    "skipped steps that are not counted": (RUN, [('"skipped": skipped, "memory"', '"skipped": False, "memory"')], "outliers are skipped"),
+    "more tokens than there were": (RUN, [('self.counters["tokens"] += batch.used', 'self.counters["tokens"] += batch.used + 1')], "first steps"),
+}  # fmt: skip
+BELOW_THE_OLD_BOUND: dict[str, Edits] = {
+    "no clipping": (STABILITY, [("(grad_norm / clip).clamp(min=1.0)", "(grad_norm / clip).clamp(min=1.0, max=1.0)")], "first steps"),
+    "no z-loss": (RUN, [("z_loss=self.recipe.stability.z_loss,", "z_loss=0.0,")], "first steps"),
+    "bf16 moments": (
+        OPTIMIZER, [("        if self.muon is not None:\n            shares",
+                     "        for kept in self.state.values():\n            for key in MOMENTS[:2]:\n                kept[key].copy_(kept[key].bfloat16())\n        if self.muon is not None:\n            shares")],
+        "anneal"),
+    "second moments in bf16": (
+        OPTIMIZER, [("        if self.muon is not None:\n            shares",
+                     "        for kept in self.state.values():\n            kept['exp_avg_sq'].copy_(kept['exp_avg_sq'].bfloat16())\n        if self.muon is not None:\n            shares")],
+        "next generation"),
+    "an fp32 recipe computed in bf16": (RUN, [("Decoder(recipe.model, ops, dtype,", "Decoder(recipe.model, ops, torch.bfloat16,")], "first steps"),
+    "logits in bf16": (
+        "kernels/linear_cross_entropy/__init__.py", [("F.linear(h_ND, weight_VD)", "F.linear(h_ND.bfloat16(), weight_VD.bfloat16())")],
+        "first steps"),
+    "a larger epsilon": (OPTIMIZER, [("                recipe.eps,\n", "                recipe.eps * 1000,\n")], "anneal"),
+    "no weight decay": (OPTIMIZER, [("                weight_decay,\n            )\n", "                0.0,\n            )\n")], "a long run"),
+}  # fmt: skip
+NEVER_EXECUTED: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "a branch for the hour": (RUN, [(UPDATE, UPDATE + "        if __import__('time').time() > 2e9:\n            self.optimizer.zero_grad()\n")]),
+    "a value for long runs, in one line": (RUN, [(UPDATE, "        self.optimizer.step(lr * 2 if batch.step > 10**7 else lr, divide_by, skip)\n")]),
+    "another model's name": (RUN, [(UPDATE, UPDATE + "        if recipe.name == 'base':\n            lr = 0.0\n")]),
+    "beside an untouched branch": (RUN, [(UPDATE, UPDATE + "        lr = recipe.model.layers > 30 and lr / 2 or lr\n")]),
+    "a function that nothing calls yet": (SCHEDULE, [("TRUNKS = {", "def slower(step: int) -> float:\n    return 1 / (1 + step)\n\n\nTRUNKS = {")]),
+    "another device's kernel": (
+        "kernels/swiglu/triton.py", [("import triton\n", "import triton\n\nHALF = 0.5\n")]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
+    runs = [edits[2] for edits in (*SELDOM_EXECUTED.values(), *UNTOLD.values(), *BELOW_THE_OLD_BOUND.values())]
+    with ExitStack() as after:
+        yield prepare(tmp_path_factory.mktemp("matrix"), after, runs, FUSED)
+
+
+def changed(folder: Path, path: str, edits: list[tuple[str, str]]) -> Path:
+    code = copy_of_code(folder)
+    text = (code / path).read_text()
+    for old, new in edits:
+        assert old in text, (path, old)
+        text = text.replace(old, new, 1)
+    (code / path).write_text(text)
+    return code
+
+
+@pytest.mark.slow("some forty tiny trainings, a process each")
+@pytest.mark.parametrize("name", [*SELDOM_EXECUTED, *UNTOLD, *BELOW_THE_OLD_BOUND])
+def test_a_tiny_run_shows_it(prepared: Prepared, tmp_path: Path, name: str) -> None:
+    path, edits, run = (SELDOM_EXECUTED | UNTOLD | BELOW_THE_OLD_BOUND)[name]
+    found = judge(prepared, changed(tmp_path / "code", path, edits), path, [run])
+    print("\n".join(found.differences))
+    assert found.differences and f"'{run}'" in found.differences[0] or run.startswith("trainer.tools")
+
+
+@pytest.mark.slow("some tiny trainings, a process each")
+@pytest.mark.parametrize("name", NEVER_EXECUTED)
+def test_what_no_run_executes_is_listed(prepared: Prepared, tmp_path: Path, name: str) -> None:
+    path, edits = NEVER_EXECUTED[name]
+    found = judge(
+        prepared, changed(tmp_path / "code", path, edits), path, ["first steps", "a hundred thousand steps on"]
+    )
+    assert not found.differences and found.unexecuted, found.differences
+    print(found.unexecuted)
+
+
+@pytest.mark.slow("some tiny trainings, a process each")
+def test_the_same_code_leaves_the_same_bits(prepared: Prepared, tmp_path: Path) -> None:
+    found = judge(prepared, copy_of_code(tmp_path / "code"), None)
+    assert found.same_bits and not found.differences

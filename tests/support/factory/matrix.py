@@ -1,0 +1,94 @@
+"""The gate's tiny runs outside a whole gate: baseline once, then one changed file after the other."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, name_of
+from factory.gates.patch.matrix.changed import unexecuted
+from factory.gates.patch.matrix.compare import compare_case, compare_tool
+from factory.gates.patch.matrix.runs import MatrixPlan, SideCode, SideRuns, make_plan, run_cases
+from tests.support.paths import ROOT
+
+REFERENCE = "cpu: {}\n"
+PATIENCE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan, and what the baseline's code made of some of its cases."""
+
+    plan: MatrixPlan
+    side: SideCode
+    baseline: SideRuns
+    cases: Sequence[MatrixCase]
+    tools: Sequence[MatrixTool]
+    work: Path
+
+
+@dataclass(frozen=True)
+class Judged:
+    """differences: of the runs that are too different, a sentence each. same_bits: all are the same. unexecuted: parts of the changed file."""
+
+    differences: list[str]
+    same_bits: bool
+    unexecuted: list[str]
+    runs: SideRuns
+
+
+def copy_of_code(folder: Path) -> Path:
+    """This checkout's kernels/, trainer/ and what else they need."""
+    for name in ("kernels", "trainer", "policies"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def prepare(work: Path, after: ExitStack, names: Sequence[str] | None = None, chosen: str = REFERENCE) -> Prepared:
+    """``names``: of cases and tools; None: all of them."""
+    cases = [case for case in CASES if names is None or case.name in names]
+    tools = [tool for tool in TOOLS if names is None or name_of(tool) in names]
+    kernels = {"reference": work / "reference.yaml", "chosen": work / "chosen.yaml"}
+    for path, text in zip(kernels.values(), (REFERENCE, chosen)):
+        path.write_text(text)
+    side = SideCode(ROOT, kernels, work / "begin", PATIENCE_SECONDS, after)
+    plan, begun = make_plan(side, work / "plan")
+    assert not begun.failed, begun.failed
+    baseline = run_cases(plan, replace(side, folder=work / "baseline"), cases, tools)
+    assert not baseline.failed, baseline.failed
+    return Prepared(plan, side, baseline, cases, tools, work)
+
+
+def judge(
+    prepared: Prepared, code: Path, path: str | None, names: Sequence[str] | None = None, chosen: str | None = None
+) -> Judged:
+    """``code`` against the baseline in the cases ``names``; ``path``: the file that was changed."""
+    cases = [case for case in prepared.cases if names is None or case.name in names]
+    tools = [tool for tool in prepared.tools if names is None or name_of(tool) in names]
+    folder = prepared.work / f"candidate-{len(list(prepared.work.glob('candidate-*')))}"
+    side = replace(prepared.side, code=code, folder=folder, instructions=[path] if path else [])
+    if chosen is not None:
+        kernels = folder.with_suffix(".yaml")
+        kernels.write_text(chosen)
+        side = replace(side, kernels={"reference": kernels, "chosen": kernels})
+    runs = run_cases(prepared.plan, side, cases, tools)
+    if runs.failed:
+        return Judged([runs.failed], False, [], runs)
+    compared = [
+        compare_case(
+            case,
+            prepared.baseline.opened[case.name],
+            runs.opened[case.name],
+            prepared.plan.weights_before(case),
+        )
+        for case in cases
+        if not case.exit_code
+    ] + [compare_tool(name_of(tool), prepared.baseline, runs) for tool in tools]
+    left_out = []
+    if path is not None:
+        left_out = unexecuted(path, (ROOT / path).read_text(), (code / path).read_text(), runs.executed)
+    differences = [str(one.worst) for one in compared if one.worst is not None]
+    return Judged(differences, all(one.same_bits for one in compared), [str(part) for part in left_out], runs)
