@@ -19,6 +19,9 @@ How a patch is judged, by measurements it cannot touch:
   non-contiguous inputs. Errors may be twice those of the eager reference.
 - exploits: about thirty calls in one process at fresh random sizes, with new data in the same tensors; every result must be right, and must
   not change later.
+- matrix: some thirty tiny trainings (warm-up, anneal, resume, skipped steps, Muon, experts, ranks, hundreds of steps) must leave the same
+  numbers in every file. Each line of the patch must be executed by them or by the checks of ops. A patch of trainer/ alone
+  must leave the same bits, unless its hypothesis says that it changes rounding.
 - then N real training steps, in which baseline and candidate alternate, timed from outside: only the whole step's time
   counts, and the weights must end where the baseline's do.
 

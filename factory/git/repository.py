@@ -276,6 +276,11 @@ def reword(repository: Path, applied: Applied, message: str) -> str:
     return new
 
 
+def message(repository: Path, commit: str) -> str:
+    """A commit's message."""
+    return git(repository, "show", "--no-patch", "--format=%B", commit).decode("utf-8", "replace")
+
+
 def patch(repository: Path, base: str, commit: str) -> str:
     """The patch as text, with whole object names: it is shown to people, hashed, and approved."""
     flags = ("--full-index", "--binary", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")

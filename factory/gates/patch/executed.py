@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -21,6 +21,18 @@ from typing import Any
 EXECUTED = Path(__file__)
 Instruction = tuple[str, int, int]  # qualified name and first line of a code object, offset in it
 Place = tuple[int, int, int, int]  # first line and column, last line and column, as ``dis`` counts them
+
+
+def _codes(path: str) -> Iterator[tuple[str, int, bytes]]:
+    """Every code object of a file, as compiled from its text."""
+    try:
+        pending = [compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)]
+    except (OSError, SyntaxError, ValueError):
+        return
+    while pending:
+        code = pending.pop()
+        yield code.co_qualname, code.co_firstlineno, code.co_code
+        pending += [part for part in code.co_consts if isinstance(part, CodeType)]
 
 
 @dataclass
@@ -57,7 +69,10 @@ class Recorder:
     def __init__(self, root: str, precise: list[str]) -> None:
         self.root = root
         self.folders = (f"{root}/trainer/", f"{root}/kernels/")
-        self.precise = {f"{root}/{path}" for path in precise}
+        self.precise = {f"{root}/{path}": set(_codes(f"{root}/{path}")) for path in precise}
+        self.seen: dict[
+            int, tuple[CodeType, bool]
+        ] = {}  # by id, as hashing a code object takes long; is it as compiled from the text?
         self.lines: dict[str, set[int]] = defaultdict(set)
         self.instructions: dict[str, set[Instruction]] = defaultdict(set)
         self.traced: dict[str, set[Place]] = defaultdict(set)
@@ -115,13 +130,19 @@ class Recorder:
         return recorded
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
-        name = frame.f_code.co_filename
+        code = frame.f_code
+        name = code.co_filename
         if not name.startswith(self.folders):
             return None
-        self.lines[name].add(frame.f_lineno)
         if name in self.precise:
+            if id(code) not in self.seen:
+                self.seen[id(code)] = code, (code.co_qualname, code.co_firstlineno, code.co_code) in self.precise[name]
+            if not self.seen[id(code)][1]:
+                return None  # torch.compile runs code of its own under the function's name
             frame.f_trace_opcodes = True
+            self.lines[name].add(frame.f_lineno)
             return self._instruction
+        self.lines[name].add(frame.f_lineno)
         return self._line
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:

@@ -20,6 +20,7 @@ from factory.gates.patch.matrix.compare import compare_runs
 from factory.gates.patch.matrix.runs import SideCode, SideRuns, make_plan, run_cases
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patience import baseline_stopped, patiently, stopped
+from factory.git import repository
 
 MOST_REASONS = 8
 REFERENCE = "{}\n"  # kernels.yaml that chooses nothing: every op's reference
@@ -62,6 +63,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     measured = {"runs": len(compared), "same_bits": same, **seconds}
     if differences := [str(one.worst) for one in compared if one.worst is not None]:
         return StageResult(failed(*differences[:MOST_REASONS], differences=differences, **measured))
+    if same < len(compared) and not may_round(case):
+        return StageResult(failed(_rounds(len(compared) - same, len(compared)), **measured))
     if answers := case.handed_on.get("oracle"):
         candidate.executed.merge(answers.executed)
     if left_out := never_executed(case, candidate.executed):
@@ -83,6 +86,13 @@ def kernels_of(case: PatchCase[PatchPolicy], code: Path, folder: Path) -> Mappin
     return paths
 
 
+def may_round(case: PatchCase[PatchPolicy]) -> bool:
+    """An op may round otherwise, as the oracle judges that; other code only where the proposal says that it does."""
+    if any(path.startswith("kernels/") for path in case.paths):
+        return True
+    return "rounding" in repository.message(case.workspace.repository, case.applied.commit).lower()
+
+
 def never_executed(case: PatchCase[PatchPolicy], executed: Executed) -> list[Unexecuted]:
     """What of the patch's Python files neither the tiny runs nor the op checks executed."""
     found = []
@@ -97,6 +107,13 @@ def _approved_failed(policy: MatrixPolicy, side: SideRuns) -> StageResult:
     if side.out_of_time:
         return StageResult(missing(baseline_stopped("the tiny runs", policy.wall_seconds, "matrix.wall_seconds")))
     return StageResult(missing(f"the baseline's own tiny runs failed: {side.failed}"))
+
+
+def _rounds(differ: int, runs: int) -> str:
+    return (
+        f"{differ} of {runs} tiny runs end with other bits, within the bound for rounding, and the proposal does not say so: keep the "
+        "order of the operations, or say in its hypothesis that it changes rounding"
+    )
 
 
 def _reasons(listed: list[str]) -> list[str]:

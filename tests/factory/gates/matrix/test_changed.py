@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from factory.gates.patch.executed import Executed, Recorder
+from factory.gates.patch.executed import EXECUTED, Executed, Recorder
 from factory.gates.patch.matrix.changed import unexecuted
 
 
@@ -70,3 +73,45 @@ def test_every_copy_of_a_line_counts(tmp_path: Path) -> None:
     base = "def rate(step):\n    step = step * 2\n    return step\n"
     text = "def rate(step):\n    if step > 100:\n        step = step * 2\n    return step\n"
     assert parts(tmp_path, base, text, "rate(3)") == ["3: step"]
+
+
+COMPILED = """
+    import torch
+
+    @torch.compile(backend="eager")
+    def double(x, large=False):
+        if large:
+            return x * 4
+        return (x if x.shape[0] < 100 else x * 2) + x
+"""
+
+
+def test_what_the_compiler_traces_counts_as_executed(tmp_path: Path) -> None:
+    """A process of its own: the recorder changes the compiler."""
+    path = tmp_path / "trainer" / "part.py"
+    path.parent.mkdir()
+    path.write_text(dedent(COMPILED))
+    script = (
+        "import importlib.util, json, runpy, sys, torch\n"
+        f"recorder = runpy.run_path({str(EXECUTED)!r})['Recorder']({str(tmp_path)!r}, ['trainer/part.py'])\n"
+        "recorder.watch_compiler()\n"
+        "recorder.start()\n"
+        f"part = runpy.run_path({str(path)!r})\n"
+        "assert part['double'](torch.ones(3)).tolist() == [2, 2, 2]\n"
+        "recorder.stop()\n"
+        "print(json.dumps(recorder.to_json()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    executed = Executed()
+    executed.add(json.loads(done.stdout))
+    left = unexecuted("trainer/part.py", "", path.read_text(), executed)
+    assert [(part.line, part.source) for part in left] == [(7, "x"), (8, "x")]
+
+
+def test_a_kernel_that_was_launched_counts_as_a_whole() -> None:
+    text = "def kernel(x):\n    y = x + 1\n    return y\n"
+    executed = Executed(instructions={"kernels/part.py": {("<module>", 1, 0)}})
+    assert [part.line for part in unexecuted("kernels/part.py", "", text, executed)] == [1, 2, 3]
+    executed.launched["kernels/part.py"] = {(1, 3)}
+    assert unexecuted("kernels/part.py", "", text, executed) == []

@@ -1,0 +1,80 @@
+"""How much of the trainer and the kernels the gate's runs execute: what they do not, no patch may change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import CodeType
+
+import pytest
+
+from factory.gates.patch.changed_ops import ChangedOp
+from factory.gates.patch.executed import Executed
+from factory.gates.patch.matrix.changed import code_objects
+from factory.gates.patch.op_answers import answered
+from factory.gates.patch.policy import OraclePolicy
+from factory.gates.patch.stages.oracle import oracle_jobs
+from kernels.contract.registry import OPS, get
+from tests.support.factory.matrix import judge, prepare
+from tests.support.paths import ROOT
+
+LEAST = 0.98  # of the lines that a machine without a GPU can execute
+# What only a GPU, or a person at a command line, executes.
+ELSEWHERE = ("triton.py", "rows_in_triton.py")
+ON_A_GPU = {
+    "trainer/checkpoint_writer.py": ("torch.cuda", "ready", "stream", "pin_memory", "non_blocking", "copied"),
+    "trainer/batch.py": ("non_blocking", "replace(self"),
+    "trainer/monitor/metrics.py": ("torch.cuda",),
+    "trainer/parallel/ranks.py": ("torch.cuda", "nccl"),
+}
+
+
+def files() -> Iterator[str]:
+    for top in ("trainer", "kernels"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            if "contract" not in path.parts and path.name not in ELSEWHERE:
+                yield str(path.relative_to(ROOT))
+
+
+def lines_of(code: CodeType) -> set[int]:
+    return {line for part in code_objects(code) for _, _, line in part.co_lines() if line}
+
+
+def executed_by_ops(work: Path) -> Executed:
+    """What the checks of every implementation that runs here execute, as when a patch chooses it."""
+    ops = [
+        ChangedOp(name, "reference", implementation)
+        for name in OPS
+        for implementation, found in get(name).implementations.items()
+        if found.runs_on("cpu")
+    ]
+    policy = OraclePolicy(cases=["small"])
+    jobs = [job for precision in ("fp32", "bf16") for job in oracle_jobs(policy, ops, precision)]
+    with answered(jobs, policy, ROOT, ROOT, work, list(files())) as answers:
+        assert not answers.missing and not answers.died, answers.missing or answers.died
+        return answers.executed
+
+
+@pytest.mark.slow("all tiny runs of the gate twice, and checks of every implementation, which compiles")
+def test_the_gates_runs_execute_the_trainer_and_the_kernels(tmp_path: Path) -> None:
+    with ExitStack() as after:
+        prepared = prepare(tmp_path, after)
+        found = judge(prepared, ROOT, None)
+        assert not found.differences and found.same_bits, found.differences
+        executed = found.runs.executed
+    executed.merge(executed_by_ops(tmp_path / "ops"))
+    total, missing = 0, []
+    for path in files():
+        source = (ROOT / path).read_text()
+        text = source.splitlines()
+        lines = lines_of(compile(source, path, "exec", dont_inherit=True))
+        here = {n for n in lines if not any(word in text[n - 1] for word in ON_A_GPU.get(path, ()))}
+        total += len(here)
+        launched = {n for first, last in executed.launched.get(path, ()) for n in range(first, last + 1)}
+        left = here - executed.lines.get(path, set()) - launched
+        missing += [f"{path}:{n}: {text[n - 1].strip()}" for n in sorted(left)]
+    share = 1 - len(missing) / total
+    print(f"the gate's runs execute {share:.2%} of {total} lines; not:", *missing, sep="\n  ")
+    assert share >= LEAST
+
