@@ -3,7 +3,7 @@
 ``python driver.py make REQUEST OUT`` (approved code): writes inputs and upstream gradients to OUT/inputs, exact and eager results to
 OUT/truth.
 ``python driver.py answer REQUEST IN OUT`` (the candidate's code): writes outputs and gradients. It never sees the right ones.
-OUT/executed.json is what it executed of the files ``instructions``, recorded by the approved ``recorder``.
+OUT/executed.json is what it executed of the files ``instructions``, recorded by the approved ``recorder``, if there are such files.
 REQUEST is a JSON object: ``device`` ('cpu' or 'cuda'), where everything is computed, ``recorder`` (the path of
 ``factory.gates.patch.executed``), ``instructions`` (paths in the worktree), and ``jobs``, a list of
 ``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields of kernels.contract.op.Shape) has
@@ -289,10 +289,12 @@ if __name__ == "__main__":
     if verb == "make":
         make(jobs, Path(folders[0]))
     else:
-        recorder = runpy.run_path(asked["recorder"])["Recorder"](os.getcwd(), asked["instructions"])
-        if asked["instructions"]:
+        recorder = None
+        if asked.get("instructions"):
+            recorder = runpy.run_path(asked["recorder"])["ExecutionRecorder"](os.getcwd(), asked["instructions"])
             recorder.watch_compiler()
             recorder.start()
         answer(jobs, Path(folders[0]), Path(folders[1]))
-        recorder.stop()
-        (Path(folders[1]) / "executed.json").write_text(json.dumps(recorder.to_json()))
+        if recorder is not None:
+            recorder.stop()
+            (Path(folders[1]) / "executed.json").write_text(json.dumps(recorder.to_json()))

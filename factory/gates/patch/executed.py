@@ -49,7 +49,7 @@ class Executed:
     launched: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
 
     def add(self, left: Mapping[str, Any]) -> None:
-        """What ``Recorder.to_json`` left. Raises: KeyError, TypeError, ValueError where it is none."""
+        """What ``ExecutionRecorder.to_json`` left. Raises: KeyError, TypeError, ValueError where it is none."""
         for path, lines in left["lines"].items():
             self.lines.setdefault(path, set()).update(int(line) for line in lines)
         for path, parts in left["instructions"].items():
@@ -63,7 +63,7 @@ class Executed:
         self.add({name: getattr(other, name) for name in ("lines", "instructions", "traced", "launched")})
 
 
-class Recorder:
+class ExecutionRecorder:
     """A trace function that costs nothing outside ``trainer/`` and ``kernels/`` of ``root``. ``precise``: files whose instructions are recorded."""
 
     def __init__(self, root: str, precise: list[str]) -> None:

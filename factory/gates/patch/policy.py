@@ -29,9 +29,11 @@ class ExploitsPolicy(StrictPolicy):
     calls: Annotated[int, Field(ge=4)] = 32
     """Calls of each op at small random sizes, a few more at random; every one is checked."""
     recipe_calls: Count = 4
-    """Calls of each op, among the others, at the sizes of the trunk's recipe, reduced to ``multiplications``."""
+    """Calls of each op, among the others, at the sizes of the trunk's recipe, with fewer rows: ``multiplications``."""
+    long_calls: Count = 2
+    """Calls of each op, among the others, at the recipe's number of tokens, with narrower matrices."""
     multiplications: Annotated[float, Field(gt=0)] = 1e9
-    """Most multiplications of one forward call; larger sizes are reduced: rows, then context, then widths."""
+    """Most multiplications of one forward call; larger sizes are halved until it is below."""
 
 
 class IsolatedPolicy(StrictPolicy):

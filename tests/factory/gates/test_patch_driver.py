@@ -85,8 +85,17 @@ def test_calls_are_drawn_and_some_differ_by_two_elements_alone() -> None:
 @pytest.mark.parametrize("name", ["tiny", "demo", "llama-100m"])
 def test_a_call_at_the_recipes_sizes_is_affordable_and_keeps_its_widths_if_it_can(name: str) -> None:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml").model_dump()
-    shape = exploits.recipe_shape(ExploitsPolicy(), recipe)
+    shape = exploits.reduced(ExploitsPolicy(), recipe, exploits.FEWER_ROWS)
     assert exploits._multiplications(shape) <= 1e9
     assert all(shape[key] == recipe["model"][key] for key in ("heads", "kv_heads", "head_dim"))
     if name != "llama-100m":
         assert all(shape[key] == recipe["model"][key] for key in ("d_model", "d_ff", "vocab_size", "context"))
+
+
+@pytest.mark.parametrize("name", ["tiny", "demo"])
+def test_some_calls_have_the_recipes_number_of_tokens(name: str) -> None:
+    recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml").model_dump()
+    shape = exploits.reduced(ExploitsPolicy(), recipe, exploits.NARROWER, heads=1, kv_heads=1)
+    assert exploits._multiplications(shape) <= 1e9
+    rows = recipe["batch"].get("micro_sequences") or recipe["batch"]["sequences"]
+    assert (shape["batch"], shape["context"]) == (rows, recipe["model"]["context"])

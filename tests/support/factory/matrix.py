@@ -11,7 +11,7 @@ from pathlib import Path
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.changed import unexecuted
 from factory.gates.patch.matrix.compare import compare_case, compare_tool
-from factory.gates.patch.matrix.runs import MatrixPlan, SideCode, SideRuns, make_plan, run_cases
+from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
 from tests.support.paths import ROOT
 
 REFERENCE = "cpu: {}\n"
@@ -24,7 +24,7 @@ class Prepared:
 
     plan: MatrixPlan
     side: SideCode
-    baseline: SideRuns
+    baseline: MatrixRuns
     cases: Sequence[MatrixCase]
     tools: Sequence[MatrixTool]
     work: Path
@@ -37,7 +37,7 @@ class Judged:
     differences: list[str]
     same_bits: bool
     unexecuted: list[str]
-    runs: SideRuns
+    runs: MatrixRuns
 
 
 def copy_of_code(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, name_of
-from factory.gates.patch.matrix.runs import MatrixPlan, SideRuns
+from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, tensors_of
 
 FILE_BYTES = 1 << 26
@@ -30,7 +30,7 @@ Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class Discrepancy:
     """One number or tensor that differs. ``total``: what it is summed into where only totals are compared."""
 
     what: str
@@ -66,7 +66,7 @@ class Compared:
     worst: Difference | None
 
 
-def compare_runs(plan: MatrixPlan, baseline: SideRuns, candidate: SideRuns) -> list[Compared]:
+def compare_runs(plan: MatrixPlan, baseline: MatrixRuns, candidate: MatrixRuns) -> list[Compared]:
     """Each case in the order of ``CASES``, then each tool."""
     runs = [
         compare_case(case, baseline.opened[case.name], candidate.opened[case.name], plan.weights_before(case))
@@ -76,20 +76,20 @@ def compare_runs(plan: MatrixPlan, baseline: SideRuns, candidate: SideRuns) -> l
     return runs + [compare_tool(name_of(tool), baseline, candidate) for tool in TOOLS]
 
 
-def compare_tool(name: str, baseline: SideRuns, candidate: SideRuns) -> Compared:
+def compare_tool(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> Compared:
     """What a tool printed, but for the path of its own folder, and the checkpoint that it left, if it did."""
-    found: list[Part] = []
+    found: list[Discrepancy] = []
     try:
         ours, theirs = (
             read_bytes(side.opened[name], ["printed.txt"], FILE_BYTES).replace(str(side.folders[name]).encode(), b"")
             for side in (baseline, candidate)
         )
         if ours != theirs:
-            found.append(Part("it prints something else"))
+            found.append(Discrepancy("it prints something else"))
         found += _all_checkpoints(baseline.opened[name], candidate.opened[name], None)
     except UntrustedFileError as error:
-        found.append(Part(str(error)))
-    worst = max(found, key=lambda part: part.share, default=Part("", 0.0))
+        found.append(Discrepancy(str(error)))
+    worst = max(found, key=lambda part: part.share, default=Discrepancy("", 0.0))
     return Compared(not found, Difference(name, worst.what, worst.share, ROUNDING) if worst.share > ROUNDING else None)
 
 
@@ -99,15 +99,15 @@ def compare_case(case: MatrixCase, baseline: int, candidate: int, start: Weights
     try:
         found = list(_differences(baseline, candidate, start))
     except UntrustedFileError as error:
-        found = [Part(str(error))]
+        found = [Discrepancy(str(error))]
     judged = _totals(found) if case.totals else _weighed(found, allowed)
-    worst = max(judged, key=lambda part: part.share, default=Part("", 0.0))
+    worst = max(judged, key=lambda part: part.share, default=Discrepancy("", 0.0))
     return Compared(
         not found, Difference(case.name, worst.what, worst.share, allowed) if worst.share > allowed else None
     )
 
 
-def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Part]:
+def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
     """Everything that is not the same."""
     for name in ("metrics.jsonl", "anomalies.jsonl"):
         ours, theirs = (_lines(folder, name) for folder in (baseline, candidate))
@@ -116,27 +116,29 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
                 [line for line in lines if line.get("kind") != "throughput_drop"] for lines in (ours, theirs)
             )
         if len(ours) != len(theirs):
-            yield Part(f"{name} has {len(theirs)} lines, the baseline's {len(ours)}")
+            yield Discrepancy(f"{name} has {len(theirs)} lines, the baseline's {len(ours)}")
             continue
         for number, (one, other) in enumerate(zip(ours, theirs)):
             yield from _values(f"{name}, line {number + 1}", one, other, CLOCKED)
     one, other = (_object(folder, ["result.json"]) for folder in (baseline, candidate))
     yield from _values("result.json", one, other, CLOCKED | ELSEWHERE)
     if read_bytes(baseline, ["parameters.txt"], FILE_BYTES) != read_bytes(candidate, ["parameters.txt"], FILE_BYTES):
-        yield Part("parameters.txt is another")
+        yield Discrepancy("parameters.txt is another")
     yield from _all_checkpoints(baseline, candidate, start)
 
 
-def _all_checkpoints(baseline: int, candidate: int, start: Weights | None) -> Iterator[Part]:
+def _all_checkpoints(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
     steps = [_checkpoints(folder) for folder in (baseline, candidate)]
     if steps[0] != steps[1]:
-        yield Part(f"it left the checkpoints {', '.join(steps[1]) or 'none'}, the baseline {', '.join(steps[0])}")
+        yield Discrepancy(
+            f"it left the checkpoints {', '.join(steps[1]) or 'none'}, the baseline {', '.join(steps[0])}"
+        )
         return
     for name in steps[0]:
         yield from _checkpoint(name, baseline, candidate, start)
 
 
-def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None) -> Iterator[Part]:
+def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
     one, other = (_object(folder, ["checkpoints", name, "state.json"]) for folder in (baseline, candidate))
     yield from _values(f"{name}, state.json", one, other, CLOCKED | {"throughput", "skipped"})
     files = [
@@ -144,7 +146,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
         for folder in (baseline, candidate)
     ]
     if files[0] != files[1]:
-        yield Part(f"{name} has the files {', '.join(files[1])}, the baseline's {', '.join(files[0])}")
+        yield Discrepancy(f"{name} has the files {', '.join(files[1])}, the baseline's {', '.join(files[0])}")
         return
     for file in files[0]:
         if not file.endswith(".safetensors"):
@@ -152,15 +154,15 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
         parts = ["checkpoints", name, file]
         ours, theirs = (tensors_of(read_bytes(folder, parts, FILE_BYTES), file) for folder in (baseline, candidate))
         if ours.keys() != theirs.keys():
-            yield Part(f"{name}: {file} has other tensors: {', '.join(sorted(ours.keys() ^ theirs.keys())[:3])}")
+            yield Discrepancy(f"{name}: {file} has other tensors: {', '.join(sorted(ours.keys() ^ theirs.keys())[:3])}")
             continue
         for key, tensor in ours.items():
             found = theirs[key]
             if tensor.shape != found.shape or tensor.dtype != found.dtype:
-                yield Part(f"{name}: {key} has shape {list(found.shape)} and {found.dtype}")
+                yield Discrepancy(f"{name}: {key} has shape {list(found.shape)} and {found.dtype}")
             elif tensor.numpy().tobytes() != found.numpy().tobytes():
                 total = f"{name}: {key.partition('.')[0] if file.startswith('optimizer') else 'weights'}"
-                yield Part(f"{name}: {key}", *_apart(key, tensor, found, start), total)
+                yield Discrepancy(f"{name}: {key}", *_apart(key, tensor, found, start), total)
 
 
 def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | None) -> tuple[float, float]:
@@ -174,7 +176,7 @@ def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | 
     return float((one - other).norm()), scale
 
 
-def _weighed(parts: Sequence[Part], allowed: float) -> Iterator[Part]:
+def _weighed(parts: Sequence[Discrepancy], allowed: float) -> Iterator[Discrepancy]:
     """The noise scale is a difference of nearly equal sums, in which a rounding becomes a hundred times as large.
 
     In runs whose rounding is large its sign may change, and it is not there then. Where nothing but it differs, no rounding did that.
@@ -184,14 +186,14 @@ def _weighed(parts: Sequence[Part], allowed: float) -> Iterator[Part]:
         if part not in estimates:
             yield part
         elif len(estimates) == len(parts):
-            yield Part(part.what)
+            yield Discrepancy(part.what)
         elif not math.isinf(part.apart):
             yield replace(part, apart=part.apart / 100)
         elif allowed < IN_MUON:
             yield part
 
 
-def _totals(parts: Iterable[Part]) -> Iterator[Part]:
+def _totals(parts: Iterable[Discrepancy]) -> Iterator[Discrepancy]:
     """For runs in which rounding grows: tensors together by checkpoint and kind; of other numbers the loss and the rate."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for part in parts:
@@ -201,14 +203,14 @@ def _totals(parts: Iterable[Part]) -> Iterator[Part]:
         elif math.isinf(part.apart) or part.what.endswith((": loss", ": lr")):
             yield part
     for total, (apart, scale) in sums.items():
-        yield Part(f"{total} together", math.sqrt(apart), math.sqrt(scale))
+        yield Discrepancy(f"{total} together", math.sqrt(apart), math.sqrt(scale))
 
 
-def _values(where: str, one: Any, other: Any, ignored: Collection[str]) -> Iterator[Part]:
+def _values(where: str, one: Any, other: Any, ignored: Collection[str]) -> Iterator[Discrepancy]:
     """Two JSON values. Floats differ by a share of the larger one; everything else differs wholly or not at all."""
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() != other.keys():
-            yield Part(f"{where}: other keys: {', '.join(sorted(map(str, one.keys() ^ other.keys()))[:5])}")
+            yield Discrepancy(f"{where}: other keys: {', '.join(sorted(map(str, one.keys() ^ other.keys()))[:5])}")
             return
         for key in one:
             if key not in ignored:
@@ -219,9 +221,9 @@ def _values(where: str, one: Any, other: Any, ignored: Collection[str]) -> Itera
     elif type(one) is float and type(other) is float:
         if one != other and not (math.isnan(one) and math.isnan(other)):
             both = max(abs(one), abs(other))
-            yield Part(where, abs(one - other), both) if math.isfinite(both) else Part(where)
+            yield Discrepancy(where, abs(one - other), both) if math.isfinite(both) else Discrepancy(where)
     elif type(one) is not type(other) or one != other:
-        yield Part(f"{where}: {str(other)[:80]} where the baseline has {str(one)[:80]}")
+        yield Discrepancy(f"{where}: {str(other)[:80]} where the baseline has {str(one)[:80]}")
 
 
 def _lines(folder: int, name: str) -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from factory.gates.patch.executed import EXECUTED, Executed
-from factory.gates.patch.matrix import train_cases
 from factory.gates.patch.matrix.cases import CASES, LONG_STEPS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.starts import ANNEALED, TRUNK, MatrixData, derived, interrupt, make_data
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes
@@ -30,14 +29,14 @@ from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 from trainer.contract.checkpoint import format as checkpoints
 
-DRIVER = Path(train_cases.__file__)
+DRIVER = Path(__file__).with_name("train_cases.py")
 NOTES_BYTES = 1 << 26
 LANES = min(2, os.cpu_count() or 1)  # processes of one side at a time; each has one thread
 INTERRUPTED = ("half", "damaged")  # begins that are folders of the run itself
 
 
 @dataclass
-class SideRuns:
+class MatrixRuns:
     """One side's runs. ``failed``: what went wrong; ``out_of_time``: it was a time limit.
 
     folders: case → folder; only of approved code's runs it still leads to what they left. opened: case → descriptor of the folder,
@@ -57,7 +56,7 @@ class SideRuns:
         self.opened[name] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         after.callback(os.close, self.opened[name])
 
-    def add(self, part: SideRuns) -> None:
+    def add(self, part: MatrixRuns) -> None:
         self.folders |= part.folders
         self.opened |= part.opened
         self.executed.merge(part.executed)
@@ -139,7 +138,7 @@ class MatrixPlan:
         return checkpoints.read_tensors(self.starts[case.begin], "model")
 
 
-def make_plan(side: SideCode, folder: Path) -> tuple[MatrixPlan, SideRuns]:
+def make_plan(side: SideCode, folder: Path) -> tuple[MatrixPlan, MatrixRuns]:
     """Data, checkpoints and names for one verdict, made by the approved code of ``side``; its runs say whether that failed."""
     interrupted = [case for case in CASES if case.begin in INTERRUPTED]
     steps = {case.name: case.steps for case in (*CASES, TRUNK, ANNEALED)}
@@ -170,14 +169,14 @@ def run_cases(
     cases: Sequence[MatrixCase] = CASES,
     tools: Sequence[MatrixTool] = (),
     fresh: bool = False,
-) -> SideRuns:
+) -> MatrixRuns:
     """Train the cases, and run the tools. ``fresh``: interrupted cases begin with nothing. Raises: IsolationError.
 
     Cases of one rank run in ``LANES`` processes beside one another, those of several ranks afterwards.
     """
     single, several = ([case for case in cases if (case.ranks > 1) is many] for many in (False, True))
     lanes = [single[number::LANES] for number in range(LANES)]
-    found, began = SideRuns(), time.monotonic()
+    found, began = MatrixRuns(), time.monotonic()
     with ThreadPoolExecutor(LANES) as beside:
         jobs = [
             beside.submit(_run_lane, plan, side, fresh, lane, tools if n == 0 else (), f"{n}")
@@ -194,10 +193,10 @@ def run_cases(
 
 def _run_lane(
     plan: MatrixPlan, side: SideCode, fresh: bool, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool], name: str
-) -> SideRuns:
+) -> MatrixRuns:
     """Cases of the same number of ranks, then tools, one after the other, in one sandbox."""
     folder = side.folder / name
-    found = SideRuns()
+    found = MatrixRuns()
     segments, uses = [], []
     for case in cases:
         own = folder / "segments" / plan.names[case.name]

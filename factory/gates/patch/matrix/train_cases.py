@@ -79,7 +79,7 @@ if __name__ == "__main__":
     request = json.loads(Path(sys.argv[2]).read_text())
     if request["ranks"] > 1 and "RANK" not in os.environ:
         sys.exit(as_ranks(request["ranks"]))
-    recorder = runpy.run_path(sys.argv[1])["Recorder"](os.getcwd(), request["instructions"])
+    recorder = runpy.run_path(sys.argv[1])["ExecutionRecorder"](os.getcwd(), request["instructions"])
     if request["instructions"]:
         recorder.watch_compiler()
     import torch

@@ -17,7 +17,7 @@ from factory.gates.patch.executed import Executed
 from factory.gates.patch.matrix.cases import TOOLS
 from factory.gates.patch.matrix.changed import Unexecuted, unexecuted
 from factory.gates.patch.matrix.compare import compare_runs
-from factory.gates.patch.matrix.runs import SideCode, SideRuns, make_plan, run_cases
+from factory.gates.patch.matrix.runs import MatrixRuns, SideCode, make_plan, run_cases
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patience import baseline_stopped, patiently, stopped
 from factory.git import repository
@@ -47,7 +47,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         kernels = kernels_of(case, case.candidate, work / "b")
         files = [path for path in case.paths if path.endswith(".py")]
 
-        def attempt(number: int, limit: float) -> SideRuns:
+        def attempt(number: int, limit: float) -> MatrixRuns:
             side = replace(approved, code=case.candidate, kernels=kernels, folder=work / f"{2 + number}")
             return run_cases(plan, replace(side, wall_seconds=limit, instructions=files), tools=TOOLS)
 
@@ -103,7 +103,7 @@ def never_executed(case: PatchCase[PatchPolicy], executed: Executed) -> list[Une
     return found
 
 
-def _approved_failed(policy: MatrixPolicy, side: SideRuns) -> StageResult:
+def _approved_failed(policy: MatrixPolicy, side: MatrixRuns) -> StageResult:
     if side.out_of_time:
         return StageResult(missing(baseline_stopped("the tiny runs", policy.wall_seconds, "matrix.wall_seconds")))
     return StageResult(missing(f"the baseline's own tiny runs failed: {side.failed}"))

@@ -10,7 +10,7 @@ from textwrap import dedent
 
 import pytest
 
-from factory.gates.patch.executed import EXECUTED, Executed, Recorder
+from factory.gates.patch.executed import EXECUTED, Executed, ExecutionRecorder
 from factory.gates.patch.matrix.changed import unexecuted
 
 
@@ -19,7 +19,7 @@ def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
     path = folder / "trainer" / "part.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(dedent(text))
-    recorder = Recorder(str(folder), ["trainer/part.py"])
+    recorder = ExecutionRecorder(str(folder), ["trainer/part.py"])
     names: dict[str, object] = {}
     recorder.start()
     try:
@@ -93,7 +93,7 @@ def test_what_the_compiler_traces_counts_as_executed(tmp_path: Path) -> None:
     path.write_text(dedent(COMPILED))
     script = (
         "import importlib.util, json, runpy, sys, torch\n"
-        f"recorder = runpy.run_path({str(EXECUTED)!r})['Recorder']({str(tmp_path)!r}, ['trainer/part.py'])\n"
+        f"recorder = runpy.run_path({str(EXECUTED)!r})['ExecutionRecorder']({str(tmp_path)!r}, ['trainer/part.py'])\n"
         "recorder.watch_compiler()\n"
         "recorder.start()\n"
         f"part = runpy.run_path({str(path)!r})\n"

@@ -77,4 +77,3 @@ def test_the_gates_runs_execute_the_trainer_and_the_kernels(tmp_path: Path) -> N
     share = 1 - len(missing) / total
     print(f"the gate's runs execute {share:.2%} of {total} lines; not:", *missing, sep="\n  ")
     assert share >= LEAST
-
