@@ -34,7 +34,7 @@ BASE: dict[str, Any] = {
     },
     "mixture": {"weights": {"code": 0.5, "docs": 0.3, "chat": 0.2}, "max_epochs": 1000},
     "batch": {"sequences": 4},
-    "optimizer": {"lr": 1e-2},
+    "optimizer": {"lr": 1e-2, "weight_decay": 1.0},
     "schedule": {"warmup_steps": 3, "trunk_steps": {"first": 8, "later": 8}, "anneal_steps": 6},
     "stability": {"grad_clip": 0.5, "z_loss": 0.1, "noise_scale_every": 3, "window": 8},
 }

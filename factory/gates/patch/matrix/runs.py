@@ -181,7 +181,7 @@ def run_cases(
         jobs = [
             beside.submit(_run_lane, plan, side, fresh, lane, tools if n == 0 else (), f"{n}")
             for n, lane in enumerate(lanes)
-            if lane
+            if lane or (tools and n == 0)
         ]
         for job in jobs:
             found.add(job.result())
@@ -213,7 +213,7 @@ def _run_lane(
         uses.append({"folder": str(own), "module": tool.module, "arguments": plan.arguments(tool, own)})
     if side.compiled is not None and side.compiled.is_dir():
         shutil.copytree(side.compiled, folder / "cache" / "inductor" / side.compiled.name)
-    ranks = cases[0].ranks
+    ranks = cases[0].ranks if cases else 1
     wanted = {case.name: case.exit_code for case in cases} | {name_of(tool): 0 for tool in tools}
     notes, request = folder / "notes", folder / "request.json"
     notes.mkdir()
