@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from factory.code_loop.workbench import history
 from factory.core import devices
 from factory.core.errors import FactoryError
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.stages.gate import patch_gate
 from factory.gates.recipe.gate import concerns, recipe_gate, tried_before
@@ -68,7 +68,7 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
         raise
     finally:
         repository.remove_worktree(workspace.repository, worktree)
-        shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
+        remove(worktree.with_name(worktree.name + "-gate"))
     _show(workspace, ledger, number, progress)
     return number
 
@@ -88,11 +88,11 @@ def _show(workspace: Workspace, ledger: Ledger, number: int, progress: Progress)
 def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
     """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
     for leftover in (workspace.root / "cache").glob("check-*"):  # of a quick check that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove(leftover)
     for row in ProposalRow.select(ledger, "WHERE state = 'drafted' ORDER BY number"):
         worktree = workspace.worktrees / f"proposal-{row.number}"
         repository.remove_worktree(workspace.repository, worktree)
-        shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
+        remove(worktree.with_name(worktree.name + "-gate"))
         repository.remove_branch(workspace.repository, row.branch)
         _failed(ledger, row.number, "the factory was killed while the proposal was judged")
         progress.line(f"  proposal {row.number} was not judged, as its process was killed: removed")

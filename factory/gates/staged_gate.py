@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from agents.core.untrusted import one_line
 from factory.core.errors import FactoryError
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.case import PatchCase, Policy, Stage, StageResult, failed, missing
 from factory.gates.release.judge import Verdict
@@ -77,10 +77,10 @@ class StagedGate(Generic[Policy]):
         """The evidence of every stage up to the first that did not pass."""
         repo = workspace.repository
         work = applied.worktree.with_name(applied.worktree.name + "-gate")
-        shutil.rmtree(work, ignore_errors=True)
+        remove(work)
         work.mkdir(parents=True)
         with ExitStack() as after_stages:
-            after_stages.callback(shutil.rmtree, work, ignore_errors=True)
+            after_stages.callback(remove, work)
             case = PatchCase(
                 workspace,
                 ledger,

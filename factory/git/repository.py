@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core.errors import InputError
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.git_store import (
     ENVIRONMENT,
@@ -119,9 +120,7 @@ def checkout(repository: Path, commit: str, folder: Path) -> Path:
 
 def remove_worktree(repository: Path, folder: Path) -> None:
     """Remove a worktree and its registration, whatever is left of either."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.is_symlink() or folder.is_file():
-        folder.unlink()
+    remove(folder)
     git(repository, "worktree", "prune", "--expire", "now", check=False)
 
 
@@ -150,7 +149,7 @@ def fork(source: Path, target: Path, edits: Mapping[str, Callable[[str], str]], 
     """
     base = live_commit(source)
     aside = target.with_name(f".{target.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     clone = ("-c", "protocol.file.allow=always", "clone", "--quiet", "--no-checkout", "--no-hardlinks", "--template=")
     git(source, *clone, "--", str(source), str(aside))
     git(aside, "remote", "remove", "origin")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from factory.core.removal import remove
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors, tensors_of
 from factory.sandbox import clock as sandbox_clock
 from factory.sandbox import sandbox
@@ -80,7 +80,7 @@ def timed_session(
     besides the weights; ``early``: number → an earlier step whose weights are returned too.
     """
     runs = folder / "runs"
-    shutil.rmtree(runs, ignore_errors=True)
+    remove(runs)
     names = [f"{number:02d}" for number in range(len(specs))]
     for name in names:
         (runs / name).mkdir(parents=True)

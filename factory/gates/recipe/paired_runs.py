@@ -20,7 +20,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 import statistics
 import sys
 import threading
@@ -30,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from factory.core.removal import remove
 from factory.gates.patch.session import Weights, read_weights
 from factory.gates.patch.training import for_one_rank
 from factory.gates.recipe.policy import RunsPolicy
@@ -183,7 +183,7 @@ def paired_runs(
             folder = work / "runs" / f"{number:02d}-{side}"
             specs = segment_specs(start, recipes[side], raw[side], sizes[side], seed, held, folder, kernels)
             runs.append(_Run(side, folder, specs))
-    shutil.rmtree(work / "runs", ignore_errors=True)
+    remove(work / "runs")
     for folder in (run.folder / part for run in runs for part in _Run.parts):
         folder.mkdir(parents=True)
     feeder = _Feeder(runs, origin, score, advance)
@@ -273,7 +273,7 @@ class _Feeder(threading.Thread):
         speeds = [line["tokens_per_s"] for line in lines[UNSTEADY_STEPS:] or lines]
         self.found.tokens_per_s[run.side].append(statistics.median(speeds))
         self.found.memory.setdefault(run.side, float(max(line["memory"] for line in lines)))
-        shutil.rmtree(run.folder, ignore_errors=True)
+        remove(run.folder)
         self.advance(f"{run.side}: {statistics.fmean(bits.values()):.4f} bits per byte")
         return True
 
