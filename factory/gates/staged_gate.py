@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, Protocol
 
 from agents.core.untrusted import one_line
@@ -76,7 +77,7 @@ class StagedGate(Generic[Policy]):
     ) -> dict[str, Any]:
         """The evidence of every stage up to the first that did not pass."""
         repo = workspace.repository
-        work = applied.worktree.with_name(applied.worktree.name + "-gate")
+        work = gate_folder(applied.worktree)
         remove(work)
         work.mkdir(parents=True)
         with ExitStack() as after_stages:
@@ -125,6 +126,11 @@ class StagedGate(Generic[Policy]):
             if state not in ("passed", "not needed"):
                 break
         return found
+
+
+def gate_folder(worktree: Path) -> Path:
+    """Where the gate works while it judges the patch that is checked out at ``worktree``."""
+    return worktree.with_name(worktree.name + "-gate")
 
 
 def _run(stage: Stage, name: str, case: PatchCase[Any]) -> StageResult:

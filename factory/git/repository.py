@@ -102,7 +102,12 @@ def require_settled(repository: Path) -> None:
 def checkout_live(workspace: Workspace, commit: str = "") -> Path:
     """The folder that holds the live commit (or ``commit``); made when it is missing, and again when it was changed."""
     commit = commit or live_commit(workspace.repository)
-    return checkout(workspace.repository, commit, workspace.worktrees / f"live-{commit[:12]}")
+    return checkout(workspace.repository, commit, checkout_folder(workspace.worktrees, commit))
+
+
+def checkout_folder(worktrees: Path, commit: str) -> Path:
+    """Where a commit is checked out, the live code's or a patch's: code cannot tell by its folder's name which it is."""
+    return worktrees / f"live-{commit[:12]}"
 
 
 def checkout(repository: Path, commit: str, folder: Path) -> Path:
@@ -174,9 +179,9 @@ def apply_proposal(
     policy: AgentsPolicy,
     branch: str,
     message: str,
-    worktree: Path,
+    worktrees: Path,
 ) -> Applied:
-    """Commit ``edits`` (path, new text) on top of ``base`` as a new branch, and check it out at ``worktree``.
+    """Commit ``edits`` (path, new text) on top of ``base`` as a new branch, and check it out in a folder below ``worktrees``.
 
     Raises: ScopeError before anything is written; RepositoryError when git fails. Neither leaves a branch or a folder.
     """
@@ -189,6 +194,7 @@ def apply_proposal(
     if commit is None:
         raise ScopeError(["the patch changes nothing"])
     git(repository, "update-ref", f"refs/heads/{branch}", commit, NO_COMMIT)  # fails when the branch is there
+    worktree = checkout_folder(worktrees, commit)
     try:
         checkout(repository, commit, worktree)
         return Applied(branch, commit, base, patch_sha256(repository, base, commit), worktree)

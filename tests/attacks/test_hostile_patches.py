@@ -101,7 +101,7 @@ def test_paths_that_are_not_a_patchs_business(target: Path, tmp_path: Path, path
             policy=AGENTS,
             branch="factory/evil/1-x",
             message="m",
-            worktree=tmp_path / "w",
+            worktrees=tmp_path / "w",
         )
     assert repository.branch_numbers(target) == set() and not (tmp_path / "w").exists()
 
@@ -138,7 +138,7 @@ def test_contents_that_hide(target: Path, tmp_path: Path, content: str) -> None:
     with pytest.raises(ScopeError):
         repository.apply_proposal(
             target, repository.live_commit(target), [("kernels/a.py", content)],
-            policy=AGENTS, branch="factory/evil/1-x", message="m", worktree=tmp_path / "w",
+            policy=AGENTS, branch="factory/evil/1-x", message="m", worktrees=tmp_path / "w",
         )  # fmt: skip
 
 
@@ -183,12 +183,12 @@ def test_hooks_filters_and_attributes_of_the_repository_never_run(target: Path, 
         policy=AGENTS,
         branch="factory/e/1-x",
         message="m",
-        worktree=tmp_path / "w",
+        worktrees=tmp_path / "w",
     )
     repository.changed_files(clone)
     repository.changes(clone, base, applied.commit)
     repository.checkout(clone, base, tmp_path / "w2")
-    assert not mark.exists() and (tmp_path / "w" / "kernels" / "a.py").read_text() == "x = 1\n"
+    assert not mark.exists() and (applied.worktree / "kernels" / "a.py").read_text() == "x = 1\n"
 
 
 # -- static: what a reader objects to ------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def candidate(made: Made, tmp_path: Path) -> Iterator[Callable[[str, str], Path]
         applied.append(
             repository.apply_proposal(
                 made.target, made.base, [(path, text)], policy=AGENTS, branch="factory/evil/99-x", message="m",
-                worktree=tmp_path / "candidate",
+                worktrees=tmp_path / "candidate",
             )
         )  # fmt: skip
         return applied[0].worktree
@@ -97,7 +97,10 @@ def compared(
     """The training stage's evidence on two checkouts."""
     start = find_start(made.ledger)
     assert start is not None
-    sides = [Side(code, start.recipe, folder / name) for name, code in (("a", baseline), ("b", code))]
+    sides = [
+        Side(code, repository.live_commit(code), start.recipe, folder / name)
+        for name, code in (("a", baseline), ("b", code))
+    ]
     return compare_training(policy, start, *sides, made.workspace, SILENT, new_code, 1)[0]
 
 

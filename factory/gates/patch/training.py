@@ -51,9 +51,10 @@ Pair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
 
 @dataclass(frozen=True)
 class Side:
-    """Baseline or candidate: its code, its recipe, and the folder that only its own runs write to."""
+    """Baseline or candidate: its code, the commit that the code is, its recipe, and the folder that only its own runs write to."""
 
     code: Path
+    commit: str
     recipe: dict[str, Any]
     folder: Path
 
@@ -241,8 +242,8 @@ class _Comparison:
         left.session_s.append(session.seconds)
         if planned.side == BASELINE:
             for number, run in enumerate(done, 2):  # after the warm-up and the control
-                left.overheads.append(run.seconds - _recorded_span(folder / "runs" / f"{number:02d}"))
-        remove(folder / "runs")
+                left.overheads.append(run.seconds - _recorded_span(session.folders[number]))
+        remove(folder / "segments")
         return done
 
     def _session(self, name: str, runs: Sequence[PlannedRun], before_s: float) -> tuple[PatchSession, Path]:
@@ -356,7 +357,7 @@ def _run_trainer(
             "last_step": start.step + run.steps,
             "initial_checkpoint": str(start.checkpoint),
             "restart_data": True,
-            "code_commit": "",
+            "code_commit": side.commit,
             "kernels": str(kernels),
         }
         for run in (PlannedRun(_seed(), warm_steps), *runs)

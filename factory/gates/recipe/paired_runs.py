@@ -128,6 +128,7 @@ def segment_specs(
     held: set[str],
     folder: Path,
     kernels: Path,
+    commit: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(trunk, tail) of one run; the tail continues from the trunk's checkpoint below ``folder``, and in its data.
 
@@ -146,7 +147,7 @@ def segment_specs(
             "last_step": stop,
             "initial_checkpoint": str(checkpoint),
             "restart_data": kind == "trunk",
-            "code_commit": "",
+            "code_commit": commit,
             "kernels": str(kernels),
         }
 
@@ -160,12 +161,13 @@ def paired_runs(
     recipes: dict[str, Recipe],
     changed: set[str],
     code: Path,
+    commit: str,
     work: Path,
     origin: Weights,
     score: Score,
     advance: Callable[[str], None],
 ) -> MeasuredRuns:
-    """Run and score every pair. ``changed``: the recipe's keys that differ; ``code``: of the base commit.
+    """Run and score every pair. ``changed``: the recipe's keys that differ; ``code``: of the base ``commit``.
 
     Raises: IsolationError; DataPlanError when no token shard has a domain of a mixture.
     """
@@ -177,13 +179,14 @@ def paired_runs(
     kernels = work / "kernels.yaml"
     kernels.write_text(start.kernels_of(code))
     runs = []
+    drawn = secrets.randbelow(90_000)  # the folders are named as live segments are
     for number in range(policy.seeds):
         seed = secrets.randbelow(1 << 31)
         for side in SIDES if number % 2 == 0 else reversed(SIDES):
-            folder = work / "runs" / f"{number:02d}-{side}"
-            specs = segment_specs(start, recipes[side], raw[side], sizes[side], seed, held, folder, kernels)
+            folder = work / "segments" / f"{drawn + len(runs):05d}"
+            specs = segment_specs(start, recipes[side], raw[side], sizes[side], seed, held, folder, kernels, commit)
             runs.append(_Run(side, folder, specs))
-    remove(work / "runs")
+    remove(work / "segments")
     for folder in (run.folder / part for run in runs for part in _Run.parts):
         folder.mkdir(parents=True)
     feeder = _Feeder(runs, origin, score, advance)
