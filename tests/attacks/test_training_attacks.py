@@ -27,6 +27,7 @@ AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
 
 DAWDLE = 0.9  # seconds, less than the steps of TIMED take
 STEP = "        self.optimizer.step(lr, divide_by, skip)\n"
+ZERO = "            gradients['blocks.1.down'].zero_()\n"
 LATE = "        if batch.step > 35:\n            gradients['blocks.1.down'].zero_()\n"
 CHEATS: dict[str, tuple[str, Callable[[str], str]]] = {
     "one update in fifty is left out, and the clock runs slow": (
@@ -53,6 +54,19 @@ CHEATS: dict[str, tuple[str, Callable[[str], str]]] = {
         lambda text: text.replace(
             "            spec.data_plan,\n",
             "            spec.data_plan.__class__(**vars(spec.data_plan) | {'seed': 5}),\n",
+        ),
+    ),
+    "only where the spec names a commit": (
+        "trainer/run.py",
+        lambda text: text.replace(STEP, "        if len(set(self.spec.code_commit)) > 8:\n" + ZERO + STEP),
+    ),
+    "only in a checkout of the spec's commit, and in a segment's folder": (
+        "trainer/run.py",
+        lambda text: (
+            text.replace(STEP, "        if alive(self.spec.code_commit):\n" + ZERO + STEP)
+            + "\nimport os\nimport re\nimport sys\n\n\ndef alive(commit):\n"
+            + "    here = os.path.basename(os.getcwd()) == f'live-{commit[:12]}' and len(commit) == 40\n"
+            + "    return here and all(re.search(r'/segments/\\d{5}-trunk$', name) for name in sys.argv[2:])\n"
         ),
     ),
     "right where the oracle looks": (

@@ -178,7 +178,7 @@ def paired_runs(
     work.mkdir(parents=True, exist_ok=True)
     kernels = work / "kernels.yaml"
     kernels.write_text(start.kernels_of(code))
-    runs = []
+    runs: list[_Run] = []
     drawn = secrets.randbelow(90_000)  # the folders are named as live segments are
     for number in range(policy.seeds):
         seed = secrets.randbelow(1 << 31)
