@@ -118,7 +118,11 @@ def compared(
     return compare_training(policy, start, *sides, made.workspace, SILENT, new_code, 1)[0]
 
 
-@pytest.mark.parametrize("name", CHEATS)
+LONG = "only in a checkout of the spec's commit, and in a segment's folder"  # one of the two that look is enough for every day
+NAMES = [pytest.param(name, marks=pytest.mark.slow("training sessions")) if name == LONG else name for name in CHEATS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_left_out_work_is_found_by_the_weights(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:
