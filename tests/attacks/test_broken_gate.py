@@ -15,7 +15,9 @@ from factory.code_loop.submitting import submit
 from factory.core.progress import SILENT
 from agents.core.proposal import Edit, Proposal
 from factory.gates.case import PatchCase, StageResult, failed, passed
-from factory.gates.patch.stages import oracle, static
+from factory.gates.patch.changed_ops import ChangedOp
+from factory.gates.patch.policy import IsolatedPolicy
+from factory.gates.patch.stages import isolated, oracle, static
 from factory.gates.staged_gate import gate_folder
 from factory.ledger.ledger import proposals, verdicts
 from factory.sandbox import sandbox
@@ -123,3 +125,19 @@ def test_twenty_thousand_folders_one_in_the_other_end_in_a_verdict(monkeypatch: 
 
     row, _ = judged(monkeypatch, run)
     assert row["outcome"] == "reject"
+
+
+def test_a_link_left_by_code_that_is_timed_is_not_written_through(tmp_path: Path) -> None:
+    """The folder is used again by the next timing, with a new recipe."""
+    code, work, kept = tmp_path / "code", tmp_path / "work", tmp_path / "kept"
+    contract = code / "kernels" / "contract"
+    contract.mkdir(parents=True)
+    for folder in (contract, contract.parent):
+        (folder / "__init__.py").write_text("")
+    names = [str(work / "recipe.yaml"), str(work / "work-recipe.yaml")]
+    leaves = f"import os\nfor name in {names}:\n    os.path.lexists(name) or os.symlink({str(kept)!r}, name)\nprint('{{}}')\n"
+    (contract / "bench.py").write_text(leaves)
+    for _ in range(2):
+        with pytest.raises(KeyError):  # it tells no times
+            isolated.compare(IsolatedPolicy(), [ChangedOp("attention", "reference", "native")], {}, code, work)
+        assert (work / "recipe.yaml").is_symlink() and not kept.exists()

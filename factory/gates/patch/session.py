@@ -136,7 +136,7 @@ class _Revealer(threading.Thread):
                 return
             used, began = sandbox_clock.read(self.inits[0]), time.monotonic()
             try:
-                _reveal(folder, spec)
+                reveal(folder, spec)
             except OSError as error:  # the code in the sandbox took the name
                 self._fail(f"run {number} could not be revealed: {error.strerror}")
                 return
@@ -175,7 +175,8 @@ class _Revealer(threading.Thread):
         return True
 
 
-def _reveal(folder: int, spec: dict[str, Any]) -> None:
+def reveal(folder: int, spec: dict[str, Any]) -> None:
+    """Write a run's ``segment.json`` into its folder, a descriptor, where code in the sandbox writes too. Raises: OSError."""
     handle = os.open("segment.json.part", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
     with os.fdopen(handle, "w") as out:
         json.dump(spec, out)
