@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from factory.core import devices
 from factory.core.errors import FactoryError, InputError, nearest
 from factory.core.launching import die_with
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace, code_root
 from factory.git import repository
 from factory.ledger.ledger import Ledger, profiles, record
@@ -92,7 +92,7 @@ def profile(
         run_profiler(code, [*arguments, *options.arguments()], progress, devices.compiled(workspace.root))
         found = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         raise
     summary = {key: value for key, value in found.items() if isinstance(value, (str, int, float, bool))}
     path = str(folder / "profile.json")

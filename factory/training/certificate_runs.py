@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from factory.core.launching import (
     stop_trainer,
 )
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.repository import RepositoryError, changes, checkout_live
 from factory.ledger.ledger import Ledger
@@ -195,7 +195,7 @@ def _prepare(folder: Path, spec: Spec) -> None:
     except (OSError, ValueError):
         known = None
     if known != json.loads(json.dumps(spec)):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         folder.mkdir(parents=True)
         write_spec(folder, spec)
 

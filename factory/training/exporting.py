@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 
 from factory.core.errors import SegmentError
 from factory.core.exports import folder_sha256
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, candidates, record
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
@@ -28,7 +28,7 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     checkpoint = last_checkpoint(ledger, segment)
     target, aside = workspace.exports / f"segment-{segment:05d}", workspace.exports / f".writing-{segment:05d}"
     if not target.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
         code = checkout_live(workspace, row.code_commit)
         done = run_tool(code, EXPORT, checkpoint["path"], str(aside))
         if done.returncode:

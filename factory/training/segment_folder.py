@@ -107,9 +107,11 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
 
 
 def run_tool(code: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m module`` of a segment's code, under the module's older name where that code is from before the move."""
-    old = MOVED[module]
-    name = old if (code / f"{old.replace('.', '/')}.py").is_file() else module
+    """Run ``python -m module`` of a segment's code, under the module's older name where that code is from before the move.
+
+    Only where it has no module of today's name: a file of the older name is one that agents may patch.
+    """
+    name = module if (code / f"{module.replace('.', '/')}.py").is_file() else MOVED[module]
     return run_python(code, "-m", name, *words)
 
 
