@@ -16,7 +16,7 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.revalidating import REMIND_SECONDS, UNDO, note_validated, record_once
+from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS, UNDO, note_validated, record_once
 from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
@@ -163,8 +163,13 @@ def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
 
 def _judge_again(workspace: Workspace, ledger: Ledger, row: ProposalRow, live: str, progress: Progress) -> int:
     """The same patch on top of newer code, as a proposal of its own; returns its number. Raises: InputError."""
+    from factory.code_loop.reverting import reopen
     from factory.code_loop.submitting import submit
 
+    if row.gate == AUDIT:  # measured on a segment, whatever is live now
+        number = reopen(workspace, ledger, row, progress)
+        _become(ledger, row, "superseded")
+        return number
     code = workspace.repository
     changes = repository.changes(code, row.base_commit, row.patch_commit)
     moved = {change.path for change in repository.changes(code, row.base_commit, live)}

@@ -125,6 +125,11 @@ def remove_worktree(repository: Path, folder: Path) -> None:
     git(repository, "worktree", "prune", "--expire", "now", check=False)
 
 
+def make_branch(repository: Path, branch: str, commit: str) -> None:
+    """Raises: RepositoryError when the branch is there already."""
+    git(repository, "update-ref", f"refs/heads/{branch}", commit, NO_COMMIT)
+
+
 def remove_branch(repository: Path, branch: str) -> None:
     """Delete a proposal's branch, if there is one."""
     assert branch.startswith("factory/"), branch
@@ -189,7 +194,7 @@ def apply_proposal(
     commit = commit_of(repository, base, changes, message)
     if commit is None:
         raise ScopeError(["the patch changes nothing"])
-    git(repository, "update-ref", f"refs/heads/{branch}", commit, NO_COMMIT)  # fails when the branch is there
+    make_branch(repository, branch, commit)
     try:
         checkout(repository, commit, worktree)
         return Applied(branch, commit, base, patch_sha256(repository, base, commit), worktree)
