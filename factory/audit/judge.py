@@ -41,7 +41,7 @@ def differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[str]:
         return found
     if evidence.get("exact"):
         found.append(
-            "weights, moments or metrics differ in some bits, which the patch did not do when it was judged, and live code does every time"
+            "weights or moments differ in some bits, which the patch did not do when it was judged, and live code does every time"
         )
     drift, control = evidence.get("drift"), evidence.get("control_drift")
     if drift is None or control is None:

@@ -313,6 +313,15 @@ def file_text(repository: Path, commit: str, path: str) -> str:
     return git(repository, "cat-file", "blob", f"{commit}:{path}").decode("utf-8", "replace")
 
 
+def last_changed(repository: Path, commit: str, path: str) -> list[str]:
+    """The commit that each line of a stored file is from. Raises: RepositoryError when there is no such file."""
+    blame = ("-c", "blame.ignoreRevsFile=", "blame", "--line-porcelain", "--no-textconv", commit, "--", path)
+    lines = git(repository, *blame).split(b"\n")
+    # A line of the file stands behind a tab; the first line of what is said about it names the commit.
+    starts = [0, *(number + 1 for number, line in enumerate(lines) if line.startswith(b"\t"))]
+    return [lines[start].split(b" ")[0].decode() for start in starts[:-1]]
+
+
 def modes(repository: Path, commit: str) -> dict[str, str]:
     """path → mode of every file of a commit."""
     return {path: mode for path, (mode, _) in entries_of(repository, commit).items()}
