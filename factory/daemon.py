@@ -249,6 +249,7 @@ def reconcile(
     """
     from factory.audit.reverts import open_reverts
     from factory.code_loop.approvals import follow
+    from factory.code_loop.judging_again import judge_held_again
     from factory.code_loop.revalidating import follow as judge_merged_again
     from factory.release.releases import reconcile as reconcile_releases
 
@@ -259,6 +260,7 @@ def reconcile(
     open_reverts(workspace, ledger, progress)
     follow(workspace, ledger, progress)
     judge_merged_again(workspace, ledger, progress)
+    judge_held_again(workspace, ledger, progress)
     while True:
         world = observe(workspace, ledger, settle=settle, endless=endless, refused=frozenset(refused))
         action = next_action(world)

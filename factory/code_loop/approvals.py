@@ -47,7 +47,7 @@ def approve(workspace: Workspace, ledger: Ledger, number: int, by: str, progress
     if not repository.contains(code, live, row.patch_commit):
         _check_patch(workspace, row)
         if live != row.base_commit:
-            again = _judge_again(workspace, ledger, row, live, progress)
+            again = judge_again(workspace, ledger, row, live, progress)
             promoted = ProposalRow.get(ledger, again).outcome == "promote"
             return approve(workspace, ledger, again, by, progress) if promoted else None
         _record_decision(ledger, "proposal_approved", row, by)
@@ -161,7 +161,7 @@ def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
         note_validated(ledger, row.number, start)
 
 
-def _judge_again(workspace: Workspace, ledger: Ledger, row: ProposalRow, live: str, progress: Progress) -> int:
+def judge_again(workspace: Workspace, ledger: Ledger, row: ProposalRow, live: str, progress: Progress) -> int:
     """The same patch on top of newer code, as a proposal of its own; returns its number. Raises: InputError."""
     from factory.code_loop.reverting import reopen
     from factory.code_loop.submitting import submit
