@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from factory.audit.auditing import audit
 from factory.audit.drawing import AuditWindow, agreed, note
@@ -18,13 +20,15 @@ from factory.audit.keeping import folder_of
 from factory.audit.policy import AuditPolicy
 from factory.audit.reverts import open_reverts
 from factory.audit.waiting import waiting
+from factory.cli.app import app
 from factory.code_loop.approvals import approve
 from factory.code_loop.revalidating import AUDIT
 from factory.core.progress import SILENT
-from factory.daemon import Action, next_action, observe, train
+from factory.daemon import Action, next_action, observe, perform, train
 from factory.git import repository
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.status import screen, snapshot
+from factory.tracking.tracking import Tracking
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import edited, merge_patch, plan_certified
 from tests.support.factory.trained_plant import commit_edit, make_plant
@@ -110,15 +114,21 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
     segment = site.trained()
     workspace, ledger = site.workspace, site.ledger
     assert next_action(observe(workspace, ledger)) != Action("audit", segment)  # an anneal comes first
+    perform(workspace, ledger, Action("audit", segment), SILENT)
     verdict = site.audited(segment)
     assert verdict.outcome == "reject", verdict
     evidence = verdict.evidence(ledger)
     assert evidence["suspects"] == [2] and evidence["patches"] == [1, 2] and evidence["again"]["same_bits"]
     assert any("DIFFERS" in line for line in screen(snapshot(workspace)))
-    [opened] = open_reverts(workspace, ledger, SILENT)
-    row = ProposalRow.get(ledger, opened)
+    row = ProposalRow.select(ledger)[-1]
+    opened = row.number
     assert (row.gate, row.outcome, row.state, row.target) == (AUDIT, "promote", "judged", "undo:2")
     assert open_reverts(workspace, ledger, SILENT) == []
+    tracking = Tracking.open(workspace, ledger)
+    tags = tracking.client.get_run(tracking.segment_run(SegmentRow.get(ledger, segment))).data.tags
+    assert tags["audit"] == "reject" and tags["audit.reasons"]
+    listed = CliRunner().invoke(app, ["audit", "--json", "--workspace", str(workspace.root)])
+    assert [row["verdict"]["outcome"] for row in json.loads(listed.stdout)] == ["reject"], listed.output
     commit_edit(site.target, "trainer/README.md", "", "People go on meanwhile.\n")
     assert approve(workspace, ledger, opened, "ada", SILENT)
     assert "2.0 if" not in (site.target / RUN).read_text() and "an honest remark" in (site.target / RUN).read_text()
