@@ -68,12 +68,14 @@ def keeping(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress: Pro
 
 
 def keep(workspace: Workspace, ledger: Ledger, row: SegmentRow, window: AuditWindow, progress: Progress) -> AuditWindow:
-    """The window of a finished segment that is kept: the one that was drawn, else the last one whose checkpoints are still there.
+    """The window of a finished segment that is kept: the one that was drawn, else the whole segment.
 
-    A window without steps, and a line for a person, where there is none.
+    So a trainer gains nothing by writing no checkpoints, or broken ones, where it does not want to be looked at. A window without steps, and a
+    line for a person, where there is none.
     """
     problem = ""
-    for first, last in ((window.first, window.last), *reversed(windows_of(row))):
+    whole = [(row.first_step, row.last_step)] if row.parent else windows_of(row)[-1:]
+    for first, last in ((window.first, window.last), *whole):
         keeper = _Keeper(workspace, ledger, row, replace(window, first=first, last=last))
         if keeper.look():
             return window if keeper.window == window else note(ledger, row.id, keeper.window)

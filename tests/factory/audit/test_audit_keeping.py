@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from factory.audit.keeping import copy_checkpoint
+from factory.audit.drawing import AuditWindow, note
+from factory.audit.keeping import copy_checkpoint, keep, kept
+from factory.core.progress import SILENT
+from factory.ledger.ledger import checkpoints, data_plans, segments
+from factory.ledger.rows import SegmentRow
+from tests.support.factory.approvals import Plant
 from trainer.contract.checkpoint.format import Checkpoint, find_fault, save
+
+ROW = SegmentRow(
+    2, "trunk", 1, 1, "tiny", {"checkpoint_every": 5}, "", "plan", "", 20, 33, "done", 0, "", None, None, 0.0, None
+)  # fmt: skip
 
 
 def made(folder: Path, step: int = 5) -> Path:
@@ -87,3 +98,31 @@ def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
         copy_checkpoint(tmp_path / "live" / source.name, tmp_path / "kept" / source.name)
     with pytest.raises(FileNotFoundError):
         copy_checkpoint(tmp_path / "live" / "step-00000010", tmp_path / "kept" / "step-00000010")
+
+
+def test_a_window_that_was_not_left_is_replaced_by_the_whole_segment(tmp_path: Path) -> None:
+    """A trainer that writes no checkpoint, or a broken one, where a window was drawn is looked at from end to end."""
+    plant, kept_at = Plant(tmp_path), tmp_path / "segment" / "checkpoints"
+    parent = made(tmp_path / "parent", 20)
+    with plant.ledger.begin() as tx:
+        tx.execute(data_plans.insert().values(id="plan", plan={}))
+        for number, first in ((1, 0), (2, 20)):
+            tx.execute(
+                segments.insert().values(
+                    vars(replace(ROW, id=number, first_step=first, folder=str(tmp_path / "segment")))
+                )
+            )
+        tx.execute(checkpoints.insert().values(id="c", segment=1, step=20, path=str(parent), created_at=0.0))
+    row, drawn = SegmentRow.get(plant.ledger, 2), note(plant.ledger, 2, AuditWindow(25, 30, (1,)))
+    keep_now = lambda: keep(plant.workspace, plant.ledger, row, drawn, SILENT)
+    made(kept_at, 33)
+    changed_bytes(made(kept_at, 25))
+    made(kept_at, 30)
+    whole = AuditWindow(20, 33, (1,))
+    assert keep_now() == whole == AuditWindow.of(plant.ledger, 2)
+    shutil.rmtree(plant.workspace.root / "audits")
+    shutil.rmtree(kept_at)
+    assert keep_now().steps == 0  # a person is told, and the audit is not tried for ever
+    for step in (25, 30, 33):
+        made(kept_at, step)
+    assert keep_now() == drawn and not find_fault(kept(plant.workspace, plant.ledger, row, 25))
