@@ -34,12 +34,14 @@ class World:
     unjudged_candidate: int | None = None
     unexported_anneal: int | None = None  # or average
     unannealed_trunk: int | None = None  # the newest finished trunk segment, when no anneal branches off it
+    overdue_audit: int | None = None  # segment whose audit waits, and so many others that training waits for it
+    waiting_audit: int | None = None  # segment whose audit waits until there is nothing else to do
     trunk_steps: int = 0  # steps of the trunk segment that should come next; 0: no reason to, or too little data
 
 
 @dataclass(frozen=True)
 class Action:
-    kind: str  # finish_release | train | ingest | release | judge | export | plan_anneal | plan_trunk
+    kind: str  # finish_release | train | ingest | release | judge | export | plan_anneal | plan_trunk | audit
     subject: int | Path | None = None
 
 
@@ -47,7 +49,7 @@ def next_action(world: World) -> Action | None:
     """The one thing to do now, or None when the factory waits for data. Pure.
 
     First what arrived (it is quick, and nothing that goes wrong later may keep data out), then what is half done, then
-    what follows from the newest checkpoint, then new training.
+    what follows from the newest checkpoint, then new training; an audit only where nothing else is to be done, or too many wait.
     """
     if world.arrived:
         return Action("ingest", world.arrived[0])
@@ -61,10 +63,14 @@ def next_action(world: World) -> Action | None:
         return Action("release", world.unreleased_promotion)
     if world.unjudged_candidate is not None:
         return Action("judge", world.unjudged_candidate)
+    if world.overdue_audit is not None:
+        return Action("audit", world.overdue_audit)
     if world.unannealed_trunk is not None and world.failed_segment is None:
         return Action("plan_anneal", world.unannealed_trunk)
     if world.trunk_steps and world.failed_segment is None:
         return Action("plan_trunk")
+    if world.waiting_audit is not None:
+        return Action("audit", world.waiting_audit)
     return None
 
 
@@ -78,7 +84,7 @@ def observe(
 ) -> World:
     """Read the ledger and the inbox. ``endless``: the trunk also goes on without new shards, while epochs are left."""
     world = replace(_recorded(workspace, ledger), arrived=tuple(arrived(workspace, settle, refused)))
-    if next_action(world) is not None:
+    if next_action(replace(world, waiting_audit=None)) is not None:
         return world
     return replace(world, trunk_steps=_trunk_steps(workspace, ledger, endless))
 
@@ -94,8 +100,11 @@ def _trunk_steps(workspace: Workspace, ledger: Ledger, endless: bool) -> int:
 
 def _recorded(workspace: Workspace, ledger: Ledger) -> World:
     """The part of the world that is in the ledger, at one moment."""
+    from factory.audit.policy import AuditPolicy
+    from factory.audit.waiting import waiting
     from factory.release.releases import automatic
 
+    policy = AuditPolicy.load(workspace.policy("gates/audit.yaml"))
     with ledger.snapshot() as db:
         newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
         planned = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
@@ -118,6 +127,7 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
         waits = verdict and verdict.outcome == "promote" and not ReleaseRow.select(
             db, "WHERE verdict = :verdict", verdict=verdict.id
         )  # fmt: skip
+        audits = waiting(db, policy)
     return World(
         unfinished_release=unfinished.number if unfinished else None,
         open_segment=planned.id if planned else None,
@@ -126,6 +136,8 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
         unjudged_candidate=unjudged.id if unjudged else None,
         unexported_anneal=unexported.id if unexported else None,
         unannealed_trunk=trunk.id if trunk and not annealed else None,
+        overdue_audit=audits[0] if len(audits) >= policy.most_waiting else None,
+        waiting_audit=audits[0] if audits else None,
     )
 
 
@@ -160,6 +172,12 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
         export_candidate(workspace, ledger, subject)
     elif action.kind == "judge":
         judge(workspace, ledger, subject, progress)
+    elif action.kind == "audit":
+        from factory.audit.auditing import audit_and_show
+        from factory.audit.reverts import open_reverts
+
+        audit_and_show(workspace, ledger, subject, progress)
+        open_reverts(workspace, ledger, progress)
     elif action.kind == "release":
         from factory.release.releases import OutOfDate, release
 
@@ -177,13 +195,15 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
 
 
 def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress) -> None:
+    from factory.audit.keeping import keeping
     from factory.tracking.tracking import Tracking
     from factory.training.training import run_segment
 
     row = SegmentRow.get(ledger, segment)
     follower = Tracking.open(workspace, ledger).follow_segment(row, progress.line)
     try:
-        result = run_segment(workspace, ledger, segment, progress, follower)
+        with keeping(workspace, ledger, row, progress):
+            result = run_segment(workspace, ledger, segment, progress, follower)
     finally:
         follower.finish()
     loss = result.get("loss")
@@ -227,7 +247,9 @@ def reconcile(
 
     Raises: FactoryError when a segment fails or the same action comes up again and again without effect.
     """
+    from factory.audit.reverts import open_reverts
     from factory.code_loop.approvals import follow
+    from factory.code_loop.judging_again import judge_held_again
     from factory.code_loop.revalidating import follow as judge_merged_again
     from factory.release.releases import reconcile as reconcile_releases
 
@@ -235,8 +257,10 @@ def reconcile(
     previous: Action | None = None
     refused: set[tuple[str, int]] = set()
     reconcile_releases(workspace, ledger)
+    open_reverts(workspace, ledger, progress)
     follow(workspace, ledger, progress)
     judge_merged_again(workspace, ledger, progress)
+    judge_held_again(workspace, ledger, progress)
     while True:
         world = observe(workspace, ledger, settle=settle, endless=endless, refused=frozenset(refused))
         action = next_action(world)

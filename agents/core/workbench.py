@@ -29,6 +29,16 @@ class Attempt:
     title: str = ""
 
 
+@dataclass(frozen=True)
+class AgentLines:
+    """Lines of a file, from 1 on, that an agent wrote in a proposal that was merged."""
+
+    first: int
+    last: int
+    agent: str
+    proposal: int
+
+
 class MeasurementError(Exception):
     """A measurement was not possible; the text says why."""
 
@@ -58,6 +68,10 @@ class Workbench(Protocol):
 
     def read(self, path: str) -> str:
         """A file in scope, path relative to the repository's root. Raises: ReadError."""
+        ...
+
+    def written_by_agents(self, path: str) -> list[AgentLines]:
+        """Which lines of a file in scope agents wrote, in order. Raises: ReadError."""
         ...
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:

@@ -77,8 +77,11 @@ class EvidenceReader:
         return tools.problems_of(found) if found.problems else quoted("times alone", "\n".join(found.times))
 
     def line_profile(self, only: str = "") -> str:
-        rows = [line for line in self.profile["lines"] if only in ("", line["op"], line["file"])]
-        return quoted("line profile", "\n".join(map(_row, rows[:MOST_ROWS])) or "no such op or file")
+        rows = [line for line in self.profile["lines"] if only in ("", line["op"], line["file"])][:MOST_ROWS]
+        known = set(self.workbench.files())
+        places = dict.fromkeys((row["file"], row["line"]) for row in rows if row["file"] in known)
+        notes = "".join(tools.authors(self.workbench, file, line, line) for file, line in places)
+        return notes + quoted("line profile", "\n".join(map(_row, rows)) or "no such op or file")
 
     def graph(self, line: str = "") -> str:
         near = lambda name: not line or name.partition("#")[0] == line

@@ -61,7 +61,9 @@ class RecipeScout:
             raise TargetError(f"target {self.asked!r} is not a key of the recipe that may be changed; {hint}")
         if not keys:
             return "the recipe gate allows no key of the recipe to be changed"
-        recipe = quoted(course.path, self.workbench.read(course.path), 40_000)
+        text = self.workbench.read(course.path)
+        lines = len(text.splitlines())
+        recipe = tools.authors(self.workbench, course.path, 1, lines) + quoted(course.path, text, 40_000)
         evidence = "\n\n".join((recipe, self.record(), self.ideas(), self.earlier_proposals()))
         about = f"recipe {course.recipe.name} at step {course.step}, a loss that falls by {course.slope:.3f} bits per byte for e times the tokens"
         return Aim(prompts.task(course, keys, self.asked, evidence, rounds), about, {})

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from factory.core.policy_sources import Value
 
 NAMES = (
-    "factory", "data", "evals", "agents", "gates/certificate", "gates/patch", "gates/recipe", "gates/release", "kernels", "recipe",
+    "factory", "data", "evals", "agents", "gates/audit", "gates/certificate", "gates/patch", "gates/recipe", "gates/release", "kernels", "recipe",
 )  # fmt: skip
 PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
 WIDTH = 140  # where the output is no terminal
@@ -55,6 +55,7 @@ def show(
 
 def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
     """The file that is read, and every key. Raises: ConfigError for a file that is not valid."""
+    from factory.audit.policy import AuditPolicy
     from factory.core.policy_sources import values
     from factory.evals.policy import EvalPolicy
     from factory.gates.patch.policy import PatchPolicy
@@ -70,6 +71,7 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
         "data": DataPolicy.load,
         "evals": EvalPolicy.load,
         "agents": AgentsPolicy.load,
+        "gates/audit": AuditPolicy.load,
         "gates/certificate": CertificatePolicy.load,
         "gates/patch": PatchPolicy.load,
         "gates/recipe": RecipePolicy.load,

@@ -16,7 +16,7 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.revalidating import REMIND_SECONDS, UNDO, note_validated, record_once
+from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS, UNDO, note_validated, record_once
 from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
@@ -47,7 +47,7 @@ def approve(workspace: Workspace, ledger: Ledger, number: int, by: str, progress
     if not repository.contains(code, live, row.patch_commit):
         _check_patch(workspace, row)
         if live != row.base_commit:
-            again = _judge_again(workspace, ledger, row, live, progress)
+            again = judge_again(workspace, ledger, row, live, progress)
             promoted = ProposalRow.get(ledger, again).outcome == "promote"
             return approve(workspace, ledger, again, by, progress) if promoted else None
         _record_decision(ledger, "proposal_approved", row, by)
@@ -161,10 +161,15 @@ def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
         note_validated(ledger, row.number, start)
 
 
-def _judge_again(workspace: Workspace, ledger: Ledger, row: ProposalRow, live: str, progress: Progress) -> int:
+def judge_again(workspace: Workspace, ledger: Ledger, row: ProposalRow, live: str, progress: Progress) -> int:
     """The same patch on top of newer code, as a proposal of its own; returns its number. Raises: InputError."""
+    from factory.code_loop.reverting import reopen
     from factory.code_loop.submitting import submit
 
+    if row.gate == AUDIT:  # measured on a segment, whatever is live now
+        number = reopen(workspace, ledger, row, progress)
+        _become(ledger, row, "superseded")
+        return number
     code = workspace.repository
     changes = repository.changes(code, row.base_commit, row.patch_commit)
     moved = {change.path for change in repository.changes(code, row.base_commit, live)}

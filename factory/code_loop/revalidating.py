@@ -31,6 +31,7 @@ from factory.ledger.rows import ProposalRow, Subject, VerdictRow
 from kernels.contract.machine import here
 
 AGENT = "revalidator"
+AUDIT = "audit"  # gate of the verdicts of factory.audit, and of the reverts that it asks for
 UNDO = "undo"  # its targets are undo:<number of a proposal>
 VALIDATED = "proposal_validated"
 FELL = "benchmarks_fell"
@@ -161,6 +162,7 @@ def record_once(
 
 
 def _merged(ledger: Ledger) -> list[ProposalRow]:
-    """Approved patches that gained time. What a recipe learns better does not depend on torch, driver or device."""
+    """Approved patches that gained time: neither a recipe that learns better nor a revert that the audit asked for, which depend on no
+    torch, driver or device."""
     approved = ProposalRow.select(ledger, "WHERE state = 'approved' ORDER BY number")
-    return [row for row in approved if row.gate != recipe_gate.GATE]
+    return [row for row in approved if row.gate not in (recipe_gate.GATE, AUDIT)]

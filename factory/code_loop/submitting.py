@@ -35,7 +35,7 @@ from factory.sandbox.sandbox import Limits
 def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Proposal, base: str) -> int:
     """Turn an agent's proposal into a branch, judge it, record it, show it in MLflow; returns its number."""
     agents = AgentsPolicy.load(workspace.policy("agents.yaml"))
-    number, branch = _draft(workspace, ledger, drafted, base)
+    number, branch = draft(workspace, ledger, drafted, base)
     progress.line(f"  proposal {number}: {drafted.title}")
     edits = [(edit.path, edit.new_text) for edit in drafted.edits]
     try:
@@ -56,7 +56,7 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
         commit = repository.reword(workspace.repository, applied, _message(drafted, verdict, evidence))
         patch = repository.patch(workspace.repository, base, commit)
         report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, patch)
-        _judged(ledger, number, commit, applied.patch_sha256, verdict_id, report)
+        record_judged(ledger, number, commit, applied.patch_sha256, verdict_id, report)
         progress.line(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
     except ScopeError as error:
         _out_of_scope(workspace, ledger, number, drafted, base, error, progress)
@@ -64,7 +64,7 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
         repository.remove_branch(workspace.repository, branch)
         _failed(ledger, number, f"{type(error).__name__}: {error}")
         raise
-    _show(workspace, ledger, number, progress)
+    show(workspace, ledger, number, progress)
     return number
 
 
@@ -87,7 +87,7 @@ def _remove_folders(workspace: Workspace, commit: str) -> None:
     remove(gate_folder(worktree))
 
 
-def _show(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> None:
+def show(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> None:
     """Show a proposal in MLflow. The verdict is in the ledger, so MLflow may fail."""
     from factory.tracking.mlflow_store import waiting_lock
     from factory.tracking.tracking import Tracking
@@ -117,8 +117,8 @@ def refuse_without_isolation(workspace: Workspace) -> None:
         sandbox.run([sys.executable, "-c", ""], output=Path(folder), limits=Limits(wall_seconds=30))
 
 
-def _draft(workspace: Workspace, ledger: Ledger, drafted: Proposal, base: str) -> tuple[int, str]:
-    """Take the next number that neither the ledger nor a branch has, and record the draft."""
+def draft(workspace: Workspace, ledger: Ledger, drafted: Proposal, base: str) -> tuple[int, str]:
+    """(number, name of its branch): take the next number that neither the ledger nor a branch has, and record the draft."""
     with ledger.begin() as tx:
         taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.branch_numbers(
             workspace.repository
@@ -143,7 +143,10 @@ def _draft(workspace: Workspace, ledger: Ledger, drafted: Proposal, base: str) -
     return number, branch
 
 
-def _judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int, report: Path) -> None:
+def record_judged(
+    ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int, report: Path
+) -> None:
+    """Write down that a drafted proposal has its verdict (its id) and its report."""
     with ledger.begin() as tx:
         values = {
             "state": "judged",
@@ -193,7 +196,7 @@ def _out_of_scope(
             evidence=evidence,
         )
     report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, "")
-    _judged(ledger, number, None, sha256, verdict_id, report)
+    record_judged(ledger, number, None, sha256, verdict_id, report)
     progress.line(f"  REJECT: {reasons[0]}")
 
 

@@ -6,20 +6,21 @@ was tried before.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import yaml
 
 from agents.core.proposal import Edit
-from agents.core.workbench import Attempt, Checked, Measurement, MeasurementError, ReadError
+from agents.core.workbench import AgentLines, Attempt, Checked, Measurement, MeasurementError, ReadError
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
@@ -62,6 +63,7 @@ class LiveWorkbench:
     progress: Progress
     spent: float = 0.0  # seconds of measuring
     count: int = 1  # proposals that it serves; each may measure for the policy's seconds
+    written: dict[str, list[AgentLines]] = field(default_factory=dict)  # by path: who wrote what, once it was asked for
 
     @cached_property
     def agents(self) -> AgentsPolicy:
@@ -70,6 +72,12 @@ class LiveWorkbench:
     @cached_property
     def modes(self) -> dict[str, str]:
         return repository.modes(self.workspace.repository, self.base)
+
+    @cached_property
+    def proposals(self) -> dict[str, ProposalRow]:
+        """By commit."""
+        rows = ProposalRow.select(self.ledger, 'WHERE "commit" IS NOT NULL ORDER BY number')
+        return {str(row.commit): row for row in rows}
 
     @property
     def left(self) -> float:
@@ -86,6 +94,23 @@ class LiveWorkbench:
         if not self.agents.readable(path) or path not in self.modes:
             raise OutOfScopeError(f"{path!r} is not a file that agents may read")
         return repository.file_text(self.workspace.repository, self.base, path)
+
+    def written_by_agents(self, path: str) -> list[AgentLines]:
+        """The lines of a file of the live code that come from proposals. Raises: OutOfScopeError."""
+        if not self.agents.readable(path) or path not in self.modes:
+            raise OutOfScopeError(f"{path!r} is not a file that agents may read")
+        if path not in self.written:
+            self.written[path] = self._written_by_agents(path) if self.proposals else []
+        return self.written[path]
+
+    def _written_by_agents(self, path: str) -> list[AgentLines]:
+        commits = enumerate(repository.last_changed(self.workspace.repository, self.base, path), 1)
+        found = []
+        for row, group in itertools.groupby(commits, lambda line: self.proposals.get(line[1])):
+            numbers = [number for number, _ in group]
+            if row is not None:
+                found.append(AgentLines(numbers[0], numbers[-1], row.agent, row.number))
+        return found
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
         """Scope and static stage, then the op oracle's first case (or, for other code, an import) in the sandbox.

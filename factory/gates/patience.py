@@ -7,12 +7,13 @@ once more, with a longer limit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from factory.core.policy_file import StrictPolicy
+from factory.gates.case import StageEvidence, missing
 
 Seconds = Annotated[float, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=1)]
@@ -47,6 +48,18 @@ def patiently(
         if not out_of_time(found):
             break
     return found
+
+
+def out_of_time(reason: str, **measured: Any) -> StageEvidence:
+    """Evidence of a stage that a time limit ended: it is missing, and the patch is judged again later."""
+    return missing(reason, out_of_time=True, **measured)
+
+
+def ran_out(evidence: Mapping[str, Any]) -> bool:
+    """Was a patch held back by a time limit alone? ``evidence``: of its verdict."""
+    stages = evidence.get("stages") or {}
+    found = [stage for stage in stages.values() if stage["state"] not in ("passed", "not needed")]
+    return len(found) == 1 and found[0]["state"] == "missing" and found[0].get("out_of_time") is True
 
 
 def stopped(who: str, limits: Sequence[float], baseline_seconds: float, key: str) -> str:

@@ -129,6 +129,11 @@ def remove_worktree(repository: Path, folder: Path) -> None:
     git(repository, "worktree", "prune", "--expire", "now", check=False)
 
 
+def make_branch(repository: Path, branch: str, commit: str) -> None:
+    """Raises: RepositoryError when the branch is there already."""
+    git(repository, "update-ref", f"refs/heads/{branch}", commit, NO_COMMIT)
+
+
 def remove_branch(repository: Path, branch: str) -> None:
     """Delete a proposal's branch, if there is one."""
     assert branch.startswith("factory/"), branch
@@ -193,7 +198,7 @@ def apply_proposal(
     commit = commit_of(repository, base, changes, message)
     if commit is None:
         raise ScopeError(["the patch changes nothing"])
-    git(repository, "update-ref", f"refs/heads/{branch}", commit, NO_COMMIT)  # fails when the branch is there
+    make_branch(repository, branch, commit)
     worktree = checkout_folder(worktrees, commit)
     try:
         checkout(repository, commit, worktree)
@@ -316,6 +321,15 @@ def changes(repository: Path, base: str, commit: str) -> list[Change]:
 def file_text(repository: Path, commit: str, path: str) -> str:
     """A stored file as text; bytes that are not UTF-8 are replaced."""
     return git(repository, "cat-file", "blob", f"{commit}:{path}").decode("utf-8", "replace")
+
+
+def last_changed(repository: Path, commit: str, path: str) -> list[str]:
+    """The commit that each line of a stored file is from. Raises: RepositoryError when there is no such file."""
+    blame = ("-c", "blame.ignoreRevsFile=", "blame", "--line-porcelain", "--no-textconv", commit, "--", path)
+    lines = git(repository, *blame).split(b"\n")
+    # A line of the file stands behind a tab; the first line of what is said about it names the commit.
+    starts = [0, *(number + 1 for number, line in enumerate(lines) if line.startswith(b"\t"))]
+    return [lines[start].split(b" ")[0].decode() for start in starts[:-1]]
 
 
 def modes(repository: Path, commit: str) -> dict[str, str]:

@@ -54,6 +54,13 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         for v in verdicts
         if v["gate"] == "code"
     ]
+    drawn = db.read("SELECT subject, detail FROM events WHERE kind = 'audit_drawn' ORDER BY id")
+    audits = [
+        {"segment": Subject.parse(subject).number, **window}
+        | {"verdict": next((v for v in reversed(verdicts) if (v["gate"], v["subject"]) == ("audit", subject)), None)}
+        for subject, window in {row["subject"]: row["detail"] for row in drawn}.items()
+        if window["last"] > window["first"]
+    ]
     totals: dict[str, dict[str, int]] = {}
     for shard in shards:
         for domain, facts in (shard["domains"] or {}).items():
@@ -69,6 +76,7 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         "domains": totals,
         "segments": segments,
         "certificates": certificates,
+        "audits": audits,
         "candidates": candidates,
         "releases": releases,
         "champion": best.only("number candidate mlflow_version export_path") if best else None,
@@ -121,6 +129,7 @@ def screen(facts: dict[str, Any]) -> list[str]:
                 "          training waits for other code, or for 'factory certify --accept "
                 f"{certificate['segment']}'; all measures: 'factory certify'"
             )
+    lines += _audit_lines(facts["audits"])
     for candidate in facts["candidates"][-6:]:
         bpb = ((candidate["summary"] or {}).get("bpb")) or {}
         words = ", ".join(f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float))
@@ -133,6 +142,22 @@ def screen(facts: dict[str, Any]) -> list[str]:
         lines.append(
             f"proposal {proposal['number']} {proposal['branch']}: {proposal['title']} → {proposal['outcome'] or proposal['state']}"
         )
+    return lines
+
+
+def _audit_lines(audits: list[dict[str, Any]]) -> list[str]:
+    """One line on those that agree or wait, and one on each that does not agree."""
+    if not audits:
+        return []
+    outcomes = [audit["verdict"]["outcome"] if audit["verdict"] else "waiting" for audit in audits]
+    agree, wait = outcomes.count("promote"), outcomes.count("waiting")
+    lines = [f"audits    {agree} of {len(audits)} windows agree with the code without agents' patches, {wait} wait"]
+    for audit, outcome in zip(audits, outcomes, strict=True):
+        if outcome in ("reject", "hold"):
+            state = "DIFFERS" if outcome == "reject" else "not measured"
+            lines.append(
+                f"          segment {audit['segment']}, steps {audit['first']}–{audit['last']}: {state}; {audit['verdict']['reasons'][0]}"
+            )
     return lines
 
 

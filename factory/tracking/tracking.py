@@ -146,6 +146,11 @@ class Tracking:
                 ended = int((segment.finished_at or time.time()) * 1000)
                 self.client.set_terminated(run, "FINISHED" if segment.state == "done" else "FAILED", ended)
 
+    def segment_audited(self, verdict: VerdictRow) -> None:
+        """Tag a segment's run with the verdict of its audit. Raises: TrackingError."""
+        run = self.segment_run(SegmentRow.get(self.ledger, verdict.number))
+        self._tag(run, {"audit": verdict.outcome, "audit.reasons": short(verdict.reasons)})
+
     # -- candidates and proposals -----------------------------------------------------------------------------------
     def candidate_run(self, candidate_id: int) -> str:
         """The run of a candidate: its newest evaluation as metrics, its samples as an artifact. Returns its id.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.untrusted import one_line, quoted, visible
-from agents.core.workbench import Attempt, MeasurementError
+from agents.core.workbench import AgentLines, Attempt, MeasurementError
 from agents.kernel_engineer.draft import AGENT, read_draft
 from agents.kernel_engineer.role import KernelEngineer
 from agents.kernel_engineer.targets import ProfileTarget, named, targets, worthwhile
@@ -44,6 +44,9 @@ SWIGLU = ProfileTarget("kernel:swiglu", "swiglu", ("kernels/swiglu/__init__.py:1
 
 class FreshBench(LiveWorkbench):
     """Knows of no proposal: those of other tests in this process are in the same ledger, the recorded sessions' too."""
+
+    def written_by_agents(self, path: str) -> list[AgentLines]:
+        return []
 
     def history(self, target: str) -> list[Attempt]:
         return []

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agents.core.proposal import Proposal, gain_words
-from agents.core.workbench import Attempt, Checked, ReadError
+from agents.core.workbench import AgentLines, Attempt, Checked, ReadError
 from agents.core.yaml_edit import change_recipe, set_value, values
 from agents.loop.role import Aim, DraftError, TargetError
 from agents.recipe_scout.changes import Tried, all_changes
@@ -44,6 +44,9 @@ class Bench:
         if path != DEMO:
             raise ReadError(path)
         return self.text
+
+    def written_by_agents(self, path: str) -> list[AgentLines]:
+        return []
 
     def history(self, target: str) -> list[Attempt]:
         return self.past.get(target, [])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agents.core.workbench import Attempt, Measurement, MeasurementError, ReadError
+from agents.core.workbench import AgentLines, Attempt, Measurement, MeasurementError, ReadError
 from agents.core.yaml_edit import set_value
 from agents.search_proposer.search_proposer import POLICY, amdahl, propose
 from factory.demo.demo import plain_kernels
@@ -41,6 +41,9 @@ class Bench:
             raise MeasurementError("it crashed")
         ratio = self.ratios[op, implementation]
         return Measurement(seconds=0.1 / ratio, against_seconds=0.1, ratio=ratio, ratio_low=ratio)
+
+    def written_by_agents(self, path: str) -> list[AgentLines]:
+        return []
 
     def history(self, target: str) -> list[Attempt]:
         return self.past.get(target, [])

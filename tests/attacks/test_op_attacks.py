@@ -388,5 +388,6 @@ def test_a_process_that_ends_early_fails_and_one_that_never_ends_is_missing(name
     with op_answers.answered(jobs, policy, baseline, candidate, tmp_path / "work") as answers:
         found = oracle.evidence(answers), exploits.evidence(answers)
     assert found[0]["state"] == found[1]["state"] == state, found
+    assert all(one.get("out_of_time", False) == (state == "missing") for one in found), found
     said = "; ".join(found[0]["reasons"])
     assert all(word in said for word in words), said

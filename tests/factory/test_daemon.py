@@ -53,6 +53,14 @@ SHARD = Path("inbox/a.jsonl")
         (World(failed_segment=4, trunk_steps=2), None),
         (World(failed_segment=4, trunk_steps=2, arrived=(SHARD,)), Action("ingest", SHARD)),
         (World(failed_segment=4, unannealed_trunk=1), None),
+        (World(waiting_audit=3), Action("audit", 3)),
+        (World(waiting_audit=3, failed_segment=4), Action("audit", 3)),
+        (World(waiting_audit=3, trunk_steps=2), Action("plan_trunk")),  # it never delays training …
+        (World(waiting_audit=3, unannealed_trunk=1), Action("plan_anneal", 1)),
+        (World(waiting_audit=3, overdue_audit=3, trunk_steps=2), Action("audit", 3)),  # … unless too many wait
+        (World(waiting_audit=3, overdue_audit=3, unannealed_trunk=1), Action("audit", 3)),
+        (World(waiting_audit=3, overdue_audit=3, open_segment=9), Action("train", 9)),
+        (World(waiting_audit=3, overdue_audit=3, unjudged_candidate=1), Action("judge", 1)),
     ],
 )
 def test_next_action(world: World, action: Action | None) -> None:
@@ -64,7 +72,7 @@ def test_next_action(world: World, action: Action | None) -> None:
         World,
         *[st.none() | st.integers(1, 9)] * 3,
         st.just(()),
-        *[st.none() | st.integers(1, 9)] * 4,
+        *[st.none() | st.integers(1, 9)] * 6,
         st.integers(0, 3),
     )
 )

@@ -25,7 +25,7 @@ from factory.core import devices
 from factory.gates.case import StageEvidence, failed, missing, passed
 from factory.gates.patch.executed import EXECUTED, Executed
 from factory.gates.patch.policy import OraclePolicy
-from factory.gates.patience import baseline_stopped, patiently, stopped
+from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
@@ -57,7 +57,7 @@ class Answers:
     def evidence(self, numbers: Sequence[int], what: str, *, last: bool) -> StageEvidence:
         """From these jobs. ``last``: they are its last jobs, so a crash of the process counts against them."""
         if self.missing:
-            return missing(self.missing)
+            return out_of_time(self.missing) if self.out_of_time else missing(self.missing)
         reasons, worst, broken = [], 0.0, last and bool(self.died)
         for number in numbers:
             try:
@@ -73,7 +73,7 @@ class Answers:
         if broken:
             found["log"] = self.log
             if self.out_of_time and not reasons:
-                return missing(self.died, **found)
+                return out_of_time(self.died, **found)
             ops = dict.fromkeys(job["op"] for job in self.jobs)
             reasons.append(f"the changed ops {', '.join(ops)} could not be run: {self.died}")
         if reasons:
@@ -105,7 +105,9 @@ def answered(
             why = f"the test inputs could not be made: {made.why()}"
             if made.timed_out:
                 why = baseline_stopped("making the test inputs", policy.wall_seconds, "oracle.wall_seconds")
-            yield Answers(jobs, given / "truth", -1, made.seconds, made.seconds, missing=why)
+            yield Answers(
+                jobs, given / "truth", -1, made.seconds, made.seconds, missing=why, out_of_time=made.timed_out
+            )
             return
         limits = policy.patience.limits(made.seconds)
 

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from factory.core import devices
-from factory.gates.case import StageEvidence, failed, missing
+from factory.gates.case import StageEvidence, failed
 from factory.gates.patch.op_answers import Answers, driver, errors_of, identical, named
-from factory.gates.patience import Patience, patiently, stopped
+from factory.gates.patience import Patience, out_of_time, patiently, stopped
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
 
@@ -55,7 +55,7 @@ def changed(answers: Answers, patience: Patience, candidate: Path, work: Path) -
         if run.timed_out:
             who = "making the changed ops' tests with the candidate's code"
             reason = stopped(who, limits, answers.baseline_seconds, "oracle.patience")
-            return missing(reason)
+            return out_of_time(reason)
         try:
             wrong = [] if run.ok else [f"the candidate's code could not make the changed ops' tests: {run.why()}"]
             for again, number in enumerate(numbers if run.ok else ()):

@@ -123,6 +123,10 @@ class PatchPolicy(StrictPolicy):
     matrix: MatrixPolicy = MatrixPolicy()
     training: TrainingPolicy = TrainingPolicy()
     evals: EvalsPolicy = EvalsPolicy()
+    judge_again: Annotated[int, Field(ge=0)] = 2
+    """How often the daemon has a patch judged again that only a time limit held back: the machine may have been busy."""
+    judge_again_after_seconds: Seconds = 3600.0
+    """Before each time."""
     approval: Literal["manual", "automatic"] = "manual"
     """manual: a person approves a 'promote' before it is merged; the approval binds to the hash of what was judged."""
 

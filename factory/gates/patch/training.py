@@ -40,7 +40,7 @@ from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.patch.policy import TrainingPolicy
 from factory.gates.patch.session import WARM_STEPS, PatchSession, TimedRun, Weights, timed_session
 from factory.gates.patch.timing import BRIEF_STEPS, RunSeconds, cpu_overhead, long_timing, noise_of, timing, unsteady
-from factory.gates.patience import baseline_stopped, patiently, stopped
+from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
 from factory.gates.release.judge import PROMOTE
 from factory.gates.training_start import Start
 from trainer.contract.checkpoint import format as checkpoint_files
@@ -264,10 +264,10 @@ class _Comparison:
 
         session, folder = patiently(limits, attempt, lambda ended: ended[0].out_of_time)
         if session.out_of_time and name == BASELINE:
-            raise _EndedEarly(missing(baseline_stopped("a training session", limits[0], "training.wall_seconds")))
+            raise _EndedEarly(out_of_time(baseline_stopped("a training session", limits[0], "training.wall_seconds")))
         if session.out_of_time:
             who = "the candidate's training session"
-            raise _EndedEarly(missing(stopped(who, limits, before_s, "training.patience")))
+            raise _EndedEarly(out_of_time(stopped(who, limits, before_s, "training.patience")))
         if session.failed:
             says = failed if name == CANDIDATE else missing  # the baseline's failure says nothing about the candidate
             raise _EndedEarly(says(f"the {name}'s training run failed: {session.failed}"))

@@ -68,6 +68,7 @@ class MeasuredRuns:
     memory: dict[str, float] = field(default_factory=dict)
     failed: str = ""
     failed_side: str = ""  # whose run failed; '': neither's
+    out_of_time: bool = False  # the time limit ended the runs
 
 
 def lengthened(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
@@ -219,6 +220,7 @@ def paired_runs(
     found = feeder.found
     if not found.failed and feeder.done < len(runs):
         found.failed = result.why() if not result.timed_out else _stopped(policy, feeder.done, len(runs))
+        found.out_of_time = result.timed_out
         found.failed_side = "" if result.timed_out else runs[feeder.done].side
     return found
 

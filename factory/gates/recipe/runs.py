@@ -8,6 +8,7 @@ from typing import Any
 from factory.core import devices
 from factory.gates.case import NO_START, NOTHING_HELD_OUT, PatchCase, StageResult, failed, missing, passed
 from factory.gates.patch.held_out import held_out_texts, weights_bits
+from factory.gates.patience import out_of_time
 from factory.gates.recipe.paired_runs import MeasuredRuns, lengthened, lengths, paired_runs
 from factory.gates.recipe.policy import RecipePolicy
 from trainer.contract.checkpoint import format as checkpoint_files
@@ -61,9 +62,10 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     }
     if found.failed and found.failed_side == "candidate":
         return StageResult(failed(f"the candidate's run failed: {found.failed}", **evidence))
+    if found.out_of_time:
+        return StageResult(out_of_time(f"the runs were stopped: {found.failed}", **evidence))
     if found.failed:  # which says nothing about the candidate
-        what = "the baseline's run failed" if found.failed_side else "the runs were stopped"
-        return StageResult(missing(f"{what}: {found.failed}", **evidence))
+        return StageResult(missing(f"the baseline's run failed: {found.failed}", **evidence))
     size = sizes["candidate"]
     reason = f"{policy.seeds} seeds, {size.trunk} steps and an anneal of {size.tail}, from step {start.step}"
     return StageResult(passed(reason, **evidence))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from factory.audit.policy import AuditPolicy
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace, code_root
 from factory.evals.policy import EvalPolicy
@@ -24,6 +25,7 @@ POLICIES: dict[str, Callable[[Path], object]] = {
     "kernels.yaml": load_choice,
     "evals.yaml": EvalPolicy.load,
     "agents.yaml": AgentsPolicy.load,
+    "gates/audit.yaml": AuditPolicy.load,
     "gates/certificate.yaml": CertificatePolicy.load,
     "gates/patch.yaml": PatchPolicy.load,
     "gates/recipe.yaml": RecipePolicy.load,

@@ -210,14 +210,15 @@ def test_a_candidate_that_never_ends_is_held_back(plant: Plant, tmp_path: Path, 
     plant.out_of_time = {("candidate", 0), ("candidate", 1)}
     found, verdict = measured(plant, POLICY, tmp_path, workspace)
     assert plant.limits["candidate"] == [300.0, 900.0] and found["state"] == "missing"
-    assert verdict.outcome == "hold" and "(300 s, then 900 s; the baseline took 30 s" in verdict.reasons[0]
+    assert found["out_of_time"] and verdict.outcome == "hold"
+    assert "(300 s, then 900 s; the baseline took 30 s" in verdict.reasons[0]
     assert "training.patience in policies/gates/patch.yaml" in verdict.reasons[0]
 
 
 def test_a_stopped_baseline_holds_the_patch(plant: Plant, tmp_path: Path, workspace: Any) -> None:
     plant.out_of_time = {("baseline", 0)}
     found, verdict = measured(plant, POLICY, tmp_path, workspace)
-    assert found["state"] == "missing" and verdict.outcome == "hold" and plant.limits["candidate"] == []
+    assert found["out_of_time"] and verdict.outcome == "hold" and plant.limits["candidate"] == []
     assert "training.wall_seconds" in verdict.reasons[0] and "3600 s with approved code" in verdict.reasons[0]
 
 

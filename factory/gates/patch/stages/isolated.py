@@ -19,7 +19,7 @@ from factory.gates.case import NO_START, PatchCase, StageEvidence, StageResult, 
 from factory.gates.patch.changed_ops import ChangedOp, ops_of
 from factory.gates.patch.policy import IsolatedPolicy, PatchPolicy
 from factory.gates.patch.stages.training import recipe_for
-from factory.gates.patience import baseline_stopped
+from factory.gates.patience import baseline_stopped, out_of_time
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 
@@ -68,7 +68,8 @@ def compare(
                 except ValueError:
                     why = f"{op.op} could not be timed alone: {timed.why()}"
                     if timed.timed_out:
-                        why = baseline_stopped(f"timing {op.op} alone", policy.wall_seconds, "isolated.wall_seconds")
+                        what = f"timing {op.op} alone"
+                        return out_of_time(baseline_stopped(what, policy.wall_seconds, "isolated.wall_seconds"))
                     return missing(why)
             changed, control = answers
             if not (untrusted := _unlike_itself(control)):

@@ -19,7 +19,7 @@ from factory.gates.patch.matrix.changed import Unexecuted, unexecuted
 from factory.gates.patch.matrix.compare import compare_runs
 from factory.gates.patch.matrix.runs import MatrixRuns, SideCode, make_plan, run_cases
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
-from factory.gates.patience import baseline_stopped, patiently, stopped
+from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
 from factory.git import repository
 
 MOST_REASONS = 8
@@ -54,7 +54,9 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         candidate = patiently(limits, attempt, lambda side: side.out_of_time)
         task.advance(1, f"candidate {candidate.seconds:.0f} s")
     if candidate.out_of_time:
-        return StageResult(missing(stopped("the candidate's tiny runs", limits, baseline.seconds, "matrix.patience")))
+        return StageResult(
+            out_of_time(stopped("the candidate's tiny runs", limits, baseline.seconds, "matrix.patience"))
+        )
     if candidate.failed:
         return StageResult(failed(f"tiny training runs: {candidate.failed}"))
     compared = compare_runs(plan, baseline, candidate)
@@ -105,7 +107,7 @@ def never_executed(case: PatchCase[PatchPolicy], executed: Executed) -> list[Une
 
 def _approved_failed(policy: MatrixPolicy, side: MatrixRuns) -> StageResult:
     if side.out_of_time:
-        return StageResult(missing(baseline_stopped("the tiny runs", policy.wall_seconds, "matrix.wall_seconds")))
+        return StageResult(out_of_time(baseline_stopped("the tiny runs", policy.wall_seconds, "matrix.wall_seconds")))
     return StageResult(missing(f"the baseline's own tiny runs failed: {side.failed}"))
 
 

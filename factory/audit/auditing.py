@@ -1,0 +1,268 @@
+"""One audit: replay the drawn window without the patches, compare, judge, record.
+
+Killed at any moment, the same call goes on: the window is kept, and so are replays that ended.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from factory.audit.comparing import (
+    WindowTrace,
+    anomalies_differ,
+    lines_differ,
+    read_trace,
+    same_bits,
+    shapes_differ,
+)
+from factory.audit.drawing import AUDITED, AuditWindow
+from factory.audit.judge import allowed_share, differences, judge_audit
+from factory.audit.keeping import folder_of, keep, kept
+from factory.audit.policy import AuditPolicy
+from factory.audit.replaying import Replays
+from factory.audit.waiting import tries
+from factory.code_loop.revalidating import AUDIT
+from factory.core import devices
+from factory.core.errors import FactoryError, InputError
+from factory.core.launching import ranks
+from factory.core.policy_file import policy_sha256
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.gates.patch.likeness import differs, drift, squares
+from factory.gates.patch.session import Weights
+from factory.gates.untrusted_tensors import UntrustedFileError
+from factory.git import repository
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.writing import record_verdict
+from kernels.contract.files import finite
+from trainer.contract.checkpoint.format import load, manifest_sha256
+from trainer.contract.errors import TrainerError
+
+
+def audit_and_show(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress) -> VerdictRow | None:
+    """``audit``, and its verdict in MLflow, which may fail: the verdict is in the ledger."""
+    from factory.tracking.mlflow_store import waiting_lock
+    from factory.tracking.tracking import Tracking
+
+    verdict = audit(workspace, ledger, segment, progress)
+    if verdict is not None:
+        try:
+            with waiting_lock(workspace, "tracking"):
+                Tracking.open(workspace, ledger).segment_audited(verdict)
+        except FactoryError as error:
+            progress.line(f"  MLflow does not show the audit of segment {segment}: {error}")
+    return verdict
+
+
+def audit(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress) -> VerdictRow | None:
+    """Audit the window that was drawn for a segment; returns its verdict. None where no window of it could be kept.
+
+    Raises: InputError when no window was drawn or the segment is not done; ConfigError.
+    """
+    policy = AuditPolicy.load(workspace.policy("gates/audit.yaml"))
+    row, window = SegmentRow.get(ledger, segment), AuditWindow.of(ledger, segment)
+    if window is None or not window.steps:
+        raise InputError(f"segment {segment} is not audited: no window of it was drawn while it trained")
+    if row.state != "done":
+        raise InputError(f"segment {segment} is {row.state}: only what is done is audited")
+    settled = VerdictRow.newest(ledger, AUDIT, Subject("segment", segment))
+    if settled is not None and settled.outcome != "hold":
+        return settled
+    window = keep(workspace, ledger, row, window, progress)
+    if not window.steps:
+        return None
+    number = tries(ledger, segment) + 1
+    with progress.task(f"audit of segment {segment}, steps {window.first}–{window.last}"):
+        evidence = finite(gather(workspace, ledger, row, window, policy, number * policy.wall_seconds))
+    verdict = judge_audit(policy, evidence)
+    subject = Subject("segment", segment)
+    detail = {"outcome": verdict.outcome, "patches": list(window.patches), "suspects": evidence.get("suspects", [])}
+    with ledger.begin() as tx:
+        recorded = record_verdict(
+            tx,
+            AUDIT,
+            subject,
+            against=evidence["against"],
+            policy_sha256=policy_sha256(policy),
+            subject_sha256=evidence["subject_sha256"],
+            outcome=verdict.outcome,
+            reasons=verdict.reasons,
+            evidence=evidence,
+        )
+        record(tx, AUDITED, subject, detail)
+    words = {"promote": "agrees", "hold": "not measured", "reject": "DIFFERS"}[verdict.outcome]
+    patches = ", ".join(map(str, window.patches))
+    progress.line(
+        f"  audit of segment {segment} (steps {window.first}–{window.last} without proposals {patches}): {words}; {verdict.reasons[0]}"
+    )
+    if verdict.outcome != "reject":
+        _clear(folder_of(workspace, segment), all_of_it=verdict.outcome == "promote")
+    return VerdictRow.get(ledger, recorded)
+
+
+def _clear(folder: Path, all_of_it: bool) -> None:
+    """Remove the replays, so that another try begins anew; after the last one the window too."""
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.name != "live" or all_of_it:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+# -- evidence ----------------------------------------------------------------------------------------------------------
+class _NotMeasured(Exception):
+    """Something that the comparison needs is not there, which says nothing about the patches."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What live training left, with what the replays are held against."""
+
+    policy: AuditPolicy
+    replays: Replays
+    live: WindowTrace | None  # None: it cannot be read
+    origin: Weights
+    claims: dict[str, Any]
+
+    def code(self, commit: str) -> Path:
+        folder = self.replays.workspace.worktrees / f"audit-{self.replays.row.id}"
+        return repository.checkout(self.replays.workspace.repository, commit, folder)
+
+    def trace(self, name: str, commit: str, until: int) -> WindowTrace:
+        """Of a replay. Raises: _NotMeasured, IsolationError."""
+        found = self.replays.run(name, self.code(commit), until)
+        if found.failed:
+            limit = f"; its limit was {self.replays.wall_seconds:.0f} s (wall_seconds in policies/gates/audit.yaml)"
+            raise _NotMeasured(f"the replay '{name}' failed: {found.failed}{limit if found.out_of_time else ''}")
+        try:
+            first = self.replays.window.first
+            return read_trace(self.replays.checkpoint(name, until), self.replays.segment(name), first, until)
+        except UntrustedFileError as error:
+            raise _NotMeasured(f"the replay '{name}' left nothing to compare with: {error}") from error
+
+    def compare(self, base: WindowTrace, shorter: WindowTrace | None) -> dict[str, Any]:
+        """How live training differs from a replay, as evidence. ``shorter``: a replay that leaves the last step out."""
+        live, window = self.live, self.replays.window
+        assert live is not None
+        found: dict[str, Any] = {"same_bits": same_bits(live, base)}
+        if missing := shapes_differ(live, base):
+            return found | {"told": [f"the checkpoint's {missing} is missing, or has another shape or dtype"]}
+        share = allowed_share(self.policy, self.claims | {"steps": window.steps})
+        away: dict[str, float] = {}
+        if shorter is not None:
+            away = squares(shorter.rest, base.rest)
+            found |= {
+                "drift": drift(live.weights, base.weights, self.origin),
+                "control_drift": drift(shorter.weights, base.weights, self.origin, of_one=False),
+            }
+        state = differs(live.rest, base.rest, away, share) if shorter is not None or found["same_bits"] else ""
+        words = (state, lines_differ(live, base, self.policy.lines), anomalies_differ(live, base))
+        return found | {"told": [word for word in words if word]}
+
+
+def gather(
+    workspace: Workspace, ledger: Ledger, row: SegmentRow, window: AuditWindow, policy: AuditPolicy, wall_seconds: float
+) -> dict[str, Any]:
+    """Everything ``judge_audit`` decides from; ``missing`` says why a replay was not possible."""
+    patches = [ProposalRow.get(ledger, number) for number in window.patches]
+    evidence: dict[str, Any] = {
+        "segment": row.id, "first": window.first, "last": window.last, "steps": window.steps, "patches": list(window.patches),
+        "code_commit": row.code_commit, "against": patches[0].base_commit, "subject_sha256": "", **_claims(ledger, patches),
+    }  # fmt: skip
+    replays = Replays(workspace, ledger, row, window, _tuned(workspace, ledger, row, patches[0]), wall_seconds)
+    end = kept(workspace, ledger, row, window.last)
+    try:
+        evidence["subject_sha256"] = manifest_sha256(end)
+        origin = load(kept(workspace, ledger, row, window.first)).model
+        base_commit = _without(workspace, row.code_commit, patches)
+        live = None
+        try:
+            live = read_trace(end, Path(row.folder), window.first, window.last)
+        except UntrustedFileError as error:
+            evidence["told"] = [f"what segment {row.id} left cannot be read: {error}"]
+        return evidence | _replay(_Measured(policy, replays, live, origin, evidence), evidence, base_commit, patches)
+    except (
+        _NotMeasured,
+        FactoryError,
+        TrainerError,
+        OSError,
+    ) as error:  # no sandbox, a full disk, files that people changed since
+        return evidence | {"missing": str(error)}
+    finally:
+        repository.remove_worktree(workspace.repository, workspace.worktrees / f"audit-{row.id}")
+
+
+def _replay(
+    measured: _Measured, evidence: dict[str, Any], commit: str, patches: Sequence[ProposalRow]
+) -> dict[str, Any]:
+    """The replays, as many as are needed. Raises: _NotMeasured, FactoryError."""
+    window, row = measured.replays.window, measured.replays.row
+    base = measured.trace("without", commit, window.last)
+    if measured.live is None:
+        return {"again": {"same_bits": True}, "suspects": list(window.patches)}
+    found = measured.compare(base, None)
+    shorter = None
+    if not found["same_bits"] and not shapes_differ(measured.live, base):
+        left_out = window.last - 1
+        if left_out > window.first:
+            shorter = measured.trace("shorter", commit, left_out)
+        else:  # a window of one step
+            shorter = replace(base, weights=measured.origin)
+        found = measured.compare(base, shorter)
+    claims_bits = evidence.get("claimed") == 0 and devices.kind() == "cpu" and ranks(measured.replays.workspace) == 1
+    policy = measured.policy
+    if claims_bits and not found["same_bits"] and not differences(policy, evidence | found):
+        found["exact"] = same_bits(measured.live, measured.trace("live-code", row.code_commit, window.last))
+    if not differences(policy, evidence | found):
+        return found
+    again = measured.trace("again", commit, window.last)
+    found["again"] = {"same_bits": same_bits(again, base), "drift": drift(again.weights, base.weights, measured.origin)}
+    found["suspects"] = [_suspect(measured, evidence | found, shorter, patches).number]
+    return found
+
+
+def _suspect(
+    measured: _Measured, evidence: dict[str, Any], shorter: WindowTrace | None, patches: Sequence[ProposalRow]
+) -> ProposalRow:
+    """The patch that made the difference: the newest one without which, and without those after it, there is one."""
+    workspace, row = measured.replays.workspace, measured.replays.row
+    exact = {"exact": evidence["exact"]} if "exact" in evidence else {}
+    for count in range(1, len(patches)):
+        commit = _without(workspace, row.code_commit, patches[-count:])
+        other = measured.trace(f"without-{count}", commit, measured.replays.window.last)
+        if differences(measured.policy, evidence | measured.compare(other, shorter) | exact):
+            return patches[-count]
+    return patches[0]
+
+
+def _without(workspace: Workspace, commit: str, patches: Sequence[ProposalRow]) -> str:
+    """A commit as ``commit`` without these patches, the newest undone first. Raises: RepositoryError when people changed their files since."""
+    for patch in reversed(patches):
+        message = f"without proposal {patch.number}"
+        commit = repository.undoing(workspace.repository, commit, patch.base_commit, patch.patch_commit, message)
+    return commit
+
+
+def _claims(ledger: Ledger, patches: Sequence[ProposalRow]) -> dict[str, Any]:
+    """How far the patches' weights ended from their baselines' in the gate, as a share of what leaving out a step caused; and after how many
+    steps. None: not known of every patch."""
+    shares, steps = [], 0
+    for patch in patches:
+        found = (patch.evidence(ledger).get("stages") or {}).get("training") or {}
+        measured = [one for one in (found, found.get("again") or {}) if one.get("control_drift")]
+        if not measured:
+            return {"claimed": None, "gate_steps": None}
+        shares.append(max(one["drift"] / one["control_drift"] for one in measured))
+        steps = max(steps, found.get("steps") or 0)
+    return {"claimed": sum(shares), "gate_steps": steps}
+
+
+def _tuned(workspace: Workspace, ledger: Ledger, row: SegmentRow, oldest: ProposalRow) -> dict[str, str]:
+    """What ``auto`` stood for in the newest segment before the patches, else in this one."""
+    for before in SegmentRow.select(ledger, "WHERE id < :id AND kind <> 'average' ORDER BY id DESC", id=row.id):
+        if before.computing and not repository.contains(workspace.repository, before.code_commit, oldest.patch_commit):
+            return dict(before.computing["kernels"])
+    return dict(row.computing["kernels"]) if row.computing else {}

@@ -1,0 +1,122 @@
+"""Which segments are audited, for which patches, and which of their windows: drawn by the factory before a segment trains.
+
+A window is what lies between two checkpoints that follow one another. The draw is in the ledger alone, which the trainer cannot read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from factory.audit.policy import AuditPolicy
+from factory.code_loop.revalidating import AGENT as REVALIDATOR
+from factory.code_loop.revalidating import AUDIT
+from factory.core.workspace import Workspace
+from factory.git import repository
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import ProposalRow, Reads, SegmentRow, Subject
+from factory.training.certificate import TRAINED_WITH
+
+DRAWN, AUDITED = "audit_drawn", "audited"
+
+
+@dataclass(frozen=True)
+class AuditWindow:
+    """Steps [first, last) of a segment, and the numbers of the proposals under audit, in the order in which they were merged.
+
+    ``first`` = ``last``: this segment is not audited.
+    """
+
+    first: int
+    last: int
+    patches: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, db: Reads, segment: int) -> Self | None:
+        """What was drawn for a segment; None: nothing yet."""
+        sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
+        found = db.read(sql, kind=DRAWN, subject=str(Subject("segment", segment)))
+        detail: dict[str, Any] = found[0]["detail"] if found else {}
+        return cls(detail["first"], detail["last"], tuple(detail["patches"])) if found else None
+
+    @property
+    def steps(self) -> int:
+        return self.last - self.first
+
+
+def draw(workspace: Workspace, ledger: Ledger, row: SegmentRow) -> AuditWindow | None:
+    """The window of a segment that is about to train, drawn once and recorded; None where it trains with no agent's patch.
+
+    Raises: ConfigError, RepositoryError.
+    """
+    known = AuditWindow.of(ledger, row.id)
+    if known is not None or row.kind == "average":
+        return known
+    policy = AuditPolicy.load(workspace.policy("gates/audit.yaml"))
+    patches = merged_patches(workspace, ledger, row.code_commit)
+    windows = windows_of(row)
+    if not patches or not windows:
+        return None
+    chosen, share = under_audit([patch.number for patch in patches], agreed(ledger), policy)
+    first, last = secrets.choice(windows) if secrets.SystemRandom().random() < share else (0, 0)
+    return note(ledger, row.id, AuditWindow(first, last, tuple(chosen)))
+
+
+def note(ledger: Ledger, segment: int, window: AuditWindow) -> AuditWindow:
+    """Record a draw."""
+    with ledger.begin() as tx:
+        record(tx, DRAWN, Subject("segment", segment), asdict(window))
+    return window
+
+
+def windows_of(row: SegmentRow) -> list[tuple[int, int]]:
+    """(first, last) of every window of a segment, in order. Its first window only where a checkpoint goes before it.
+
+    >>> from types import SimpleNamespace
+    >>> windows_of(SimpleNamespace(first_step=10, last_step=22, parent=1, recipe_json={"checkpoint_every": 5}))
+    [(10, 15), (15, 20), (20, 22)]
+    """
+    every = int(row.recipe_json["checkpoint_every"])
+    ends = [*range(row.first_step - row.first_step % every + every, row.last_step, every), row.last_step]
+    return list(itertools.pairwise([row.first_step, *ends] if row.parent else ends))
+
+
+def under_audit(patches: Sequence[int], agreed: Counter[int], policy: AuditPolicy) -> tuple[Sequence[int], float]:
+    """(the patches to audit, the share of segments). From the oldest new one on: an older patch cannot be undone below a newer one.
+
+    >>> under_audit([4, 7, 9], Counter({4: 3, 7: 1, 9: 3}), AuditPolicy())
+    ([7, 9], 1.0)
+    """
+    new = [number for number in patches if agreed[number] < policy.windows]
+    return (patches[patches.index(new[0]) :], policy.share) if new else (patches, policy.later_share)
+
+
+def agreed(ledger: Ledger) -> Counter[int]:
+    """By proposal: the windows that agreed with the code without it."""
+    rows = ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=AUDITED)
+    return Counter(n for row in rows if row["detail"]["outcome"] == "promote" for n in row["detail"]["patches"])
+
+
+def merged_patches(workspace: Workspace, ledger: Ledger, commit: str) -> list[ProposalRow]:
+    """The approved patches of agents in a commit that change what training reads, in the order in which they were merged.
+
+    A patch that undoes another brings back what was there before it: it is none. Raises: RepositoryError.
+    """
+    code = workspace.repository
+    approved = ProposalRow.select(ledger, "WHERE state = 'approved' ORDER BY number")
+    events = ledger.read("SELECT subject FROM events WHERE kind = 'proposal_approved' ORDER BY id")
+    order = {event["subject"]: number for number, event in enumerate(events)}
+    found = [
+        row
+        for row in approved
+        if row.gate != AUDIT
+        and row.agent != REVALIDATOR
+        and row.commit
+        and repository.contains(code, commit, row.commit)
+        and any(c.path.startswith(TRAINED_WITH) for c in repository.changes(code, row.base_commit, row.commit))
+    ]
+    return sorted(found, key=lambda row: order.get(str(Subject("proposal", row.number)), -1))

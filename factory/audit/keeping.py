@@ -1,0 +1,167 @@
+"""Copies the two checkpoints of a drawn window aside while the segment trains, before the trainer removes them.
+
+The trainer may be hostile: it sees no link to its files and no time at which they were read, so that it cannot learn which window was drawn;
+no link of its own is followed. What is copied is what its manifest says, byte for byte, or it is not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from factory.audit.drawing import AuditWindow, draw, note, windows_of
+from factory.core.errors import FactoryError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
+from factory.training.planning import last_checkpoint
+from kernels.contract.files import sync_folder
+from trainer.contract.checkpoint.format import name_of
+
+POLL_SECONDS = 0.05
+MANIFEST_BYTES = 1 << 24
+CHUNK = 1 << 22
+
+
+def folder_of(workspace: Workspace, segment: int) -> Path:
+    """Where an audit keeps what it needs until its verdict; nothing that trains sees it."""
+    return workspace.root / "audits" / f"{segment:05d}"
+
+
+def kept(workspace: Workspace, ledger: Ledger, row: SegmentRow, step: int) -> Path:
+    """The folder of the checkpoint that a window begins or ends with; it may be missing."""
+    if step == row.first_step and row.parent:
+        return Path(last_checkpoint(ledger, row.parent)["path"])
+    return folder_of(workspace, row.id) / "live" / name_of(step)
+
+
+@contextmanager
+def keeping(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress: Progress) -> Iterator[None]:
+    """While the block trains a segment, keep the window that is drawn for it. Training never fails because of that."""
+    try:
+        window = draw(workspace, ledger, row)
+    except FactoryError as error:
+        progress.line(f"  segment {row.id} will not be audited: {error}")
+        window = None
+    if window is None or not window.steps:
+        yield
+        return
+    keeper = _Keeper(workspace, ledger, row, window)
+    keeper.start()
+    try:
+        yield
+    finally:
+        keeper.over.set()
+        keeper.join()
+    if SegmentRow.get(ledger, row.id).state == "done":
+        keep(workspace, ledger, row, window, progress)
+
+
+def keep(workspace: Workspace, ledger: Ledger, row: SegmentRow, window: AuditWindow, progress: Progress) -> AuditWindow:
+    """The window of a finished segment that is kept: the one that was drawn, else the whole segment.
+
+    So a trainer gains nothing by writing no checkpoints, or broken ones, where it does not want to be looked at. A window without steps, and a
+    line for a person, where there is none.
+    """
+    problem = ""
+    whole = [(row.first_step, row.last_step)] if row.parent else windows_of(row)[-1:]
+    for first, last in ((window.first, window.last), *whole):
+        keeper = _Keeper(workspace, ledger, row, replace(window, first=first, last=last))
+        if keeper.look():
+            return window if keeper.window == window else note(ledger, row.id, keeper.window)
+        problem = problem or keeper.problem
+    progress.line(f"  no window of segment {row.id} could be kept for its audit{problem and f': {problem}'}")
+    return note(ledger, row.id, replace(window, first=0, last=0))
+
+
+class _Keeper(threading.Thread):
+    """Looks for the window's checkpoints until both are kept."""
+
+    def __init__(self, workspace: Workspace, ledger: Ledger, row: SegmentRow, window: AuditWindow) -> None:
+        super().__init__(daemon=True)
+        self.over, self.window, self.problem = threading.Event(), window, ""
+        self.source = Path(row.folder) / "checkpoints"
+        self.targets = [kept(workspace, ledger, row, step) for step in (window.first, window.last)]
+
+    def run(self) -> None:
+        while not self.look() and not self.over.wait(POLL_SECONDS):
+            pass
+
+    def look(self) -> bool:
+        """Keep what is there; returns whether the window is whole."""
+        for target in self.targets:
+            if not target.exists():
+                try:
+                    copy_checkpoint(self.source / target.name, target)
+                except FileNotFoundError:
+                    pass  # not written yet, or removed again
+                except (OSError, ValueError) as error:  # a full disk, or a checkpoint that is none
+                    self.problem = str(error)
+        return all(target.exists() for target in self.targets)
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """Copy a checkpoint that a trainer wrote, whole or not at all.
+
+    Raises: FileNotFoundError when it is not there (any more); ValueError when a file is not what the manifest says; OSError.
+    """
+    aside = target.with_name(f".{target.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    with ExitStack() as opened:
+        folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        opened.callback(os.close, folder)
+        manifest = opened.enter_context(_open(folder, "manifest.json", MANIFEST_BYTES)).read()
+        try:
+            listed = {
+                str(name): (str(f["sha256"]), int(f["bytes"])) for name, f in json.loads(manifest)["files"].items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise ValueError(f"{source.name}: its manifest cannot be read") from None
+        if odd := [name for name in listed if "/" in name or name.startswith(".")]:
+            raise ValueError(f"{source.name}: its manifest names {odd[0]!r}")
+        # All are opened first: what is removed meanwhile can still be read.
+        files = {name: opened.enter_context(_open(folder, name, size)) for name, (_, size) in listed.items()}
+        aside.mkdir(parents=True)
+        for name, file in files.items():
+            if _copied(file, aside / name) != listed[name][0]:
+                raise ValueError(f"{source.name}: {name} is not what its manifest says")
+        (aside / "manifest.json").write_bytes(manifest)
+    sync_folder(aside)
+    os.rename(aside, target)
+
+
+def _open(folder: int, name: str, size: int) -> IO[bytes]:
+    """A regular file of at most ``size`` bytes. Reading it leaves no time of access. Raises: OSError, ValueError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        handle = os.open(name, flags | os.O_NOATIME, dir_fd=folder)
+    except PermissionError:  # another user's file
+        handle = os.open(name, flags, dir_fd=folder)
+    file = os.fdopen(handle, "rb")
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > size:
+        file.close()
+        raise ValueError(f"{name} is no regular file of at most {size} bytes")
+    return file
+
+
+def _copied(file: IO[bytes], target: Path) -> str:
+    """Copies and returns the SHA-256."""
+    digest = hashlib.sha256()
+    with open(target, "xb") as out:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            out.write(chunk)
+        out.flush()
+        os.fsync(out.fileno())
+    return digest.hexdigest()

@@ -1,0 +1,57 @@
+"""``factory audit``: windows of real segments, replayed without the patches that agents wrote."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+
+
+@app.command()
+def audit(
+    where: Where = DEFAULT,
+    segment: Annotated[
+        int | None, typer.Option(help="Audit this segment now, even if its last tries could not be measured.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay the windows of finished segments that wait for it, without the patches that agents wrote; list all that was found.
+
+    The daemon does this by itself when there is nothing else to do. A difference opens a proposal that undoes the patch.
+    """
+    from factory.audit.auditing import audit_and_show
+    from factory.audit.policy import AuditPolicy
+    from factory.audit.reverts import open_reverts
+    from factory.audit.waiting import every_audit, waiting
+    from factory.core.progress import SILENT
+    from factory.daemon import LOCK
+
+    workspace, ledger, terminal = open_workspace(where)
+    progress = SILENT if as_json else terminal
+    numbers = waiting(ledger, AuditPolicy.load(workspace.policy("gates/audit.yaml"))) if segment is None else [segment]
+    if numbers:
+        with workspace.lock(LOCK):
+            for number in numbers:
+                audit_and_show(workspace, ledger, number, progress)
+            open_reverts(workspace, ledger, progress)
+    found = every_audit(ledger)
+    if as_json:
+        print_json(found)
+        return
+    for row in found:
+        verdict = row["verdict"]
+        state = (
+            {"promote": "agrees", "hold": "not measured", "reject": "DIFFERS"}[verdict["outcome"]]
+            if verdict
+            else "waits"
+        )
+        patches = ", ".join(map(str, row["patches"]))
+        terminal.line(
+            f"segment {row['segment']}, steps {row['first']}–{row['last']}, without proposals {patches}: {state}"
+        )
+        for reason in verdict["reasons"] if verdict else ():
+            terminal.line(f"    {reason}")
+    if not found:
+        terminal.line("  no window was drawn yet: the first is when a segment trains with a patch that an agent wrote")

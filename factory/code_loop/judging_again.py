@@ -1,0 +1,77 @@
+"""Patches that only a time limit held back are judged again by the daemon: later the machine may be less busy.
+
+The limits follow from what approved code takes then, on the machine as it is then (``factory.gates.patience``). A patch that never ends is held
+back each time; after a few times it waits for a person.
+"""
+
+from __future__ import annotations
+
+import time
+
+from factory.code_loop.approvals import judge_again
+from factory.code_loop.revalidating import REMIND_SECONDS, record_once
+from factory.core.errors import FactoryError, WorkspaceError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.gates.patch.policy import PatchPolicy
+from factory.gates.patience import ran_out
+from factory.git import repository
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import ProposalRow, Subject, VerdictRow
+
+
+def judge_held_again(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:
+    """Have the patches that wait for it judged again, as proposals of their own; returns their numbers.
+
+    An error is shown once a day, and stops nothing else.
+    """
+    policy = PatchPolicy.load(workspace.policy("gates/patch.yaml"))
+    waiting = due(ledger, policy)
+    if not waiting:
+        return []
+    from factory.code_loop.submitting import clear_stale, refuse_without_isolation
+
+    code = workspace.repository
+    made = []
+    try:
+        with workspace.lock("code-loop"):
+            clear_stale(workspace, ledger, progress)
+            repository.require_settled(code)
+            refuse_without_isolation(workspace)
+            for row in waiting:
+                progress.line(f"  proposal {row.number} was held back by a time limit alone; it is judged again")
+                try:
+                    made.append(judge_again(workspace, ledger, row, repository.live_commit(code), progress))
+                except FactoryError as error:
+                    _say(ledger, progress, Subject("proposal", row.number), f"proposal {row.number}", error)
+    except WorkspaceError:
+        return made  # another process proposes now: the next pass tries again
+    except FactoryError as error:
+        _say(ledger, progress, "code_loop", "a proposal that a time limit held back", error)
+    return made
+
+
+def due(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
+    """The proposals to judge again now, oldest first."""
+    held = [
+        (row, evidence)
+        for row in ProposalRow.select(ledger, "WHERE outcome = 'hold' ORDER BY number")
+        if ran_out(evidence := row.evidence(ledger))
+    ]
+    times: dict[str, int] = {}
+    for _, evidence in held:
+        times[evidence["patch_id"]] = times.get(evidence["patch_id"], 0) + 1
+    since = time.time() - policy.judge_again_after_seconds
+    return [
+        row
+        for row, evidence in held
+        if row.state == "judged"
+        and times[evidence["patch_id"]] <= policy.judge_again
+        and row.verdict is not None
+        and VerdictRow.get(ledger, row.verdict).created_at <= since
+    ]
+
+
+def _say(ledger: Ledger, progress: Progress, subject: Subject | str, what: str, error: FactoryError) -> None:
+    if record_once(ledger, "judging_again_waits", subject, {"why": str(error)}, REMIND_SECONDS):
+        progress.line(f"  {what} cannot be judged again now: {error}")

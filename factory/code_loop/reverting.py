@@ -1,0 +1,78 @@
+"""A revert that the audit asks for: a proposal that undoes a merged patch, whose verdict is the audit's own.
+
+It is no patch to be measured: the code without the patch was live before, and what it takes away is not speed. A person approves it as any
+other proposal, or the policy does.
+"""
+
+from __future__ import annotations
+
+from agents.core.proposal import Proposal
+from factory.code_loop.revalidating import AUDIT, UNDO
+from factory.code_loop.submitting import draft, record_judged, show
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.gates.release.judge import PROMOTE, Verdict
+from factory.git import repository
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import ProposalRow, Subject, VerdictRow
+from factory.ledger.writing import record_verdict
+from factory.reports import proposal_report
+
+AGENT = "auditor"
+
+
+def open_revert(workspace: Workspace, ledger: Ledger, row: ProposalRow, why: VerdictRow, progress: Progress) -> int:
+    """Propose to undo an approved proposal on top of the live code; ``why``: the audit's verdict. Returns the new proposal's number.
+
+    The caller holds the ``code-loop`` lock. Raises: RepositoryError when its files changed again since; nothing is left then.
+    """
+    code = workspace.repository
+    live = repository.live_commit(code)
+    title = f"Undo proposal {row.number}"
+    hypothesis = (
+        f"Segment {why.number} trained with proposal {row.number} ({row.title[:100]}). The same steps without it end elsewhere: "
+        f"{'; '.join(why.reasons)[:1000]}"
+    )
+    message = f"{title}\n\n{hypothesis}\n\nThis reverts {row.patch_commit}.\n"
+    commit = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
+    drafted = Proposal(AGENT, f"{UNDO}:{row.number}", title, hypothesis, 1.0, ())
+    number, branch = draft(workspace, ledger, drafted, live)
+    repository.make_branch(code, branch, commit)
+    sha256, patch = repository.patch_sha256(code, live, commit), repository.patch(code, live, commit)
+    reasons = (f"the audit of segment {why.number} found a difference", *why.reasons)
+    stages = {AUDIT: {"state": "passed", "reasons": list(reasons)}}
+    evidence = {
+        "gate": AUDIT, "base": live, "patch_sha256": sha256, "patch_id": sha256, "tries": 1, "stages": stages, "gain": None, "audit": why.id,
+    }  # fmt: skip
+    verdict = Verdict(PROMOTE, reasons)
+    with ledger.begin() as tx:
+        verdict_id = record_verdict(
+            tx,
+            AUDIT,
+            Subject("proposal", number),
+            against=live,
+            policy_sha256=why.policy_sha256,
+            subject_sha256=sha256,
+            outcome=verdict.outcome,
+            reasons=reasons,
+            evidence=evidence,
+        )
+    report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, patch)
+    record_judged(ledger, number, commit, sha256, verdict_id, report)
+    progress.line(
+        f"  proposal {number} undoes proposal {row.number}: {reasons[0]}; merge it with 'factory proposals approve {number}'"
+    )
+    show(workspace, ledger, number, progress)
+    return number
+
+
+def opened(ledger: Ledger, number: int) -> ProposalRow | None:
+    """The newest proposal of the audit to undo a proposal that was not given up, whatever was decided about it."""
+    which = "WHERE agent = :agent AND target = :target AND state NOT IN ('failed', 'superseded') ORDER BY number DESC"
+    return ProposalRow.first(ledger, which, agent=AGENT, target=f"{UNDO}:{number}")
+
+
+def reopen(workspace: Workspace, ledger: Ledger, row: ProposalRow, progress: Progress) -> int:
+    """The same revert on top of the code that is live now; returns the new proposal's number. Raises: as ``open_revert``."""
+    why = VerdictRow.get(ledger, row.evidence(ledger)["audit"])
+    return open_revert(workspace, ledger, ProposalRow.get(ledger, int(row.target.partition(":")[2])), why, progress)

@@ -1,0 +1,151 @@
+"""The decision on a window is a table; and what live code wrote down is held against what the replay did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from factory.audit.comparing import WindowTrace, anomalies_differ, lines_differ, read_trace, same_bits, shapes_differ
+from factory.audit.judge import judge_audit
+from factory.audit.policy import AuditPolicy
+from factory.gates.untrusted_tensors import UntrustedFileError
+from trainer.contract.checkpoint.format import Checkpoint, save
+
+POLICY = AuditPolicy()
+NEAR = {
+    "steps": 20,
+    "claimed": 0.01,
+    "gate_steps": 10,
+    "same_bits": False,
+    "told": [],
+    "drift": 1e-4,
+    "control_drift": 0.05,
+}
+SAME = {"same_bits": True, "drift": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "outcome"),
+    [
+        ({}, "promote"),
+        ({"same_bits": True}, "promote"),
+        ({"missing": "the replay failed: out of time"}, "hold"),
+        ({"missing": "the replay failed", "told": ["no lines"], "again": SAME}, "hold"),
+        ({"drift": 0.006}, "hold"),  # more than a tenth of a step; not confirmed
+        ({"drift": 0.006, "again": SAME}, "reject"),
+        ({"drift": 0.004, "again": SAME}, "promote"),
+        ({"drift": 0.006, "claimed": 0.05, "again": SAME}, "promote"),  # the patch's rounding shows as much
+        ({"drift": 0.026, "claimed": 0.4, "again": SAME}, "reject"),  # never more than half of a step
+        ({"drift": 0.026, "claimed": None, "again": SAME}, "reject"),
+        ({"drift": 0.02, "claimed": None, "again": SAME}, "promote"),
+        ({"drift": 0.006, "again": {"same_bits": False, "drift": 0.004}}, "hold"),  # a device that adds in any order
+        ({"drift": 0.006, "again": {"same_bits": False, "drift": 0.001}}, "reject"),
+        ({"drift": 0.006, "again": {"missing": "out of time"}}, "hold"),
+        ({"drift": float("nan"), "again": SAME}, "reject"),
+        ({"told": ["metrics.jsonl has no line of step 7"], "same_bits": True, "again": SAME}, "reject"),
+        ({"told": ["metrics.jsonl has no line of step 7"]}, "hold"),
+        ({"exact": True, "again": SAME}, "reject"),  # live code does it every time, the gate saw the same bits
+        ({"exact": False, "again": SAME}, "promote"),  # live code does not repeat itself: bits are no evidence
+    ],
+)
+def test_verdicts(changed: dict[str, Any], outcome: str) -> None:
+    verdict = judge_audit(POLICY, NEAR | changed)
+    assert verdict.outcome == outcome, verdict
+    assert verdict.reasons
+
+
+LINES = [
+    {"step": step, "kind": "trunk", "tokens": 100 * step, "loss": 4.0 - step / 10, "loss/code": 3.0, "z_loss": 1e-7, "grad_norm": 1.0, "lr": 1e-3,
+     "skipped": False, "tokens_per_s": 1.0, "time": 1.0, "memory": 5}
+    for step in range(4, 9)
+]  # fmt: skip
+ANOMALIES = [{"step": 6, "kind": "loss_spike"}, {"step": 7, "kind": "throughput_drop"}]
+
+
+def trace(
+    folder: Path,
+    change: Callable[[list[dict[str, Any]]], object] = lambda lines: None,
+    weights: float = 1.0,
+    anomalies: Any = ANOMALIES,
+) -> WindowTrace:
+    """What steps 5, 6 and 7 of a segment left."""
+    folder.mkdir()
+    lines = [dict(line) for line in LINES]
+    change(lines)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "anomalies.jsonl").write_text("".join(json.dumps(line) + "\n" for line in anomalies))
+    state = {"step": 8, "recipe": {"parallel": {}}, "skipped": ["x"]}
+    path = save(
+        folder / "checkpoints", Checkpoint({"w": torch.full((3,), weights)}, {"exp_avg.w": torch.ones(3)}, state)
+    )
+    return read_trace(path, folder, 5, 8)
+
+
+def rounded(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        line.update(
+            loss=line["loss"] * 1.001, grad_norm=line["grad_norm"] * 1.01, z_loss=-line["z_loss"], time=9.0, memory=7
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda lines: None, ""),
+        (rounded, ""),
+        (lambda lines: lines[2].update(more=1), ""),
+        (lambda lines: lines.pop(2), "no line of step 6"),
+        (lambda lines: lines.clear(), "no line of step 5, and 3 are missing"),
+        (lambda lines: lines[2].update(loss=3.0), "loss 3.0 of step 6"),
+        (lambda lines: lines[2].update(loss=None), "loss None of step 6"),
+        (lambda lines: lines[2].update(lr=2e-3), "lr 0.002 of step 6"),
+        (lambda lines: lines[2].update({"loss/code": 2.0}), "loss/code 2.0 of step 6"),
+        (lambda lines: lines[2].update(grad_norm=2.0), "grad_norm 2.0 of step 6"),
+        (lambda lines: lines[2].update(tokens=7), "tokens 7 of step 6"),
+        (lambda lines: lines[2].update(skipped=True), "skipped True of step 6"),
+        (lambda lines: lines[2].pop("z_loss"), "no z_loss of step 6"),
+        (lambda lines: lines[0].update(loss=0.0), ""),  # before the window
+    ],
+)
+def test_what_was_written_down_must_agree(change: Any, words: str, tmp_path: Path) -> None:
+    base, live = trace(tmp_path / "base"), trace(tmp_path / "live", change)
+    found = lines_differ(live, base, POLICY.lines)
+    assert (words in found) if words else not found, found
+
+
+def test_bits_of_weights_are_compared(tmp_path: Path) -> None:
+    base = trace(tmp_path / "base")
+    assert same_bits(trace(tmp_path / "lines", lambda lines: lines[2].update(time=9.0, z_loss=2e-7)), base)
+    assert not same_bits(trace(tmp_path / "weights", weights=1.0000001), base)
+    assert not shapes_differ(base, base)
+
+
+def test_anomalies_must_agree_but_for_slowness(tmp_path: Path) -> None:
+    base = trace(tmp_path / "base")
+    assert not anomalies_differ(trace(tmp_path / "quick", anomalies=ANOMALIES[:1]), base)
+    assert "loss_spike of step 6" in anomalies_differ(trace(tmp_path / "fewer", anomalies=[]), base)
+    more = [*ANOMALIES, {"step": 7, "kind": "loss_spike"}]
+    assert "loss_spike of step 7" in anomalies_differ(trace(tmp_path / "more", anomalies=more), base)
+
+
+@pytest.mark.parametrize("harm", ["[" * 100_000 + "\n", '{"loss": 1}\n', '{"step": "6"}\n', "7\n"])
+def test_lines_that_cannot_be_read_say_so(harm: str, tmp_path: Path) -> None:
+    trace(tmp_path / "live")
+    (tmp_path / "live" / "metrics.jsonl").write_text(harm)
+    with pytest.raises(UntrustedFileError, match="metrics.jsonl has a line"):
+        read_trace(tmp_path / "live" / "checkpoints" / "step-00000008", tmp_path / "live", 5, 8)
+
+
+def test_weights_that_are_not_finite_and_links_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UntrustedFileError, match="not finite"):
+        trace(tmp_path / "nan", weights=float("nan"))
+    trace(tmp_path / "live")
+    (tmp_path / "live" / "metrics.jsonl").unlink()
+    (tmp_path / "live" / "metrics.jsonl").symlink_to("/etc/passwd")
+    with pytest.raises(UntrustedFileError, match="not there"):
+        read_trace(tmp_path / "live" / "checkpoints" / "step-00000008", tmp_path / "live", 5, 8)

@@ -1,0 +1,128 @@
+"""Checkpoints are copied as they are while a trainer that may be hostile writes beside, and it cannot see that they were read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from factory.audit.drawing import AuditWindow, note
+from factory.audit.keeping import copy_checkpoint, keep, kept
+from factory.core.progress import SILENT
+from factory.ledger.ledger import checkpoints, data_plans, segments
+from factory.ledger.rows import SegmentRow
+from tests.support.factory.approvals import Plant
+from trainer.contract.checkpoint.format import Checkpoint, find_fault, save
+
+ROW = SegmentRow(
+    2, "trunk", 1, 1, "tiny", {"checkpoint_every": 5}, "", "plan", "", 20, 33, "done", 0, "", None, None, 0.0, None
+)  # fmt: skip
+
+
+def made(folder: Path, step: int = 5) -> Path:
+    weights = {"w": torch.arange(1000.0)}
+    return save(folder, Checkpoint(weights, {"step.w": torch.ones(1)}, {"step": step}))
+
+
+def facts(folder: Path) -> list[tuple[str, int, int, int]]:
+    """What a trainer can see of its files: names, links, and when they were read and changed."""
+    found = []
+    for file in sorted(folder.iterdir()):
+        status = file.stat()
+        found.append((file.name, status.st_nlink, status.st_atime_ns, status.st_ctime_ns))
+    return found
+
+
+def test_a_copy_is_whole_and_leaves_no_trace(tmp_path: Path) -> None:
+    source, target = made(tmp_path / "live"), tmp_path / "kept" / "step-00000005"
+    for (
+        file
+    ) in source.iterdir():  # read long ago, so that even a file system of relative times would write down a reading
+        os.utime(file, ns=(1, time.time_ns()))
+    before = facts(source)
+    copy_checkpoint(source, target)
+    assert facts(source) == before
+    assert not find_fault(target)
+    assert {f.name: f.read_bytes() for f in target.iterdir()} == {f.name: f.read_bytes() for f in source.iterdir()}
+
+
+def changed_bytes(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"x" * (folder / "model.safetensors").stat().st_size)
+
+
+def linked(folder: Path) -> None:
+    (folder / "state.json").unlink()
+    (folder / "state.json").symlink_to("/etc/passwd")
+
+
+def piped(folder: Path) -> None:
+    (folder / "state.json").unlink()
+    os.mkfifo(folder / "state.json")
+
+
+def named_outside(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["../../../escaped"] = manifest["files"]["state.json"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def longer(folder: Path) -> None:
+    with open(folder / "model.safetensors", "ab") as file:
+        file.write(b"\0" * (1 << 20))
+
+
+def nested(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize("harm", [changed_bytes, linked, piped, named_outside, longer, nested])
+def test_what_is_not_as_the_manifest_says_is_not_kept(harm, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    source, target = made(tmp_path / "live"), tmp_path / "kept" / "step-00000005"
+    harm(source)
+    with pytest.raises((ValueError, OSError)):
+        copy_checkpoint(source, target)
+    assert not target.exists() and not (tmp_path / "escaped").exists()
+
+
+def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    source = made(tmp_path / "elsewhere")
+    (tmp_path / "live").mkdir()
+    (tmp_path / "live" / source.name).symlink_to(source)
+    with pytest.raises(OSError):
+        copy_checkpoint(tmp_path / "live" / source.name, tmp_path / "kept" / source.name)
+    with pytest.raises(FileNotFoundError):
+        copy_checkpoint(tmp_path / "live" / "step-00000010", tmp_path / "kept" / "step-00000010")
+
+
+def test_a_window_that_was_not_left_is_replaced_by_the_whole_segment(tmp_path: Path) -> None:
+    """A trainer that writes no checkpoint, or a broken one, where a window was drawn is looked at from end to end."""
+    plant, kept_at = Plant(tmp_path), tmp_path / "segment" / "checkpoints"
+    parent = made(tmp_path / "parent", 20)
+    with plant.ledger.begin() as tx:
+        tx.execute(data_plans.insert().values(id="plan", plan={}))
+        for number, first in ((1, 0), (2, 20)):
+            tx.execute(
+                segments.insert().values(
+                    vars(replace(ROW, id=number, first_step=first, folder=str(tmp_path / "segment")))
+                )
+            )
+        tx.execute(checkpoints.insert().values(id="c", segment=1, step=20, path=str(parent), created_at=0.0))
+    row, drawn = SegmentRow.get(plant.ledger, 2), note(plant.ledger, 2, AuditWindow(25, 30, (1,)))
+    keep_now = lambda: keep(plant.workspace, plant.ledger, row, drawn, SILENT)
+    made(kept_at, 33)
+    changed_bytes(made(kept_at, 25))
+    made(kept_at, 30)
+    whole = AuditWindow(20, 33, (1,))
+    assert keep_now() == whole == AuditWindow.of(plant.ledger, 2)
+    shutil.rmtree(plant.workspace.root / "audits")
+    shutil.rmtree(kept_at)
+    assert keep_now().steps == 0  # a person is told, and the audit is not tried for ever
+    for step in (25, 30, 33):
+        made(kept_at, step)
+    assert keep_now() == drawn and not find_fault(kept(plant.workspace, plant.ledger, row, 25))

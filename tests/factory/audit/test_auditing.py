@@ -1,0 +1,204 @@
+"""Audits of real segments, trained with merged patches: what waits is found and undone, what is honest stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from factory.audit.auditing import audit
+from factory.audit.drawing import AuditWindow, agreed, note
+from factory.audit.keeping import folder_of
+from factory.audit.policy import AuditPolicy
+from factory.audit.reverts import open_reverts
+from factory.audit.waiting import waiting
+from factory.cli.app import app
+from factory.code_loop.approvals import approve
+from factory.code_loop.revalidating import AUDIT
+from factory.core.progress import SILENT
+from factory.daemon import Action, next_action, observe, perform, train
+from factory.git import repository
+from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.status import screen, snapshot
+from factory.tracking.tracking import Tracking
+from tests.support.factory.code_loop import make_target
+from tests.support.factory.merged_patch import edited, merge_patch, plan_certified
+from tests.support.factory.trained_plant import commit_edit, make_plant
+from tests.support.paths import ROOT
+
+RUN = "trainer/run.py"
+STEP = "        self.optimizer.step(lr, divide_by, skip)\n"
+DOUBLED = STEP.replace("lr,", "lr * (2.0 if batch.step % 5 == 3 else 1.0),")
+ROUNDED = STEP.replace("lr,", "lr * (1.0 + 1e-6),")
+FROZEN = (
+    "        if batch.step - spec.first_step >= 7:\n"
+    "            for name, gradient in gradients.items():\n"
+    '                if name.startswith("blocks.0"):\n'
+    "                    gradient.zero_()\n" + STEP
+)
+UNTOLD = (
+    "            metrics.write(record ",
+    "            if batch.step % 10 == 0:\n                metrics.write(record ",
+)
+
+# An audit that kills itself once its first replay has ended: no test has to be quick enough.
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from factory.audit import auditing
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+def compare(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+auditing.same_bits = compare
+workspace = Workspace.open(Path(sys.argv[1]))
+auditing.audit(workspace, Ledger.open(workspace.ledger_url), int(sys.argv[2]), SILENT)
+"""
+
+
+class Site:
+    """A plant with a trained trunk, whose later segments train with merged patches."""
+
+    def __init__(self, root: Path) -> None:
+        self.target = make_target(root / "target")
+        self.workspace, self.ledger = make_plant(root, self.target)
+
+    def merge(self, number: int, path: str, old: str, new: str, drift: float | None = 0.0) -> None:
+        merge_patch(self.workspace, self.ledger, number, edited(self.target, path, old, new), drift)
+
+    def trained(self, first: int = 0, last: int = 0) -> int:
+        """A segment of ten steps. ``first``, ``last``: the window to draw, counted from the segment's first step; else drawn."""
+        number = plan_certified(self.workspace, self.ledger, 10)
+        row = SegmentRow.get(self.ledger, number)
+        if last:
+            known = AuditWindow(row.first_step + first, row.first_step + last, self.patches)
+            note(self.ledger, number, known)
+        train(self.workspace, self.ledger, number, SILENT)
+        return number
+
+    @property
+    def patches(self) -> tuple[int, ...]:
+        return tuple(row.number for row in ProposalRow.select(self.ledger) if row.state == "approved")
+
+    def audited(self, segment: int) -> VerdictRow:
+        verdict = audit(self.workspace, self.ledger, segment, SILENT)
+        assert verdict is not None
+        return verdict
+
+    def policy(self, **keys: Any) -> None:
+        text = "".join(f"{key}: {value}\n" for key, value in keys.items())
+        (self.workspace.root / "policies" / "gates" / "audit.yaml").write_text(text)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    left = [path.name for path in made.workspace.worktrees.iterdir() if not path.name.startswith("live-")]
+    assert left == []
+
+
+def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: Site) -> None:
+    text = (site.target / RUN).read_text()
+    site.merge(1, RUN, text, text + "\n# an honest remark\n")
+    site.merge(2, RUN, STEP, DOUBLED)
+    segment = site.trained()
+    workspace, ledger = site.workspace, site.ledger
+    assert next_action(observe(workspace, ledger)) != Action("audit", segment)  # an anneal comes first
+    perform(workspace, ledger, Action("audit", segment), SILENT)
+    verdict = site.audited(segment)
+    assert verdict.outcome == "reject", verdict
+    evidence = verdict.evidence(ledger)
+    assert evidence["suspects"] == [2] and evidence["patches"] == [1, 2] and evidence["again"]["same_bits"]
+    assert any("DIFFERS" in line for line in screen(snapshot(workspace)))
+    row = ProposalRow.select(ledger)[-1]
+    opened = row.number
+    assert (row.gate, row.outcome, row.state, row.target) == (AUDIT, "promote", "judged", "undo:2")
+    assert open_reverts(workspace, ledger, SILENT) == []
+    tracking = Tracking.open(workspace, ledger)
+    tags = tracking.client.get_run(tracking.segment_run(SegmentRow.get(ledger, segment))).data.tags
+    assert tags["audit"] == "reject" and tags["audit.reasons"]
+    listed = CliRunner().invoke(app, ["audit", "--json", "--workspace", str(workspace.root)])
+    assert [row["verdict"]["outcome"] for row in json.loads(listed.stdout)] == ["reject"], listed.output
+    commit_edit(site.target, "trainer/README.md", "", "People go on meanwhile.\n")
+    assert approve(workspace, ledger, opened, "ada", SILENT)
+    assert "2.0 if" not in (site.target / RUN).read_text() and "an honest remark" in (site.target / RUN).read_text()
+    assert ProposalRow.get(ledger, 2).state == "reverted" and ProposalRow.get(ledger, opened).state == "superseded"
+    segment = site.trained()
+    verdict = site.audited(segment)
+    assert verdict.outcome == "promote" and "to the last bit over 5 steps" in verdict.reasons[0]
+    assert agreed(ledger) == {1: 1} and not list(folder_of(workspace, segment).iterdir())
+    assert waiting(ledger, AuditPolicy()) == []
+    assert repository.live_commit(site.target) == SegmentRow.get(ledger, segment).code_commit
+    assert open_reverts(workspace, ledger, SILENT) == []
+
+
+@pytest.mark.slow("trains a plant and replays a window of it up to four times")
+@pytest.mark.parametrize(
+    ("path", "old", "new", "drift", "window", "words"),
+    [
+        (RUN, STEP, FROZEN, 0.0, (5, 10), "the weights are"),
+        (RUN, STEP, FROZEN, 0.0, (0, 5), ""),  # not yet: the other windows are drawn as often
+        (RUN, STEP, ROUNDED, 0.001, (5, 10), ""),
+        (RUN, STEP, ROUNDED, 0.0, (5, 10), "differ in some bits"),  # the gate saw the same bits, on the same machine
+        (RUN, STEP, ROUNDED, None, (0, 5), ""),
+        ("trainer/segment.py", *UNTOLD, 0.0, (5, 10), "no line of step"),
+    ],
+    ids=[
+        "frozen later",
+        "not frozen yet",
+        "rounds otherwise",
+        "rounds otherwise untold",
+        "not measured",
+        "lines left out",
+    ],
+)
+def test_what_differs_is_found(
+    path: str, old: str, new: str, drift: float | None, window: tuple[int, int], words: str, site: Site
+) -> None:
+    site.merge(1, path, old, new, drift)
+    verdict = site.audited(site.trained(*window))
+    assert verdict.outcome == ("reject" if words else "promote"), verdict
+    assert any(words in reason for reason in verdict.reasons), verdict
+    assert open_reverts(site.workspace, site.ledger, SILENT) == ([2] if words else [])
+
+
+@pytest.mark.slow("trains a plant and replays a window of it several times")
+def test_a_killed_audit_goes_on_and_one_out_of_time_is_tried_again(site: Site) -> None:
+    workspace, ledger = site.workspace, site.ledger
+    site.merge(1, RUN, STEP, DOUBLED)
+    segment = site.trained()
+    site.policy(wall_seconds=0.5, again_after_seconds=0.001)
+    verdict = site.audited(segment)
+    assert verdict.outcome == "hold" and "wall limit" in verdict.reasons[0], verdict
+    assert open_reverts(workspace, ledger, SILENT) == [] and ProposalRow.get(ledger, 1).state == "approved"
+    assert waiting(ledger, AuditPolicy(again_after_seconds=1e-9)) == [segment]
+    site.policy()
+    words = [sys.executable, "-c", DIES, str(workspace.root), str(segment)]
+    died = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert died.returncode == -signal.SIGKILL
+    done = folder_of(workspace, segment) / "without.json"
+    before = done.stat().st_mtime_ns
+    assert site.audited(segment).outcome == "reject"
+    assert done.stat().st_mtime_ns == before  # it was not replayed again
+    assert VerdictRow.newest(ledger, AUDIT, Subject("segment", segment)) == site.audited(segment)  # settled
+
+
+@pytest.mark.slow("trains a plant and replays a window of it")
+def test_a_replay_that_cannot_run_says_nothing_about_the_patch(site: Site) -> None:
+    """People made later code need the patch: without it nothing runs, and that is no reason to undo it."""
+    site.merge(1, RUN, STEP, f"{STEP}        self.patched = True\n")
+    poll = "            writer.poll()\n"
+    commit_edit(site.target, "trainer/segment.py", poll, f"{poll}            assert run.patched\n")
+    verdict = site.audited(site.trained())
+    assert verdict.outcome == "hold" and "AttributeError" in verdict.reasons[0], verdict
+    assert open_reverts(site.workspace, site.ledger, SILENT) == []

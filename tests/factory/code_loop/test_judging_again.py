@@ -1,0 +1,136 @@
+"""A machine that is too busy for a stage's approved code holds a patch, in every stage that has a time limit; later it is judged again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agents.core.proposal import Edit, Proposal
+from agents.core.yaml_edit import set_value
+from factory.code_loop.judging_again import due, judge_held_again
+from factory.code_loop.submitting import submit
+from factory.core.policy_file import StrictPolicy
+from factory.core.progress import SILENT
+from factory.core.workspace import code_root
+from factory.gates.patch.policy import PatchPolicy
+from factory.gates.patience import out_of_time, ran_out
+from factory.gates.recipe.policy import RecipePolicy
+from factory.git import repository
+from factory.ledger.ledger import proposals, verdicts
+from factory.ledger.rows import ProposalRow
+from tests.support.factory.approvals import Plant, given_verdict
+from tests.support.factory.code_loop import GATE, Made, make
+
+KERNELS, TINY = "policies/kernels.yaml", "policies/recipes/tiny.yaml"
+BUSY = {"wall_seconds": 0.05}  # no Python starts so quickly, which is what a stalled machine looks like
+
+
+@pytest.fixture
+def made() -> Iterator[Made]:
+    made = make()
+    gates = made.workspace.root / "policies" / "gates"
+    yield made
+    (gates / "patch.yaml").write_text(GATE)
+    (gates / "recipe.yaml").unlink(missing_ok=True)
+
+
+def busy_in(made: Made, stage: str) -> None:
+    """Give a stage's approved code no time."""
+    gates = made.workspace.root / "policies" / "gates"
+    if stage == "runs":
+        policy = yaml.safe_load((code_root() / "policies" / "gates" / "recipe.yaml").read_text())
+        runs = {"seeds": 3, "steps": 12, "tail_steps": 5, "held_out_documents": 2, **BUSY}
+        (gates / "recipe.yaml").write_text(yaml.safe_dump(policy | {"runs": runs}))
+        return
+    policy = yaml.safe_load(GATE)
+    policy["isolated"]["min_ratio"] = 0.01  # whatever a busy machine measures
+    policy[stage] = policy.get(stage, {}) | BUSY
+    (gates / "patch.yaml").write_text(yaml.safe_dump(policy))
+
+
+SLOW = pytest.mark.slow("the stages before it run whole")
+
+
+@pytest.mark.parametrize(
+    "stage", ["oracle", pytest.param("isolated", marks=SLOW), pytest.param("training", marks=SLOW), "runs"]
+)
+def test_a_machine_that_is_too_busy_holds_a_patch_in_every_stage(stage: str, made: Made) -> None:
+    busy_in(made, stage)
+    text = repository.file_text(made.target, made.base, path := TINY if stage == "runs" else KERNELS)
+    edit = text.replace("lr: 3e-3", "lr: 4e-3") if path == TINY else set_value(text, ("cpu", "swiglu"), "native")
+    assert edit != text
+    drafted = Proposal("search", f"busy:{stage}", "Try it", "h", 1.1, (Edit(path, edit),))
+    row = ProposalRow.get(made.ledger, submit(made.workspace, made.ledger, SILENT, drafted, made.base))
+    assert row.outcome == "hold", row.reasons
+    evidence = row.evidence(made.ledger)
+    assert ran_out(evidence) and evidence["stages"][stage]["out_of_time"], evidence["stages"]
+    assert "wall_seconds" in (row.reasons or [""])[0]
+    with made.ledger.begin() as tx:  # no other test judges it again
+        tx.execute(proposals.update().where(proposals.c.number == row.number).values(state="rejected"))
+
+
+def test_only_a_limit_alone_lets_a_patch_be_judged_again() -> None:
+    passed, late = {"state": "passed"}, out_of_time("too late")
+    assert ran_out({"stages": {"scope": passed, "oracle": {"state": "not needed"}, "training": late}})
+    assert not ran_out({"stages": {"scope": passed, "oracle": {"state": "failed"}, "training": late}})
+    assert not ran_out({"stages": {"scope": passed, "training": {"state": "missing"}}})
+    assert not ran_out({"stages": {"scope": passed}}) and not ran_out({})
+    every: list[type[StrictPolicy]] = [PatchPolicy, RecipePolicy]
+    limited = {
+        f"{policy.__name__}.{name}"
+        for policy in every
+        for name, field in policy.model_fields.items()
+        if isinstance(field.default, StrictPolicy) and "wall_seconds" in type(field.default).model_fields
+    }
+    assert limited == {"PatchPolicy.oracle", "PatchPolicy.isolated", "PatchPolicy.training", "RecipePolicy.runs"}, (
+        "a stage with a new time limit: add it to the test above"
+    )
+
+
+def held(plant: Plant, evidence: dict[str, Any]) -> None:
+    row = plant.judged(outcome="hold")
+    with plant.ledger.begin() as tx:
+        tx.execute(verdicts.update().where(verdicts.c.id == row["verdict"]).values(evidence=evidence))
+
+
+LATE = {"stages": {"training": out_of_time("too late")}, "patch_id": "p"}
+
+
+def test_it_is_judged_again_a_few_times_and_then_waits_for_a_person(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant = Plant(tmp_path)
+    held(plant, LATE)
+    own = plant.workspace.root / "policies" / "gates" / "patch.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("judge_again_after_seconds: 1e6\n")
+    again = lambda: judge_held_again(plant.workspace, plant.ledger, SILENT)
+    assert again() == []
+    own.write_text("judge_again_after_seconds: 1e-6\njudge_again: 2\n")
+    judged = given_verdict(monkeypatch, "hold")
+    for number in (2, 3):
+        assert again() == [number]
+        assert plant.row(number - 1)["state"] == "superseded" and plant.row(number)["state"] == "judged"
+        with plant.ledger.begin() as tx:
+            key = plant.row(number)["verdict"]
+            tx.execute(verdicts.update().where(verdicts.c.id == key).values(evidence=LATE))
+    assert again() == [] and len({sha256 for _, _, sha256 in judged}) == 1  # the same patch each time
+    assert due(plant.ledger, PatchPolicy(judge_again=3, judge_again_after_seconds=1e-6))
+
+
+def test_what_a_person_or_another_reason_decided_is_not_judged_again(tmp_path: Path) -> None:
+    plant = Plant(tmp_path)
+    held(plant, LATE)
+    soon = PatchPolicy(judge_again_after_seconds=1e-6)
+    assert [row.number for row in due(plant.ledger, soon)] == [1]
+    with plant.ledger.begin() as tx:
+        tx.execute(verdicts.update().values(evidence={"stages": {"training": {"state": "missing"}}, "patch_id": "p"}))
+    assert due(plant.ledger, soon) == []
+    with plant.ledger.begin() as tx:
+        tx.execute(verdicts.update().values(evidence=LATE))
+        tx.execute(proposals.update().values(state="rejected"))
+    assert due(plant.ledger, soon) == []
