@@ -35,7 +35,7 @@ from kernels.contract.op import Case, Shape  # noqa: E402
 from kernels.contract.registry import OPS, get, load_choice  # noqa: E402
 
 DEVICE = torch.device("cpu")  # of this process: the request's
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def make(jobs: list[dict[str, Any]], folder: Path) -> None:

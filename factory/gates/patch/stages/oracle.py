@@ -57,7 +57,8 @@ def quick_check(
 def oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:
     """Seeds are drawn each time, so that no answer can be prepared.
 
-    All values and fp32 are tried on the policy's first case; the other cases at the recipe's own precision.
+    All values and fp32 are tried on the policy's first case; the other cases at the recipe's own precision. In fp64, which
+    no training uses, an op may refuse to compute; where it does not, it must be right.
     """
     jobs = []
     for op in ops:
@@ -67,4 +68,12 @@ def oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) 
                 for dtype in sorted({"fp32", precision}) if first else (precision,):
                     job = {"op": op.op, "implementation": op.after, "case": case, "dtype": dtype, "values": values}
                     jobs.append(job | {"seed": secrets.randbelow(1 << 31)})
+        double = {
+            "op": op.op,
+            "implementation": op.after,
+            "case": policy.cases[0],
+            "dtype": "fp64",
+            "values": HOSTILE[0],
+        }
+        jobs.append(double | {"seed": secrets.randbelow(1 << 31), "optional": True})
     return jobs
