@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -14,6 +15,47 @@ def unnamed(data: bytes) -> IO[bytes]:
     file.write(data)
     file.seek(0)
     return file
+
+
+class Opening:
+    """What a mechanism inherits, and this process's ends of two pipes: its events come through ``status``, "." goes to the launcher through
+    ``go``. Closed at the block's end."""
+
+    def __init__(self) -> None:
+        self._opened = contextlib.ExitStack()
+        self.status, self.status_write = self._pipe()
+        self.go_read, self.go = self._pipe()
+        self._inherited = [self.status_write, self.go_read]
+
+    def _pipe(self) -> list[IO[bytes]]:
+        return [self._opened.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"))]
+
+    def given(self, data: bytes) -> int:
+        """The number of a file with ``data`` that the mechanism inherits."""
+        self._inherited.append(self._opened.enter_context(unnamed(data)))
+        return self._inherited[-1].fileno()
+
+    def inherited(self) -> list[int]:
+        return [file.fileno() for file in self._inherited]
+
+    def close_inherited(self) -> None:
+        for file in self._inherited:
+            file.close()
+
+    def keep_status(self) -> IO[bytes]:
+        """The end of the events' pipe, for a caller who reads them after the block."""
+        return os.fdopen(os.dup(self.status.fileno()), "rb", 0)
+
+    def go_on(self) -> None:
+        """The launcher may become its command."""
+        with contextlib.suppress(BrokenPipeError):
+            self.go.write(b".")
+
+    def __enter__(self) -> Opening:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
 
 
 class StatusPipe:
