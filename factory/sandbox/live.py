@@ -20,7 +20,7 @@ from typing import IO
 
 from factory.core.errors import IsolationError
 from factory.sandbox import sandbox
-from factory.sandbox.pipes import Opening, StatusPipe
+from factory.sandbox.pipes import Opening, StatusPipe, bury, launched
 from factory.sandbox.view import cache_variables, clean_environment, view
 from trainer.contract import stopping
 
@@ -113,7 +113,7 @@ def start(
     rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), "/tmp", "/dev"]}
     with Opening() as opening:
         seen = view(
-            sandbox.launched(command, rules, opening),
+            launched(command, rules, opening),
             writable=folders,
             given=[*readonly, cwd],
             cwd=cwd,
@@ -141,7 +141,7 @@ def start(
             opening.go_on()
         except BaseException:
             opening.close_inherited()
-            sandbox.bury(events)
+            bury(events)
             if process is not None:
                 process.kill()
                 process.wait()

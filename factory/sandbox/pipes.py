@@ -5,8 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
+import signal
+import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
+
+from factory.sandbox.view import LAUNCHER_INSIDE
+
+SETUP_SECONDS = 5.0  # that bubblewrap may take to start its child
 
 
 def unnamed(data: bytes) -> IO[bytes]:
@@ -87,3 +95,25 @@ class StatusPipe:
         while self._more():
             pass
         return [json.loads(line) for line in self._lines()]
+
+
+def launched(command: Sequence[str], rules: Mapping[str, object], opening: Opening) -> list[str]:
+    """The command line by which the launcher puts ``rules`` in force on itself and becomes ``command``."""
+    said = json.dumps({**rules, "go": opening.go_read.fileno()})
+    return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]
+
+
+def bury(events: StatusPipe) -> None:
+    """Kill a starting or running sandbox and wait until the kernel has ended every process in it.
+
+    It is not enough to kill the mechanism: while bubblewrap sets up, its child waits for it and does not yet die with it; and an interrupt
+    inside Popen leaves no handle of it. So wait for the child's number, which is written at once, or for the end of the pipe, when it was
+    not started. A launcher that reads no "." ends.
+    """
+    started = events.anything() or select.select([events.descriptor], [], [], SETUP_SECONDS)[0]
+    if started and (init := events.child()) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(init)
+            with os.fdopen(handle, "rb"):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                select.select([handle], [], [])

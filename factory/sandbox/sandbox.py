@@ -19,13 +19,10 @@ factory. Time is measured here, outside. Where neither way to isolate works, ``r
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import select
 import selectors
-import signal
 import subprocess
 import sys
 import tempfile
@@ -43,12 +40,11 @@ from factory.sandbox import bubblewrap as sandbox_bubblewrap
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import filter as sandbox_filter
 from factory.sandbox import namespaces as sandbox_namespaces
-from factory.sandbox.pipes import Opening, StatusPipe
+from factory.sandbox.pipes import Opening, StatusPipe, bury, launched
 from factory.sandbox.view import LAUNCHER_INSIDE, View, clean_environment, view
 from factory.sandbox.watch import folder_size, free_space, tree, unlinked
 
 WATCH_SECONDS = 0.1
-SETUP_SECONDS = 5.0  # that bubblewrap may take to start its child
 TAIL_BYTES = 64 * 1024
 TASKS = 8  # tasks per process: the kernel counts threads, the watch counts processes
 MIB = 1 << 20
@@ -218,28 +214,6 @@ def run(
         peak_memory=held.peak_memory,
         output=folder_size(output)[0],
     )
-
-
-def launched(command: Sequence[str], rules: Mapping[str, object], opening: Opening) -> list[str]:
-    """The command line by which the launcher puts ``rules`` in force on itself and becomes ``command``."""
-    said = json.dumps({**rules, "go": opening.go_read.fileno()})
-    return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]
-
-
-def bury(events: StatusPipe) -> None:
-    """Kill a starting or running sandbox and wait until the kernel has ended every process in it.
-
-    It is not enough to kill the mechanism: while bubblewrap sets up, its child waits for it and does not yet die with it; and an interrupt
-    inside Popen leaves no handle of it. So wait for the child's number, which is written at once, or for the end of the pipe, when it was
-    not started. A launcher that reads no "." ends.
-    """
-    started = events.anything() or select.select([events.descriptor], [], [], SETUP_SECONDS)[0]
-    if started and (init := events.child()) is not None:
-        with contextlib.suppress(ProcessLookupError):
-            handle = os.pidfd_open(init)
-            with os.fdopen(handle, "rb"):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-                select.select([handle], [], [])
 
 
 class _Held:
