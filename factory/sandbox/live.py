@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -43,8 +44,10 @@ class Running:
         init: int = 0,
         status: IO[bytes] | None = None,
     ) -> None:
+        """``events`` come through ``status``; ``init`` is the process number of the sandbox's init. All three are for a sandbox only."""
         self.process, self.events, self.init = process, events, init
         self._status = status  # open as long as events come
+        self._end = _pidfd(init) if init else None
         self.pid = process.pid
         self.returncode: int | None = None
 
@@ -53,6 +56,7 @@ class Running:
         made for it, and nothing was run."""
         if self.returncode is None:
             code = self.process.wait(seconds)
+            self._wait_for_all()
             if self.events is not None:
                 written = self.events.all()
                 if code >= 0 and not any("exit-code" in event for event in written):
@@ -74,6 +78,14 @@ class Running:
         if self.returncode is None:
             stopping.kill([self.pid])
             self.returncode = self.process.wait()
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """Until the kernel has ended every process in the sandbox: bubblewrap ends before its init and what the command left behind."""
+        if self._end is not None:
+            with self._end:
+                select.select([self._end], [], [])
+            self._end = None
 
     def errors(self) -> Iterator[str]:
         """The lines of its standard error, where that is a pipe, until it closes it."""
@@ -81,6 +93,13 @@ class Running:
         with self.process.stderr as pipe:
             for line in pipe:
                 yield line.decode(errors="replace")
+
+
+def _pidfd(process: int) -> IO[bytes] | None:
+    try:
+        return os.fdopen(os.pidfd_open(process), "rb", 0)
+    except ProcessLookupError:
+        return None
 
 
 def start(

@@ -33,7 +33,8 @@ class Opening:
         self._opened = contextlib.ExitStack()
         self.status, self.status_write = self._pipe()
         self.go_read, self.go = self._pipe()
-        self._inherited = [self.status_write, self.go_read]
+        self._here, self.here_write = self._pipe()
+        self._inherited = [self.status_write, self.go_read, self.here_write]
 
     def _pipe(self) -> list[IO[bytes]]:
         return [self._opened.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"))]
@@ -55,7 +56,8 @@ class Opening:
         return os.fdopen(os.dup(self.status.fileno()), "rb", 0)
 
     def go_on(self) -> None:
-        """The launcher may become its command."""
+        """The launcher may become its command, once it is there: only then does bubblewrap die with this process."""
+        self._here.read(1)
         with contextlib.suppress(BrokenPipeError):
             self.go.write(b".")
 
@@ -99,7 +101,7 @@ class StatusPipe:
 
 def launched(command: Sequence[str], rules: Mapping[str, object], opening: Opening) -> list[str]:
     """The command line by which the launcher puts ``rules`` in force on itself and becomes ``command``."""
-    said = json.dumps({**rules, "go": opening.go_read.fileno()})
+    said = json.dumps({**rules, "go": opening.go_read.fileno(), "here": opening.here_write.fileno()})
     return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]
 
 
