@@ -63,6 +63,9 @@ def main() -> None:
     end_if_stopped = stopping.handle_signals()
     for name, value in (SPINS | devices.COMPILER).items():
         os.environ.setdefault(name, value)
+    os.environ["PYTHONSAFEPATH"] = (
+        "1"  # no process that is started here looks for modules in the folder it happens to run in
+    )
     try:
         app()
     except BaseException as error:

@@ -7,7 +7,6 @@ it profiles the checkout itself and only writes files.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from factory.core import devices
 from factory.core.errors import FactoryError, InputError, nearest
 from factory.core.left_files import read_object
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace, code_root
 from factory.git import repository
 from factory.ledger.ledger import Ledger, profiles, record
@@ -94,7 +94,7 @@ def profile(
         clear(folder, progress)
         found = read_object(folder / "profile.json")
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         raise
     summary = {key: value for key, value in found.items() if isinstance(value, (str, int, float, bool))}
     path = str(folder / "profile.json")

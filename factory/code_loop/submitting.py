@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 import time
@@ -16,13 +15,14 @@ from factory.code_loop.workbench import history
 from factory.core import devices
 from factory.core.errors import FactoryError
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.stages.gate import patch_gate
 from factory.gates.recipe.gate import concerns, recipe_gate, tried_before
 from factory.gates.release.judge import Verdict
-from factory.gates.staged_gate import StagedGate
+from factory.gates.staged_gate import StagedGate, gate_folder
 from factory.git import repository
-from factory.git.repository import ScopeError
+from factory.git.repository import Applied, ScopeError
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, proposals, record
 from factory.ledger.rows import ProposalRow, Subject
@@ -36,25 +36,23 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
     """Turn an agent's proposal into a branch, judge it, record it, show it in MLflow; returns its number."""
     agents = AgentsPolicy.load(workspace.policy("agents.yaml"))
     number, branch = _draft(workspace, ledger, drafted, base)
-    worktree = workspace.worktrees / f"proposal-{number}"
     progress.line(f"  proposal {number}: {drafted.title}")
     edits = [(edit.path, edit.new_text) for edit in drafted.edits]
     try:
         message = _message(drafted, None, None)
         applied = repository.apply_proposal(
-            workspace.repository, base, edits, policy=agents, branch=branch, message=message, worktree=worktree
+            workspace.repository,
+            base,
+            edits,
+            policy=agents,
+            branch=branch,
+            message=message,
+            worktrees=workspace.worktrees,
         )
-        learns = concerns(workspace, applied)
-        gate: StagedGate[Any] = recipe_gate(workspace) if learns else patch_gate(workspace)
-        with devices.one():
-            # The same edits under another target are another try as well, and so is a recipe's key under any.
-            tries = sum(
-                row.target == drafted.target or patch_id == drafted.patch_id for row, patch_id in history(ledger)
-            )
-            tries = 1 + max(tries, tried_before(workspace, ledger, applied) if learns else 0)
-            verdict_id, verdict, evidence = gate.decide(
-                workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id
-            )
+        try:
+            verdict_id, verdict, evidence = _decide(workspace, ledger, number, drafted, applied, progress)
+        finally:
+            _remove_folders(workspace, applied.commit)  # before the branch moves on: clear_stale finds them by it
         commit = repository.reword(workspace.repository, applied, _message(drafted, verdict, evidence))
         patch = repository.patch(workspace.repository, base, commit)
         report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, patch)
@@ -66,11 +64,27 @@ def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Pr
         repository.remove_branch(workspace.repository, branch)
         _failed(ledger, number, f"{type(error).__name__}: {error}")
         raise
-    finally:
-        repository.remove_worktree(workspace.repository, worktree)
-        shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
     _show(workspace, ledger, number, progress)
     return number
+
+
+def _decide(
+    workspace: Workspace, ledger: Ledger, number: int, drafted: Proposal, applied: Applied, progress: Progress
+) -> tuple[int, Verdict, dict[str, Any]]:
+    learns = concerns(workspace, applied)
+    gate: StagedGate[Any] = recipe_gate(workspace) if learns else patch_gate(workspace)
+    with devices.one():
+        # The same edits under another target are another try as well, and so is a recipe's key under any.
+        tries = sum(row.target == drafted.target or patch_id == drafted.patch_id for row, patch_id in history(ledger))
+        tries = 1 + max(tries, tried_before(workspace, ledger, applied) if learns else 0)
+        return gate.decide(workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id)
+
+
+def _remove_folders(workspace: Workspace, commit: str) -> None:
+    """The checkout of a judged commit, and the gate's folder beside it."""
+    worktree = repository.checkout_folder(workspace.worktrees, commit)
+    repository.remove_worktree(workspace.repository, worktree)
+    remove(gate_folder(worktree))
 
 
 def _show(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> None:
@@ -88,11 +102,10 @@ def _show(workspace: Workspace, ledger: Ledger, number: int, progress: Progress)
 def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
     """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
     for leftover in (workspace.root / "cache").glob("check-*"):  # of a quick check that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove(leftover)
     for row in ProposalRow.select(ledger, "WHERE state = 'drafted' ORDER BY number"):
-        worktree = workspace.worktrees / f"proposal-{row.number}"
-        repository.remove_worktree(workspace.repository, worktree)
-        shutil.rmtree(worktree.with_name(worktree.name + "-gate"), ignore_errors=True)
+        if commit := repository.branch_commit(workspace.repository, row.branch):
+            _remove_folders(workspace, commit)
         repository.remove_branch(workspace.repository, row.branch)
         _failed(ledger, row.number, "the factory was killed while the proposal was judged")
         progress.line(f"  proposal {row.number} was not judged, as its process was killed: removed")

@@ -24,6 +24,7 @@ from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.changed_ops import ChangedOp, changed_ops, other_devices
 from factory.gates.patch.policy import PatchPolicy
@@ -112,7 +113,7 @@ class LiveWorkbench:
 
     def _checked(self, baseline: Path, changes: Sequence[Change], op: str, timed: bool) -> Checked:
         work = self.workspace.root / "cache" / f"check-{threading.get_native_id()}"
-        shutil.rmtree(work, ignore_errors=True)  # of a process that was killed here
+        remove(work)  # of a process that was killed here
         try:
             candidate = work / "code"
             shutil.copytree(baseline, candidate, ignore=shutil.ignore_patterns(".git", "__pycache__"))
@@ -121,7 +122,7 @@ class LiveWorkbench:
                 (candidate / change.path).write_bytes(change.content or b"")
             return self._run(baseline, candidate, work, [change.path for change in changes], op, timed)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            remove(work)
 
     def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str, timed: bool) -> Checked:
         device = devices.kind()

@@ -55,12 +55,12 @@ def _parse(text: str, where: str) -> Recipe:
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one.
+    """Nested mappings as one; an empty mapping is a value.
 
-    >>> flat({"seed": 1, "batch": {"sequences": 8}})
-    {'seed': 1, 'batch.sequences': 8}
+    >>> flat({"seed": 1, "batch": {"sequences": 8}, "phases": {}})
+    {'seed': 1, 'batch.sequences': 8, 'phases': {}}
     """
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return found

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, Protocol
 
 from agents.core.untrusted import one_line
 from factory.core.errors import FactoryError
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.case import PatchCase, Policy, Stage, StageResult, failed, missing
 from factory.gates.release.judge import Verdict
@@ -76,11 +77,11 @@ class StagedGate(Generic[Policy]):
     ) -> dict[str, Any]:
         """The evidence of every stage up to the first that did not pass."""
         repo = workspace.repository
-        work = applied.worktree.with_name(applied.worktree.name + "-gate")
-        shutil.rmtree(work, ignore_errors=True)
+        work = gate_folder(applied.worktree)
+        remove(work)
         work.mkdir(parents=True)
         with ExitStack() as after_stages:
-            after_stages.callback(shutil.rmtree, work, ignore_errors=True)
+            after_stages.callback(remove, work)
             case = PatchCase(
                 workspace,
                 ledger,
@@ -125,6 +126,11 @@ class StagedGate(Generic[Policy]):
             if state not in ("passed", "not needed"):
                 break
         return found
+
+
+def gate_folder(worktree: Path) -> Path:
+    """Where the gate works while it judges the patch that is checked out at ``worktree``."""
+    return worktree.with_name(worktree.name + "-gate")
 
 
 def _run(stage: Stage, name: str, case: PatchCase[Any]) -> StageResult:

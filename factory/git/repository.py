@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core.errors import InputError
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.git_store import (
     ENVIRONMENT,
@@ -101,7 +102,12 @@ def require_settled(repository: Path) -> None:
 def checkout_live(workspace: Workspace, commit: str = "") -> Path:
     """The folder that holds the live commit (or ``commit``); made when it is missing, and again when it was changed."""
     commit = commit or live_commit(workspace.repository)
-    return checkout(workspace.repository, commit, workspace.worktrees / f"live-{commit[:12]}")
+    return checkout(workspace.repository, commit, checkout_folder(workspace.worktrees, commit))
+
+
+def checkout_folder(worktrees: Path, commit: str) -> Path:
+    """Where a commit is checked out, the live code's or a patch's: code cannot tell by its folder's name which it is."""
+    return worktrees / f"live-{commit[:12]}"
 
 
 def checkout(repository: Path, commit: str, folder: Path) -> Path:
@@ -119,9 +125,7 @@ def checkout(repository: Path, commit: str, folder: Path) -> Path:
 
 def remove_worktree(repository: Path, folder: Path) -> None:
     """Remove a worktree and its registration, whatever is left of either."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.is_symlink() or folder.is_file():
-        folder.unlink()
+    remove(folder)
     git(repository, "worktree", "prune", "--expire", "now", check=False)
 
 
@@ -150,7 +154,7 @@ def fork(source: Path, target: Path, edits: Mapping[str, Callable[[str], str]], 
     """
     base = live_commit(source)
     aside = target.with_name(f".{target.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     clone = ("-c", "protocol.file.allow=always", "clone", "--quiet", "--no-checkout", "--no-hardlinks", "--template=")
     git(source, *clone, "--", str(source), str(aside))
     git(aside, "remote", "remove", "origin")
@@ -175,9 +179,9 @@ def apply_proposal(
     policy: AgentsPolicy,
     branch: str,
     message: str,
-    worktree: Path,
+    worktrees: Path,
 ) -> Applied:
-    """Commit ``edits`` (path, new text) on top of ``base`` as a new branch, and check it out at ``worktree``.
+    """Commit ``edits`` (path, new text) on top of ``base`` as a new branch, and check it out in a folder below ``worktrees``.
 
     Raises: ScopeError before anything is written; RepositoryError when git fails. Neither leaves a branch or a folder.
     """
@@ -190,6 +194,7 @@ def apply_proposal(
     if commit is None:
         raise ScopeError(["the patch changes nothing"])
     git(repository, "update-ref", f"refs/heads/{branch}", commit, NO_COMMIT)  # fails when the branch is there
+    worktree = checkout_folder(worktrees, commit)
     try:
         checkout(repository, commit, worktree)
         return Applied(branch, commit, base, patch_sha256(repository, base, commit), worktree)

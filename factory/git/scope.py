@@ -18,13 +18,13 @@ from pydantic import Field
 from agents.core.untrusted import INVISIBLE
 from agents.llm.policy import LlmPolicy
 from factory.core.policy_file import Count, StrictPolicy, load_policy
+from factory.git import shadowing
 
 # Plain ASCII names: no control characters, look-alikes, back slashes, drive letters or alternate streams.
 COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# Files that tools run because of their names.
-LOADED_BY_NAME = {
-    f"{name}.py" for name in ["conftest", "sitecustomize", "usercustomize", "setup", "noxfile", "tasks", "wscript"]
-}
+# Modules that tools run because of their names.
+LOADED_BY_NAME = {"conftest", "sitecustomize", "usercustomize", "setup", "noxfile", "tasks", "wscript"}
+LONGEST_PATH = 200  # characters
 DEVICE_NAMES = {"con", "prn", "aux", "nul", *(f"{kind}{n}" for kind in ("com", "lpt") for n in range(10))}
 
 
@@ -102,9 +102,16 @@ def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[
     """What is wrong with a patch, a sentence each; [] when it is in scope. ``existing``: path → mode at its base."""
     changes = list(changes)
     found = [f"{_shown(change.path)}: {problem}" for change in changes for problem in _one(policy, change)]
-    folded = {above.casefold(): above for path in existing for above in _above(path)}
+    places = {above for path in existing for above in _above(path)}
+    folded = {above.casefold(): above for above in places}
+    plain = [change for change in changes if len(change.path) <= LONGEST_PATH]  # what is longer is refused already
+    gone = {change.path for change in plain if change.content is None}
+    kept = (existing.keys() - gone) | {change.path for change in plain if change.content is not None}
+    left = {above for path in kept for above in _above(path)}
     seen: set[str] = set()
-    for change in changes:
+    for change in plain:
+        if change.path not in existing:
+            found += [f"{_shown(change.path)}: {problem}" for problem in shadowing.problems(change.path, places, left)]
         for path in _above(change.path):
             other = folded.get(path.casefold(), path)
             if other != path:
@@ -153,12 +160,15 @@ def _one(policy: AgentsPolicy, change: Change) -> Iterable[str]:
 
 def _name_problems(path: str) -> Iterable[str]:
     parts = path.split("/")
-    if len(path) > 200 or not all(COMPONENT.fullmatch(part) for part in parts):
+    if len(path) > LONGEST_PATH:
+        yield f"the path has {len(path)} characters; at most {LONGEST_PATH} are allowed"
+        return
+    if not all(COMPONENT.fullmatch(part) for part in parts):
         yield "not a plain relative path of letters, digits, '_', '-' and '.'"
     for part in parts:
         if part.endswith(".") or part.split(".")[0].casefold() in DEVICE_NAMES:
             yield f"{part!r} has another meaning on some file systems"
-    if parts[-1].casefold() in LOADED_BY_NAME:
+    if any(part.casefold().partition(".")[0] in LOADED_BY_NAME for part in parts):
         yield "tools load this file by its name"
 
 
@@ -179,4 +189,5 @@ def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[str]:
 
 
 def _shown(path: str) -> str:
-    return path if path.isascii() and path.isprintable() else ascii(path)
+    path = path if len(path) <= LONGEST_PATH else f"{path[:LONGEST_PATH]}…"
+    return path if path.replace("…", "").isascii() and path.isprintable() else ascii(path)

@@ -5,11 +5,14 @@ Cheap, because it runs while something is being timed: it walks the tree's own `
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+HIDING = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -36,7 +39,11 @@ def tree(root: int, enough: int) -> tuple[list[int], int]:
 
 
 def folder_size(folder: Path) -> tuple[int, int]:
-    """(bytes on disk, entries) of a folder that may be written to meanwhile; links are counted, not followed."""
+    """(bytes on disk, entries) of a folder that may be written to meanwhile; links are counted, not followed.
+
+    A folder inside that cannot be looked into (unreadable, or deeper than a path may be long) counts as more than any limit: anything
+    could be hidden there.
+    """
     size = entries = 0
     pending = [str(folder)]
     while pending:
@@ -48,9 +55,10 @@ def folder_size(folder: Path) -> tuple[int, int]:
                     size += max(status.st_blocks * 512, 0)
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
-        except OSError:
-            continue  # it was removed or made unreadable meanwhile
-    return size, entries
+        except OSError as error:
+            if error.errno in HIDING:
+                return sys.maxsize, entries
+    return size, entries  # what else went wrong: the folder was removed meanwhile
 
 
 def free_space(folder: Path) -> int:

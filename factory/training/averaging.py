@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 from factory.core.errors import ConfigError, InputError
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow, Subject
@@ -200,7 +200,7 @@ def _measure(
     scratch = Path(row.folder) / "export"
     noise = 0.0
     for part in parts:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove(scratch)
         scratch.mkdir()
         words = [name_in(code, EXPORT), part["path"], str(scratch)]
         made = code.run("-m", *words, writable=[scratch], readonly=[Path(part["path"])])
@@ -210,7 +210,7 @@ def _measure(
             part["loss"], noise = ruler.loss_and_noise(scratch, advance)
         else:
             part["loss"] = ruler.loss(scratch, advance)
-    shutil.rmtree(scratch, ignore_errors=True)
+    remove(scratch)
     for part, weight in zip(parts, softmax_weights([part["loss"] for part in parts], noise), strict=True):
         part["weight"] = weight
     return {

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from factory.core.errors import SegmentError
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, failure_line, forget_exit
 from factory.core.left_files import count_lines, parse_object, read_text
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.repository import RepositoryError, changes
 from factory.ledger.ledger import Ledger
@@ -199,7 +199,7 @@ def _prepare(folder: Path, spec: Spec) -> None:
     except (OSError, ValueError):
         known = None
     if known != json.loads(json.dumps(spec)):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         folder.mkdir(parents=True)
         write_spec(folder, spec)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from factory.computing.computing import changed
 from factory.core.errors import InputError, SegmentError
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
@@ -44,7 +44,7 @@ def ensure_certified(workspace: Workspace, ledger: Ledger, row: SegmentRow, prog
     if not parent or (parent.code_commit == row.code_commit and not changed(parent, row)):
         return
     verdict = certificate_of(ledger, row.id) or _certify(workspace, ledger, row, parent, progress)
-    shutil.rmtree(Path(row.folder) / "certificate", ignore_errors=True)
+    remove(Path(row.folder) / "certificate")
     if verdict.outcome != "promote" and not accepted(ledger, verdict):
         raise NotCertified(f"segment {row.id} was not started. {' '.join(verdict.reasons)} {next_steps(row.id)}")
 

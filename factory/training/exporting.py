@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 
 from factory.core.errors import SegmentError
 from factory.core.exports import folder_sha256
 from factory.core.progress import SILENT
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, candidates, record
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
@@ -30,7 +30,7 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     checkpoint = last_checkpoint(ledger, segment)
     target, aside = workspace.exports / f"segment-{segment:05d}", workspace.exports / f".writing-{segment:05d}"
     if not target.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
         aside.mkdir()
         code = LiveCode.of(workspace, ledger, row.code_commit, SILENT)
         words = [name_in(code, EXPORT), checkpoint["path"], str(aside)]

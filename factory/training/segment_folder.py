@@ -142,9 +142,11 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
 
 
 def name_in(code: LiveCode, module: str) -> str:
-    """The name of ``EXPORT`` or ``AVERAGE`` in a segment's code, which may be from before they were moved."""
-    old = MOVED[module]
-    return old if (code.folder / f"{old.replace('.', '/')}.py").is_file() else module
+    """The name of ``EXPORT`` or ``AVERAGE`` in a segment's code, which may be from before they were moved.
+
+    Only where it has no module of today's name: a file of the older name is one that agents may patch.
+    """
+    return module if (code.folder / f"{module.replace('.', '/')}.py").is_file() else MOVED[module]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
+import secrets
 import sys
 import threading
 import time
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from factory.core.removal import remove
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors, tensors_of
 from factory.sandbox import clock as sandbox_clock
 from factory.sandbox import sandbox
@@ -59,6 +60,7 @@ class PatchSession:
     """The runs of one sandboxed trainer. ``failed``: what went wrong; '': nothing."""
 
     runs: list[TimedRun] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)  # of all runs, the warm-up's first
     failed: str = ""
     seconds: float = 0.0  # all of it, start-up included
     out_of_time: bool = False  # its time limit ended it, which says nothing about its code
@@ -79,18 +81,18 @@ def timed_session(
     Every run must leave a checkpoint that training can continue from. ``whole``: the numbers of the runs whose checkpoint is returned
     besides the weights; ``early``: number → an earlier step whose weights are returned too.
     """
-    runs = folder / "runs"
-    shutil.rmtree(runs, ignore_errors=True)
-    names = [f"{number:02d}" for number in range(len(specs))]
-    for name in names:
-        (runs / name).mkdir(parents=True)
-    descriptors = [os.open(runs / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for name in names]
-    session = PatchSession()
+    remove(folder / "segments")
+    first = 1 + secrets.randbelow(90_000)  # named as live segments are
+    folders = [folder / "segments" / f"{first + number:05d}-trunk" for number in range(len(specs))]
+    for run in folders:
+        run.mkdir(parents=True)
+    descriptors = [os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for run in folders]
+    session = PatchSession(folders=folders)
     revealer = _Revealer(descriptors, specs, origin, session, whole, early)
     try:
         revealer.start()
         result = sandbox.run(
-            [sys.executable, "-m", "trainer", "--wait", *(str(runs / name) for name in names)],
+            [sys.executable, "-m", "trainer", "--wait", *map(str, folders)],
             output=folder,
             readonly=[code, *readonly],
             cwd=code,
@@ -134,7 +136,7 @@ class _Revealer(threading.Thread):
                 return
             used, began = sandbox_clock.read(self.inits[0]), time.monotonic()
             try:
-                _reveal(folder, spec)
+                reveal(folder, spec)
             except OSError as error:  # the code in the sandbox took the name
                 self._fail(f"run {number} could not be revealed: {error.strerror}")
                 return
@@ -173,7 +175,8 @@ class _Revealer(threading.Thread):
         return True
 
 
-def _reveal(folder: int, spec: dict[str, Any]) -> None:
+def reveal(folder: int, spec: dict[str, Any]) -> None:
+    """Write a run's ``segment.json`` into its folder, a descriptor, where code in the sandbox writes too. Raises: OSError."""
     handle = os.open("segment.json.part", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
     with os.fdopen(handle, "w") as out:
         json.dump(spec, out)

@@ -32,6 +32,7 @@ from typing import Any
 
 from factory.core import devices
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.case import StageEvidence, failed, missing
 from factory.gates.patch.judge import CPU_CLOCKS, judge_measurement, training_difference, training_differs
@@ -50,9 +51,10 @@ Pair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
 
 @dataclass(frozen=True)
 class Side:
-    """Baseline or candidate: its code, its recipe, and the folder that only its own runs write to."""
+    """Baseline or candidate: its code, the commit that the code is, its recipe, and the folder that only its own runs write to."""
 
     code: Path
+    commit: str
     recipe: dict[str, Any]
     folder: Path
 
@@ -240,8 +242,8 @@ class _Comparison:
         left.session_s.append(session.seconds)
         if planned.side == BASELINE:
             for number, run in enumerate(done, 2):  # after the warm-up and the control
-                left.overheads.append(run.seconds - _recorded_span(folder / "runs" / f"{number:02d}"))
-        shutil.rmtree(folder / "runs", ignore_errors=True)
+                left.overheads.append(run.seconds - _recorded_span(session.folders[number]))
+        remove(folder / "segments")
         return done
 
     def _session(self, name: str, runs: Sequence[PlannedRun], before_s: float) -> tuple[PatchSession, Path]:
@@ -256,7 +258,7 @@ class _Comparison:
         def attempt(number: int, limit: float) -> tuple[PatchSession, Path]:
             if number:  # the first attempt saw this data: nothing that it wrote may be there now
                 for written in side.folder.glob("*/cache"):
-                    shutil.rmtree(written.parent, ignore_errors=True)
+                    remove(written.parent)
                 copy_cache(self.compiled, side.folder / secrets.token_hex(4) / "cache")
             return _run_trainer(self.start, side, min(policy.steps, WARM_STEPS), runs, self.origin, limit)
 
@@ -355,7 +357,7 @@ def _run_trainer(
             "last_step": start.step + run.steps,
             "initial_checkpoint": str(start.checkpoint),
             "restart_data": True,
-            "code_commit": "",
+            "code_commit": side.commit,
             "kernels": str(kernels),
         }
         for run in (PlannedRun(_seed(), warm_steps), *runs)

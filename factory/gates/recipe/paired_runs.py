@@ -20,7 +20,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 import statistics
 import sys
 import threading
@@ -30,13 +29,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from factory.gates.patch.session import Weights, read_weights
+from factory.core.removal import remove
+from factory.gates.patch.session import Weights, read_weights, reveal
 from factory.gates.patch.training import for_one_rank
 from factory.gates.recipe.policy import RunsPolicy
 from factory.gates.training_start import Start
+from factory.gates.untrusted_tensors import read_bytes
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
-from kernels.contract.files import write_atomically
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError
@@ -44,6 +44,7 @@ from trainer.contract.recipe import Recipe
 
 POLL_SECONDS = 0.01
 NEVER = 1 << 30  # checkpoint_every: a run writes its last step only
+METRICS_BYTES = 1 << 26  # most that is read of one run's metrics
 UNSTEADY_STEPS = 2  # first steps of a run whose speed is that of compilation and caches
 SIDES = ("baseline", "candidate")
 
@@ -128,6 +129,7 @@ def segment_specs(
     held: set[str],
     folder: Path,
     kernels: Path,
+    commit: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(trunk, tail) of one run; the tail continues from the trunk's checkpoint below ``folder``, and in its data.
 
@@ -146,7 +148,7 @@ def segment_specs(
             "last_step": stop,
             "initial_checkpoint": str(checkpoint),
             "restart_data": kind == "trunk",
-            "code_commit": "",
+            "code_commit": commit,
             "kernels": str(kernels),
         }
 
@@ -160,12 +162,13 @@ def paired_runs(
     recipes: dict[str, Recipe],
     changed: set[str],
     code: Path,
+    commit: str,
     work: Path,
     origin: Weights,
     score: Score,
     advance: Callable[[str], None],
 ) -> MeasuredRuns:
-    """Run and score every pair. ``changed``: the recipe's keys that differ; ``code``: of the base commit.
+    """Run and score every pair. ``changed``: the recipe's keys that differ; ``code``: of the base ``commit``.
 
     Raises: IsolationError; DataPlanError when no token shard has a domain of a mixture.
     """
@@ -176,16 +179,19 @@ def paired_runs(
     work.mkdir(parents=True, exist_ok=True)
     kernels = work / "kernels.yaml"
     kernels.write_text(start.kernels_of(code))
-    runs = []
+    runs: list[_Run] = []
+    drawn = secrets.randbelow(90_000)  # the folders are named as live segments are
     for number in range(policy.seeds):
         seed = secrets.randbelow(1 << 31)
         for side in SIDES if number % 2 == 0 else reversed(SIDES):
-            folder = work / "runs" / f"{number:02d}-{side}"
-            specs = segment_specs(start, recipes[side], raw[side], sizes[side], seed, held, folder, kernels)
+            folder = work / "segments" / f"{drawn + len(runs):05d}"
+            specs = segment_specs(start, recipes[side], raw[side], sizes[side], seed, held, folder, kernels, commit)
             runs.append(_Run(side, folder, specs))
-    shutil.rmtree(work / "runs", ignore_errors=True)
-    for folder in (run.folder / part for run in runs for part in _Run.parts):
-        folder.mkdir(parents=True)
+    remove(work / "segments")
+    for run in runs:
+        for part in _Run.parts:
+            (run.folder / part).mkdir(parents=True)
+            run.opened[part] = os.open(run.folder / part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     feeder = _Feeder(runs, origin, score, advance)
     size = sum(tensor.numel() * tensor.element_size() for tensor in origin.values())
     limits = Limits(
@@ -206,6 +212,8 @@ def paired_runs(
     finally:
         feeder.over.set()
         feeder.join()
+        for descriptor in (one for run in runs for one in run.opened.values()):
+            os.close(descriptor)
     if feeder.error is not None:
         raise feeder.error
     found = feeder.found
@@ -227,6 +235,9 @@ class _Run:
     side: str
     folder: Path
     specs: tuple[dict[str, Any], dict[str, Any]]
+    opened: dict[str, int] = field(
+        default_factory=dict
+    )  # part → its folder, opened before any code could change what is there
 
     parts = ("trunk", "tail")
 
@@ -244,51 +255,48 @@ class _Feeder(threading.Thread):
         try:
             for run in self.runs:
                 for part, spec in zip(_Run.parts, run.specs, strict=True):
-                    _reveal(run.folder / part, json.dumps(spec))
-                if not self._wait_for(run.folder / "tail" / "result.json"):
+                    reveal(run.opened[part], spec)
+                if not self._wait_for(run.opened["tail"]):
                     return
                 if not self._read(run):
                     break
                 self.done += 1
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits for this one
             self.error = error
-        with contextlib.suppress(OSError):  # else the trainer ends at its time limit
-            for run in self.runs[self.done :]:  # an empty spec ends a trainer that waits
-                _reveal(run.folder / "trunk", "{}")
+        for run in self.runs[self.done :]:  # an empty spec ends a trainer that waits, else its time limit does
+            with contextlib.suppress(OSError):
+                reveal(run.opened["trunk"], {})
 
     def _read(self, run: _Run) -> bool:
-        folder = os.open(run.folder / "tail", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            weights, problem = read_weights(folder, run.specs[1]["last_step"], self.origin)
-        finally:
-            os.close(folder)
+        weights, problem = read_weights(run.opened["tail"], run.specs[1]["last_step"], self.origin)
         bits = {} if problem else self.score(weights)
         if not problem and not all(math.isfinite(value) for value in bits.values()):
             problem = "its weights have no finite loss on held-out documents"
         if problem:
             self.found.failed, self.found.failed_side = problem, run.side
             return False
-        lines = [json.loads(line) for part in _Run.parts for line in _lines(run.folder / part / "metrics.jsonl")]
+        stored = [read_bytes(run.opened[part], ("metrics.jsonl",), METRICS_BYTES) for part in _Run.parts]
+        lines = [json.loads(line) for part in stored for line in part.splitlines()]
         self.found.bits[run.side].append(bits)
         speeds = [line["tokens_per_s"] for line in lines[UNSTEADY_STEPS:] or lines]
         self.found.tokens_per_s[run.side].append(statistics.median(speeds))
         self.found.memory.setdefault(run.side, float(max(line["memory"] for line in lines)))
-        shutil.rmtree(run.folder, ignore_errors=True)
+        remove(run.folder)
         self.advance(f"{run.side}: {statistics.fmean(bits.values()):.4f} bits per byte")
         return True
 
-    def _wait_for(self, path: Path) -> bool:
-        while not path.exists():
+    def _wait_for(self, folder: int) -> bool:
+        """Is the result there?"""
+        while not _exists(folder, "result.json"):
             if self.over.is_set():
-                return path.exists()  # it may have ended right after it wrote the file
+                return _exists(folder, "result.json")  # it may have ended right after it wrote the file
             time.sleep(POLL_SECONDS)
         return True
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines()
-
-
-def _reveal(folder: Path, text: str) -> None:
-    if folder.is_dir() and not (folder / "segment.json").exists():
-        write_atomically(folder / "segment.json", text)
+def _exists(folder: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except OSError:
+        return False
+    return True

@@ -44,6 +44,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
                 recipes,
                 set(changes),
                 case.baseline,
+                case.applied.base,
                 case.work / "recipe",
                 origin,
                 lambda weights: weights_bits(weights, shape, texts, eval_policy),

@@ -240,7 +240,7 @@ def test_no_checkpoint_is_a_hold(workspace: Any, ledger: Any, tmp_path: Any) -> 
     text = (made.target / "trainer" / "optim" / "schedule.py").read_text() + "\n# more\n"
     applied = repository.apply_proposal(
         made.target, made.base, [("trainer/optim/schedule.py", text)], policy=AgentsPolicy.load(empty.policy("agents.yaml")),
-        branch="factory/test/900-x", message="x", worktree=empty.worktrees / "proposal-900",
+        branch="factory/test/900-x", message="x", worktrees=empty.worktrees,
     )  # fmt: skip
     try:
         _, verdict, _ = patch_gate.patch_gate(empty).decide(empty, ledger, 900, applied, SILENT, tries=1, patch_id="")

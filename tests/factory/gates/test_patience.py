@@ -88,20 +88,21 @@ class Plant:
         if (side, number) in self.out_of_time:
             return PatchSession(failed="stopped", out_of_time=True, seconds=wall_seconds)
         factors = self.busy.get((side, number), [])
-        runs = []
+        runs, folders = [], [folder / "warm-up"]
         for place, spec in enumerate(specs[1:], 1):
             steps = spec["last_step"] - spec["first_step"]
             busy = factors[place - 2] if 0 <= place - 2 < len(factors) else 1.0
             span = STEP * (steps - 1) * busy
-            of = folder / "runs" / f"{place:02d}"
+            of = folder / "segments" / f"{place:05d}"
             of.mkdir(parents=True)
+            folders.append(of)
             (of / "metrics.jsonl").write_text("".join(json.dumps({"time": at}) + "\n" for at in (0.0, span)))
             moments = {"exp_avg.w": torch.ones(2) * steps}
             rest = Rest(moments, {"step": spec["last_step"], "recipe": {}})
             weights, before = ({"w": torch.ones(2) * n} for n in (steps, early.get(place, 0) - spec["first_step"]))
             seconds = OVERHEAD + span
             runs.append(TimedRun(seconds, weights, rest, before, CpuSeconds(2 * seconds, seconds)))
-        return PatchSession(runs, seconds=30.0)
+        return PatchSession(runs, folders, seconds=30.0)
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
 
 def measured(plant: Plant, policy: TrainingPolicy, folder: Path, workspace: Any, new_code: bool = True) -> Any:
     start = Start(folder / "checkpoint", 6, {}, {"token_shards": []})
-    sides = [Side(folder / name, {}, folder / f"of-{name}") for name in ("baseline", "candidate")]
+    sides = [Side(folder / name, "c" * 40, {}, folder / f"of-{name}") for name in ("baseline", "candidate")]
     for side in sides:
         (side.code / "policies").mkdir(parents=True, exist_ok=True)
         (side.code / "policies" / "kernels.yaml").write_text("cpu: {attention: auto}\n")

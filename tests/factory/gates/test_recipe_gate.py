@@ -234,7 +234,7 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
     size = lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
     raw = run_recipe(other, own_floor=False, precision="fp32")
     held = {"code", "docs", "chat"}
-    trunk, tail = segment_specs(start, other, raw, size, 7, held, Path("/run"), Path("/kernels.yaml"))
+    trunk, tail = segment_specs(start, other, raw, size, 7, held, Path("/run"), Path("/kernels.yaml"), "c" * 40)
     assert (trunk["kind"], trunk["first_step"], trunk["last_step"], trunk["restart_data"]) == ("trunk", 6, 18, True)
     assert (tail["kind"], tail["first_step"], tail["last_step"], tail["restart_data"]) == ("anneal", 18, 23, False)
     assert tail["initial_checkpoint"] == "/run/trunk/checkpoints/step-00000018"

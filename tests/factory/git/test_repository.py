@@ -41,10 +41,10 @@ def live(tmp_path: Path, target: Path) -> Workspace:
     return Workspace.create(tmp_path / "workspace", Config(repository=str(target)))
 
 
-def apply(target: Path, edits: list[tuple[str, str]], worktree: Path, branch: str = "factory/search/1-try") -> Applied:
+def apply(target: Path, edits: list[tuple[str, str]], worktrees: Path, branch: str = "factory/search/1-try") -> Applied:
     base = repository.live_commit(target)
     return repository.apply_proposal(
-        target, base, edits, policy=POLICY, branch=branch, message="Try it\n\nWhy not.", worktree=worktree
+        target, base, edits, policy=POLICY, branch=branch, message="Try it\n\nWhy not.", worktrees=worktrees
     )
 
 

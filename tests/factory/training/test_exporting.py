@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from factory.training.exporting import export_candidate
 from tests.support.factory.trained_plant import make_plant, train_anneal
 from tests.support.git import git
@@ -27,3 +29,22 @@ def test_an_anneal_of_code_from_before_contract_is_exported_by_its_own_exporter(
     export = workspace.exports / f"segment-{number:05d}"
     assert json.loads((export / "config.json").read_text())["made_by"] == "old"
     assert (export / "model.safetensors").is_file() and (export / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow("a small factory trains")
+def test_a_file_of_the_exporters_older_name_is_not_the_exporter(tmp_path: Path, code_repository: Path) -> None:
+    """Agents may patch trainer/export.py, and may not patch trainer/contract."""
+    code = tmp_path / "code"
+    shutil.copytree(code_repository, code, symlinks=True)
+    ours = (code / "trainer" / "contract" / "checkpoint" / "export.py").read_text()
+    for name in ("export", "average"):
+        (code / "trainer" / f"{name}.py").write_text(
+            ours.replace('"architectures": [', '"made_by": "a patch", "architectures": [')
+        )
+    git(code, "add", "-A")
+    git(code, "commit", "--quiet", "-m", "a merged patch")
+    workspace, ledger = make_plant(tmp_path, code)
+    number = train_anneal(workspace, ledger)
+    export_candidate(workspace, ledger, number)
+    export = workspace.exports / f"segment-{number:05d}"
+    assert "made_by" not in json.loads((export / "config.json").read_text())

@@ -46,12 +46,12 @@ class Plant:
     def judged(self, number: int = 1, outcome: str = "promote", edits: dict[str, str] | None = None) -> dict[str, Any]:
         """As the code loop leaves it, without the minutes of the gate."""
         agents = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
-        branch, worktree = f"factory/search/{number}-x", self.workspace.worktrees / f"proposal-{number}"
+        branch, worktrees = f"factory/search/{number}-x", self.workspace.worktrees
         made = list((edits or NEW).items())
         applied = repository.apply_proposal(
-            self.target, self.head(), made, policy=agents, branch=branch, message=f"m {number}", worktree=worktree
+            self.target, self.head(), made, policy=agents, branch=branch, message=f"m {number}", worktrees=worktrees
         )
-        repository.remove_worktree(self.target, worktree)
+        repository.remove_worktree(self.target, applied.worktree)
         with self.ledger.begin() as tx:
             verdict = tx.execute(
                 verdicts.insert().values(

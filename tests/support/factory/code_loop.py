@@ -9,6 +9,7 @@ import atexit
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,7 +54,9 @@ class Made:
     def left_behind(self) -> list[str]:
         """Whatever a proposal may leave besides its branch."""
         worktrees = git(self.target, "worktree", "list", "--porcelain").count("worktree ")
-        odd = [path.name for path in self.workspace.worktrees.iterdir() if not path.name.startswith("live-")]
+        odd = [
+            path.name for path in self.workspace.worktrees.iterdir() if not re.fullmatch("live-[0-9a-f]{12}", path.name)
+        ]
         return odd + (["a registered worktree"] if worktrees > 2 else [])
 
 

@@ -45,7 +45,7 @@ def compare(
     if not switched:
         return not_needed("the patch switches no op to another implementation")
     work.mkdir(parents=True, exist_ok=True)
-    recipe_path = work / "recipe.yaml"
+    recipe_path = work.with_name(f"{work.name}-recipe.yaml")  # where the code that is timed cannot write
     recipe_path.write_text(yaml.safe_dump(recipe))
     found: dict[str, Any] = {}
     for op in switched:
@@ -57,7 +57,11 @@ def compare(
             for implementation in (op.after, op.before):  # A/B, then A/A
                 limits = Limits(wall_seconds=policy.wall_seconds)
                 timed = sandbox.run(
-                    [*command, implementation], output=work, readonly=[baseline], cwd=baseline, limits=limits
+                    [*command, implementation],
+                    output=work,
+                    readonly=[baseline, recipe_path],
+                    cwd=baseline,
+                    limits=limits,
                 )
                 try:
                     answers.append(json.loads(timed.stdout))

@@ -18,8 +18,11 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if case.start is None:
         return StageResult(NO_START)
     baseline, candidate = (
-        Side(code, recipe_for(case, case.start, code), case.work / name)
-        for name, code in (("baseline", case.baseline), ("candidate", case.candidate))
+        Side(code, commit, recipe_for(case, case.start, code), case.work / name)
+        for name, code, commit in (
+            ("baseline", case.baseline, case.applied.base),
+            ("candidate", case.candidate, case.applied.commit),
+        )
     )
     new_code = any(path.endswith(".py") for path in case.paths)
     return StageResult(

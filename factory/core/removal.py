@@ -1,0 +1,88 @@
+"""Removes a folder that code which is not trusted wrote in: however deep, however it is named, whatever its modes.
+
+``shutil.rmtree`` calls itself for each level, and Python ends that after a thousand; it also leaves what its owner made unreadable. Here
+each folder's own folders are moved up to the top, emptied there, and removed: two open folders and no path are needed at any depth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link (never what it points to), or a folder with all that is in it.
+
+    What is not there is no error. What cannot be removed (a mount, another user's file) stays; who needs the place empty makes it anew,
+    and finds out.
+    """
+    with contextlib.suppress(OSError):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            return
+        with _opened(os.fspath(path)) as top:
+            _empty(top)
+        os.rmdir(path)
+
+
+def _empty(top: int) -> None:
+    """Remove everything in a folder."""
+    pending = _without_files(top)
+    numbers = count()
+    while pending:
+        name = pending.pop()
+        with contextlib.suppress(OSError):
+            with _opened(name, top) as folder:
+                for inner in _without_files(folder):
+                    moved = _free_name(top, numbers)
+                    with contextlib.suppress(OSError):
+                        with _opened(inner, folder):  # a folder can be moved only by who may write to it
+                            os.rename(inner, moved, src_dir_fd=folder, dst_dir_fd=top)
+                        pending.append(moved)
+            os.rmdir(name, dir_fd=top)
+
+
+def _without_files(folder: int) -> list[str]:
+    """Remove what is no folder; return the names of the folders."""
+    folders = []
+    with os.scandir(folder) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        if is_folder:
+            folders.append(name)
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+    return folders
+
+
+def _free_name(top: int, numbers: Iterator[int]) -> str:
+    """A name that nothing in the folder has."""
+    while True:
+        name = f".removed-{next(numbers)}"
+        try:
+            os.lstat(name, dir_fd=top)
+        except FileNotFoundError:
+            return name
+
+
+@contextlib.contextmanager
+def _opened(name: str, within: int | None = None) -> Iterator[int]:
+    """A folder as a descriptor, readable and writable for its owner from then on. A link is not followed. Raises: OSError."""
+    named = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+    try:
+        if os.fstat(named).st_mode & 0o700 != 0o700:
+            os.chmod(f"/proc/self/fd/{named}", 0o700)
+        handle = os.open(".", FOLDER, dir_fd=named)
+    finally:
+        os.close(named)
+    try:
+        yield handle
+    finally:
+        os.close(handle)

@@ -1,0 +1,143 @@
+"""What code in the sandbox may leave or write so that the gate breaks: the gate ends with a verdict, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from factory.code_loop.submitting import submit
+from factory.core.progress import SILENT
+from agents.core.proposal import Edit, Proposal
+from factory.gates.case import PatchCase, StageResult, failed, passed
+from factory.gates.patch.changed_ops import ChangedOp
+from factory.gates.patch.policy import IsolatedPolicy
+from factory.gates.patch.stages import isolated, oracle, static
+from factory.gates.staged_gate import gate_folder
+from factory.ledger.ledger import proposals, verdicts
+from factory.sandbox import sandbox
+from factory.sandbox.sandbox import Limits
+from tests.support.factory.code_loop import make
+
+NEST = """
+import os
+def nest(depth, name='d'):
+    os.mkdir(name)
+    inner = os.open(name, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir(name, dir_fd=inner)
+        deeper = os.open(name, os.O_RDONLY, dir_fd=inner)
+        os.close(inner)
+        inner = deeper
+    return inner
+"""
+MESSES = {
+    "1,500 folders, one in the other": NEST + "nest(1500)\n",
+    "1,500 folders with long names": NEST + "nest(1500, 'n' * 250)\n",
+    "a file deep in them": NEST + "os.close(os.open('x', os.O_CREAT, dir_fd=nest(1200)))\n",
+    "links to outside and to themselves": "import os\nos.symlink('/', 'root')\nos.symlink(KEPT, 'kept')\nos.symlink('loop', 'loop')\nos.symlink('..', 'up')\n",
+    "pipes and sockets": "import os, socket\nos.mkfifo('segment.json')\nos.mkfifo('result.json')\nsocket.socket(socket.AF_UNIX).bind('s')\n",
+    "folders that nobody may read": "import os\nos.makedirs('a/b/c')\nos.chmod('a/b', 0)\nos.chmod('a', 0)\nos.chmod('.', 0)\n",
+    "names that are no text": "import os\nos.makedirs(b'\\xff\\xfe/\\x80')\nopen(b'\\xff\\xfe/\\n\\x1b[2J', 'w').close()\n",
+    "five thousand files": "import os\nfor n in range(5000):\n    open(str(n), 'w').close()\n",
+    "the remover's own names": "import os\nfor n in range(20):\n    os.makedirs(f'.removed-{n}/.removed-0/x')\n",
+}
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[dict[str, Any], list[Path]]:
+    """A proposal whose oracle stage is ``run``; its verdict as the ledger has it, and the gate's folders."""
+    made = make()
+    seen: list[Path] = []
+
+    def stage(case: PatchCase[Any]) -> StageResult:
+        seen.append(gate_folder(case.candidate))
+        assert seen[0] == case.work
+        return run(case)
+
+    monkeypatch.setattr(static, "run", lambda case: StageResult(passed("read")))
+    monkeypatch.setattr(oracle, "run", stage)
+    edit = Edit("trainer/optim/schedule.py", (made.target / "trainer/optim/schedule.py").read_text() + "# x\n")
+    number = submit(made.workspace, made.ledger, SILENT, Proposal("x", "x", "Mess", "h", 1.1, (edit,)), made.base)
+    joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
+    row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
+    assert row is not None, "no verdict"
+    assert made.left_behind() == [] and not any(map(os.path.lexists, seen))
+    return row, seen
+
+
+def in_sandbox(case: PatchCase[Any], script: str, folder: str = "run", limits: Limits | None = None) -> sandbox.Result:
+    output = case.work / folder
+    return sandbox.run(
+        [sys.executable, "-c", textwrap.dedent(script)], output=output, limits=limits or Limits(wall_seconds=300)
+    )
+
+
+@pytest.mark.parametrize("name", MESSES)
+def test_a_mess_in_the_gates_folder_ends_in_a_verdict(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "kept").write_text("mine")
+
+    def run(case: PatchCase[Any]) -> StageResult:
+        result = in_sandbox(case, f"KEPT = {str(tmp_path)!r}\n{MESSES[name]}")
+        assert result.returncode == 0 or result.stopped == "output", result
+        return StageResult(failed("a mess"))
+
+    row, seen = judged(monkeypatch, run)
+    assert (row["outcome"], row["reasons"]) == ("reject", ["a mess"]) and len(seen) == 1
+    assert (tmp_path / "kept").read_text() == "mine"
+
+
+def test_bytes_below_a_path_that_is_too_long_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose name cannot be written cannot be measured: it counts as more than is allowed, whatever is in it."""
+    hide = (
+        NEST
+        + "inner = nest(20, 'n' * 250)\nfile = os.open('big', os.O_CREAT | os.O_WRONLY, dir_fd=inner)\nos.write(file, b'x' * 100)\nimport time\ntime.sleep(300)\n"
+    )
+    stopped = []
+
+    def run(case: PatchCase[Any]) -> StageResult:
+        stopped.append(in_sandbox(case, hide).stopped)
+        return StageResult(failed("hidden"))
+
+    row, _ = judged(monkeypatch, run)
+    assert stopped == ["output"] and row["outcome"] == "reject"
+
+
+def test_a_stage_that_recurses_too_deep_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(case: PatchCase[Any]) -> StageResult:
+        return run(case)
+
+    row, _ = judged(monkeypatch, run)
+    assert row["outcome"] == "hold" and "RecursionError" in row["reasons"][0]
+
+
+@pytest.mark.slow("20,000 folders are made and removed")
+def test_twenty_thousand_folders_one_in_the_other_end_in_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(case: PatchCase[Any]) -> StageResult:
+        in_sandbox(case, NEST + "nest(20000)\n")
+        return StageResult(failed("a mess"))
+
+    row, _ = judged(monkeypatch, run)
+    assert row["outcome"] == "reject"
+
+
+def test_a_link_left_by_code_that_is_timed_is_not_written_through(tmp_path: Path) -> None:
+    """The folder is used again by the next timing, with a new recipe."""
+    code, work, kept = tmp_path / "code", tmp_path / "work", tmp_path / "kept"
+    contract = code / "kernels" / "contract"
+    contract.mkdir(parents=True)
+    for folder in (contract, contract.parent):
+        (folder / "__init__.py").write_text("")
+    names = [str(work / "recipe.yaml"), str(work / "work-recipe.yaml")]
+    leaves = f"import os\nfor name in {names}:\n    os.path.lexists(name) or os.symlink({str(kept)!r}, name)\nprint('{{}}')\n"
+    (contract / "bench.py").write_text(leaves)
+    for _ in range(2):
+        with pytest.raises(KeyError):  # it tells no times
+            isolated.compare(IsolatedPolicy(), [ChangedOp("attention", "reference", "native")], {}, code, work)
+        assert (work / "recipe.yaml").is_symlink() and not kept.exists()

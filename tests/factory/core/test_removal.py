@@ -1,0 +1,89 @@
+"""What hostile code leaves in its folder is removed whole, and nothing besides."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from factory.core.removal import remove
+
+
+def nest(folder: Path, depth: int, name: str = "d") -> None:
+    """``folder/d/d/…``, deeper than a path can name."""
+    folder.mkdir()
+    inner = os.open(folder, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir(name, dir_fd=inner)
+        deeper = os.open(name, os.O_RDONLY, dir_fd=inner)
+        os.close(inner)
+        inner = deeper
+    os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=inner))
+    os.close(inner)
+
+
+@pytest.mark.parametrize("name", ["d", "n" * 255, ".removed-1", "\udcff"])
+def test_a_folder_deeper_than_python_recurses_and_than_a_path_is_long_is_removed(tmp_path: Path, name: str) -> None:
+    nest(tmp_path / "out", 1100, name)
+    remove(tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("mine")
+    out = tmp_path / "out"
+    (out / "inner").mkdir(parents=True)
+    (out / "link").symlink_to(kept)
+    (out / "inner" / "link").symlink_to(kept / "file")
+    (out / "inner" / "up").symlink_to("../..")
+    (tmp_path / "name").symlink_to(kept)
+    remove(out)
+    remove(tmp_path / "name")
+    assert os.listdir(tmp_path) == ["kept"] and (kept / "file").read_text() == "mine"
+
+
+def test_pipes_sockets_odd_names_and_modes_are_removed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    inner = out / "a\nb" / "\udcfe\udcff"
+    inner.mkdir(parents=True)
+    os.mkfifo(inner / "pipe")
+    (inner / ".removed-0").mkdir()
+    (out / ".removed-0").mkdir()
+    (out / ".removed-1").write_text("")
+    (inner / "file").write_text("")
+    inner.chmod(0o000)
+    inner.parent.chmod(0o000)
+    out.chmod(0o000)
+    remove(out)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_is_removed_and_what_is_not_there_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    remove(tmp_path / "file")
+    remove(tmp_path / "file")
+    remove(tmp_path / "no" / "where")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_user_without_rights_removes_its_own_unreadable_folders() -> None:
+    """Root may read and write whatever the modes; the other users of a factory may not."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        child = os.fork()
+        if child == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+            out = Path(folder) / "out"
+            (out / "a" / "b").mkdir(parents=True)
+            (out / "a" / "b" / "file").write_text("")
+            for inner in (out / "a" / "b", out / "a", out):
+                inner.chmod(0o000)
+            remove(out)
+            os._exit(0 if not os.path.lexists(out) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
