@@ -34,6 +34,7 @@ def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
         checks += [
             ("workspace", lambda: _workspace(opened)),
             ("ranks", lambda: _ranks(opened)),
+            ("training", lambda: _training(opened)),
             ("repository", lambda: _repository(opened)),
             ("policies", lambda: _policies(opened)),
             ("ledger", lambda: _ledger(opened)),
@@ -158,6 +159,21 @@ def _ranks(workspace: Workspace) -> tuple[bool | None, str]:
 
     count = ranks(workspace)
     return True, f"{count}, started by: {' '.join(launcher(workspace))} -m trainer" if count > 1 else "1: one process"
+
+
+def _training(workspace: Workspace) -> tuple[bool | None, str]:
+    """Whether live code runs in the sandbox, and what it reaches."""
+    from factory.ledger.ledger import Ledger
+    from factory.training.live_code import isolation
+
+    isolated, why = isolation(workspace, Ledger.open(workspace.ledger_url))
+    if not isolated:
+        return False, f"NOT in the sandbox: {why}. Live code may use the network and all files of this user"
+    gpus = ", ".join(devices.nodes(every=True)) or "no GPU"
+    return True, (
+        "in the sandbox: it reads its own code, token shards and one checkpoint, and writes its segment's folder and its commit's compile "
+        f"cache; {gpus}; ranks meet on a loopback of their own; no network, no home, no ledger, no other process"
+    )
 
 
 def _repository(workspace: Workspace) -> tuple[bool | None, str]:

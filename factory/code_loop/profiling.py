@@ -1,17 +1,17 @@
 """Profiles of the training step: the line profiler in its own process, files in ``reports/profiles/``, a row in the ledger, a run in MLflow.
 
-The profiler runs from the worktree of the live code, which is approved, and so outside the sandbox, as training does. Without a workspace
+The profiler runs from the worktree of the live code, in the sandbox, as training does. Without a workspace
 it profiles the checkout itself and only writes files.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import yaml
 from factory.computing import computing
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError, nearest
-from factory.core.launching import die_with
+from factory.core.left_files import read_object
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace, code_root
@@ -29,8 +29,9 @@ from factory.git import repository
 from factory.ledger.ledger import Ledger, profiles, record
 from factory.ledger.rows import Subject
 from factory.ledger.writing import insert
+from factory.training.live_code import LiveCode
 from factory.training.planning import last_segment
-from trainer.contract import stopping
+from factory.training.segment_folder import clear
 
 PROGRESS = "profile: "  # how the profiler's lines of progress begin
 USER_ERROR = 2  # the profiler's exit code for an error that its user can correct
@@ -79,7 +80,7 @@ def profile(
     """
     recipe = workspace.recipe_path() if options.recipe is None else find_recipe(options.recipe, workspace)
     commit = repository.live_commit(workspace.repository)
-    code = repository.checkout_live(workspace, commit)
+    code = LiveCode.of(workspace, ledger, commit, progress)
     changed = repository.changed_files(workspace.repository)
     if changed:
         progress.line(f"  not committed, so not part of the live code: {', '.join(changed[:5])}")
@@ -87,10 +88,11 @@ def profile(
     folder.mkdir(parents=True)
     given = workspace.root / "cache" / "profiled"
     given.mkdir(parents=True, exist_ok=True)
-    arguments = [*_as_trained(workspace, ledger, recipe, code, given), "--out", str(folder)]
+    arguments = [*_as_trained(workspace, ledger, recipe, code.folder, given), "--out", str(folder)]
     try:
-        run_profiler(code, [*arguments, *options.arguments()], progress, devices.compiled(workspace.root))
-        found = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
+        run_profiler(code, [*arguments, *options.arguments()], progress, writable=[folder], readonly=[given])
+        clear(folder, progress)
+        found = read_object(folder / "profile.json")
     except BaseException:
         remove(folder)
         raise
@@ -139,7 +141,7 @@ def profile_checkout(out: Path, progress: Progress, options: ProfileOptions = Pr
         "--out",
         str(out.resolve()),
     ]
-    run_profiler(code, [*arguments, *options.arguments()], progress)
+    run_profiler(LiveCode(code, None, False), [*arguments, *options.arguments()], progress)
     return out / "profile.json"
 
 
@@ -165,45 +167,40 @@ def sweep(out: Path, progress: Progress, options: SweepOptions) -> Path:
     make_folder(out)
     code = code_root()
     arguments = ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(out.resolve())]
-    run_profiler(code, [*arguments, *options.arguments()], progress, module="agents.line_profiler.sweep.sweep")
+    module = "agents.line_profiler.sweep.sweep"
+    run_profiler(LiveCode(code, None, False), [*arguments, *options.arguments()], progress, module=module)
     return out / "sweep.json"
 
 
 def run_profiler(
-    code: Path,
+    code: LiveCode,
     arguments: list[str],
     progress: Progress,
-    cache: Path | None = None,
+    writable: Sequence[Path] = (),
+    readonly: Sequence[Path] = (),
     module: str = "agents.line_profiler",
 ) -> None:
     """``python -m module arguments`` from ``code``; its progress moves a bar. Raises: InputError, ProfileError."""
     command = [sys.executable, "-m", module, "--json", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(code)} | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})
     last_lines: list[str] = []
     with progress.task("profiling the training step") as task, tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
+        process = code.start(
             command,
-            cwd=code,
-            env=environment,
-            stdin=subprocess.DEVNULL,
+            writable=writable,
+            readonly=readonly,
+            environment=devices.environment(),
             stdout=output,
             stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=die_with(os.getpid()),
-            start_new_session=True,  # Ctrl-C is handled here
         )
-        assert process.stderr is not None
         try:
-            for line in process.stderr:
+            for line in process.errors():
                 if line.startswith(PROGRESS):
                     task.advance(1, line.removeprefix(PROGRESS).strip())
                 elif line.strip():
                     last_lines = [*last_lines[-20:], line.strip()]
             exit_code = process.wait()
         finally:
-            if process.poll() is None:
-                stopping.kill([process.pid])
-                process.wait()
+            process.kill()
     if exit_code == USER_ERROR:
         raise InputError(" ".join(last_lines[-1:])[:500])
     if exit_code:

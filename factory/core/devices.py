@@ -48,12 +48,15 @@ def kind() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def compiled(root: Path) -> Path:
-    """Where approved code of the workspace ``root`` keeps what torch.compile made: by class of machine, as a compiler of one may
-    use instructions that another does not have."""
+def compiled(root: Path, commit: str) -> Path:
+    """Where the approved code of ``commit`` in the workspace ``root`` keeps what torch.compile made.
+
+    By class of machine, as a compiler of one may use instructions that another does not have; and by commit, as code that reads what other
+    code compiled runs it.
+    """
     from kernels.contract.machine import here
 
-    return root / "cache" / f"inductor-{here().name}"
+    return root / "cache" / f"code-{commit[:12]}-{here().name}" / "inductor"
 
 
 def environment() -> dict[str, str]:
@@ -67,12 +70,12 @@ def label() -> str:
     return f"-{_held.get()}" if _held.get() else ""
 
 
-def nodes() -> list[str]:
-    """The files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while none is held.
+def nodes(every: bool = False) -> list[str]:
+    """The files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while none is held (``every``: also then).
 
     ``environment`` selects one of several GPUs: NVIDIA's driver numbers all that it sees.
     """
-    found = [path for pattern in GPU_FILES for path in Path("/dev").glob(pattern)] if _held.get() else []
+    found = [path for pattern in GPU_FILES for path in Path("/dev").glob(pattern)] if every or _held.get() else []
     return sorted(str(path) for path in found if not path.is_dir())
 
 

@@ -16,6 +16,7 @@ from factory.core.file_lock import LockedError, file_lock
 from factory.core.yaml_file import load_yaml
 
 VERSION = 1
+TRAINING_SANDBOX = ("auto", "required", "off")
 FOLDERS = (
     "inbox",
     "shards",
@@ -49,6 +50,9 @@ class Config:
     launcher: str = ""
     """What starts the ranks in place of torchrun on this machine, for several machines that share the workspace:
     ``srun --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500``."""
+    training_sandbox: str = "auto"
+    """Whether training runs in the sandbox. auto: where one can be made; elsewhere, or by a launcher, only until a patch that an agent wrote
+    is merged. required: or not at all. off: never, with a warning."""
 
 
 def code_root() -> Path:
@@ -199,11 +203,15 @@ def _read_config(path: Path) -> Config:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected 'key: value' lines")
     known = {name: type(getattr(Config, name)) for name in Config.__dataclass_fields__}
+    if data.get("training_sandbox") is False:
+        data["training_sandbox"] = "off"  # which YAML reads as false
     for key, value in data.items():
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key!r}{nearest(str(key), known)}")
         if not isinstance(value, known[key]):
             raise ConfigError(f"{path}: {key}: expected {known[key].__name__}, got {value!r}")
+    if (chosen := data.get("training_sandbox", "auto")) not in TRAINING_SANDBOX:
+        raise ConfigError(f"{path}: training_sandbox: there is no {chosen!r}{nearest(chosen, TRAINING_SANDBOX)}")
     if isinstance(ranks := data.get("ranks", 0), bool) or ranks < 0:
         raise ConfigError(f"{path}: ranks: expected a number of ranks, got {ranks!r}")
     return Config(**data)

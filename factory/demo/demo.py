@@ -26,13 +26,14 @@ from factory.core.workspace import Config, Workspace, code_root
 from factory.demo import demo_size
 from factory.demo.demo_size import LADDER, DemoShape, Seen, Size
 from factory.demo.summary import summary
-from factory.git.repository import fork
+from factory.git.repository import fork, live_commit
 from factory.ingest.inbox import arrived, ingest_arrived
 from factory.ledger.ledger import Ledger, proposals, sa, shards
 from factory.ledger.status import snapshot
 
 MARK = ".demo"  # --fresh removes only a folder with this file
 BAD_SHARD = "surprise-00.jsonl"
+MEASURING = "measuring"  # in place of a commit: the demo's model before there is one
 CODE = "code"  # in the workspace: the demo's own repository, so that yours gets no branches
 RECIPE = "policies/recipes/demo.yaml"
 SMALL_CORPUS = 4.0  # minutes below which half of the library is the corpus
@@ -123,12 +124,13 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         )
     _write_policies(workspace, size)
     edits = {KERNELS: plain_kernels, RECIPE: lambda text: _recipe_text(text, shape, size)}
-    fork(
-        code_root(),
-        workspace.repository,
-        edits,
-        "The demo begins with plain kernels, and a model that fits this machine",
-    )
+    title = "The demo begins with plain kernels, and a model that fits this machine"
+    fork(code_root(), workspace.repository, edits, title)
+    measured_with = devices.compiled(workspace.root, MEASURING)
+    if measured_with.is_dir():  # the factory's own checkout compiled it: training may go on with it
+        own = devices.compiled(workspace.root, live_commit(workspace.repository)).parent
+        shutil.rmtree(own, ignore_errors=True)
+        measured_with.parent.rename(own)
 
 
 def _read_recipe(text: str) -> dict[str, Any]:
@@ -169,7 +171,7 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     given.write_text(yaml.safe_dump(recipe))
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
     words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    cache = str(devices.compiled(workspace.root))
+    cache = str(devices.compiled(workspace.root, MEASURING))
     began = time.monotonic()
     with terminal.task(f"timing steps of {title} (the first compiles)"):
         done = run_python(code_root(), *words, TORCHINDUCTOR_CACHE_DIR=cache)

@@ -24,6 +24,7 @@ class Start:
     recipe: dict[str, Any]
     plan: dict[str, Any]
     kernels: Mapping[str, str] = field(default_factory=dict)  # op → the implementation that ``auto`` stands for
+    commit: str = ""  # of the code that made it
 
     def kernels_of(self, code: Path) -> str:
         """The ``kernels.yaml`` of a checkout, with each ``auto`` replaced by what the trunk runs."""
@@ -34,7 +35,8 @@ def find_start(ledger: Ledger) -> Start | None:
     """None until a trunk segment has finished."""
     row = ledger.one(
         sa.select(
-            checkpoints.c.path, checkpoints.c.step, segments.c.recipe_json, segments.c.computing, data_plans.c.plan
+            *(checkpoints.c.path, checkpoints.c.step, data_plans.c.plan),
+            *(segments.c.recipe_json, segments.c.computing, segments.c.code_commit),
         )
         .join(segments, segments.c.id == checkpoints.c.segment)
         .join(data_plans, data_plans.c.id == segments.c.data_plan)
@@ -45,4 +47,4 @@ def find_start(ledger: Ledger) -> Start | None:
     if row is None:
         return None
     kernels = row["computing"]["kernels"] if row["computing"] else {}
-    return Start(Path(row["path"]), row["step"], row["recipe_json"], row["plan"], kernels)
+    return Start(Path(row["path"]), row["step"], row["recipe_json"], row["plan"], kernels, row["code_commit"])

@@ -9,14 +9,16 @@ from collections.abc import Callable
 
 from factory.core.errors import IsolationError
 from factory.sandbox import filter as sandbox_filter
-from factory.sandbox.view import HOSTNAME, LAUNCHER, LAUNCHER_INSIDE, PASSWD, USER, View
+from factory.sandbox.view import ETC, HOSTNAME, LAUNCHER, LAUNCHER_INSIDE, USER, View
 
 NAMESPACES = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent")
 
 
-def command(view: View, status: int, given: Callable[[bytes], int]) -> list[str]:
-    """bubblewrap's command line. It reports on ``status``; ``given`` makes a file that it inherits. Raises: IsolationError."""
+def command(view: View, status: int, given: Callable[[bytes], int], held: int | None = None) -> list[str]:
+    """bubblewrap's command line. It reports on ``status``, keeps ``held`` open while the sandbox is there, and inherits the files that
+    ``given`` makes. Raises: IsolationError."""
     arguments = [_found(), *NAMESPACES, "--new-session", "--json-status-fd", str(status)]
+    arguments += ["--sync-fd", str(held)] if held is not None else []
     arguments += ["--uid", str(USER), "--gid", str(USER), "--hostname", HOSTNAME]
     if program := sandbox_filter.program():
         arguments += ["--seccomp", str(given(program))]
@@ -27,13 +29,15 @@ def command(view: View, status: int, given: Callable[[bytes], int]) -> list[str]
         arguments += ["--symlink", target, path]
     for path in view.system:
         arguments += ["--ro-bind-try", path, path]
-    arguments += ["--ro-bind-data", str(given(PASSWD.encode())), "/etc/passwd"]
+    for path, text in ETC.items():
+        arguments += ["--ro-bind-data", str(given(text.encode())), path]
     arguments += ["--ro-bind", str(LAUNCHER), LAUNCHER_INSIDE]
     for path in view.devices:
         arguments += ["--dev-bind", path, path]
     for path in view.given:
         arguments += ["--ro-bind", path, path]
-    arguments += ["--bind", view.output, view.output]
+    for path in view.writable:
+        arguments += ["--bind", path, path]
     for path in ("/proc", "/dev", "/"):
         arguments += ["--remount-ro", path]
     arguments += ["--chdir", view.cwd, "--clearenv"]

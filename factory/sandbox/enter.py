@@ -97,7 +97,7 @@ def make_file_system(spec: dict) -> None:
     source, target = spec["launcher"]
     mounts.append((target, taken(source, inside | READONLY)))
     mounts += [(path, taken(path, inside | READONLY)) for path in spec["given"]]
-    mounts.append((spec["output"], taken(spec["output"], inside)))
+    mounts += [(path, taken(path, inside)) for path in spec["writable"]]
 
     attach(made("tmpfs", inside, size="1m", mode="0755"), "/tmp")
     os.chdir("/tmp")
@@ -114,9 +114,10 @@ def make_file_system(spec: dict) -> None:
         os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
     os.symlink("/proc/self/fd", "/dev/fd")
     os.makedirs("/etc", exist_ok=True)
-    with open("/etc/passwd", "w", encoding="ascii") as passwd:
-        passwd.write(spec["passwd"])
-    os.chmod("/etc/passwd", 0o444)
+    for path, text in spec["etc"].items():
+        with open(path, "w", encoding="ascii") as file:
+            file.write(text)
+        os.chmod(path, 0o444)
     for kind in NESTED:
         with open(f"/proc/sys/user/max_{kind}_namespaces", "w", encoding="ascii") as limit:
             limit.write("0")
@@ -179,7 +180,9 @@ def init(spec: dict, program: bytes, go: int, ready: int) -> int:
     if command == 0:
         os.execve(spec["command"][0], spec["command"], spec["environment"])
     os.write(ready, b".")
-    os.closerange(3, 4096)
+    held = spec["held"] or 2
+    os.closerange(3, held)
+    os.closerange(held + 1, 4096)
     while True:
         ended, status = os.wait()
         if ended == command:

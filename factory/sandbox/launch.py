@@ -64,6 +64,7 @@ def main() -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (value, value))
     forbid_writing_outside(rules["writable"])
+    os.write(rules["here"], b".")
     if os.read(rules["go"], 1) != b".":  # the factory was killed before the control group and the watch were in force
         os._exit(126)
     os.closerange(3, 4096)  # bubblewrap's own; the command must not write to its status pipe

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from factory.sandbox import filter as sandbox_filter
-from factory.sandbox.view import HOSTNAME, LAUNCHER, LAUNCHER_INSIDE, PASSWD, USER, View
+from factory.sandbox.view import ETC, HOSTNAME, LAUNCHER, LAUNCHER_INSIDE, USER, View
 
 ENTER = Path(__file__).with_name("enter.py")
 
 
-def command(view: View, status: int, given: Callable[[bytes], int]) -> list[str]:
-    """The command line of ``enter``. It reports on ``status``; ``given`` makes a file that it inherits."""
+def command(view: View, status: int, given: Callable[[bytes], int], held: int | None = None) -> list[str]:
+    """The command line of ``enter``. It reports on ``status``, keeps ``held`` open while the sandbox is there, and inherits the files that
+    ``given`` makes."""
     column = sandbox_filter.ARCHITECTURES[platform.machine()][0]
     spec = {
         **dataclasses.asdict(view),
@@ -27,7 +28,8 @@ def command(view: View, status: int, given: Callable[[bytes], int]) -> list[str]
         "pivot_root": sandbox_filter.CALLS["pivot_root"][column],
         "user": USER,
         "hostname": HOSTNAME,
-        "passwd": PASSWD,
+        "etc": ETC,
+        "held": held,
         "launcher": (str(LAUNCHER), LAUNCHER_INSIDE),
     }
     return [sys.executable, "-I", "-S", str(ENTER), str(given(json.dumps(spec).encode()))]

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
+import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
+
+from factory.sandbox.view import LAUNCHER_INSIDE
+
+SETUP_SECONDS = 5.0  # that bubblewrap may take to start its child
 
 
 def unnamed(data: bytes) -> IO[bytes]:
@@ -14,6 +23,49 @@ def unnamed(data: bytes) -> IO[bytes]:
     file.write(data)
     file.seek(0)
     return file
+
+
+class Opening:
+    """What a mechanism inherits, and this process's ends of two pipes: its events come through ``status``, "." goes to the launcher through
+    ``go``. Closed at the block's end."""
+
+    def __init__(self) -> None:
+        self._opened = contextlib.ExitStack()
+        self.status, self.status_write = self._pipe()
+        self.go_read, self.go = self._pipe()
+        self._here, self.here_write = self._pipe()
+        self._inherited = [self.status_write, self.go_read, self.here_write]
+
+    def _pipe(self) -> list[IO[bytes]]:
+        return [self._opened.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"))]
+
+    def given(self, data: bytes) -> int:
+        """The number of a file with ``data`` that the mechanism inherits."""
+        self._inherited.append(self._opened.enter_context(unnamed(data)))
+        return self._inherited[-1].fileno()
+
+    def inherited(self) -> list[int]:
+        return [file.fileno() for file in self._inherited]
+
+    def close_inherited(self) -> None:
+        for file in self._inherited:
+            file.close()
+
+    def keep_status(self) -> IO[bytes]:
+        """The end of the events' pipe, for a caller who reads them after the block."""
+        return os.fdopen(os.dup(self.status.fileno()), "rb", 0)
+
+    def go_on(self) -> None:
+        """The launcher may become its command, once it is there: only then does bubblewrap die with this process."""
+        self._here.read(1)
+        with contextlib.suppress(BrokenPipeError):
+            self.go.write(b".")
+
+    def __enter__(self) -> Opening:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
 
 
 class StatusPipe:
@@ -45,3 +97,25 @@ class StatusPipe:
         while self._more():
             pass
         return [json.loads(line) for line in self._lines()]
+
+
+def launched(command: Sequence[str], rules: Mapping[str, object], opening: Opening) -> list[str]:
+    """The command line by which the launcher puts ``rules`` in force on itself and becomes ``command``."""
+    said = json.dumps({**rules, "go": opening.go_read.fileno(), "here": opening.here_write.fileno()})
+    return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]
+
+
+def bury(events: StatusPipe) -> None:
+    """Kill a starting or running sandbox and wait until the kernel has ended every process in it.
+
+    It is not enough to kill the mechanism: while bubblewrap sets up, its child waits for it and does not yet die with it; and an interrupt
+    inside Popen leaves no handle of it. So wait for the child's number, which is written at once, or for the end of the pipe, when it was
+    not started. A launcher that reads no "." ends.
+    """
+    started = events.anything() or select.select([events.descriptor], [], [], SETUP_SECONDS)[0]
+    if started and (init := events.child()) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(init)
+            with os.fdopen(handle, "rb"):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                select.select([handle], [], [])

@@ -19,19 +19,16 @@ factory. Time is measured here, outside. Where neither way to isolate works, ``r
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import select
 import selectors
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -43,12 +40,11 @@ from factory.sandbox import bubblewrap as sandbox_bubblewrap
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import filter as sandbox_filter
 from factory.sandbox import namespaces as sandbox_namespaces
-from factory.sandbox.pipes import StatusPipe, unnamed
-from factory.sandbox.view import LAUNCHER_INSIDE, View, view
+from factory.sandbox.pipes import Opening, StatusPipe, bury, launched
+from factory.sandbox.view import LAUNCHER_INSIDE, View, clean_environment, view
 from factory.sandbox.watch import folder_size, free_space, tree, unlinked
 
 WATCH_SECONDS = 0.1
-SETUP_SECONDS = 5.0  # that bubblewrap may take to start its child
 TAIL_BYTES = 64 * 1024
 TASKS = 8  # tasks per process: the kernel counts threads, the watch counts processes
 MIB = 1 << 20
@@ -114,7 +110,7 @@ class Mechanism(Protocol):
     ``{"exit-code": n}``, which is missing when the program itself failed.
     """
 
-    def command(self, view: View, status: int, given: Callable[[bytes], int]) -> list[str]: ...
+    def command(self, view: View, status: int, given: Callable[[bytes], int], held: int | None = None) -> list[str]: ...
     def refusal(self) -> str: ...
     def version(self) -> str: ...
 
@@ -156,21 +152,22 @@ def run(
     made_by, refused = mechanism()
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as opened:
-        pipe = lambda: [opened.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"))]
-        (status, status_write), (go_read, go) = pipe(), pipe()
-        inherited = [status_write, go_read]
-
-        def given(data: bytes) -> int:
-            inherited.append(opened.enter_context(unnamed(data)))
-            return inherited[-1].fileno()
-
-        rules = json.dumps(_rules(output, limits, bool(devices.nodes())) | {"go": go_read.fileno()})
-        words = [sys.executable, "-I", "-S", LAUNCHER_INSIDE, rules, *map(str, command)]
-        seen = view(words, output, readonly, cwd or output, environment or {}, limits.tmp)
-        arguments = made_by.command(seen, status_write.fileno(), given)
+    # Idle OpenMP threads that spin slow a busy machine down many times and spoil its timings.
+    seen_variables = {**clean_environment(output / "cache"), "OMP_WAIT_POLICY": "PASSIVE", **devices.environment()}
+    with Opening() as opening:
+        rules = _rules(output, limits, bool(devices.nodes()))
+        seen = view(
+            launched(command, rules, opening),
+            writable=[output],
+            given=readonly,
+            cwd=cwd or output,
+            environment={**seen_variables, **(environment or {})},
+            tmp=limits.tmp,
+            nodes=devices.nodes(),
+        )
+        arguments = made_by.command(seen, opening.status_write.fileno(), opening.given)
         process: subprocess.Popen[bytes] | None = None
-        events = StatusPipe(status.fileno())
+        events = StatusPipe(opening.status.fileno())
         with sandbox_cgroup.task_limit(limits.processes * TASKS) as group:
             started = time.monotonic()
             try:
@@ -179,28 +176,23 @@ def run(
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=[end.fileno() for end in inherited],
+                    pass_fds=opening.inherited(),
                     env={},
                     start_new_session=True,
                 )
-                _close(inherited)
+                opening.close_inherited()
                 held = _Held(process, started, limits, output, enough)
                 child = events.child()  # there before anything runs; None when the mechanism failed
                 if group is not None and child is not None:
                     sandbox_cgroup.put(group, child)
                 if begun is not None and child is not None:
                     begun(child)
-                with contextlib.suppress(BrokenPipeError):
-                    go.write(b".")
+                opening.go_on()
                 held.watch()
             finally:
-                # The tree is alive here only when this process is interrupted. It is not enough to kill the mechanism:
-                # while bubblewrap sets up, its child waits for it and does not yet die with it; and an interrupt inside
-                # Popen leaves no handle of it. So wait for the child's number, which is written at once, or for the end
-                # of the pipe, when it was not started. A launcher that reads no "." ends.
-                _close(inherited)
-                if events.anything() or select.select([status], [], [], SETUP_SECONDS)[0]:
-                    _bury(events.child())
+                # The tree is alive here only when this process is interrupted.
+                opening.close_inherited()
+                bury(events)
                 if process is not None:
                     process.kill()
                     process.wait()
@@ -222,21 +214,6 @@ def run(
         peak_memory=held.peak_memory,
         output=folder_size(output)[0],
     )
-
-
-def _close(files: Iterable[IO[bytes]]) -> None:
-    for file in files:
-        file.close()
-
-
-def _bury(init: int | None) -> None:
-    """Kill a pid namespace's init and wait until the kernel has ended every process in it."""
-    if init is not None:
-        with contextlib.suppress(ProcessLookupError):
-            handle = os.pidfd_open(init)
-            with os.fdopen(handle, "rb"):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-                select.select([handle], [], [])
 
 
 class _Held:

@@ -13,9 +13,13 @@ from factory.core import devices
 
 LAUNCHER = Path(__file__).with_name("launch.py")
 LAUNCHER_INSIDE = "/run/launch.py"
-PASSWD = "sandbox:x:1000:1000::/tmp:/bin/sh\n"
 USER = 1000  # and group
 HOSTNAME = "sandbox"
+# The files of /etc that are made: ranks look themselves up by name, and there is no name server.
+ETC = {
+    "/etc/passwd": f"{HOSTNAME}:x:{USER}:{USER}::/tmp:/bin/sh\n",
+    "/etc/hosts": f"127.0.0.1 localhost {HOSTNAME}\n",
+}
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 GPU_FACTS = ("/sys",)  # where a GPU's driver reads about the machine; visible only with a GPU
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
@@ -28,8 +32,8 @@ VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", *devices.COMPILER)
 class View:
     """Paths are the same inside, except ``LAUNCHER``, which is at ``LAUNCHER_INSIDE``.
 
-    Besides them: an empty root, ``/proc`` of the pid namespace, ``/dev`` with the harmless devices, ``PASSWD`` at ``/etc/passwd``, and
-    ``/tmp`` and ``/dev/shm`` of ``tmp`` bytes each. Only these two and ``output`` are writable. ``/proc`` is not, because a sandbox that
+    Besides them: an empty root, ``/proc`` of the pid namespace, ``/dev`` with the harmless devices, the files ``ETC``, and
+    ``/tmp`` and ``/dev/shm`` of ``tmp`` bytes each. Only these two and ``writable`` are writable. ``/proc`` is not, because a sandbox that
     root started is user 0 to the kernel, and writing core_pattern would be a way out.
     """
 
@@ -37,7 +41,7 @@ class View:
     system: Sequence[str]  # read-only
     given: Sequence[str]  # read-only; a missing one is an error
     devices: Sequence[str]  # files in /dev, besides the harmless ones
-    output: str
+    writable: Sequence[str]  # folders that are there
     tmp: int
     cwd: str
     environment: Mapping[str, str]
@@ -45,17 +49,23 @@ class View:
 
 
 def view(
-    command: Sequence[str], output: Path, given: Sequence[Path], cwd: Path, extra: Mapping[str, str], tmp: int
+    command: Sequence[str],
+    *,
+    writable: Sequence[Path],
+    given: Sequence[Path],
+    cwd: Path,
+    environment: Mapping[str, str],
+    tmp: int,
+    nodes: Sequence[str],
 ) -> View:
-    """The system's, the interpreter's and the given paths; a clean environment with ``extra``; the GPU that the caller holds."""
+    """The system's, the interpreter's, the ``writable`` and the ``given`` paths; ``nodes``: the files in ``/dev`` of its GPUs."""
     there = [path for path in SYSTEM if os.path.lexists(path)]
     links = {path: os.readlink(path) for path in there if os.path.islink(path)}
     system = [path for path in there if path not in links]
     system += [path for path in (*SYSTEM_FILES, *interpreter_paths()) if os.path.exists(path)]
-    nodes = devices.nodes()
     system += [path for path in GPU_FACTS if nodes and os.path.exists(path)]
-    environment = {**_environment(output), **devices.environment(), **extra}
-    return View(links, system, list(map(str, given)), nodes, str(output), tmp, str(cwd), environment, command)
+    folders = list(map(str, writable))
+    return View(links, system, list(map(str, given)), nodes, folders, tmp, str(cwd), environment, command)
 
 
 @functools.cache
@@ -73,8 +83,8 @@ def interpreter_paths() -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for path in paths if not _inside(path, "/usr")))
 
 
-def _environment(output: Path) -> dict[str, str]:
-    cache = output / "cache"
+def clean_environment(cache: Path) -> dict[str, str]:
+    """What every sandboxed command gets, whatever the factory's own environment is; compile caches go to ``cache``."""
     return {
         "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
         "HOME": "/tmp",
@@ -84,13 +94,15 @@ def _environment(output: Path) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONNOUSERSITE": "1",
-        # Idle OpenMP threads that spin slow a busy machine down many times and spoil its timings.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
+        **cache_variables(cache),
         # The class of the machine must be the same inside: code compiled for one class crashes in a process of another.
         **{name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+
+
+def cache_variables(cache: Path) -> dict[str, str]:
+    """Where compilers keep what they made."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
 
 
 def _inside(path: str, folder: str) -> bool:

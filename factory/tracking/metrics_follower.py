@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import WorkspaceError
+from factory.core.left_files import open_file
 from factory.core.workspace import Workspace
 from factory.tracking.mlflow_store import TrackingError, check_writable, mlflow_errors
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 METRICS_PER_BATCH = 1000  # MLflow's own limit
+BYTES_AT_ONCE = 16 << 20  # that one call of ``poll`` reads
 
 
 class MetricsFollower:
@@ -83,12 +85,12 @@ class MetricsFollower:
     def _new_lines(self) -> list[bytes]:
         """Whole lines after the offset, newline included; a torn last line waits for its end."""
         try:
-            with open(self.path, "rb") as file:
+            with open_file(self.path) as file:
                 file.seek(self._offset - len(self._tail))
                 if file.read(len(self._tail)) != self._tail:
                     self._offset, self._tail = 0, b""
                     file.seek(0)
-                data = file.read()
+                data = file.read(BYTES_AT_ONCE)
         except FileNotFoundError:
             return []
         return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)

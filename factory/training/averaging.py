@@ -21,8 +21,9 @@ from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow, Subject
+from factory.training.live_code import LiveCode
 from factory.training.planning import last_segment, plan_segment
-from factory.training.segment_folder import AVERAGE, EXPORT, failed, give_up, record_done, run_tool
+from factory.training.segment_folder import AVERAGE, EXPORT, clear, failed, give_up, name_in, record_done
 from kernels.contract.files import write_atomically
 
 KIND = "average"
@@ -144,19 +145,19 @@ def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress:
     Raises: SegmentError when a checkpoint is damaged or does not fit (its log is named); InputError when the held-out loss
     cannot be measured.
     """
-    from factory.git.repository import checkout_live
     from trainer.contract.checkpoint.format import manifest_sha256, name_of
 
     plan = planned(ledger, row.id)
     folder = Path(row.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    code = checkout_live(workspace, row.code_commit)
+    code = LiveCode.of(workspace, ledger, row.code_commit, progress)
     parts: list[dict[str, Any]] = [dict(source) for source in plan["sources"]]
     measured: dict[str, Any] = {}
     with progress.task(f"averaging {len(parts)} checkpoints", None) as task:
         if plan["rule"] == "held-out-loss":
             try:
-                measured = _measure(workspace, ledger, row, code, parts, lambda n: task.advance(n, "held-out loss"))
+                advance = lambda n: task.advance(n, "held-out loss")
+                measured = _measure(workspace, ledger, row, code, parts, advance, progress)
             except (InputError, ConfigError) as error:
                 give_up(ledger, row, str(error))
                 raise
@@ -167,7 +168,9 @@ def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress:
         weights = ",".join(repr(part["weight"]) for part in parts)
         paths = [part["path"] for part in parts]
         words = [str(folder / "checkpoints"), *paths, "--weights", weights]
-        _succeeded(workspace, ledger, row, run_tool(code, AVERAGE, *words))
+        made = code.run("-m", name_in(code, AVERAGE), *words, writable=[folder], readonly=list(map(Path, paths)))
+        clear(folder, progress)
+        _succeeded(workspace, ledger, row, made)
     path = folder / "checkpoints" / name_of(row.last_step)
     result = {
         "state": "done",
@@ -182,7 +185,13 @@ def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress:
 
 
 def _measure(
-    workspace: Workspace, ledger: Ledger, row: SegmentRow, code: Path, parts: list[dict[str, Any]], advance: Any
+    workspace: Workspace,
+    ledger: Ledger,
+    row: SegmentRow,
+    code: LiveCode,
+    parts: list[dict[str, Any]],
+    advance: Any,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Give each part its loss and weight; returns what they were measured on."""
     from factory.training.held_out_loss import held_out_ruler
@@ -192,7 +201,11 @@ def _measure(
     noise = 0.0
     for part in parts:
         remove(scratch)
-        _succeeded(workspace, ledger, row, run_tool(code, EXPORT, part["path"], str(scratch)))
+        scratch.mkdir()
+        words = [name_in(code, EXPORT), part["path"], str(scratch)]
+        made = code.run("-m", *words, writable=[scratch], readonly=[Path(part["path"])])
+        clear(scratch, progress)
+        _succeeded(workspace, ledger, row, made)
         if part is parts[-1]:
             part["loss"], noise = ruler.loss_and_noise(scratch, advance)
         else:

@@ -17,25 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from factory.computing import computing
 from factory.core.errors import SegmentError
-from factory.core.launching import (
-    EXIT_DISK_FULL,
-    EXIT_STOPPED,
-    ended,
-    exit_code,
-    failure_line,
-    forget_exit,
-    start_trainer,
-    stop_trainer,
-)
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, failure_line, forget_exit
+from factory.core.left_files import count_lines, parse_object, read_text
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.git.repository import RepositoryError, changes, checkout_live
+from factory.git.repository import RepositoryError, changes
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.certificate import SERIES, TRAINED_WITH, CertificateEvidence, CertificatePolicy, Series, Trace
+from factory.training.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.training.planning import plan_of
-from factory.training.segment_folder import folder_lock, spec_of, write_spec
+from factory.training.segment_folder import clear, folder_lock, result_of, spec_of, write_spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +58,10 @@ def gather(
         changed = files + computing.changed(parent, row)
         if not changed:
             return evidence
-        sides = {name: checkout_live(workspace, c.code_commit) for name, c in (("old", parent), ("new", row))}
+        sides = {
+            name: LiveCode.of(workspace, ledger, side.code_commit, progress)
+            for name, side in (("old", parent), ("new", row))
+        }
     except RepositoryError as error:
         return replace(evidence, changed=["(unknown)"], old_failed=str(error))
     what = f"{parent.code_commit[:12]} → {row.code_commit[:12]}, {len(files)} files" if files else ""
@@ -142,31 +138,39 @@ class Runs:
     def folder(self, side: str, name: str) -> Path:
         return self.scratch / self.basis / side / name
 
-    def run(self, side: str, code: Path, commit: str, names: Sequence[str]) -> tuple[int, str]:
+    def run(self, side: str, code: LiveCode, commit: str, names: Sequence[str]) -> tuple[int, str]:
         """(exit code, the trainer's last line): 0 when every run left its result. ``names``: 'pair', 'again' or a seed."""
         folders = [self.folder(side, name) for name in names]
         self.scratch.mkdir(parents=True, exist_ok=True)
         with folder_lock(self.scratch) as lock:  # a trainer of a killed factory may still write its last checkpoint
+            clear(self.scratch, self.progress)
+            reads: set[Path] = set()
             for folder, name in zip(folders, names, strict=True):
-                _prepare(folder, self._spec_of(side, name) | {"code_commit": commit})
+                spec = self._spec_of(side, name) | {"code_commit": commit}
+                _prepare(folder, spec)
+                reads |= set(read_by(spec))
             log = self.scratch / self.basis / side / "trainer.log"
             title = f"certificate, {side} code"
             with open(log, "wb") as out, self.progress.task(title, len(names) * self.steps) as task:
                 for folder in folders:
                     forget_exit(folder)
-                process = start_trainer(self.workspace, code, ["--wait", *map(str, folders)], out, lock)
+                words = ["--wait", *map(str, folders)]
+                process = start_trainer(
+                    self.workspace, code, words, writable=folders, readonly=sorted(reads), out=out, lock=lock
+                )
                 done = 0
                 try:
                     over = False
                     while not over:
                         over = ended(process, POLL_SECONDS)
-                        now = sum(_lines(folder / "metrics.jsonl") for folder in folders)
+                        now = sum(count_lines(folder / "metrics.jsonl") for folder in folders)
                         task.advance(now - done, commit[:12])
                         done = now
                 except BaseException:
                     stop_trainer(process)
                     raise
-        return self._outcome(side, exit_code(process, folders), folders, log)
+            clear(self.scratch, self.progress)
+        return self._outcome(side, exit_code(process.wait(), folders), folders, log)
 
     def _spec_of(self, side: str, name: str) -> Spec:
         kernels = computing.write_kernels(self.scratch, self.rows[side].computing, f"kernels-{side}.yaml")
@@ -200,13 +204,6 @@ def _prepare(folder: Path, spec: Spec) -> None:
         write_spec(folder, spec)
 
 
-def _lines(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except FileNotFoundError:
-        return 0
-
-
 # -- what the runs left ------------------------------------------------------------------------------------------------
 def compare(evidence: CertificateEvidence, start: Path, runs: Runs) -> CertificateEvidence:
     """Fill in the traces and the distances between weights. Holds the weights of three runs at a time."""
@@ -221,23 +218,23 @@ def compare(evidence: CertificateEvidence, start: Path, runs: Runs) -> Certifica
             again, weights = _read(runs.folder("old", "again"), origin, evidence)
         apart_again = _distance(old_weights, weights)
         others, apart_seeds = _read_seeds(evidence, origin, runs)
-    except (TrainerError, OSError, ValueError, KeyError) as error:
+    except (SegmentError, TrainerError, OSError, ValueError, KeyError) as error:
         return replace(evidence, old_failed=f"what it left cannot be read: {error}")
     evidence = replace(evidence, old=old, again=again, others=others, apart_again=apart_again, apart_seeds=apart_seeds)
     if evidence.new_failed:
         return evidence
     try:
         new, weights = _read(runs.folder("new", "pair"), origin, evidence)
-    except (TrainerError, OSError, ValueError, KeyError) as error:
+    except (SegmentError, TrainerError, OSError, ValueError, KeyError) as error:
         return replace(evidence, new_failed=f"what it left cannot be read: {error}")
     return replace(evidence, new=new, apart=_distance(old_weights, weights))
 
 
 def _read(folder: Path, origin: dict[str, Tensor], evidence: CertificateEvidence) -> tuple[Trace, dict[str, Tensor]]:
-    """Raises: ValueError, KeyError, OSError, TrainerError when something is missing or of another shape."""
+    """Raises: SegmentError, ValueError, KeyError, OSError, TrainerError when something is missing or of another shape."""
     from trainer.contract.checkpoint.format import load
 
-    result = json.loads((folder / "result.json").read_text())
+    result = result_of(folder, evidence.first_step + evidence.steps)
     loaded = load(Path(result["checkpoint"]))
     shapes = {name: tensor.shape for name, tensor in loaded.model.items()}
     if shapes != {name: tensor.shape for name, tensor in origin.items()}:
@@ -250,8 +247,8 @@ def _read(folder: Path, origin: dict[str, Tensor], evidence: CertificateEvidence
 def _series(path: Path, evidence: CertificateEvidence) -> dict[str, Series]:
     """The series of metrics.jsonl, a value a step of the run; what is not there or no number is None."""
     found: dict[str, dict[int, float]] = {}
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
+    for line in read_text(path).splitlines():
+        record = parse_object(line, path)
         for name in SERIES:
             value = record.get(name)
             if isinstance(value, int | float) and math.isfinite(value):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,16 +17,19 @@ from factory.core.launching import (
     EXIT_DISK_FULL,
     EXIT_STOPPED,
     failure_line,
-    run_python,
 )
+from factory.core.left_files import parse_object, read_object, read_text, sweep
+from factory.core.progress import Progress
 from factory.core.stopping import TRAINER_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
 from factory.ledger.rows import SegmentRow, Subject
+from factory.training.live_code import LiveCode
 from factory.training.planning import last_checkpoint, plan_of
 from kernels.contract.files import write_atomically
 
 EXPORT, AVERAGE = "trainer.contract.checkpoint.export", "trainer.tools.average"
+RESULT_KEYS = {"last_step": int, "checkpoint": str, "manifest_sha256": str}
 MOVED = {EXPORT: "trainer.export", AVERAGE: "trainer.average"}  # names before there was trainer/contract
 MAX_ATTEMPTS = 3
 
@@ -51,10 +53,10 @@ def write_spec(folder: Path, spec: dict[str, Any]) -> None:
     write_atomically(folder / "segment.json", json.dumps(spec, indent=1, sort_keys=True))
 
 
-def failed(workspace: Workspace, ledger: Ledger, row: SegmentRow, code: int) -> NoReturn:
-    """Record how a process of a segment ended, with the last line of its log. Raises: SegmentError, always."""
+def failed(workspace: Workspace, ledger: Ledger, row: SegmentRow, code: int, why: str = "") -> NoReturn:
+    """Record how a process of a segment ended, with ``why`` or the last line of its log. Raises: SegmentError, always."""
     log = workspace.logs / f"segment-{row.id:05d}.log"
-    line = failure_line(log)
+    line = why or failure_line(log)
     cause = f": {line}" if line else ""
     if code == EXIT_STOPPED:
         raise SegmentError(f"segment {row.id} was stopped; run the same command again to go on")
@@ -81,13 +83,46 @@ def give_up(ledger: Ledger, row: SegmentRow, why: str) -> None:
         record(tx, "segment_failed", Subject("segment", row.id), {"said": why})
 
 
+def clear(folder: Path, progress: Progress) -> None:
+    """Remove what no trainer should leave in its folder: links, pipes. Raises: SegmentError (``sweep``)."""
+    if removed := sweep(folder):
+        names = ", ".join(map(repr, sorted(removed)[:5]))
+        progress.line(
+            f"  WARNING: the trainer left what is no file in {folder}; removed: {names} ({len(removed)} in all)"
+        )
+
+
+def result_of(folder: Path, last_step: int) -> dict[str, Any]:
+    """result.json of a trainer that has ended, if it is about this folder's last checkpoint. Raises: SegmentError."""
+    from trainer.contract.checkpoint.format import name_of
+
+    path = folder / "result.json"
+    result = read_object(path)
+    for key, kind in RESULT_KEYS.items():
+        if not isinstance(result.get(key), kind):
+            raise SegmentError(f"{path}: {key} is missing, or no {kind.__name__}")
+    expected = str(folder / "checkpoints" / name_of(last_step))
+    if (result["last_step"], result["checkpoint"]) != (last_step, expected):
+        raise SegmentError(
+            f"{path} names step {result['last_step']} and {result['checkpoint'][:300]}, and not step {last_step} and {expected}"
+        )
+    return result
+
+
 def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
-    """Write down a segment's end, its checkpoint and its anomalies, all at once."""
+    """Write down a segment's end, its checkpoint and its anomalies, all at once. Raises: SegmentError for files that say otherwise."""
+    from trainer.contract.checkpoint.format import read_manifest
+    from trainer.contract.errors import CheckpointError
+
     path = Path(result["checkpoint"])
-    manifest = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
+    manifest = hashlib.sha256(read_text(path / "manifest.json").encode()).hexdigest()
     if manifest != result["manifest_sha256"]:
         raise SegmentError(f"segment {row.id}: {path} is not the checkpoint that its result names")
-    found = [json.loads(line) for line in _lines(folder / "anomalies.jsonl")]
+    try:
+        read_manifest(path)
+    except CheckpointError as error:
+        raise SegmentError(str(error)) from None
+    found = [_anomaly(line, folder / "anomalies.jsonl") for line in _lines(folder / "anomalies.jsonl")]
     with ledger.begin() as tx:
         tx.execute(
             checkpoints.insert().values(
@@ -106,21 +141,23 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
         record(tx, "segment_done", Subject("segment", row.id), {"loss": result.get("loss"), "checkpoint": manifest})
 
 
-def run_tool(code: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m module`` of a segment's code, under the module's older name where that code is from before the move.
+def name_in(code: LiveCode, module: str) -> str:
+    """The name of ``EXPORT`` or ``AVERAGE`` in a segment's code, which may be from before they were moved.
 
     Only where it has no module of today's name: a file of the older name is one that agents may patch.
     """
-    name = module if (code / f"{module.replace('.', '/')}.py").is_file() else MOVED[module]
-    return run_python(code, "-m", name, *words)
+    return module if (code.folder / f"{module.replace('.', '/')}.py").is_file() else MOVED[module]
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[int]:
-    """A lock that the trainer is given too: held while either lives, so that a restarted factory waits for the old trainer to end."""
+    """A lock that the trainer's sandbox has too: held while either lives, so that a restarted factory waits for the old trainer to end.
+
+    It lies beside the folder, where the trainer cannot take its name.
+    """
     with ExitStack() as held:
         try:
-            descriptor = held.enter_context(file_lock(folder / "segment.lock", LOCK_SECONDS))
+            descriptor = held.enter_context(file_lock(folder.with_name(f"{folder.name}.lock"), LOCK_SECONDS))
         except LockedError as holder:
             raise SegmentError(
                 f"{folder}: a trainer that process {holder} started is still at work there; end it, then try again"
@@ -129,4 +166,12 @@ def folder_lock(folder: Path) -> Iterator[int]:
 
 
 def _lines(path: Path) -> list[str]:
-    return [line for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
+    return [line for line in read_text(path).splitlines() if line.strip()] if path.exists() else []
+
+
+def _anomaly(line: str, path: Path) -> dict[str, Any]:
+    """Raises: SegmentError."""
+    found = parse_object(line, path)
+    if not isinstance(found.get("step"), int) or not isinstance(found.get("kind"), str):
+        raise SegmentError(f"{path} cannot be read: an anomaly without step or kind")
+    return found

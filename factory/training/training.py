@@ -7,24 +7,20 @@ again and the trainer resumes from its newest good checkpoint. Results are read 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, Protocol
 
 from factory.computing.computing import write_kernels
-from factory.core.launching import (
-    ended,
-    exit_code,
-    forget_exit,
-    start_trainer,
-    stop_trainer,
-)
+from factory.core.errors import SegmentError
+from factory.core.launching import exit_code, forget_exit
+from factory.core.left_files import read_tail
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
+from factory.training.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.training.planning import check_ranks
-from factory.training.segment_folder import failed, folder_lock, record_done, spec_of, write_spec
+from factory.training.segment_folder import clear, failed, folder_lock, record_done, result_of, spec_of, write_spec
 
 POLL_SECONDS = 1.0
 
@@ -59,22 +55,21 @@ def run_segment(
     ensure_certified(workspace, ledger, row, progress)
     folder = Path(row.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_spec(folder, spec_of(ledger, row) | {"kernels": write_kernels(folder, row.computing)})
-    code = _run_trainer(workspace, row, folder, progress, follower)
-    result_path = folder / "result.json"
-    if code != 0 or not result_path.exists():
+    code = _run_trainer(workspace, ledger, row, folder, progress, follower)
+    if code != 0 or not (folder / "result.json").exists():
         failed(workspace, ledger, row, code)
-    result: dict[str, Any] = json.loads(result_path.read_text())
-    record_done(ledger, row, folder, result)
+    try:
+        result = result_of(folder, row.last_step)
+        record_done(ledger, row, folder, result)
+    except SegmentError as error:
+        failed(workspace, ledger, row, code, str(error))
     return result
 
 
 def _run_trainer(
-    workspace: Workspace, row: SegmentRow, folder: Path, progress: Progress, follower: Follower | None
+    workspace: Workspace, ledger: Ledger, row: SegmentRow, folder: Path, progress: Progress, follower: Follower | None
 ) -> int:
-    from factory.git.repository import checkout_live
-
-    code = checkout_live(workspace, row.code_commit)
+    code = LiveCode.of(workspace, ledger, row.code_commit, progress)
     log = workspace.logs / f"segment-{row.id:05d}.log"
     title = f"{row.kind} {row.first_step}–{row.last_step}"
     with (
@@ -82,8 +77,13 @@ def _run_trainer(
         open(log, "ab") as out,
         progress.task(title, row.last_step - row.first_step) as task,
     ):
+        clear(folder, progress)  # what a trainer left that was cut short with its factory
         forget_exit(folder)
-        process = start_trainer(workspace, code, [str(folder)], out, lock)
+        spec = spec_of(ledger, row) | {"kernels": write_kernels(folder, row.computing)}
+        write_spec(folder, spec)
+        reads = read_by(spec | {"kernels": None})
+        words = [str(folder)]
+        process = start_trainer(workspace, code, words, writable=[folder], readonly=reads, out=out, lock=lock)
         watch = _StepWatch(folder / "metrics.jsonl", row.first_step)
         task.advance(0, "starting (the first time, the model is compiled)")
         try:
@@ -95,9 +95,10 @@ def _run_trainer(
         except BaseException:
             stop_trainer(process)
             raise
+        clear(folder, progress)
     if follower:
         follower.poll()
-    return exit_code(process, [folder])
+    return exit_code(process.wait(), [folder])
 
 
 class _StepWatch:
@@ -110,24 +111,20 @@ class _StepWatch:
         last = last_metrics(self.path)
         if last and last["step"] + 1 > self.done:
             words = [f"loss {last['loss']:.3f}"] if isinstance(last.get("loss"), float) else []
-            words += [f"{last['tokens_per_s'] / 1000:.1f}k tok/s"] if last.get("tokens_per_s") else []
+            words += (
+                [f"{last['tokens_per_s'] / 1000:.1f}k tok/s"] if isinstance(last.get("tokens_per_s"), float) else []
+            )
             task.advance(last["step"] + 1 - self.done, " ".join(words))
             self.done = last["step"] + 1
 
 
 def last_metrics(path: Path) -> dict[str, Any] | None:
     """The newest whole line of a metrics.jsonl, or None."""
-    try:
-        with open(path, "rb") as handle:
-            handle.seek(max(0, handle.seek(0, os.SEEK_END) - 16384))
-            lines = handle.read().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return None
-    for line in reversed(lines):
+    for line in reversed(read_tail(path, 16384).split(b"\n")[:-1]):
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict) and "step" in found:
+        if isinstance(found, dict) and isinstance(found.get("step"), int):
             return found
     return None

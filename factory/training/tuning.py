@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -17,11 +18,11 @@ from factory.computing.computing import measured_precision
 from factory.computing.tuned_kernels import KERNELS, lookup, path_of
 from factory.core import devices
 from factory.core.errors import FactoryError
-from factory.core.launching import run_python
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.git.repository import checkout_live, live_commit
 from factory.ledger.ledger import Ledger
+from factory.training.live_code import LiveCode
 from factory.training.planning import load_recipe, trunk_parent
 from kernels.contract.choice import automatic, section_of
 from kernels.contract.files import write_atomically
@@ -51,13 +52,10 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
     Raises: TuningError, ConfigError, RepositoryError.
     """
     recipe, precision = load_recipe(workspace), precision_of(workspace)
-    code = _live_code(workspace)
-    environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(devices.compiled(workspace.root).with_name(f"tuning-{here().name}")),
-        # Outside a sandbox a precompiled header lasts; no other process uses what is compiled with it.
-        **dict.fromkeys(devices.COMPILER, "1"),
-        **devices.environment(),
-    }
+    code = LiveCode.of(workspace, Ledger.open(workspace.ledger_url), live_commit(workspace.repository), progress)
+    # Many kernels are compiled in one process, which pays for a precompiled header; no other process uses what is compiled with it.
+    code = replace(code, cache=workspace.root / "cache" / f"tuning-{code.folder.name}-{here().name}")
+    header = dict.fromkeys(devices.COMPILER, "1")
 
     def on_line(line: str) -> None:
         if line.strip():
@@ -70,7 +68,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
         words = ["-m", "kernels.contract.tune", "--recipe", str(given), "--precision", precision]
         words += ["--device", devices.kind(), "--seconds", str(seconds)]
-        done = run_python(code, *words, on_line=on_line, **environment)
+        done = code.run(*words, readonly=[given], on_line=on_line, environment=header)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [""])[-1][:500]
         raise TuningError(f"the kernels could not be timed (exit {done.returncode}): {why}")

@@ -74,7 +74,7 @@ def compare_training(
     ``new_code``: some of the candidate's code was not approved before, so that its gain must show in long runs too.
     ``tries``: on the same target, as the judge counts them.
     """
-    compiled = devices.compiled(workspace.root)  # by approved code while it trained
+    compiled = devices.compiled(workspace.root, start.commit)  # by approved code while it trained
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     comparison = _Comparison(policy, start, {BASELINE: baseline, CANDIDATE: candidate}, new_code, compiled, origin)
     for side in (baseline, candidate):

@@ -34,7 +34,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
         return StageResult(NOTHING_HELD_OUT)
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     shape = recipes["baseline"].model_dump()
-    compiled = devices.compiled(case.workspace.root)  # by approved code while it trained
+    compiled = devices.compiled(case.workspace.root, start.commit)  # by approved code while it trained
     if compiled.is_dir():
         shutil.copytree(compiled, case.work / "recipe" / "cache" / "inductor", symlinks=True)
     with case.progress.task("runs, both recipes", 2 * policy.seeds) as task:

@@ -29,6 +29,7 @@ from factory.core.progress import SILENT
 from factory.core.workspace import code_root
 from factory.ledger.ledger import profiles
 from factory.tracking.tracking import Tracking
+from factory.training.live_code import LiveCode, isolation
 from tests.support.factory.code_loop import make
 from tests.support.paths import ROOT
 
@@ -38,7 +39,7 @@ FILES = ("profile.json", "profile.html", "trace.json")
 def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The profiler runs in this process, and waits for no quiet moment: the test below starts a real one."""
 
-    def here(code: Path, arguments: list[str], *_: object) -> None:
+    def here(code: LiveCode, arguments: list[str], *_: object, **__: object) -> None:
         assert main([*arguments, "--steps", "1"]) == 0
 
     for name in ("LEAST_S", "SETTLING_S"):
@@ -73,13 +74,23 @@ def test_an_unknown_recipe_is_named_with_the_nearest() -> None:
         find_recipe("tinny", None)
 
 
+@pytest.mark.slow("a profiler that waits for a quiet machine")
+def test_the_live_code_is_profiled_in_the_sandbox() -> None:
+    made = make()
+    assert isolation(made.workspace, made.ledger) == (True, "")
+    number = profile(made.workspace, made.ledger, SILENT, ProfileOptions(isolation_s=2))
+    row = made.ledger.one(sa.select(profiles).where(profiles.c.id == number))
+    assert row is not None and {path.name for path in Path(row["path"]).parent.iterdir()} == set(FILES)
+
+
 def test_what_the_profiler_says_is_in_the_error(tmp_path: Path) -> None:
+    outside = LiveCode(code_root(), None, False)
     with pytest.raises(ProfileError, match="no.such.module"):
-        run_profiler(code_root(), [], SILENT, module="no.such.module")
+        run_profiler(outside, [], SILENT, module="no.such.module")
     recipe = tmp_path / "bad.yaml"
     recipe.write_text("name: x\n")
     with pytest.raises(InputError, match="bad.yaml"):
-        run_profiler(code_root(), ["--recipe", str(recipe), "--out", str(tmp_path)], SILENT)
+        run_profiler(outside, ["--recipe", str(recipe), "--out", str(tmp_path)], SILENT)
 
 
 def test_a_profile_of_other_code_is_one_clear_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.trained_plant import commit_edit, make_plant
 from tests.support.patience import PATIENCE_S
+from trainer.contract.checkpoint.format import name_of
 
 Plant = tuple[Workspace, Ledger]
 
@@ -43,7 +45,11 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Plant:
 def configured(workspace: Workspace, *lines: str) -> Workspace:
     """The workspace with these lines at the end of its factory.yaml."""
     path = workspace.root / "factory.yaml"
-    kept = [line for line in path.read_text().splitlines() if line.split(":")[0] not in ("ranks", "launcher")]
+    kept = [
+        line
+        for line in path.read_text().splitlines()
+        if line.split(":")[0] not in ("ranks", "launcher", "training_sandbox")
+    ]
     path.write_text("\n".join([*kept, *lines, ""]))
     return Workspace.open(workspace.root)
 
@@ -68,6 +74,25 @@ def test_two_ranks_train_what_one_rank_would(plant: Plant, tmp_path: Path) -> No
     assert losses(folder) == pytest.approx(losses(tmp_path), rel=2e-5)
 
 
+@pytest.mark.slow("two times two ranks")
+def test_two_ranks_train_the_same_bits_in_the_sandbox_and_outside(plant: Plant) -> None:
+    workspace, ledger = plant
+    trained = []
+    for chosen in ("required", "off"):
+        number = plan_trunk(workspace, ledger, 4)
+        run_segment(configured(workspace, "ranks: 2", f"training_sandbox: {chosen}"), ledger, number, SILENT)
+        row = SegmentRow.get(ledger, number)
+        trained.append(hashes(Path(row.folder) / "checkpoints" / name_of(row.last_step)))
+        with ledger.begin() as tx:  # so that the next one begins where this one did
+            tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
+    assert trained[0] == trained[1] and len(trained[0]) >= 4
+
+
+def hashes(checkpoint: Path) -> dict[str, str]:
+    files = checkpoint.glob("*.safetensors")
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
 def training(workspace: Workspace, folder: Path, steps: int) -> subprocess.Popen[str]:
     """``factory train``, once it has done so many steps more."""
     before = len(losses(folder)) if (folder / "metrics.jsonl").exists() else 0
@@ -80,6 +105,12 @@ def training(workspace: Workspace, folder: Path, steps: int) -> subprocess.Popen
     return process
 
 
+def trainers_of(factory: subprocess.Popen[str]) -> list[psutil.Process]:
+    """torchrun and the ranks, without bubblewrap's own processes, which name their command."""
+    found = psutil.Process(factory.pid).children(recursive=True)
+    return [process for process in found if "trainer" in process.cmdline() and process.name() != "bwrap"]
+
+
 @pytest.mark.slow("the factory and its ranks started, stopped, killed and started again")
 def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -> None:
     """Stopped, they leave a checkpoint. Orphans would train on beside the next attempt's ranks, in the same folder."""
@@ -88,7 +119,7 @@ def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -
     folder = Path(SegmentRow.get(ledger, number).folder)
     process = training(workspace, folder, 3)
     try:
-        trainers = [p for p in psutil.Process(process.pid).children(recursive=True) if "trainer" in p.cmdline()]
+        trainers = trainers_of(process)
         assert len(trainers) == 3, "torchrun and two ranks"
         os.kill(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=PATIENCE_S)
@@ -101,7 +132,7 @@ def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -
 
     process = training(workspace, folder, 3)
     try:
-        agent = next(p for p in psutil.Process(process.pid).children() if "trainer" in p.cmdline())
+        agent = next(p for p in trainers_of(process) if "torch.distributed.run" in p.cmdline())
         trainers = agent.children(recursive=True)
         agent.kill()
         said, _ = process.communicate(timeout=PATIENCE_S)

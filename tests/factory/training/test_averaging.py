@@ -148,7 +148,7 @@ def dies(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("segment", "last", "rule", "before"),
     [
-        (2, 4, "uniform", "factory.training.averaging.run_tool"),  # planned, nothing made
+        (2, 4, "uniform", "factory.training.averaging.name_in"),  # planned, nothing made
         pytest.param(2, 3, "held-out-loss", "factory.training.averaging.softmax_weights", marks=SLOW),  # measured
         (
             1,
@@ -156,7 +156,7 @@ def dies(*_: Any, **__: Any) -> Any:
             "uniform",
             "factory.training.averaging.record_done",
         ),  # the checkpoint is there, the ledger does not know
-        pytest.param(2, 5, "uniform", "factory.training.exporting.run_tool", marks=SLOW),  # recorded, not exported
+        pytest.param(2, 5, "uniform", "factory.training.exporting.name_in", marks=SLOW),  # recorded, not exported
         pytest.param(
             1, 2, "held-out-loss", "factory.training.exporting.folder_sha256", marks=SLOW
         ),  # exported, not recorded

@@ -233,6 +233,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a checkpoint: manifest.json: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: manifest.json is damaged: {error}") from None
+    if any("/" in name or name in ("", ".", "..") for name in found[1]):
+        raise CheckpointError(f"{path}: manifest.json is damaged: it names files of other folders")
     if found[0] != FORMAT:
         raise CheckpointError(f"{path}: format {found[0]}, this code reads {FORMAT}")
     return dict(manifest)
