@@ -5,7 +5,6 @@ Killed at any moment, the same call goes on: the window is kept, and so are repl
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from factory.core.errors import FactoryError, InputError
 from factory.core.launching import ranks
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.patch.session import Weights
@@ -109,7 +109,7 @@ def _clear(folder: Path, all_of_it: bool) -> None:
     """Remove the replays, so that another try begins anew; after the last one the window too."""
     for path in folder.iterdir() if folder.exists() else ():
         if path.name != "live" or all_of_it:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove(path)
 
 
 # -- evidence ----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from factory.audit.keeping import folder_of, kept
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.launching import ranks
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.training import for_one_rank
 from factory.ledger.ledger import Ledger
@@ -78,7 +79,7 @@ class Replays:
         return found
 
     def _run(self, name: str, code: Path, until: int) -> WindowReplay:
-        shutil.rmtree(self.folder / name, ignore_errors=True)  # of a process that was killed here
+        remove(self.folder / name)  # of a process that was killed here
         segment, start = self.segment(name), kept(self.workspace, self.ledger, self.row, self.window.first)
         segment.mkdir(parents=True)
         spec = self._spec(segment, code, until)

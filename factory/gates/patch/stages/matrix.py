@@ -32,7 +32,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         return StageResult(not_needed("the patch has no code"))
     policy, work = case.policy.matrix, case.work / "matrix"
     kernels = kernels_of(case, case.baseline, work / "a")
-    compiled = devices.compiled(case.workspace.root) / NATIVE
+    compiled = devices.compiled(case.workspace.root, case.start.commit) / NATIVE if case.start else None
     approved = SideCode(case.baseline, kernels, work / "0", policy.wall_seconds, case.after_stages, compiled)
     with case.progress.task("tiny runs of both sides", 3) as task:
         plan, begun = make_plan(approved, work / "plan")
