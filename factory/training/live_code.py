@@ -31,8 +31,6 @@ from factory.sandbox.live import Running
 from factory.sandbox.view import cache_variables
 from trainer.contract import stopping
 
-_warned: set[Path] = set()  # workspaces of which this process has said that training is not isolated
-
 
 @dataclass(frozen=True)
 class LiveCode:
@@ -48,9 +46,8 @@ class LiveCode:
         from factory.git.repository import checkout_live
 
         isolated, why = isolation(workspace, ledger)
-        if not isolated and workspace.root not in _warned:
-            _warned.add(workspace.root)
-            progress.line(f"  WARNING: training is NOT in the sandbox: {why}")
+        if not isolated:
+            progress.line(f"  WARNING: live code runs, and NOT in the sandbox: {why}")
         cache = devices.compiled(workspace.root, commit).parent
         return cls(checkout_live(workspace, commit), cache, isolated)
 
