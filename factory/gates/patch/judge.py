@@ -94,7 +94,7 @@ def judge_measurement(
     if drift is None or control is None:
         return Verdict(HOLD, ("the weights after the same steps were not compared",))
     if training_differs(policy, found):
-        return Verdict(REJECT, (training_difference(policy, drift, control),))
+        return Verdict(REJECT, (training_difference(policy, found),))
     result = wall_gain(policy, found, tries)
     if result is None:
         return Verdict(HOLD, ("the whole step was not timed, or not often enough",))
@@ -191,11 +191,12 @@ def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, trie
     return gain(policy, seconds.get("baseline_seconds"), seconds.get("candidate_seconds"), tries)
 
 
-def training_difference(policy: TrainingPolicy, drift: float, control: float) -> str:
+def training_difference(policy: TrainingPolicy, found: Mapping[str, Any]) -> str:
+    steps, drift, control = found.get("steps", policy.steps), found["drift"], found["control_drift"]
     return (
-        f"training results differ: after {policy.steps} steps the candidate's weights are {drift:.3f} away from the baseline's "
+        f"training results differ: after {steps} steps the candidate's weights are {drift:.3f} away from the baseline's "
         f"(relative to how far training moved them); at most {policy.max_drift * control:.3f} is allowed, {policy.max_drift:g} of "
-        f"what skipping {policy.left_out} of {policy.steps} steps causes"
+        f"what skipping {policy.worth(steps)} of {steps} steps causes"
     )
 
 

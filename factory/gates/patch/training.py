@@ -224,7 +224,7 @@ class _Comparison:
                 if number == 1:  # a pair of sessions is enough to see a difference
                     found, _ = self._weights(plan, runs)
                     if training_differs(self.policy, found):
-                        reason = training_difference(self.policy, found["drift"], found["control_drift"])
+                        reason = training_difference(self.policy, found)
                         raise _EndedEarly(failed(reason, **found))
 
     def _run_session(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from factory.gates.patch.training import Side, compare_training
 from factory.gates.recipe_changes import used_recipe
 from factory.gates.training_start import Start
 from trainer.contract.recipe import Recipe
+
+DRAWN = 5  # the number of steps is the policy's and up to one in so many more
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
@@ -25,10 +28,13 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         )
     )
     new_code = any(path.endswith(".py") for path in case.paths)
+    policy = case.policy.training
+    steps = policy.steps + secrets.randbelow(
+        1 + policy.steps // DRAWN
+    )  # a fixed number would tell a run that it is judged
+    policy = policy.model_copy(update={"steps": steps})
     return StageResult(
-        *compare_training(
-            case.policy.training, case.start, baseline, candidate, case.workspace, case.progress, new_code, case.tries
-        )
+        *compare_training(policy, case.start, baseline, candidate, case.workspace, case.progress, new_code, case.tries)
     )
 
 
