@@ -16,9 +16,11 @@ from factory.core.workspace import Config, Workspace
 from factory.evals import server
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
 from factory.sandbox import namespaces
 from factory.sandbox.view import LAUNCHER
 from tests.support.factory.code_loop import make, make_target
+from tests.support.factory.trained_plant import make_plant
 from tests.support.paths import ROOT
 
 POLICY = AgentsPolicy.load(ROOT / "policies" / "agents.yaml")
@@ -89,6 +91,7 @@ from factory.code_loop.submitting import submit
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
 from factory.git import repository
 from agents.core.proposal import Edit, Proposal
 from pathlib import Path
@@ -132,6 +135,19 @@ def test_the_judge_of_a_whole_gate_run_loads_nothing_that_agents_may_patch(tmp_p
     processes = judged(tmp_path, "trainer/optim/schedule.py", '"""', '"""The rate. ')
     assert_wall(processes)
     assert any(process.below(ROOT / "factory" / "evals") for process in processes)
+
+
+@pytest.mark.slow("a pass of the daemon: planning, training, evaluation")
+def test_a_pass_of_the_daemon_loads_nothing_that_agents_may_patch(target: Path, tmp_path: Path) -> None:
+    """What trains is in the sandbox, where nothing is noted."""
+    made, _ = make_plant(tmp_path / "plant", target)
+    command = [sys.executable, "-m", "factory", "run", "--once", "--workspace", str(made.root)]
+    ours, *others = noted(command, target, tmp_path / "noted")
+    assert ours.below(ROOT / "factory" / "training")
+    assert SegmentRow.select(Ledger.open(made.ledger_url), "WHERE state = 'done'")
+    for process in (ours, *others):
+        assert not process.below(target, made.root), process
+        assert not process.patchable(ROOT), process
 
 
 def test_the_sandboxes_own_programs_load_the_standard_library_alone() -> None:
