@@ -25,7 +25,8 @@ from factory.ledger.rows import ProposalRow
 from tests.support.factory.approvals import Plant, given_verdict
 from tests.support.factory.code_loop import GATE, Made, make
 
-KERNELS, TINY = "policies/kernels.yaml", "policies/recipes/tiny.yaml"
+KERNELS, TINY, CODE = "policies/kernels.yaml", "policies/recipes/tiny.yaml", "trainer/optim/schedule.py"
+PATHS = {"runs": TINY, "matrix": CODE}  # others: KERNELS
 BUSY = {"wall_seconds": 0.05}  # no Python starts so quickly, which is what a stalled machine looks like
 
 
@@ -56,12 +57,17 @@ SLOW = pytest.mark.slow("the stages before it run whole")
 
 
 @pytest.mark.parametrize(
-    "stage", ["oracle", pytest.param("isolated", marks=SLOW), pytest.param("training", marks=SLOW), "runs"]
+    "stage", ["oracle", pytest.param("isolated", marks=SLOW), "matrix", pytest.param("training", marks=SLOW), "runs"]
 )
 def test_a_machine_that_is_too_busy_holds_a_patch_in_every_stage(stage: str, made: Made) -> None:
     busy_in(made, stage)
-    text = repository.file_text(made.target, made.base, path := TINY if stage == "runs" else KERNELS)
-    edit = text.replace("lr: 3e-3", "lr: 4e-3") if path == TINY else set_value(text, ("cpu", "swiglu"), "native")
+    text = repository.file_text(made.target, made.base, path := PATHS.get(stage, KERNELS))
+    edits = {
+        TINY: text.replace("lr: 3e-3", "lr: 4e-3"),
+        CODE: text.replace("The learning rate", "The rate of learning"),
+        KERNELS: set_value(text, ("cpu", "swiglu"), "native") if path == KERNELS else "",
+    }
+    edit = edits[path]
     assert edit != text
     drafted = Proposal("search", f"busy:{stage}", "Try it", "h", 1.1, (Edit(path, edit),))
     row = ProposalRow.get(made.ledger, submit(made.workspace, made.ledger, SILENT, drafted, made.base))
@@ -86,9 +92,8 @@ def test_only_a_limit_alone_lets_a_patch_be_judged_again() -> None:
         for name, field in policy.model_fields.items()
         if isinstance(field.default, StrictPolicy) and "wall_seconds" in type(field.default).model_fields
     }
-    assert limited == {"PatchPolicy.oracle", "PatchPolicy.isolated", "PatchPolicy.training", "RecipePolicy.runs"}, (
-        "a stage with a new time limit: add it to the test above"
-    )
+    tried = {f"PatchPolicy.{stage}" for stage in ("oracle", "isolated", "matrix", "training")}
+    assert limited == tried | {"RecipePolicy.runs"}, "a stage with a new time limit: add it to the test above"
 
 
 def held(plant: Plant, evidence: dict[str, Any]) -> None:

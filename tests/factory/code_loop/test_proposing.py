@@ -123,7 +123,7 @@ def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
 
 def test_what_a_killed_process_left_is_cleared_away(made: Made) -> None:
     before = branches(made)
-    number, branch = submitting._draft(made.workspace, made.ledger, drafted(), made.base)
+    number, branch = submitting.draft(made.workspace, made.ledger, drafted(), made.base)
     commit = git(made.target, "commit-tree", "HEAD^{tree}", "-p", "HEAD", "-m", "killed")
     worktree = repository.checkout_folder(made.workspace.worktrees, commit)
     git(made.target, "worktree", "add", "-q", "-b", branch, str(worktree), commit)

@@ -32,12 +32,12 @@ def merge_patch(
     what leaving out one of ten steps caused; None: it was not measured."""
     target = workspace.repository
     agents = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
-    branch, worktree = f"factory/search/{number}-x", workspace.worktrees / f"proposal-{number}"
+    branch = f"factory/search/{number}-x"
     base = repository.live_commit(target)
     applied = repository.apply_proposal(
-        target, base, edits.items(), policy=agents, branch=branch, message=f"m {number}", worktree=worktree
+        target, base, edits.items(), policy=agents, branch=branch, message=f"m {number}", worktrees=workspace.worktrees
     )
-    repository.remove_worktree(target, worktree)
+    repository.remove_worktree(target, applied.worktree)
     training = {"state": "passed", "reasons": [], "drift": drift, "control_drift": 1.0, "steps": 10}
     with ledger.begin() as tx:
         verdict = tx.execute(
