@@ -3,7 +3,7 @@
 ``python driver.py make REQUEST OUT`` (approved code): writes inputs and upstream gradients to OUT/inputs, exact and eager results to
 OUT/truth.
 ``python driver.py answer REQUEST IN OUT`` (the candidate's code): writes outputs and gradients. It never sees the right ones.
-OUT/executed.json is what it executed of the files ``instructions``, recorded by the approved ``recorder``, if there are such files.
+OUT/executed.json (OUT/truth/executed.json) is what it executed of the files ``instructions``, if there are any.
 REQUEST is a JSON object: ``device`` ('cpu' or 'cuda'), where everything is computed, ``recorder`` (the path of
 ``factory.gates.patch.executed``), ``instructions`` (paths in the worktree), and ``jobs``, a list of
 ``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields of kernels.contract.op.Shape) has
@@ -20,6 +20,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
             "writes": op.writes,
             "spoils": op.spoils,
             "contiguous": case.contiguous,
+            "cost": asdict(op.cost(case.shape, 2)),
         }
         (out / f"given-{number}.json").write_text(json.dumps(words))
 
@@ -286,15 +288,16 @@ if __name__ == "__main__":
     verb, request, *folders = sys.argv[1:]
     asked = json.loads(Path(request).read_text())
     jobs, DEVICE = asked["jobs"], torch.device(asked["device"])
+    recorder = None
+    if asked.get("instructions"):
+        recorder = runpy.run_path(asked["recorder"])["ExecutionRecorder"](os.getcwd(), asked["instructions"])
+        recorder.watch_compiler()
+        recorder.start()
     if verb == "make":
         make(jobs, Path(folders[0]))
     else:
-        recorder = None
-        if asked.get("instructions"):
-            recorder = runpy.run_path(asked["recorder"])["ExecutionRecorder"](os.getcwd(), asked["instructions"])
-            recorder.watch_compiler()
-            recorder.start()
         answer(jobs, Path(folders[0]), Path(folders[1]))
-        if recorder is not None:
-            recorder.stop()
-            (Path(folders[1]) / "executed.json").write_text(json.dumps(recorder.to_json()))
+    if recorder is not None:
+        recorder.stop()
+        left = Path(folders[0]) / "truth" if verb == "make" else Path(folders[1])
+        (left / "executed.json").write_text(json.dumps(recorder.to_json()))

@@ -53,7 +53,8 @@ class Answers:
     died: str = ""  # why the candidate's process ended early; '': it did not
     log: str = ""
     out_of_time: bool = False  # a time limit ended it, which says nothing about its code
-    executed: Executed = field(default_factory=Executed)  # of the candidate's files
+    instructions: Sequence[str] = ()  # files of the candidate whose execution is recorded
+    executed: Executed = field(default_factory=Executed)  # of those
 
     def evidence(self, numbers: Sequence[int], what: str, *, last: bool) -> StageEvidence:
         """From these jobs. ``last``: they are its last jobs, so a crash of the process counts against them."""
@@ -98,9 +99,10 @@ def answered(
     instructions: files of the candidate whose execution is recorded.
     """
     work.mkdir(parents=True, exist_ok=True)
-    request = work / "request.json"
-    recording = {"recorder": str(EXECUTED), "instructions": list(instructions)}
-    request.write_text(json.dumps({"device": devices.kind(), "jobs": jobs, **recording}))
+    request, question = work / "request.json", work / "question.json"
+    asked = {"device": devices.kind(), "jobs": jobs}
+    request.write_text(json.dumps(asked))
+    question.write_text(json.dumps(asked | recording(instructions)))
     given = work / "given"
     with contextlib.ExitStack() as opened:
         made = driver(["make", request, given], [baseline, request], given, baseline, policy.wall_seconds)
@@ -119,19 +121,26 @@ def answered(
             answers.mkdir()
             folder = os.open(answers, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             opened.callback(os.close, folder)
-            visible = [candidate, request, given / "inputs"]  # but not given / "truth"
-            return driver(["answer", request, given / "inputs", answers], visible, answers, candidate, limit), folder
+            visible = [candidate, question, given / "inputs"]  # but not given / "truth"
+            return driver(["answer", question, given / "inputs", answers], visible, answers, candidate, limit), folder
 
         run, folder = patiently(limits, attempt, lambda ended: ended[0].timed_out)
         died, log = ("", "") if run.ok else (run.why(), run.stderr[-2000:])
         if run.timed_out:
             died = stopped("the candidate's checks", limits, made.seconds, "oracle.patience")
         seconds = made.seconds + run.seconds
-        executed = _executed(folder)
-        yield Answers(jobs, given / "truth", folder, seconds, made.seconds, "", died, log, run.timed_out, executed)
+        executed = executed_in(folder)
+        yield Answers(
+            jobs, given / "truth", folder, seconds, made.seconds, "", died, log, run.timed_out, instructions, executed
+        )
 
 
-def _executed(folder: int) -> Executed:
+def recording(instructions: Sequence[str]) -> dict[str, Any]:
+    """What a request says of the files whose execution the driver records."""
+    return {"recorder": str(EXECUTED), "instructions": list(instructions)}
+
+
+def executed_in(folder: int) -> Executed:
     """What the driver recorded; nothing where that cannot be read, which holds a patch back."""
     found = Executed()
     with contextlib.suppress(UntrustedFileError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from factory.core import devices
 from factory.gates.case import StageEvidence, failed
-from factory.gates.patch.op_answers import Answers, driver, errors_of, identical, named
+from factory.gates.patch.op_answers import Answers, driver, errors_of, executed_in, identical, named, recording
 from factory.gates.patience import Patience, out_of_time, patiently, stopped
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
@@ -37,7 +37,8 @@ def changed(answers: Answers, patience: Patience, candidate: Path, work: Path) -
     jobs = answers.jobs
     numbers = _drawn(jobs)
     request = work / "request-again.json"
-    request.write_text(json.dumps({"device": devices.kind(), "jobs": [jobs[number] for number in numbers]}))
+    asked = {"device": devices.kind(), "jobs": [jobs[number] for number in numbers]}
+    request.write_text(json.dumps(asked | recording(answers.instructions)))
     limits = patience.limits(answers.baseline_seconds)  # what all jobs took; these are some of them
     with contextlib.ExitStack() as opened:
 
@@ -56,6 +57,7 @@ def changed(answers: Answers, patience: Patience, candidate: Path, work: Path) -
             who = "making the changed ops' tests with the candidate's code"
             reason = stopped(who, limits, answers.baseline_seconds, "oracle.patience")
             return out_of_time(reason)
+        answers.executed.merge(executed_in(truth))
         try:
             wrong = [] if run.ok else [f"the candidate's code could not make the changed ops' tests: {run.why()}"]
             for again, number in enumerate(numbers if run.ok else ()):
@@ -87,7 +89,9 @@ def _differences(given: Path, inputs: int, truth: int, number: int, again: int) 
     if not words.exists():
         return []  # not an op of the baseline's: the answer says so
     if read_bytes(inputs, (f"given-{again}.json",), words.stat().st_size + spare) != words.read_bytes():
-        return ["the patch changes which inputs get gradients, are written in place or are overwritten"]
+        return [
+            "the patch changes its cost model, or which inputs get gradients, are written in place or are overwritten"
+        ]
     mine = read_tensors(inputs, (f"given-{again}.safetensors",), tensors.stat().st_size + spare)
     theirs = load_file(tensors)
     if mine.keys() != theirs.keys() or not all(identical(mine[name], x) for name, x in theirs.items()):

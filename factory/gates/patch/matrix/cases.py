@@ -70,7 +70,8 @@ class MatrixCase:
     rounding: float = ROUNDING
     totals: bool = False
     exit_code: int = 0  # 2: the run must be refused
-    waits: bool = False  # started with --wait, as the runs that are timed
+    waits: bool = False  # started with --wait, as the runs that are timed, and once more when it is done
+    first_step: int | None = None  # where the checkpoint's own is not what is asked for
 
     def recipe(self) -> dict[str, Any]:
         """The whole recipe."""
@@ -171,7 +172,7 @@ CASES = (
         changes={**MUON, "optimizer.muon.nesterov": False, "model.base_d_model": 8},
         rounding=IN_MUON,
     ),
-    MatrixCase("experts", changes={"model.experts": EXPERTS}),
+    MatrixCase("experts", changes={"model.experts": EXPERTS}, stop_after=3),
     MatrixCase(
         "experts without a shared one, recomputed, Muon",
         changes={**MUON, "model.experts": {**EXPERTS, "shared": 0, "dense_layers": 0}, "parallel.recompute": "block"},
@@ -195,11 +196,15 @@ CASES = (
     MatrixCase("reference kernels", "trunk", kernels="reference"),
     MatrixCase("reference kernels, bf16", "trunk", changes=BF16, kernels="reference", rounding=IN_BF16),
     MatrixCase("compiled", changes={"compile": True, "stability.noise_scale_every": 0}),
-    MatrixCase("a checkpoint that is damaged", "broken", exit_code=2),
-    MatrixCase("a checkpoint of another model", "trunk", changes={"model.d_ff": 16}, exit_code=2),
+    MatrixCase(
+        "compiled, bf16", "trunk", changes={**BF16, "compile": True, "stability.noise_scale_every": 0}, rounding=IN_BF16
+    ),
+    MatrixCase("a checkpoint that is damaged", "broken", ranks=2, exit_code=2),
+    MatrixCase("a checkpoint of another model", "trunk", changes={"model.layers": 1}, exit_code=2),
+    MatrixCase("a checkpoint of another step", "trunk", first_step=7, exit_code=2),
     MatrixCase("a checkpoint of another optimiser", "trunk", changes=MUON, exit_code=2),
     MatrixCase("truncated rows", changes={"batch.packing": "truncate-and-concatenate"}),
-    MatrixCase("two ranks, split weights", ranks=2),
+    MatrixCase("two ranks, split weights", "trunk", ranks=2),
     MatrixCase("two ranks, replicas, Muon", ranks=2, changes={**MUON, "parallel.replicas": 2}, rounding=IN_MUON),
     MatrixCase(
         "two tensor ranks, recomputed",
@@ -216,20 +221,34 @@ CASES = (
 
 @dataclass(frozen=True)
 class MatrixTool:
-    """A program of ``trainer/tools`` run on the baseline's files. In ``arguments`` OUT is its folder, TRUNK the folder of the trunk's run,
-    and FIRST and LAST its checkpoints."""
+    """A program of ``trainer/tools`` run on the baseline's files. In ``arguments`` OUT is its folder, TRUNK and OTHER are the folders of
+    two runs, FIRST, LAST and ANNEALED checkpoints, RECIPE is a recipe's file, SHARDS the folder of token shards and SHARD one of them."""
 
     module: str
     arguments: tuple[str, ...]
+    exit_code: int = 0
 
 
+AVERAGE, DOCUMENTS, PACKING = (f"trainer.tools.{name}" for name in ("average", "documents", "packing_report"))
 TOOLS = (
-    MatrixTool("trainer.tools.average", ("OUT/checkpoints", "FIRST", "LAST")),
-    MatrixTool("trainer.tools.average", ("OUT/checkpoints", "FIRST", "LAST", "--weights", "1,3")),
-    MatrixTool("trainer.tools.documents", ("TRUNK", "5")),
-    MatrixTool("trainer.tools.documents", ("TRUNK", "1", "--json")),
-    MatrixTool("trainer.tools.packing_report", ("TRUNK", "--steps", "7")),
-    MatrixTool("trainer.tools.packing_report", ("TRUNK", "--steps", "7", "--json")),
+    MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST", "LAST")),
+    MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST", "LAST", "--weights", "1,3")),
+    MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST", "LAST", "--weights", "1"), 2),
+    MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST", "LAST", "--weights", "1,x"), 2),
+    MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST"), 2),
+    MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST", "OTHER"), 2),
+    MatrixTool(AVERAGE, ("OUT/checkpoints",), 2),
+    MatrixTool(DOCUMENTS, ("TRUNK", "5")),
+    MatrixTool(DOCUMENTS, ("TRUNK", "1", "--json")),
+    MatrixTool(DOCUMENTS, ("ANNEALED", "9")),
+    MatrixTool(DOCUMENTS, ("TRUNK", "99"), 2),
+    MatrixTool(PACKING, ("TRUNK", "--steps", "7")),
+    MatrixTool(PACKING, ("TRUNK", "--steps", "7", "--json")),
+    MatrixTool(PACKING, ("RECIPE", "SHARDS", "--steps", "3")),
+    MatrixTool(PACKING, ("RECIPE", "SHARD", "--steps", "3")),
+    MatrixTool(PACKING, ("TRUNK", "--steps", "0"), 2),
+    MatrixTool(PACKING, ("RECIPE",), 2),
+    MatrixTool("trainer", (), 2),
 )
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from factory.gates.patch.executed import EXECUTED, Executed
-from factory.gates.patch.matrix.cases import CASES, LONG_STEPS, MatrixCase, MatrixTool, name_of
-from factory.gates.patch.matrix.starts import ANNEALED, TRUNK, MatrixData, derived, interrupt, make_data
+from factory.gates.patch.matrix.cases import BASE, CASES, LONG_STEPS, MatrixCase, MatrixTool, name_of, recipe_with
+from factory.gates.patch.matrix.starts import ANNEALED, OTHER, TRUNK, MatrixData, derived, interrupt, make_data
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
@@ -85,8 +85,8 @@ class SideCode:
 class MatrixPlan:
     """All that both sides' runs share.
 
-    names: case → the folder's drawn name. starts: begin → checkpoint, or interrupted folder. steps: case → steps. trunk: the folder of
-    the run that ``starts["trunk"]`` is of.
+    names: case → the folder's drawn name. starts: begin → checkpoint, or interrupted folder. steps: case → steps. made: the folders
+    of ``TRUNK``'s, ``OTHER``'s and ``ANNEALED``'s runs.
     """
 
     data: MatrixData
@@ -95,12 +95,13 @@ class MatrixPlan:
     steps: Mapping[str, int]
     commit: str
     folder: Path
-    trunk: Path | None = None
+    made: tuple[Path, ...] = ()
 
     def spec(self, case: MatrixCase, kernels: Path) -> dict[str, Any]:
         """``segment.json`` of a case."""
         begin = self.starts.get(case.begin) if case.begin not in INTERRUPTED else None
         first = checkpoints.read_state(begin)["step"] if begin else 0
+        first = first if case.first_step is None else case.first_step
         recipe = case.recipe()
         mixture = recipe["mixture"]
         anneals = case.kind == "anneal" and mixture.get("anneal_weights")
@@ -122,9 +123,12 @@ class MatrixPlan:
 
     def arguments(self, tool: MatrixTool, out: Path) -> list[str]:
         """The tool's arguments with paths in place of the words in capitals."""
-        assert self.trunk is not None
-        saved = [path for _, path in checkpoints.steps_in(self.trunk / "checkpoints")]
-        paths = {"OUT": out, "TRUNK": self.trunk, "FIRST": saved[0], "LAST": saved[-1]}
+        trunk, other, annealed = self.made
+        (_, first), *_, (_, last) = checkpoints.steps_in(trunk / "checkpoints")
+        (_, foreign), *_ = checkpoints.steps_in(other / "checkpoints")
+        paths = {"OUT": out, "TRUNK": trunk, "OTHER": foreign, "FIRST": first, "LAST": last, "ANNEALED": annealed}
+        shard = Path(self.data.plans[1]["token_shards"][0]["path"])
+        paths |= {"RECIPE": self.folder / "recipe.yaml", "SHARDS": self.folder / "data", "SHARD": shard}
         return [
             str(paths[first] / rest) if first in paths else word
             for word in tool.arguments
@@ -141,13 +145,13 @@ class MatrixPlan:
 def make_plan(side: SideCode, folder: Path) -> tuple[MatrixPlan, MatrixRuns]:
     """Data, checkpoints and names for one verdict, made by the approved code of ``side``; its runs say whether that failed."""
     interrupted = [case for case in CASES if case.begin in INTERRUPTED]
-    steps = {case.name: case.steps for case in (*CASES, TRUNK, ANNEALED)}
+    steps = {case.name: case.steps for case in (*CASES, TRUNK, OTHER, ANNEALED)}
     long = next(case.name for case in CASES if case.steps == LONG_STEPS[0])
     steps[long] = LONG_STEPS[0] + secrets.randbelow(LONG_STEPS[1] - LONG_STEPS[0])
     drawn = random.SystemRandom().sample(range(1, 90_000), len(steps))  # as live segments' folders are named
     names = {name: f"{number:05d}" for name, number in zip(steps, drawn)}
     plan = MatrixPlan(make_data(folder / "data"), {}, names, steps, secrets.token_hex(20), folder)
-    first = run_cases(plan, replace(side, folder=folder / "trunk"), [TRUNK, *interrupted], fresh=True)
+    first = run_cases(plan, replace(side, folder=folder / "trunk"), [TRUNK, OTHER, *interrupted], fresh=True)
     if first.failed:
         return plan, first
     trunk = first.folders[TRUNK.name] / "checkpoints" / checkpoints.name_of(steps[TRUNK.name])
@@ -157,10 +161,13 @@ def make_plan(side: SideCode, folder: Path) -> tuple[MatrixPlan, MatrixRuns]:
         return plan, second
     last = steps[TRUNK.name] + steps[ANNEALED.name]
     starts["annealed"] = second.folders[ANNEALED.name] / "checkpoints" / checkpoints.name_of(last)
+    made = first.folders[TRUNK.name], first.folders[OTHER.name], second.folders[ANNEALED.name]
+    recipe = recipe_with({"mixture.weights": {**BASE["mixture"]["weights"], "a domain without shards": 0.1}})
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     for case in interrupted:
         starts[case.begin] = folder / "interrupted" / case.begin
         interrupt(first.folders[case.name], starts[case.begin], damaged=case.begin == "damaged")
-    return replace(plan, starts=starts, trunk=first.folders[TRUNK.name]), second
+    return replace(plan, starts=starts, made=made), second
 
 
 def run_cases(
@@ -214,7 +221,7 @@ def _run_lane(
     if side.compiled is not None and side.compiled.is_dir():
         shutil.copytree(side.compiled, folder / "cache" / "inductor" / side.compiled.name)
     ranks = cases[0].ranks if cases else 1
-    wanted = {case.name: case.exit_code for case in cases} | {name_of(tool): 0 for tool in tools}
+    wanted = {case.name: case.exit_code for case in cases} | {name_of(tool): tool.exit_code for tool in tools}
     notes, request = folder / "notes", folder / "request.json"
     notes.mkdir()
     asked = {"folders": segments, "tools": uses, "instructions": list(side.instructions), "ranks": ranks}

@@ -20,6 +20,7 @@ LATE_STEPS = (100_000, 900_000)
 POISONED_TOKEN = 7
 SHRUNK = 0.9
 TRUNK = MatrixCase("trunk", steps=8)
+OTHER = MatrixCase("another recipe", steps=2, changes={"model.d_ff": 16, "seed": 2})
 ANNEALED = MatrixCase("annealed", "trunk", "anneal")
 
 

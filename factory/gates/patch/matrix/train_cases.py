@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import runpy
@@ -28,8 +27,11 @@ def train(folder: Path, stop_after: int, waits: bool) -> int:
     from trainer.__main__ import main
     from trainer.contract import stopping
 
+    if waits:
+        codes = [program("trainer", ["--wait", str(folder)]) for _ in range(2)]
+        return max(codes)
     if not stop_after:
-        return main(["--wait", str(folder)] if waits else [str(folder)])
+        return main([str(folder)])
     asked, left = stopping.asked, [stop_after + 1]  # once before the segment, then at every step
 
     def soon() -> bool:
@@ -47,7 +49,19 @@ def train(folder: Path, stop_after: int, waits: bool) -> int:
 def use(folder: Path, module: str, arguments: list[str]) -> int:
     """A tool's exit code; what it prints is in ``folder``."""
     with open(folder / "printed.txt", "w") as out, contextlib.redirect_stdout(out):
-        return int(importlib.import_module(module).main(arguments))
+        return program(module, arguments)
+
+
+def program(module: str, arguments: list[str]) -> int:
+    """The exit code of ``python -m module``."""
+    kept, sys.argv = sys.argv, [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        sys.argv = kept
+    return 0
 
 
 def as_ranks(count: int) -> int:
