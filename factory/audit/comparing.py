@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from factory.core.untrusted_json import parse
 from factory.gates.patch.session import Rest, Weights
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes
 from trainer.contract.checkpoint.format import load
@@ -75,7 +75,7 @@ def _records(segment: Path, name: str) -> list[dict[str, Any]]:
     found = []
     for line in stored.splitlines():
         try:
-            record = json.loads(line)
+            record = parse(line)
         except (ValueError, RecursionError):
             raise UntrustedFileError(f"{name} has a line that is no JSON") from None
         if not isinstance(record, dict) or type(record.get("step")) is not int:

@@ -7,7 +7,6 @@ no link of its own is followed. What is copied is what its manifest says, byte f
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import stat
@@ -21,6 +20,7 @@ from typing import IO
 from factory.audit.drawing import AuditWindow, draw, note, windows_of
 from factory.core.errors import FactoryError
 from factory.core.progress import Progress
+from factory.core.untrusted_json import parse
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
@@ -122,10 +122,8 @@ def copy_checkpoint(source: Path, target: Path) -> None:
         opened.callback(os.close, folder)
         manifest = opened.enter_context(_open(folder, "manifest.json", MANIFEST_BYTES)).read()
         try:
-            listed = {
-                str(name): (str(f["sha256"]), int(f["bytes"])) for name, f in json.loads(manifest)["files"].items()
-            }
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            listed = {str(name): (str(f["sha256"]), int(f["bytes"])) for name, f in parse(manifest)["files"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             raise ValueError(f"{source.name}: its manifest cannot be read") from None
         if odd := [name for name in listed if "/" in name or name.startswith(".")]:
             raise ValueError(f"{source.name}: its manifest names {odd[0]!r}")
@@ -147,12 +145,11 @@ def _open(folder: int, name: str, size: int) -> IO[bytes]:
         handle = os.open(name, flags | os.O_NOATIME, dir_fd=folder)
     except PermissionError:  # another user's file
         handle = os.open(name, flags, dir_fd=folder)
-    file = os.fdopen(handle, "rb")
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode) or status.st_size > size:
-        file.close()
+        os.close(handle)
         raise ValueError(f"{name} is no regular file of at most {size} bytes")
-    return file
+    return os.fdopen(handle, "rb")
 
 
 def _copied(file: IO[bytes], target: Path) -> str:

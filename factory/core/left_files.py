@@ -8,13 +8,13 @@ names again.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from factory.core.errors import SegmentError
+from factory.core.untrusted_json import parse
 
 DEPTH = 8  # of folders in folders; checkpoints lie two deep, those of a certificate's runs five
 JSON_BYTES = 64 << 20  # most of one JSON file
@@ -69,8 +69,8 @@ def read_object(path: Path) -> dict[str, Any]:
 def parse_object(text: str, path: Path) -> dict[str, Any]:
     """``text`` of the file ``path``. Raises: SegmentError for what is no JSON object."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = parse(text)
+    except ValueError as error:
         raise SegmentError(f"{path} cannot be read: {str(error)[:300]}") from None
     if not isinstance(found, dict):
         raise SegmentError(f"{path} cannot be read: it is no JSON object")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import posixpath
 import re
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import WorkspaceError
 from factory.core.left_files import open_file
+from factory.core.untrusted_json import parse
 from factory.core.workspace import Workspace
 from factory.tracking.mlflow_store import TrackingError, check_writable, mlflow_errors
 
@@ -150,7 +150,7 @@ def metric_key(name: str) -> str:
 def _parse(line: bytes) -> dict[str, Any] | None:
     """One metrics row, or None for a line that is none (a torn write in the middle of a file)."""
     try:
-        row = json.loads(line)
+        row = parse(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

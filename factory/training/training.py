@@ -6,7 +6,6 @@ again and the trainer resumes from its newest good checkpoint. Results are read 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from factory.core.errors import SegmentError
 from factory.core.launching import exit_code, forget_exit
 from factory.core.left_files import read_tail
 from factory.core.progress import Progress
+from factory.core.untrusted_json import parse
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
@@ -122,7 +122,7 @@ def last_metrics(path: Path) -> dict[str, Any] | None:
     """The newest whole line of a metrics.jsonl, or None."""
     for line in reversed(read_tail(path, 16384).split(b"\n")[:-1]):
         try:
-            found = json.loads(line)
+            found = parse(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(found, dict) and isinstance(found.get("step"), int):

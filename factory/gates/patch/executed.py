@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,19 +20,25 @@ from types import CodeType, FrameType
 from typing import Any
 
 EXECUTED = Path(__file__)
-Instruction = tuple[str, int, int]  # qualified name and first line of a code object, offset in it
+Instruction = tuple[str, int]  # a code object, as ``name_of`` names it, and an offset in it
 Place = tuple[int, int, int, int]  # first line and column, last line and column, as ``dis`` counts them
 
 
-def _codes(path: str) -> Iterator[tuple[str, int, bytes]]:
-    """Every code object of a file, as compiled from its text."""
+def name_of(code: CodeType) -> str:
+    """The same in every process for the same place and code of a file, and another for another function on the same line."""
+    made = zlib.crc32(code.co_code + repr(list(code.co_positions())).encode())
+    return f"{code.co_qualname}:{code.co_firstlineno}:{made:08x}"
+
+
+def _names(path: str) -> Iterator[str]:
+    """Of every code object of a file, as compiled from its text."""
     try:
         pending = [compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)]
     except (OSError, SyntaxError, ValueError):
         return
     while pending:
         code = pending.pop()
-        yield code.co_qualname, code.co_firstlineno, code.co_code
+        yield name_of(code)
         pending += [part for part in code.co_consts if isinstance(part, CodeType)]
 
 
@@ -53,7 +60,7 @@ class Executed:
         for path, lines in left["lines"].items():
             self.lines.setdefault(path, set()).update(int(line) for line in lines)
         for path, parts in left["instructions"].items():
-            self.instructions.setdefault(path, set()).update((str(q), int(line), int(at)) for q, line, at in parts)
+            self.instructions.setdefault(path, set()).update((str(name), int(at)) for name, at in parts)
         for path, places in left["traced"].items():
             self.traced.setdefault(path, set()).update((int(a), int(b), int(c), int(d)) for a, b, c, d in places)
         for path, spans in left["launched"].items():
@@ -69,10 +76,10 @@ class ExecutionRecorder:
     def __init__(self, root: str, precise: list[str]) -> None:
         self.root = root
         self.folders = (f"{root}/trainer/", f"{root}/kernels/")
-        self.precise = {f"{root}/{path}": set(_codes(f"{root}/{path}")) for path in precise}
+        self.precise = {f"{root}/{path}": set(_names(f"{root}/{path}")) for path in precise}
         self.seen: dict[
-            int, tuple[CodeType, bool]
-        ] = {}  # by id, as hashing a code object takes long; is it as compiled from the text?
+            int, tuple[CodeType, str]
+        ] = {}  # by id: hashing code takes long; its name, or none: not as in the file
         self.lines: dict[str, set[int]] = defaultdict(set)
         self.instructions: dict[str, set[Instruction]] = defaultdict(set)
         self.traced: dict[str, set[Place]] = defaultdict(set)
@@ -136,7 +143,8 @@ class ExecutionRecorder:
             return None
         if name in self.precise:
             if id(code) not in self.seen:
-                self.seen[id(code)] = code, (code.co_qualname, code.co_firstlineno, code.co_code) in self.precise[name]
+                own = name_of(code)
+                self.seen[id(code)] = code, own if own in self.precise[name] else ""
             if not self.seen[id(code)][1]:
                 return None  # torch.compile runs code of its own under the function's name
             frame.f_trace_opcodes = True
@@ -153,7 +161,7 @@ class ExecutionRecorder:
     def _instruction(self, frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
         if event == "opcode":
-            self.instructions[code.co_filename].add((code.co_qualname, code.co_firstlineno, frame.f_lasti))
+            self.instructions[code.co_filename].add((self.seen[id(code)][1], frame.f_lasti))
         elif event == "line":
             self.lines[code.co_filename].add(frame.f_lineno)
         return self._instruction

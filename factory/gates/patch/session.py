@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from factory.core.removal import remove
+from factory.core.untrusted_json import parse
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors, tensors_of
 from factory.sandbox import clock as sandbox_clock
 from factory.sandbox import sandbox
@@ -224,8 +225,8 @@ def read_rest(folder: int, step: int, origin: Weights) -> tuple[Rest | None, str
 def _object(stored: bytes, name: str) -> dict[str, Any]:
     """Raises: UntrustedFileError."""
     try:
-        found = json.loads(stored)
-    except (ValueError, RecursionError) as error:
+        found = parse(stored)
+    except ValueError as error:
         raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from error
     if not isinstance(found, dict):
         raise UntrustedFileError(f"{name} is not a JSON object")

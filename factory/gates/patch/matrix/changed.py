@@ -10,13 +10,14 @@ the copies of a ``finally`` body that the compiler makes.
 from __future__ import annotations
 
 import ast
+import builtins
 import dis
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from factory.gates.patch.executed import Executed
+from factory.gates.patch.executed import Executed, name_of
 
 # Made by the compiler, without a part of the source that could do anything.
 SILENT = {
@@ -52,12 +53,11 @@ def unexecuted(path: str, base: str, text: str, executed: Executed) -> list[Unex
     for first, last in executed.launched.get(path, ()):
         new -= set(range(first, last + 1))
     for code in code_objects(compile(text, path, "exec", dont_inherit=True)):
-        own = (code.co_qualname, code.co_firstlineno)
-        noted = {at for *code_name, at in executed.instructions.get(path, ()) if tuple(code_name) == own}
+        own = name_of(code)
+        noted = {at for name, at in executed.instructions.get(path, ()) if name == own}
         instructions = list(dis.get_instructions(code))
-        at_places = {
-            i.positions for i in instructions if i.offset in noted
-        }  # some code is there twice: a loop's test, a finally
+        # Some code is there twice: a loop's test, a finally.
+        at_places = {i.positions for i in instructions if i.offset in noted}
         for i in instructions:
             where = i.positions
             if i.offset in noted or i.opname in SILENT or where in at_places:
@@ -100,18 +100,53 @@ def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def harmless(tree: ast.Module) -> Iterator[Span]:
-    """Spans of ``raise`` statements and of ``assert`` messages that only put words together."""
+    """Spans of ``raise`` statements and of ``assert`` messages that only put words together, and of imports for type checkers."""
+    classes = exception_names(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and _only_words(node.exc, called=True) and _only_words(node.cause):
+        if isinstance(node, ast.Raise) and _raises_words(node.exc, classes) and _only_words(node.cause):
             yield _span(node)
         elif isinstance(node, ast.Assert) and node.msg is not None and _only_words(node.msg):
             yield _span(node.msg)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in classes and _named(node.test, "TYPE_CHECKING"):
+            yield from (_span(part) for part in node.body if isinstance(part, ast.Import | ast.ImportFrom))
 
 
-def _only_words(node: ast.expr | None, called: bool = False) -> bool:
-    """Names, constants and f-strings of them; ``called``: or one call with such arguments."""
-    if called and isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and not node.keywords and all(map(_only_words, node.args))
+def exception_names(tree: ast.Module) -> set[str]:
+    """Builtin exceptions, and what was imported from approved code, unless the file gives the name another meaning."""
+    builtin = {
+        name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
+    }
+    approved = ("typing", "trainer.contract.", "kernels.contract.")
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    trusted = [
+        n for n in imports if isinstance(n, ast.ImportFrom) and n in tree.body and (n.module or "").startswith(approved)
+    ]
+    named = lambda nodes: {alias.asname or alias.name for node in nodes for alias in node.names}
+    bound = named(node for node in imports if node not in trusted)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            bound.add(node.id)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+    return (builtin | named(trusted)) - bound
+
+
+def _named(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _raises_words(node: ast.expr | None, classes: set[str]) -> bool:
+    """An exception by name, or one call of it with words."""
+    if isinstance(node, ast.Call):
+        named = isinstance(node.func, ast.Name) and node.func.id in classes
+        return named and not node.keywords and all(map(_only_words, node.args))
+    return _only_words(node)
+
+
+def _only_words(node: ast.expr | None) -> bool:
+    """Names, constants and f-strings of them."""
     if isinstance(node, ast.JoinedStr):
         return all(map(_only_words, node.values))
     if isinstance(node, ast.FormattedValue):

@@ -8,7 +8,7 @@ has the numbers).
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
 import os
 from collections import defaultdict
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from factory.core.untrusted_json import parse
 from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, name_of
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, tensors_of
@@ -40,7 +41,8 @@ class Discrepancy:
 
     @property
     def share(self) -> float:
-        return self.apart / self.scale if self.scale else (math.inf if self.apart else 0.0)
+        share = self.apart / self.scale if self.scale else (math.inf if self.apart else 0.0)
+        return math.inf if math.isnan(share) else share
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,20 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
             yield from _values(f"{name}, line {number + 1}", one, other, CLOCKED)
     one, other = (_object(folder, ["result.json"]) for folder in (baseline, candidate))
     yield from _values("result.json", one, other, CLOCKED | ELSEWHERE)
+    for side, folder in ((one, baseline), (other, candidate)):
+        yield from _names_its_checkpoint(side, folder)
+    if len(one["skipped_checkpoints"]) != len(other.get("skipped_checkpoints") or []):
+        yield Discrepancy("result.json names other skipped checkpoints")
     if read_bytes(baseline, ["parameters.txt"], FILE_BYTES) != read_bytes(candidate, ["parameters.txt"], FILE_BYTES):
         yield Discrepancy("parameters.txt is another")
     yield from _all_checkpoints(baseline, candidate, start)
+
+
+def _names_its_checkpoint(result: dict[str, Any], folder: int) -> Iterator[Discrepancy]:
+    name = str(result.get("checkpoint")).rpartition("/")[2]
+    manifest = read_bytes(folder, ["checkpoints", name or ".", "manifest.json"], FILE_BYTES)
+    if hashlib.sha256(manifest).hexdigest() != result.get("manifest_sha256"):
+        yield Discrepancy("result.json has not the hash of its checkpoint's manifest")
 
 
 def _all_checkpoints(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
@@ -141,18 +154,17 @@ def _all_checkpoints(baseline: int, candidate: int, start: Weights | None) -> It
 def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
     one, other = (_object(folder, ["checkpoints", name, "state.json"]) for folder in (baseline, candidate))
     yield from _values(f"{name}, state.json", one, other, CLOCKED | {"throughput", "skipped"})
-    files = [
-        sorted(_object(folder, ["checkpoints", name, "manifest.json"]).get("files", {}))
-        for folder in (baseline, candidate)
-    ]
-    if files[0] != files[1]:
+    files = [_listed(folder, name) for folder in (baseline, candidate)]
+    if files[0].keys() != files[1].keys():
         yield Discrepancy(f"{name} has the files {', '.join(files[1])}, the baseline's {', '.join(files[0])}")
         return
-    for file in files[0]:
+    for file in sorted(files[0]):
+        stored = [read_bytes(folder, ["checkpoints", name, file], FILE_BYTES) for folder in (baseline, candidate)]
+        if hashlib.sha256(stored[1]).hexdigest() != files[1][file]:
+            yield Discrepancy(f"{name}: {file} is not what its manifest says")
         if not file.endswith(".safetensors"):
             continue
-        parts = ["checkpoints", name, file]
-        ours, theirs = (tensors_of(read_bytes(folder, parts, FILE_BYTES), file) for folder in (baseline, candidate))
+        ours, theirs = (tensors_of(content, file) for content in stored)
         if ours.keys() != theirs.keys():
             yield Discrepancy(f"{name}: {file} has other tensors: {', '.join(sorted(ours.keys() ^ theirs.keys())[:3])}")
             continue
@@ -165,6 +177,15 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
                 yield Discrepancy(f"{name}: {key}", *_apart(key, tensor, found, start), total)
 
 
+def _listed(folder: int, name: str) -> dict[str, str]:
+    """File → SHA-256, as a checkpoint's manifest has them. Raises: UntrustedFileError."""
+    try:
+        files = _object(folder, ["checkpoints", name, "manifest.json"])["files"]
+        return {str(file): str(about["sha256"]) for file, about in files.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UntrustedFileError(f"{name}: its manifest lists no files") from error
+
+
 def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | None) -> tuple[float, float]:
     """(how far two tensors are apart, how far the baseline's moved or, where that is unknown, its size); infinite: nothing to measure."""
     if not ours.is_floating_point() or not torch.equal(ours.isfinite(), theirs.isfinite()):
@@ -172,6 +193,8 @@ def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | 
     where = ours.isfinite()
     one, other = ours[where].double(), theirs[where].double()
     begun = start.get(key) if start is not None else None
+    if begun is not None and begun.shape != ours.shape:
+        begun = None  # a rank's part of it
     scale = float((one - begun[where].double()).norm()) if begun is not None else float(one.norm())
     return float((one - other).norm()), scale
 
@@ -215,13 +238,16 @@ def _values(where: str, one: Any, other: Any, ignored: Collection[str]) -> Itera
         for key in one:
             if key not in ignored:
                 yield from _values(f"{where}: {key}", one[key], other[key], ignored)
+            elif type(one[key]) is not type(other[key]):
+                yield Discrepancy(f"{where}: {key} is no {type(one[key]).__name__}")
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for number, pair in enumerate(zip(one, other)):
             yield from _values(f"{where}[{number}]", *pair, ignored)
     elif type(one) is float and type(other) is float:
         if one != other and not (math.isnan(one) and math.isnan(other)):
             both = max(abs(one), abs(other))
-            yield Discrepancy(where, abs(one - other), both) if math.isfinite(both) else Discrepancy(where)
+            alike = math.isfinite(one) and math.isfinite(other)
+            yield Discrepancy(where, abs(one - other), both) if alike else Discrepancy(where)
     elif type(one) is not type(other) or one != other:
         yield Discrepancy(f"{where}: {str(other)[:80]} where the baseline has {str(one)[:80]}")
 
@@ -237,8 +263,8 @@ def _object(folder: int, parts: list[str]) -> dict[str, Any]:
 
 def _json(text: bytes, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = parse(text)
+    except ValueError as error:
         raise UntrustedFileError(f"{name} cannot be read: {str(error)[:200]}") from error
     if not isinstance(found, dict):
         raise UntrustedFileError(f"{name} holds something else than objects")

@@ -6,6 +6,7 @@ step. What no run executed was not judged, and is not approved.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +93,8 @@ def may_round(case: PatchCase[PatchPolicy]) -> bool:
     """An op may round otherwise, as the oracle judges that; other code only where the proposal says that it does."""
     if any(path.startswith("kernels/") for path in case.paths):
         return True
-    return "rounding" in repository.message(case.workspace.repository, case.applied.commit).lower()
+    message = repository.message(case.workspace.repository, case.applied.commit)
+    return re.search(r"\brounding\b", message, re.IGNORECASE) is not None
 
 
 def never_executed(case: PatchCase[PatchPolicy], executed: Executed) -> list[Unexecuted]:
