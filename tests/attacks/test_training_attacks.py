@@ -112,7 +112,7 @@ def compared(
     start = find_start(made.ledger)
     assert start is not None
     sides = [
-        Side(code, repository.live_commit(code), start.recipe, folder / name)
+        Side(code, repository.live_commit(code) if (code / ".git").exists() else made.base, start.recipe, folder / name)
         for name, code in (("a", baseline), ("b", code))
     ]
     return compare_training(policy, start, *sides, made.workspace, SILENT, new_code, 1)[0]

@@ -130,19 +130,29 @@ CASES = (
             "mixture.anneal_weights": {"code": 0.1, "docs": 0.1, "chat": 0.8},
         },
     ),
-    MatrixCase("anneal, cosine", "trunk", "anneal", changes={"schedule.shape": "cosine"}),
+    MatrixCase(
+        "anneal, cosine", "trunk", "anneal", changes={"schedule.shape": "cosine", "schedule.final_lr_share": 0.2}
+    ),
     MatrixCase(
         "trunk after an anneal",
         "annealed",
         rewarm=True,
         changes={"schedule.continue_from": "anneal", "schedule.rewarmup_steps": 4},
     ),
-    MatrixCase("cosine trunk", changes={"schedule.kind": "cosine", "schedule.cosine_steps": 5}),
+    MatrixCase(
+        "cosine trunk",
+        changes={
+            "schedule.kind": "cosine",
+            "schedule.cosine_steps": 5,
+            "model.rope_theta": 100.0,
+            "model.norm_eps": 1e-2,
+        },
+    ),
     MatrixCase(
         "milestones and mixture phases",
         changes={
             "schedule.kind": "multi-step",
-            "schedule.milestones": [{"from_step": 4, "share": 0.3}],
+            "schedule.milestones": [{"from_step": 2, "share": 0.7}, {"from_step": 4, "share": 0.3}],
             "mixture.phases": [{"from_step": 3, "weights": {"chat": 1.0}}],
         },
     ),
@@ -169,7 +179,13 @@ CASES = (
     MatrixCase("Muon", changes=MUON, rounding=IN_MUON),
     MatrixCase(
         "Muon without Nesterov, a wider base",
-        changes={**MUON, "optimizer.muon.nesterov": False, "model.base_d_model": 8},
+        changes={
+            **MUON,
+            "optimizer.muon.nesterov": False,
+            "optimizer.muon.momentum": 0.7,
+            "optimizer.muon.steps": 3,
+            "model.base_d_model": 8,
+        },
         rounding=IN_MUON,
     ),
     MatrixCase("experts", changes={"model.experts": EXPERTS}, stop_after=3),
@@ -192,7 +208,12 @@ CASES = (
     ),
     MatrixCase("bf16", "trunk", changes=BF16, rounding=IN_BF16),
     MatrixCase("bf16 from the first step", changes=BF16, rounding=0.5, totals=True),
-    MatrixCase("bf16, Muon, experts", changes={**MUON, **BF16, "model.experts": EXPERTS}, rounding=0.5, totals=True),
+    MatrixCase(
+        "bf16, Muon, experts",
+        changes={**MUON, **BF16, "model.experts": {**EXPERTS, "shared": 2}},
+        rounding=0.5,
+        totals=True,
+    ),
     MatrixCase("reference kernels", "trunk", kernels="reference"),
     MatrixCase("reference kernels, bf16", "trunk", changes=BF16, kernels="reference", rounding=IN_BF16),
     MatrixCase("compiled", changes={"compile": True, "stability.noise_scale_every": 0}),
@@ -203,7 +224,17 @@ CASES = (
     MatrixCase("a checkpoint of another model", "trunk", changes={"model.layers": 1}, exit_code=2),
     MatrixCase("a checkpoint of another step", "trunk", first_step=7, exit_code=2),
     MatrixCase("a checkpoint of another optimiser", "trunk", changes=MUON, exit_code=2),
-    MatrixCase("truncated rows", changes={"batch.packing": "truncate-and-concatenate"}),
+    MatrixCase(
+        "truncated rows, another AdamW, a narrower base",
+        changes={
+            "batch.packing": "truncate-and-concatenate",
+            "optimizer.beta1": 0.7,
+            "optimizer.beta2": 0.8,
+            "optimizer.eps": 1e-4,
+            "model.base_d_model": 8,
+            "keep_checkpoints": 2,
+        },
+    ),
     MatrixCase("two ranks, split weights", "trunk", ranks=2),
     MatrixCase("two ranks, replicas, Muon", ranks=2, changes={**MUON, "parallel.replicas": 2}, rounding=IN_MUON),
     MatrixCase(

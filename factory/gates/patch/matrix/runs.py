@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from trainer.contract.checkpoint import format as checkpoints
 
 DRIVER = Path(__file__).with_name("train_cases.py")
 NOTES_BYTES = 1 << 26
+MOST_LIBRARIES, LIBRARY_BYTES = 100, 1 << 26
 LANES = min(2, os.cpu_count() or 1)  # processes of one side at a time; each has one thread
 INTERRUPTED = ("half", "damaged")  # begins that are folders of the run itself
 
@@ -219,7 +220,7 @@ def _run_lane(
         found.hold(name_of(tool), own, side.after)
         uses.append({"folder": str(own), "module": tool.module, "arguments": plan.arguments(tool, own)})
     if side.compiled is not None and side.compiled.is_dir():
-        shutil.copytree(side.compiled, folder / "cache" / "inductor" / side.compiled.name)
+        copy_libraries(side.compiled, folder / "cache" / "inductor" / side.compiled.name)
     ranks = cases[0].ranks if cases else 1
     wanted = {case.name: case.exit_code for case in cases} | {name_of(tool): tool.exit_code for tool in tools}
     notes, request = folder / "notes", folder / "request.json"
@@ -253,3 +254,14 @@ def _run_lane(
         said = (result.stderr.strip().splitlines() or [""])[-1]
         found.failed = f"run '{wrong[0]}' ended with code {codes[wrong[0]]}: {said[:400]}"
     return found
+
+
+def copy_libraries(source: Path, target: Path) -> None:
+    """Copy the regular files of a folder that live code can write: no link is followed, nothing waits for a pipe."""
+    target.mkdir(parents=True)
+    with ExitStack() as opened:
+        folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        opened.callback(os.close, folder)
+        for name in sorted(os.listdir(folder))[:MOST_LIBRARIES]:
+            with suppress(UntrustedFileError):
+                (target / name).write_bytes(read_bytes(folder, (name,), LIBRARY_BYTES))
