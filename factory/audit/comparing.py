@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from factory.core.untrusted_json import parse
+from factory.core.left_files import parse_json
 from factory.gates.patch.session import Rest, Weights
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes
 from trainer.contract.checkpoint.format import load
@@ -75,7 +75,7 @@ def _records(segment: Path, name: str) -> list[dict[str, Any]]:
     found = []
     for line in stored.splitlines():
         try:
-            record = parse(line)
+            record = parse_json(line)
         except (ValueError, RecursionError):
             raise UntrustedFileError(f"{name} has a line that is no JSON") from None
         if not isinstance(record, dict) or type(record.get("step")) is not int:

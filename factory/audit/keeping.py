@@ -19,8 +19,8 @@ from typing import IO
 
 from factory.audit.drawing import AuditWindow, draw, note, windows_of
 from factory.core.errors import FactoryError
+from factory.core.left_files import parse_json
 from factory.core.progress import Progress
-from factory.core.untrusted_json import parse
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
@@ -122,7 +122,9 @@ def copy_checkpoint(source: Path, target: Path) -> None:
         opened.callback(os.close, folder)
         manifest = opened.enter_context(_open(folder, "manifest.json", MANIFEST_BYTES)).read()
         try:
-            listed = {str(name): (str(f["sha256"]), int(f["bytes"])) for name, f in parse(manifest)["files"].items()}
+            listed = {
+                str(name): (str(f["sha256"]), int(f["bytes"])) for name, f in parse_json(manifest)["files"].items()
+            }
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             raise ValueError(f"{source.name}: its manifest cannot be read") from None
         if odd := [name for name in listed if "/" in name or name.startswith(".")]:

@@ -8,16 +8,19 @@ names again.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from factory.core.errors import SegmentError
-from factory.core.untrusted_json import parse
 
 DEPTH = 8  # of folders in folders; checkpoints lie two deep, those of a certificate's runs five
 JSON_BYTES = 64 << 20  # most of one JSON file
+DIGITS = 18  # of an integer: SQLite's and float's
+HALF_PAIR = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -69,7 +72,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def parse_object(text: str, path: Path) -> dict[str, Any]:
     """``text`` of the file ``path``. Raises: SegmentError for what is no JSON object."""
     try:
-        found = parse(text)
+        found = parse_json(text)
     except ValueError as error:
         raise SegmentError(f"{path} cannot be read: {str(error)[:300]}") from None
     if not isinstance(found, dict):
@@ -98,3 +101,25 @@ def sweep(folder: Path) -> list[str]:
                     os.unlink(entry.path)
                     removed.append(os.path.relpath(entry.path, folder))
     return removed
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Raises: ValueError, also for integers of more than 18 digits, for halves of surrogate pairs and for deep nesting.
+
+    >>> parse_json('{"loss": 2.5}')
+    {'loss': 2.5}
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        found = json.loads(text, parse_int=_integer)
+        if HALF_PAIR.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import WorkspaceError
-from factory.core.left_files import open_file
-from factory.core.untrusted_json import parse
+from factory.core.left_files import open_file, parse_json
 from factory.core.workspace import Workspace
 from factory.tracking.mlflow_store import TrackingError, check_writable, mlflow_errors
 
@@ -150,7 +149,7 @@ def metric_key(name: str) -> str:
 def _parse(line: bytes) -> dict[str, Any] | None:
     """One metrics row, or None for a line that is none (a torn write in the middle of a file)."""
     try:
-        row = parse(line)
+        row = parse_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

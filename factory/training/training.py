@@ -12,9 +12,8 @@ from typing import Any, Protocol
 from factory.computing.computing import write_kernels
 from factory.core.errors import SegmentError
 from factory.core.launching import exit_code, forget_exit
-from factory.core.left_files import read_tail
+from factory.core.left_files import parse_json, read_tail
 from factory.core.progress import Progress
-from factory.core.untrusted_json import parse
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
@@ -122,7 +121,7 @@ def last_metrics(path: Path) -> dict[str, Any] | None:
     """The newest whole line of a metrics.jsonl, or None."""
     for line in reversed(read_tail(path, 16384).split(b"\n")[:-1]):
         try:
-            found = parse(line)
+            found = parse_json(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(found, dict) and isinstance(found.get("step"), int):

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from factory.core.left_files import parse_json
 from factory.core.removal import remove
-from factory.core.untrusted_json import parse
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors, tensors_of
 from factory.sandbox import clock as sandbox_clock
 from factory.sandbox import sandbox
@@ -225,7 +225,7 @@ def read_rest(folder: int, step: int, origin: Weights) -> tuple[Rest | None, str
 def _object(stored: bytes, name: str) -> dict[str, Any]:
     """Raises: UntrustedFileError."""
     try:
-        found = parse(stored)
+        found = parse_json(stored)
     except ValueError as error:
         raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from error
     if not isinstance(found, dict):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from factory.core.untrusted_json import parse
+from factory.core.left_files import parse_json
 from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, name_of
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns
 from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, tensors_of
@@ -263,7 +263,7 @@ def _object(folder: int, parts: list[str]) -> dict[str, Any]:
 
 def _json(text: bytes, name: str) -> dict[str, Any]:
     try:
-        found = parse(text)
+        found = parse_json(text)
     except ValueError as error:
         raise UntrustedFileError(f"{name} cannot be read: {str(error)[:200]}") from error
     if not isinstance(found, dict):
