@@ -34,7 +34,7 @@ from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.patch.session import Weights
-from factory.gates.untrusted_tensors import UntrustedFileError
+from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow

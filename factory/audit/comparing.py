@@ -14,7 +14,7 @@ import torch
 
 from factory.core.left_files import parse_json
 from factory.gates.patch.session import Rest, Weights
-from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes
+from factory.gates.untrusted_files import UntrustedFileError, read_bytes
 from trainer.contract.checkpoint.format import load
 from trainer.contract.errors import TrainerError
 
@@ -76,7 +76,7 @@ def _records(segment: Path, name: str) -> list[dict[str, Any]]:
     for line in stored.splitlines():
         try:
             record = parse_json(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             raise UntrustedFileError(f"{name} has a line that is no JSON") from None
         if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise UntrustedFileError(f"{name} has a line without a step")

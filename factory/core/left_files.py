@@ -72,12 +72,9 @@ def read_object(path: Path) -> dict[str, Any]:
 def parse_object(text: str, path: Path) -> dict[str, Any]:
     """``text`` of the file ``path``. Raises: SegmentError for what is no JSON object."""
     try:
-        found = parse_json(text)
+        return parse_json_object(text)
     except ValueError as error:
         raise SegmentError(f"{path} cannot be read: {str(error)[:300]}") from None
-    if not isinstance(found, dict):
-        raise SegmentError(f"{path} cannot be read: it is no JSON object")
-    return found
 
 
 def sweep(folder: Path) -> list[str]:
@@ -101,6 +98,14 @@ def sweep(folder: Path) -> list[str]:
                     os.unlink(entry.path)
                     removed.append(os.path.relpath(entry.path, folder))
     return removed
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
+    """Raises: ValueError as ``parse_json``, and for anything but an object."""
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return found
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -122,7 +122,7 @@ def last_metrics(path: Path) -> dict[str, Any] | None:
     for line in reversed(read_tail(path, 16384).split(b"\n")[:-1]):
         try:
             found = parse_json(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             continue
         if isinstance(found, dict) and isinstance(found.get("step"), int):
             return found

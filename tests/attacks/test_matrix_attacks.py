@@ -30,6 +30,8 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "a linear anneal that ends too high": (
         SCHEDULE, [('"linear": lambda done: 1 - done', '"linear": lambda done: 1 - done / 2')],
         "anneal, linear, with a mixture of its own"),
+    "an anneal that is right for the matrix's own recipe": (
+        SCHEDULE, [("anneal_share(schedule, step, first, last)\n", "anneal_share(schedule, step, first, last) ** (recipe.name == 'run')\n")], "anneal"),
     "warm-up lost": (SCHEDULE, [("min(1.0, (step + 1) / schedule.warmup_steps)", "1.0")], "first steps"),
     "re-warm lost": (
         SCHEDULE, [("if step - first + 1 >= schedule.rewarmup_steps:", "if step >= first:"),

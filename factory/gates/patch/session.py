@@ -25,9 +25,15 @@ from typing import Any
 
 import torch
 
-from factory.core.left_files import parse_json
 from factory.core.removal import remove
-from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, read_tensors, tensors_of
+from factory.gates.untrusted_files import (
+    UntrustedFileError,
+    object_of,
+    read_bytes,
+    read_object,
+    read_tensors,
+    tensors_of,
+)
 from factory.sandbox import clock as sandbox_clock
 from factory.sandbox import sandbox
 from factory.sandbox.clock import CpuSeconds
@@ -208,7 +214,7 @@ def read_rest(folder: int, step: int, origin: Weights) -> tuple[Rest | None, str
     size = sum(tensor.numel() * tensor.element_size() for tensor in origin.values())
     limits = {"model.safetensors": 2 * size, "optimizer.safetensors": 4 * size, "state.json": STATE_BYTES}
     try:
-        manifest = _object(read_bytes(folder, (*parts, "manifest.json"), STATE_BYTES), "manifest.json")
+        manifest = read_object(folder, (*parts, "manifest.json"), STATE_BYTES)
         listed = manifest.get("files")
         stored = {}
         for name, limit in limits.items():
@@ -217,17 +223,6 @@ def read_rest(folder: int, step: int, origin: Weights) -> tuple[Rest | None, str
             if expected != {"bytes": len(stored[name]), "sha256": hashlib.sha256(stored[name]).hexdigest()}:
                 raise UntrustedFileError(f"{name} is not what manifest.json says")
         optimizer = tensors_of(stored["optimizer.safetensors"], "optimizer.safetensors")
-        return Rest(optimizer, _object(stored["state.json"], "state.json")), ""
+        return Rest(optimizer, object_of(stored["state.json"], "state.json")), ""
     except UntrustedFileError as error:
         return None, f"it left no checkpoint of step {step} that training could continue from: {error}"
-
-
-def _object(stored: bytes, name: str) -> dict[str, Any]:
-    """Raises: UntrustedFileError."""
-    try:
-        found = parse_json(stored)
-    except ValueError as error:
-        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from error
-    if not isinstance(found, dict):
-        raise UntrustedFileError(f"{name} is not a JSON object")
-    return found

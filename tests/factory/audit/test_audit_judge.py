@@ -13,7 +13,7 @@ import torch
 from factory.audit.comparing import WindowTrace, anomalies_differ, lines_differ, read_trace, same_bits, shapes_differ
 from factory.audit.judge import judge_audit
 from factory.audit.policy import AuditPolicy
-from factory.gates.untrusted_tensors import UntrustedFileError
+from factory.gates.untrusted_files import UntrustedFileError
 from trainer.contract.checkpoint.format import Checkpoint, save
 
 POLICY = AuditPolicy()

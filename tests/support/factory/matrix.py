@@ -16,6 +16,7 @@ from tests.support.paths import ROOT
 
 REFERENCE = "cpu: {}\n"
 PATIENCE_SECONDS = 3600.0
+RECIPE_NAME = "demo"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def prepare(work: Path, after: ExitStack, names: Sequence[str] | None = None, ch
     for path, text in zip(kernels.values(), (REFERENCE, chosen)):
         path.write_text(text)
     side = SideCode(ROOT, kernels, work / "begin", PATIENCE_SECONDS, after)
-    plan, begun = make_plan(side, work / "plan")
+    plan, begun = make_plan(side, work / "plan", RECIPE_NAME)
     assert not begun.failed, begun.failed
     baseline = run_cases(plan, replace(side, folder=work / "baseline"), cases, tools)
     assert not baseline.failed, baseline.failed

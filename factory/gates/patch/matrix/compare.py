@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from factory.core.left_files import parse_json
 from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, name_of
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns
-from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes, tensors_of
+from factory.gates.untrusted_files import UntrustedFileError, object_of, read_bytes, read_object, tensors_of
 
 FILE_BYTES = 1 << 26
 CLOCKED = {"time", "tokens_per_s", "mfu", "data_wait_s", "memory", "seconds"}
@@ -122,7 +121,7 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
             continue
         for number, (one, other) in enumerate(zip(ours, theirs)):
             yield from _values(f"{name}, line {number + 1}", one, other, CLOCKED)
-    one, other = (_object(folder, ["result.json"]) for folder in (baseline, candidate))
+    one, other = (read_object(folder, ["result.json"], FILE_BYTES) for folder in (baseline, candidate))
     yield from _values("result.json", one, other, CLOCKED | ELSEWHERE)
     for side, folder in ((one, baseline), (other, candidate)):
         yield from _names_its_checkpoint(side, folder)
@@ -152,7 +151,9 @@ def _all_checkpoints(baseline: int, candidate: int, start: Weights | None) -> It
 
 
 def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
-    one, other = (_object(folder, ["checkpoints", name, "state.json"]) for folder in (baseline, candidate))
+    one, other = (
+        read_object(folder, ["checkpoints", name, "state.json"], FILE_BYTES) for folder in (baseline, candidate)
+    )
     yield from _values(f"{name}, state.json", one, other, CLOCKED | {"throughput", "skipped"})
     files = [_listed(folder, name) for folder in (baseline, candidate)]
     if files[0].keys() != files[1].keys():
@@ -180,7 +181,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
 def _listed(folder: int, name: str) -> dict[str, str]:
     """File → SHA-256, as a checkpoint's manifest has them. Raises: UntrustedFileError."""
     try:
-        files = _object(folder, ["checkpoints", name, "manifest.json"])["files"]
+        files = read_object(folder, ["checkpoints", name, "manifest.json"], FILE_BYTES)["files"]
         return {str(file): str(about["sha256"]) for file, about in files.items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise UntrustedFileError(f"{name}: its manifest lists no files") from error
@@ -254,21 +255,7 @@ def _values(where: str, one: Any, other: Any, ignored: Collection[str]) -> Itera
 
 def _lines(folder: int, name: str) -> list[dict[str, Any]]:
     text = read_bytes(folder, [name], FILE_BYTES)
-    return [_json(line, name) for line in text.splitlines()]
-
-
-def _object(folder: int, parts: list[str]) -> dict[str, Any]:
-    return _json(read_bytes(folder, parts, FILE_BYTES), parts[-1])
-
-
-def _json(text: bytes, name: str) -> dict[str, Any]:
-    try:
-        found = parse_json(text)
-    except ValueError as error:
-        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:200]}") from error
-    if not isinstance(found, dict):
-        raise UntrustedFileError(f"{name} holds something else than objects")
-    return found
+    return [object_of(line, name) for line in text.splitlines()]
 
 
 def _checkpoints(folder: int) -> list[str]:

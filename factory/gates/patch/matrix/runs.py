@@ -24,7 +24,7 @@ import torch
 from factory.gates.patch.executed import EXECUTED, Executed
 from factory.gates.patch.matrix.cases import BASE, CASES, LONG_STEPS, MatrixCase, MatrixTool, name_of, recipe_with
 from factory.gates.patch.matrix.starts import ANNEALED, OTHER, TRUNK, MatrixData, derived, interrupt, make_data
-from factory.gates.untrusted_tensors import UntrustedFileError, read_bytes
+from factory.gates.untrusted_files import UntrustedFileError, read_bytes
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 from trainer.contract.checkpoint import format as checkpoints
@@ -95,6 +95,7 @@ class MatrixPlan:
     names: Mapping[str, str]
     steps: Mapping[str, int]
     commit: str
+    recipe_name: str  # the live recipe's, in all cases
     folder: Path
     made: tuple[Path, ...] = ()
 
@@ -103,7 +104,7 @@ class MatrixPlan:
         begin = self.starts.get(case.begin) if case.begin not in INTERRUPTED else None
         first = checkpoints.read_state(begin)["step"] if begin else 0
         first = first if case.first_step is None else case.first_step
-        recipe = case.recipe()
+        recipe = case.recipe() | {"name": self.recipe_name}
         mixture = recipe["mixture"]
         anneals = case.kind == "anneal" and mixture.get("anneal_weights")
         plan = self.data.plans[case.generations] | {"weights": anneals or mixture["weights"]}
@@ -143,7 +144,7 @@ class MatrixPlan:
         return checkpoints.read_tensors(self.starts[case.begin], "model")
 
 
-def make_plan(side: SideCode, folder: Path) -> tuple[MatrixPlan, MatrixRuns]:
+def make_plan(side: SideCode, folder: Path, recipe_name: str) -> tuple[MatrixPlan, MatrixRuns]:
     """Data, checkpoints and names for one verdict, made by the approved code of ``side``; its runs say whether that failed."""
     interrupted = [case for case in CASES if case.begin in INTERRUPTED]
     steps = {case.name: case.steps for case in (*CASES, TRUNK, OTHER, ANNEALED)}
@@ -151,7 +152,7 @@ def make_plan(side: SideCode, folder: Path) -> tuple[MatrixPlan, MatrixRuns]:
     steps[long] = LONG_STEPS[0] + secrets.randbelow(LONG_STEPS[1] - LONG_STEPS[0])
     drawn = random.SystemRandom().sample(range(1, 90_000), len(steps))  # as live segments' folders are named
     names = {name: f"{number:05d}" for name, number in zip(steps, drawn)}
-    plan = MatrixPlan(make_data(folder / "data"), {}, names, steps, secrets.token_hex(20), folder)
+    plan = MatrixPlan(make_data(folder / "data"), {}, names, steps, secrets.token_hex(20), recipe_name, folder)
     first = run_cases(plan, replace(side, folder=folder / "trunk"), [TRUNK, OTHER, *interrupted], fresh=True)
     if first.failed:
         return plan, first

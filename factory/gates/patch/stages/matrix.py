@@ -22,6 +22,7 @@ from factory.gates.patch.matrix.runs import MatrixRuns, SideCode, make_plan, run
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
 from factory.git import repository
+from trainer.contract.recipe import Recipe
 
 MOST_REASONS = 8
 REFERENCE = "{}\n"  # kernels.yaml that chooses nothing: every op's reference
@@ -36,7 +37,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     compiled = devices.compiled(case.workspace.root, case.start.commit) / NATIVE if case.start else None
     approved = SideCode(case.baseline, kernels, work / "0", policy.wall_seconds, case.after_stages, compiled)
     with case.progress.task("tiny runs of both sides", 3) as task:
-        plan, begun = make_plan(approved, work / "plan")
+        recipe_name = case.start.recipe["name"] if case.start else Recipe.load(case.workspace.recipe_path()).name
+        plan, begun = make_plan(approved, work / "plan", recipe_name)
         if begun.failed:
             return _approved_failed(policy, begun)
         task.advance(1, "data and checkpoints")

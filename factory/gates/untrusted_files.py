@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
+
+from factory.core.left_files import parse_json_object
 
 
 class UntrustedFileError(Exception):
@@ -29,6 +32,19 @@ def tensors_of(stored: bytes, name: str) -> dict[str, torch.Tensor]:
     try:
         return load(stored)
     except (SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
+        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from error
+
+
+def read_object(folder: int, parts: Sequence[str], limit: int) -> dict[str, Any]:
+    """The JSON object in the file ``parts``, as ``read_bytes`` finds it. Raises: UntrustedFileError."""
+    return object_of(read_bytes(folder, parts, limit), parts[-1])
+
+
+def object_of(stored: bytes, name: str) -> dict[str, Any]:
+    """Raises: UntrustedFileError."""
+    try:
+        return parse_json_object(stored)
+    except ValueError as error:
         raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from error
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from factory.gates.untrusted_tensors import UntrustedFileError, read_tensors
+from factory.gates.untrusted_files import UntrustedFileError, read_tensors
 
 LIMIT = 4096
 NAME = "answer.safetensors"
