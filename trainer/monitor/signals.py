@@ -36,7 +36,7 @@ from trainer.parallel.ranks import Ranks
 QUERIES = 64  # of a row, whose attention logits are computed
 LOGIT_LIMIT = 100.0  # where Kimi K2 begins to clip: arXiv 2507.20534 §2.1
 LEAST_BALANCE = 0.25  # of ``balance``: 1 where all experts are used alike, 0 where all tokens go to the same few
-LEAST_CHANGE = 0.05  # of a logarithm: what hardly moves must not make every ripple an anomaly
+LEAST_CHANGE = 0.1  # of a logarithm: what hardly moves must not make every ripple an anomaly
 PAST, ENOUGH = 8, 4  # values that a part's next one is compared with; with fewer than these it isn't
 KINDS = {"update_ratio": "update_jump", "activation_max": "activation_jump", "attention_logit_max": "attention_logits"}
 
