@@ -30,8 +30,10 @@ from trainer.run import Run
 
 CUDA = torch.cuda.is_available()
 AIM = 0.01
+DOMAINS = [f"domain-{number}" for number in range(10)]  # watched; those that a step lacks cost it nothing
 PAIRS, WARM_UP, SPLITS = 32, 4, 12
 MONITOR = ("half", "before_update", "after_update", "record")
+SIGNALS = ("begin", "after_update", "record")
 
 
 class Clock:
@@ -74,6 +76,7 @@ def bare_step(run: Run) -> Callable[[Batch], None]:
     limit = float("inf")
 
     def step(batch: Batch) -> None:
+        run.signals.begin(None)
         total = torch.zeros((), device=run.ranks.device)
         for part in batch.to(run.ranks.device).split(recipe.batch.micro_sequences):
             part.pop("domains_BT")
@@ -101,8 +104,12 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
     run = make_run(recipe, tuned_kernels(), tmp_path / "run", steps=steps, compile=True)
     fill(run.detector)
     clock = Clock()
-    for name in MONITOR:
-        monkeypatch.setattr(run.monitor, name, clock.around(f"monitor.{name}", getattr(run.monitor, name)))
+    for hook, names in ((run.monitor, MONITOR), (run.signals, SIGNALS)):
+        for name in names:
+            monkeypatch.setattr(hook, name, clock.around(f"{hook.key}.{name}", getattr(hook, name)))
+    looks = [block._forward_pre_hooks for block in run.model.blocks]
+    for held in looks:
+        held.update({number: clock.around("signals.look", look) for number, look in held.items()})
     monkeypatch.setattr(trainer.run, "memory_bytes", clock.around("memory", trainer.run.memory_bytes))
     metrics = Lines(tmp_path / "metrics.jsonl", 0)
     kinds = {"full": full_step(run, metrics, clock), "bare": bare_step(run)}
@@ -156,10 +163,11 @@ def split_cost(run: Run, step: Callable[[Batch], None], batches: Iterator[Batch]
 
 
 def fill(detector: Detector) -> None:
-    """As in the middle of a run: full windows, and a course."""
+    """As in the middle of a run: full windows, ten domains' among them, and a course."""
     noise = random.Random(0)
     for step in range(1000):
-        detector.observe(step, 8 + noise.gauss(0, 0.1), 1 + noise.gauss(0, 0.1), False)
+        domains = {name: (8 + noise.gauss(0, 0.1), 1000.0) for name in DOMAINS}
+        detector.observe(step, 8 + noise.gauss(0, 0.1), 1 + noise.gauss(0, 0.1), False, domains)
 
 
 def ratio_of_medians(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:

@@ -55,9 +55,10 @@ def onset(values: Sequence[float], sign: int = 1) -> int | None:
     The alarm's value is the last one. A one-sided CUSUM of the logarithms in robust deviations: it grows by what a value
     lies above median + ``SLACK``, and shrinks to zero below; the change began after its last zero (Page 1954, Biometrika
     41, 100–115; as an estimate of the time of change: Hinkley 1971, Biometrika 58, 509–523). One value counts for at most
-    ``CLIP`` and the sum for at most ``MOST``, so that old spikes are forgotten after nine usual values. Median and deviation are of the half whose median
-    is lower: the newer one while a loss falls, the older one once it has risen. In simulated runs it is at most three steps
-    early and two late where norms climb or jump, and some five late where a loss rises by a hundredth a step.
+    ``CLIP`` and the sum for at most ``MOST``, so that old spikes are soon forgotten. Median and deviation are of the half
+    whose median is lower: the newer one while a loss falls, the older one once it has risen. In simulated runs it is at
+    most three steps early and two late where norms climb or jump, some five late where a loss rises by 1 % a step, and
+    up to 16 early where it falls suddenly while it was falling slowly.
 
     A gradient norm as BLOOM's climbed over five steps (chronicles of its 176B run), after 20 usual ones:
 
