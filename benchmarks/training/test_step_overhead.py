@@ -30,7 +30,6 @@ from trainer.run import Run
 
 CUDA = torch.cuda.is_available()
 AIM = 0.01
-DOMAINS = [f"domain-{number}" for number in range(10)]  # watched; those that a step lacks cost it nothing
 PAIRS, WARM_UP, SPLITS = 32, 4, 12
 MONITOR = ("half", "before_update", "after_update", "record")
 SIGNALS = ("begin", "after_update", "record")
@@ -163,11 +162,10 @@ def split_cost(run: Run, step: Callable[[Batch], None], batches: Iterator[Batch]
 
 
 def fill(detector: Detector) -> None:
-    """As in the middle of a run: full windows, ten domains' among them, and a course."""
+    """As in the middle of a run: full windows, and a course."""
     noise = random.Random(0)
     for step in range(1000):
-        domains = {name: (8 + noise.gauss(0, 0.1), 1000.0) for name in DOMAINS}
-        detector.observe(step, 8 + noise.gauss(0, 0.1), 1 + noise.gauss(0, 0.1), False, domains)
+        detector.observe(step, 8 + noise.gauss(0, 0.1), 1 + noise.gauss(0, 0.1), False)
 
 
 def ratio_of_medians(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
