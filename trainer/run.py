@@ -24,6 +24,7 @@ from trainer.model.transformer import Decoder
 from trainer.monitor.hook import Hook, Outcome, Update, to_host
 from trainer.monitor.metrics import device_name, memory_bytes
 from trainer.monitor.monitor import Monitor
+from trainer.monitor.signals import Signals
 from trainer.monitor.stability import Detector, ThroughputDetector, clip_and_skip
 from trainer.optim.optimizer import Optimizer, squares
 from trainer.optim.schedule import lr_share
@@ -70,7 +71,8 @@ class Run:
         self.monitor = Monitor(self.optimizer, ranks)
         self.detector = Detector(recipe.stability)
         self.throughput = ThroughputDetector(recipe.stability, f"{ranks.size} × {device_name(ranks.device)}")
-        self.hooks: list[Hook] = [self.monitor, self.detector, self.throughput]
+        self.signals = Signals(recipe, self.model, ranks)
+        self.hooks: list[Hook] = [self.monitor, self.detector, self.signals, self.throughput]
         self.counters: dict[str, Any] = {
             "tokens": 0,
             "supervised_tokens": 0,
@@ -110,12 +112,13 @@ class Run:
         """One update. Returns the record of the step, without rates and times."""
         recipe, spec = self.recipe, self.spec
         lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
+        self.signals.begin(self.monitor.layer_at(batch.step))
         sums, load = self._backward(batch)
         gradients = self.optimizer.gradients()
         sums, squares_P, stop = self._over_ranks(sums, squares(gradients) * self.monitor.shares)
         norm = squares_P.sum().sqrt()
         divide_by, skip = clip_and_skip(sums.loss, norm, recipe.stability.grad_clip, self.detector.grad_norm_limit())
-        update = Update(batch.step, gradients, squares_P)
+        update = Update(batch.step, gradients, squares_P, load)
         for hook in self.hooks:
             hook.before_update(update)
         if self.writer is not None:
@@ -129,7 +132,7 @@ class Run:
         (total,), (in_half,) = host["loss"], host["supervised_in_half"]
         by_domain = list(zip(self.order.domains, host["nll_D"], host["supervised_D"], strict=True))
         loss = sum(host["nll_D"]) / max(1.0, sum(host["supervised_D"]))
-        outcome = Outcome(batch.supervised, in_half, skipped)
+        outcome = Outcome(batch.supervised, in_half, skipped, {name: count for name, _, count in by_domain})
         self.stop_asked = bool(stop_asked)
         self.counters["tokens"] += batch.used
         self.counters["supervised_tokens"] += batch.supervised
@@ -151,11 +154,16 @@ class Run:
         return record | {"lr": lr, "skipped": skipped, "memory": memory_bytes(self.ranks.device)}
 
     def _over_ranks(self, sums: Sums, squares_P: Tensor) -> tuple[Sums, Tensor, Tensor]:
-        """The sums over all ranks of both and of ``stop_asked`` (above 0: some rank was asked to stop), in one message."""
+        """The sums over all ranks of both and of ``stop_asked`` (above 0: some rank was asked to stop), in one message.
+
+        What each rank measured for ``signals`` is in it too.
+        """
         stop = sums.all.new_full((1,), float(self.stop_asked))
-        message = torch.cat((sums.all, squares_P, stop))
+        by_rank = self.signals.by_rank
+        message = torch.cat((sums.all, squares_P, stop, by_rank.flatten()))
         self.ranks.sum_(message)
-        summed, squares_P, stop = message.split((len(sums.all), len(squares_P), 1))
+        summed, squares_P, stop, of_ranks = message.split((len(sums.all), len(squares_P), 1, by_rank.numel()))
+        self.signals.by_rank = of_ranks.view_as(by_rank)
         return Sums(summed), squares_P, stop
 
     def _backward(self, batch: Batch) -> tuple[Sums, Tensor | None]:

@@ -32,6 +32,7 @@ CUDA = torch.cuda.is_available()
 AIM = 0.01
 PAIRS, WARM_UP, SPLITS = 32, 4, 12
 MONITOR = ("half", "before_update", "after_update", "record")
+SIGNALS = ("begin", "after_update", "record")
 
 
 class Clock:
@@ -74,6 +75,7 @@ def bare_step(run: Run) -> Callable[[Batch], None]:
     limit = float("inf")
 
     def step(batch: Batch) -> None:
+        run.signals.begin(None)
         total = torch.zeros((), device=run.ranks.device)
         for part in batch.to(run.ranks.device).split(recipe.batch.micro_sequences):
             part.pop("domains_BT")
@@ -101,8 +103,12 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
     run = make_run(recipe, tuned_kernels(), tmp_path / "run", steps=steps, compile=True)
     fill(run.detector)
     clock = Clock()
-    for name in MONITOR:
-        monkeypatch.setattr(run.monitor, name, clock.around(f"monitor.{name}", getattr(run.monitor, name)))
+    for hook, names in ((run.monitor, MONITOR), (run.signals, SIGNALS)):
+        for name in names:
+            monkeypatch.setattr(hook, name, clock.around(f"{hook.key}.{name}", getattr(hook, name)))
+    looks = [block._forward_pre_hooks for block in run.model.blocks]
+    for held in looks:
+        held.update({number: clock.around("signals.look", look) for number, look in held.items()})
     monkeypatch.setattr(trainer.run, "memory_bytes", clock.around("memory", trainer.run.memory_bytes))
     metrics = Lines(tmp_path / "metrics.jsonl", 0)
     kinds = {"full": full_step(run, metrics, clock), "bare": bare_step(run)}

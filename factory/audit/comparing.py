@@ -19,9 +19,12 @@ from trainer.contract.checkpoint.format import load
 from trainer.contract.errors import TrainerError
 
 LOG_BYTES = 1 << 30
-# Of a line of metrics.jsonl, what depends on the clock and the machine's memory; and the anomaly that does.
+# Of a line of metrics.jsonl, what depends on the clock and the machine's memory.
 OF_THE_CLOCK = {"tokens_per_s", "mfu", "data_wait_s", "time", "memory"}
-SLOW = "throughput_drop"
+OF_THE_MACHINE = (
+    "throughput_drop",
+    "rank_grad_norm",
+)  # anomalies that a replay by one rank at another speed need not have
 # Computed by what the step learns from: must agree. Other numbers are diagnoses, some of them small differences of large ones.
 LEARNT = ("loss", "grad_norm", "lr")
 LAYOUT = {
@@ -58,7 +61,7 @@ def read_trace(checkpoint: Path, segment: Path, first: int, last: int) -> Window
     anomalies = Counter(
         (record["step"], str(record.get("kind")))
         for record in _records(segment, "anomalies.jsonl")
-        if first <= record["step"] < last and record.get("kind") != SLOW
+        if first <= record["step"] < last and record.get("kind") not in OF_THE_MACHINE
     )
     return WindowTrace(loaded.model, Rest(loaded.optimizer, state), lines, anomalies)
 

@@ -79,9 +79,9 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The layer itself, which is compiled; FSDP's hooks are around ``forward``."""
         tensor, eps = self.tensor, self.shape.norm_eps
-        h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self._weight(self.attention_norm), eps))
+        h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self.weight(self.attention_norm), eps))
         y_BSD = tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, documents_BT))
-        x_BSD, h_BSD = self.ops.add_rms_norm(x_BSD, y_BSD, self._weight(self.mlp_norm), eps)
+        x_BSD, h_BSD = self.ops.add_rms_norm(x_BSD, y_BSD, self.weight(self.mlp_norm), eps)
         h_BTD = tensor.gather(h_BSD)
         if self.experts is None:
             return x_BSD + tensor.scatter(self.transform(h_BTD, self.gate, self.up, self.down)), None
@@ -89,7 +89,7 @@ class Block(nn.Module):
         return x_BSD + tensor.scatter(y_BTD), extras
 
     def attend(self, h_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
-        shape, weight = self.shape, self._weight
+        shape, weight = self.shape, self.weight
         B, T, _ = h_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = (
             x_BTX.view(B, T, -1, shape.head_dim) for x_BTX in self._products(h_BTD, (self.q, self.k, self.v))
@@ -104,11 +104,11 @@ class Block(nn.Module):
 
     def transform(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gate_BTF, up_BTF = self._products(h_BTD, (gate, up))
-        return F.linear(self.ops.swiglu(gate_BTF, up_BTF), self._weight(down))
+        return F.linear(self.ops.swiglu(gate_BTF, up_BTF), self.weight(down))
 
     def transform_by_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
         assert self.experts is not None
-        weight = self._weight
+        weight = self.weight
         h_ND, holds_N = h_BTD.flatten(0, 1), documents_BT.flatten() >= 0
         routing = self.mixture.route(h_ND, weight(self.router), self.router_bias, self.experts.per_token)
         gate, up, down = (weight(m).transpose(1, 2) for m in (self.experts_gate, self.experts_up, self.experts_down))
@@ -120,12 +120,13 @@ class Block(nn.Module):
 
     def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """h matrixᵀ of each; one product if the backward pass keeps a joined copy of the matrices anyway."""
-        weights = [self._weight(matrix) for matrix in matrices]
+        weights = [self.weight(matrix) for matrix in matrices]
         if not self.joined:
             return [F.linear(h_BTD, weight) for weight in weights]
         return F.linear(h_BTD, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
 
-    def _weight(self, parameter: Tensor) -> Tensor:
+    def weight(self, parameter: Tensor) -> Tensor:
+        """What this rank holds of a parameter, in the dtype of the layer's products."""
         return self.tensor.weight(parameter).to(self.dtype)
 
 

@@ -14,7 +14,8 @@ To add a hook: a subclass of ``Hook``, and its place in ``Run.hooks``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -27,11 +28,19 @@ class Anomaly:
     """A line of anomalies.jsonl: something that a person should look at."""
 
     step: int
-    kind: str  # non_finite · skipped_outlier · loss_spike · grad_norm_jump · divergence · plateau · throughput_drop
+    # non_finite · skipped_outlier · loss_spike · loss_drop · grad_norm_jump · divergence · plateau · throughput_drop
+    # domain_spike · domain_drop · update_jump · activation_jump · attention_logits · rank_grad_norm · router_collapse
+    kind: str
     value: float
-    usual: float  # what it is compared with: the window's median, the best one so far, what was before a plateau
-    deviations: float  # robust deviations above it; of a throughput drop the share of the usual that is left
+    usual: (
+        float  # what it is compared with: the window's median, the best one so far, what was before a plateau, a limit
+    )
+    deviations: (
+        float  # robust deviations above it, below zero under it; of what has a limit and no deviation, value / usual
+    )
     skipped: bool  # was the update skipped?
+    onset: int | None = None  # the step where it began, at most ``step``; None: it isn't looked for
+    where: str = ""  # domain/<name> · layer/<name> · rank/<number>; '': the whole
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,9 @@ class Update:
     step: int
     gradients: dict[str, Tensor]  # by parameter: this rank's share, unclipped
     squares_P: Tensor  # Σ gradient² by parameter, over all ranks, fp32
+    load_LE: Tensor | None = (
+        None  # tokens [expert layers, experts]; over all ranks in ``after_update``, this rank's before
+    )
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,9 @@ class Outcome:
     supervised: int  # tokens of the global batch that carry loss
     supervised_in_half: float  # those of the rows that ``Monitor.half`` saw; 0 where it measured nothing
     skipped: bool
+    supervised_by_domain: Mapping[str, float] = field(
+        default_factory=dict
+    )  # tokens of the global batch that carry loss
 
 
 class Hook:

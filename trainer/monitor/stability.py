@@ -1,13 +1,11 @@
-"""Stability: gradient clipping, skipping of updates that would break the run, and detectors of anomalies.
-
-Statistics are robust (median and median absolute deviation over a window), so that one spike does not hide the next.
-"""
+"""Stability: gradient clipping, skipping of updates that would break the run, and detectors of anomalies."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
@@ -15,37 +13,13 @@ import torch
 from torch import Tensor
 
 from trainer.contract.recipe import StabilityRecipe
-from trainer.monitor.hook import Anomaly, Hook
+from trainer.monitor.hook import Anomaly, Hook, Outcome
+from trainer.monitor.window import Window, onset
 
-MAD_TO_DEVIATION = 1.4826  # of a normal distribution: Rousseeuw and Croux 1993
 MOST_BLOCKS = 64  # that a run's course is kept in
 MAY_FALL, FALLS = 1.0, 3.0  # standard errors of a fall: below the first begins a plateau, above the second ends it
 RECENT_SHARE = 4  # a fourth of the run so far is what a plateau is judged by
-LEAST_DEVIATION = 0.02  # share of the median: a window that hardly moves must not call every ripple a spike
-
-
-class Window:
-    """The last values of one quantity."""
-
-    def __init__(self, size: int) -> None:
-        self.values: deque[float] = deque(maxlen=size)
-
-    @property
-    def ready(self) -> bool:
-        return len(self.values) * 2 >= (self.values.maxlen or 0)
-
-    @property
-    def full(self) -> bool:
-        return len(self.values) == self.values.maxlen
-
-    def center_and_deviation(self) -> tuple[float, float]:
-        center = median(self.values)
-        spread = median(abs(value - center) for value in self.values)
-        return center, max(MAD_TO_DEVIATION * spread, LEAST_DEVIATION * abs(center), 1e-12)
-
-    def restore(self, values: list[float]) -> None:
-        self.values.clear()
-        self.values.extend(values)
+TRACE_WINDOWS = 2  # that an anomaly's onset is looked for in
 
 
 class LossHistory:
@@ -78,12 +52,19 @@ class LossHistory:
             self.windows *= 2
         return True
 
+    def judged_windows(self) -> int:
+        """How many windows of steps ``halves`` looks back on."""
+        return self._recent() * self.windows
+
+    def _recent(self) -> int:
+        return max(self.least, len(self.blocks) // RECENT_SHARE)
+
     def halves(self) -> tuple[float, float, float] | None:
         """(mean of the earlier half of the recent blocks, of the later half, the standard error of their difference).
 
         The error is from neighbouring blocks' differences, which a slow fall hardly touches.
         """
-        count = max(self.least, len(self.blocks) // RECENT_SHARE)
+        count = self._recent()
         if len(self.blocks) < count:
             return None
         recent = self.blocks[-count:]
@@ -104,8 +85,21 @@ class LossHistory:
         self.windows, self.seen = state["windows"], state["seen"]
 
 
+class DomainWindows:
+    """The last losses of one domain, and the tokens that each is the mean of."""
+
+    def __init__(self, size: int) -> None:
+        self.loss, self.tokens = Window(size), Window(size)
+
+    def deviations(self, loss: float, tokens: float) -> tuple[float, float]:
+        """(usual loss, robust deviations above it). A mean of fewer tokens than usual may lie further off, by √(usual / tokens)."""
+        center, deviation = self.loss.center_and_deviation()
+        few = max(1.0, median(self.tokens.values) / tokens) ** 0.5
+        return center, (loss - center) / (few * deviation)
+
+
 class Detector(Hook):
-    """Watches loss and gradient norm, step by step and over windows."""
+    """Watches loss and gradient norm, step by step and over windows, and the loss of each domain."""
 
     key = "detector"
 
@@ -113,9 +107,13 @@ class Detector(Hook):
         self.recipe = recipe
         self.loss = Window(recipe.window)
         self.grad_norm = Window(recipe.window)
+        self.domains: dict[str, DomainWindows] = {}
+        # [step, loss, gradient norm] of the last steps whose both are finite
+        self.trace: deque[tuple[int, float, float]] = deque(maxlen=TRACE_WINDOWS * recipe.window)
         self.best = math.inf  # lowest median of a full window of losses
         self.course = LossHistory(recipe.plateau_windows)
         self.reported: list[str] = []  # lasting states that were reported and still hold
+        self._tokens: Mapping[str, float] = {}  # of the step that is under way, by domain
 
     def grad_norm_limit(self) -> float:
         """The gradient norm above which the next update is skipped; infinite until the window is half full."""
@@ -124,14 +122,32 @@ class Detector(Hook):
         center, deviation = self.grad_norm.center_and_deviation()
         return center + self.recipe.skip_deviations * deviation
 
-    def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
-        return self.observe(record["step"], record["loss"], record["grad_norm"], record["skipped"])
+    def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
+        self._tokens = outcome.supervised_by_domain
+        return {}
 
-    def observe(self, step: int, loss: float, grad_norm: float, skipped: bool) -> list[Anomaly]:
-        """Anomalies of this step, judged by those before it. Finite values join the window, so that it can follow."""
+    def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
+        found = {name: (record[f"loss/{name}"], tokens) for name, tokens in self._tokens.items() if tokens}
+        return self.observe(record["step"], record["loss"], record["grad_norm"], record["skipped"], found)
+
+    def observe(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        skipped: bool,
+        domains: Mapping[str, tuple[float, float]] | None = None,
+    ) -> list[Anomaly]:
+        """Anomalies of this step, judged by those before it. Finite values join the windows, so that they can follow.
+
+        ``domains``: (mean loss, the tokens that it is of) of each domain that the step has.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.trace.append((step, loss, grad_norm))
         found = list(self._sudden(step, loss, grad_norm, skipped))
+        found += self._of_domains(step, domains or {}, skipped)
         found += self._lasting(step, loss)
-        return found
+        return [replace(a, onset=self._onset(a)) if a.onset is None else a for a in found]
 
     def _sudden(self, step: int, loss: float, grad_norm: float, skipped: bool) -> Iterator[Anomaly]:
         watched = (("loss_spike", self.loss, loss), ("grad_norm_jump", self.grad_norm, grad_norm))
@@ -147,7 +163,31 @@ class Detector(Hook):
                     yield Anomaly(step, "skipped_outlier", value, center, above, True)
                 elif above > self.recipe.spike_deviations:
                     yield Anomaly(step, kind, value, center, above, skipped)
+                elif kind == "loss_spike" and -above > self.recipe.spike_deviations:
+                    yield Anomaly(step, "loss_drop", value, center, above, skipped)
             window.values.append(value)
+
+    def _of_domains(self, step: int, domains: Mapping[str, tuple[float, float]], skipped: bool) -> Iterator[Anomaly]:
+        """Of each domain whose loss is far from its own usual one."""
+        for name, (loss, tokens) in domains.items():
+            if not math.isfinite(loss):
+                continue  # the whole loss isn't either
+            held = self.domains.setdefault(name, DomainWindows(self.recipe.window))
+            if held.loss.ready:
+                usual, above = held.deviations(loss, tokens)
+                if abs(above) > self.recipe.spike_deviations:
+                    kind = "domain_spike" if above > 0 else "domain_drop"
+                    yield Anomaly(step, kind, loss, usual, above, skipped, where=f"domain/{name}")
+            held.loss.values.append(loss)
+            held.tokens.values.append(tokens)
+
+    def _onset(self, anomaly: Anomaly) -> int:
+        """The step where it began: where the earliest departure of loss or gradient norm began that still holds."""
+        steps, losses, norms = zip(*self.trace) if self.trace else ((), (), ())
+        found: Iterable[int | None] = (onset(losses), onset(norms))
+        if anomaly.kind.endswith("_drop"):
+            found = (onset(losses, -1),)
+        return min((steps[index] for index in found if index is not None), default=anomaly.step)
 
     def _lasting(self, step: int, loss: float) -> Iterator[Anomaly]:
         """Divergence of the loss's median over a whole window, and plateau; each is reported once until it ends."""
@@ -166,7 +206,8 @@ class Detector(Hook):
             falls = (earlier - later) / max(error, 1e-12)
             flat = falls < (FALLS if "plateau" in self.reported else MAY_FALL)
             if self._is_new("plateau", flat and not diverged):
-                yield Anomaly(step, "plateau", later, earlier, -falls, False)
+                began = max(0, step + 1 - self.course.judged_windows() * self.recipe.window)
+                yield Anomaly(step, "plateau", later, earlier, -falls, False, onset=began)
 
     def _is_new(self, kind: str, holds: bool) -> bool:
         """Does the state hold, and was it not reported since it began?"""
@@ -181,14 +222,26 @@ class Detector(Hook):
             "best": self.best if math.isfinite(self.best) else None,
             "course": self.course.state_dict(),
             "told": self.reported,
+            "domains": {
+                name: {"loss": list(held.loss.values), "tokens": list(held.tokens.values)}
+                for name, held in self.domains.items()
+            },
+            "trace": [list(line) for line in self.trace],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """An older checkpoint has no ``domains`` and no ``trace``: both begin anew."""
         self.loss.restore(state["loss"])
         self.grad_norm.restore(state["grad_norm"])
         self.best = math.inf if state["best"] is None else state["best"]
         self.course.load_state_dict(state["course"])
         self.reported = list(state["told"])
+        self.domains = {name: DomainWindows(self.recipe.window) for name in state.get("domains", {})}
+        for name, held in self.domains.items():
+            held.loss.restore(state["domains"][name]["loss"])
+            held.tokens.restore(state["domains"][name]["tokens"])
+        self.trace.clear()
+        self.trace.extend((step, loss, norm) for step, loss, norm in state.get("trace", ()))
 
 
 class ThroughputDetector(Hook):

@@ -33,7 +33,7 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
         assert mine.keys() == other.keys()
         for name in mine:
             assert torch.equal(mine[name], other[name]), name
-    for key in ("step", "sampler", "detector", "monitor", "recipe", "data_plan"):
+    for key in ("step", "sampler", "detector", "monitor", "signals", "recipe", "data_plan"):
         assert a.state[key] == b.state[key], key
     assert records(ours) == records(theirs)
     for key in ("tokens", "supervised_tokens", "loss", "loss_by_domain", "documents_seen"):

@@ -105,6 +105,7 @@ def changed(what: Callable[[int, float, float], tuple[float, float]], after: int
         ("loss_spike", lambda t, x, g: (x * 1.5 if t == 0 else x, g), 1),
         ("grad_norm_jump", lambda t, x, g: (x, 5 * g), 1),
         ("skipped_outlier", lambda t, x, g: (x, 100 * g if t == 0 else g), 1),
+        ("loss_drop", lambda t, x, g: (x * 0.6 if t == 0 else x, g), 1),
         ("non_finite", lambda t, x, g: (math.nan, g), 1),
         ("non_finite", lambda t, x, g: (x, math.inf), 1),
         ("divergence", lambda t, x, g: (x * 1.5, g), 40),
@@ -112,7 +113,7 @@ def changed(what: Callable[[int, float, float], tuple[float, float]], after: int
         ("divergence", lambda t, x, g: (x * 1.002**t, g), 200),
         ("plateau", lambda t, x, g: (2.6 + random.Random(t).gauss(0, 0.05), g), 640),
     ],
-    ids=["spike", "jump", "outlier", "nan", "inf", "step-up", "slope", "drift", "flat"],
+    ids=["spike", "jump", "outlier", "drop", "nan", "inf", "step-up", "slope", "drift", "flat"],
 )
 def test_anomalies_are_reported_soon(
     kind: str, what: Callable[[int, float, float], tuple[float, float]], within: int, seed: int
@@ -121,6 +122,95 @@ def test_anomalies_are_reported_soon(
     series = changed(what, after, seed)
     assert watch(detector, series, after) == []
     assert kind in {a.kind for a in watch(detector, series, within, first=after)}
+
+
+def first_of(kind: str, what: Callable[[int, float, float], tuple[float, float]], seed: int) -> Anomaly:
+    """What is told of the falling series when something happens from step 600 on."""
+    detector, series = Detector(DEFAULTS), changed(what, 600, seed)
+    assert watch(detector, series, 600) == []
+    return next(a for a in watch(detector, series, 100, first=600) if a.kind == kind)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("kind", "what", "earliest", "latest"),
+    [
+        # the norm climbs by a fourth a step, six steps before the loss shows anything
+        ("loss_spike", lambda t, x, g: (x * (1.6 if t >= 6 else 1), g * 1.25 ** (t + 1)), 597, 602),
+        ("grad_norm_jump", lambda t, x, g: (x, g * 5 ** (t + 1)), 597, 600),
+        ("loss_spike", lambda t, x, g: (x * 1.5, g), 597, 600),
+        ("loss_drop", lambda t, x, g: (x * 0.6, g), 585, 600),
+        ("divergence", lambda t, x, g: (x * (1 + 0.01 * t), g), 597, 610),
+    ],
+    ids=["norms first", "norm", "loss", "too low", "divergence"],
+)
+def test_an_anomaly_says_where_it_began(
+    kind: str, what: Callable[[int, float, float], tuple[float, float]], earliest: int, latest: int, seed: int
+) -> None:
+    found = first_of(kind, what, seed)
+    assert found.onset is not None and earliest <= found.onset <= min(latest, found.step)
+
+
+def test_what_is_not_finite_began_where_the_norm_climbed() -> None:
+    found = first_of("non_finite", lambda t, x, g: (math.nan if t == 5 else x, g * 2 ** (t + 1)), 1)
+    assert found.step == 605 and found.onset is not None and 597 <= found.onset <= 601
+
+
+def test_a_plateau_began_where_the_judged_windows_begin() -> None:
+    noise, detector = random.Random(2), Detector(DEFAULTS)
+    found = [a for step in range(800) for a in detector.observe(step, 3 + noise.gauss(0, 0.05), 1.0, False)]
+    plateau = next(a for a in found if a.kind == "plateau")
+    assert plateau.onset == plateau.step + 1 - DEFAULTS.window * DEFAULTS.plateau_windows
+
+
+def domains_of(step: int, noise: random.Random) -> dict[str, tuple[float, float]]:
+    """code always with 900 tokens; chat in two of three steps, with 20 to 200 tokens and the noise that belongs to them."""
+    found = {"code": (1.5 + noise.gauss(0, 0.03), 900.0)}
+    if step % 3:
+        tokens = float(noise.randint(20, 200))
+        found["chat"] = (3 + noise.gauss(0, 0.05) * (110 / tokens) ** 0.5, tokens)
+    return found
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(1.4, "domain_spike"), (0.6, "domain_drop")])
+def test_a_domain_whose_loss_is_far_off_is_named(factor: float, kind: str) -> None:
+    """The mean loss stays what it is: of 1000 tokens only 100 are chat's."""
+    detector, noise = Detector(DEFAULTS), random.Random(3)
+    observe = lambda step, found: detector.observe(step, 1.6 + noise.gauss(0, 0.03), 1.0, False, found)
+    for step in range(2000):
+        assert [a.kind for a in observe(step, domains_of(step, noise)) if a.kind != "plateau"] == []
+    found = domains_of(2000, noise) | {"chat": (3 * factor, 110.0)}
+    (told,) = observe(2000, found)
+    assert (told.kind, told.where, told.step) == (kind, "domain/chat", 2000)
+    assert told.usual == pytest.approx(3, abs=0.1) and abs(told.deviations) > DEFAULTS.spike_deviations
+    assert (told.deviations > 0) == (factor > 1)
+
+
+def test_a_domain_of_few_tokens_may_lie_further_off() -> None:
+    judged = []
+    for tokens in (900.0, 9.0):
+        detector = Detector(DEFAULTS)
+        for step in range(100):
+            detector.observe(step, 3.0, 1.0, False, {"code": (1.5 + 0.03 * math.sin(step), 900.0)})
+        judged.append([a.kind for a in detector.observe(100, 3.0, 1.0, False, {"code": (2.5, tokens)})])
+    assert judged == [["domain_spike"], []]
+
+
+def test_a_state_without_domains_and_trace_is_taken_up() -> None:
+    """As checkpoints had it before there were any; and an older detector finds its keys in a new one."""
+    detector, noise = Detector(DEFAULTS), random.Random(3)
+    for step in range(100):
+        detector.observe(step, 3 + noise.gauss(0, 0.05), 1.0, False, domains_of(step, noise))
+    state = json.loads(json.dumps(detector.state_dict()))
+    again = Detector(DEFAULTS)
+    again.load_state_dict(state)
+    assert again.state_dict() == detector.state_dict() and again.trace == detector.trace
+    low = {"code": (0.5, 900.0)}
+    assert again.observe(100, 3.0, 1.0, False, low) == detector.observe(100, 3.0, 1.0, False, low) != []
+    older = Detector(DEFAULTS)
+    older.load_state_dict({key: value for key, value in state.items() if key not in ("domains", "trace")})
+    (told,) = older.observe(100, 5.0, 1.0, False, low)
+    assert told.kind == "loss_spike" and told.onset == 100
 
 
 def test_a_divergence_is_reported_once_until_it_ends() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from tests.support.trainer.models import run_of
 from tests.support.trainer.segment_runs import records, result
 from tests.support.trainer.segments import (
     MakeShard,
@@ -19,10 +21,13 @@ from tests.support.trainer.segments import (
     train_here,
     write_spec,
 )
+from trainer.batch import make_batch
 from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import write_token_shard
 
+OF_SEVERAL_RANKS = {"rank_grad_norm_ratio"}
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 32, "dense_layers": 1, "shared": 1}
 
 
@@ -38,11 +43,11 @@ def assert_near(ours: Path, theirs: Path, loss: float = 2e-5, weight: float = 5e
     a, b = records(ours), records(theirs)
     assert len(a) == len(b)
     for mine, other in zip(a, b, strict=True):
-        assert mine.keys() == other.keys()
+        assert mine.keys() - OF_SEVERAL_RANKS == other.keys() - OF_SEVERAL_RANKS
         assert mine["loss"] == pytest.approx(other["loss"], abs=loss)
         assert mine["tokens"] == other["tokens"] and mine["supervised_tokens"] == other["supervised_tokens"]
         for key in mine:
-            if key.startswith(("grad_norm", "update_ratio", "noise_scale")):
+            if key.startswith(("grad_norm", "update_ratio", "noise_scale", "activation_max", "attention_logit_max")):
                 assert mine[key] == pytest.approx(other[key], rel=2e-2), key
     one, two = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (ours, theirs))
     assert one.state["sampler"] == two.state["sampler"]
@@ -105,6 +110,30 @@ def test_a_layout_does_not_change_the_training(
     assert train_here(one) == (0, "")
     muon = "optimizer__name" in changes  # orthogonalised in bf16: sums in another order may round another way
     assert_near(one, many, loss=2e-4 if muon else 2e-5, weight=5e-3 if muon else 5e-4)
+
+
+def test_each_ranks_own_gradient_is_measured_before_the_sum(
+    tmp_path: Path, make_shard: MakeShard, laid_out: Callable[[str], tuple[DataPlan, Path]]
+) -> None:
+    """The ratio of two ranks' norms, against what one process finds of each half of the rows alone."""
+    plan, many = laid_out("shard")
+    run = run_of(tmp_path, make_shard)
+    shape = run.recipe.model
+    batch = make_batch(DataOrder(plan, context=shape.context, batch=run.recipe.batch, vocab_size=shape.vocab_size))
+    norms = []
+    for rank in range(2):
+        part = {name: rows[rank::2] for name, rows in batch.split(None)[0].items() if name != "domains_BT"}
+        gradients: list[Tensor] = []
+
+        def keep(module: nn.Module, args: tuple[Tensor, ...], found: list[Tensor] = gradients) -> None:
+            args[0].register_hook(found.append)  # type: ignore[no-untyped-call]
+
+        handle = run.model.blocks[0].register_forward_pre_hook(keep)
+        run.model.loss(**part, z_loss=run.recipe.stability.z_loss)[0].backward()  # type: ignore[no-untyped-call]
+        handle.remove()
+        norms.append(float(gradients[0].norm()))
+    ratio = records(many)[0]["rank_grad_norm_ratio"]
+    assert ratio == pytest.approx(max(norms) / min(norms), rel=1e-3) and ratio > 1.001
 
 
 @pytest.mark.slow("seven segments, four of them by two ranks")

@@ -106,7 +106,7 @@ NARROW = {
 NERVOUS = {
     "stability.window": 8,
     "stability.plateau_windows": 2,
-    "stability.spike_deviations": 0.5,
+    "stability.spike_deviations": 2.0,
     "stability.skip_deviations": 2.0,
     "stability.divergence": 1.0001,
 }
@@ -172,9 +172,22 @@ CASES = (
     ),
     MatrixCase(
         "detectors that report everything",
-        steps=60,
-        changes={**NARROW, **NERVOUS, "checkpoint_every": 30},
+        steps=100,
+        changes={**NARROW, **NERVOUS, "checkpoint_every": 50},
         rounding=1e-3,
+    ),
+    MatrixCase(
+        "routers and ranks that are reported",
+        steps=24,
+        ranks=2,
+        changes={
+            **NARROW,
+            **NERVOUS,
+            "model.experts": {**EXPERTS, "per_token": 1, "bias_rate": 0.0},
+            "checkpoint_every": 12,
+        },
+        rounding=1e-3,
+        totals=True,
     ),
     MatrixCase("Muon", changes=MUON, rounding=IN_MUON),
     MatrixCase(

@@ -95,13 +95,17 @@ def compare_tool(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> Comp
 
 
 def compare_case(case: MatrixCase, baseline: int, candidate: int, start: Weights | None) -> Compared:
-    """Compare the folders of one case, by descriptor. ``start``: the weights that both began with; None: they made their own."""
+    """Compare the folders of one case, by descriptor. ``start``: the weights that both began with; None: they made their own.
+
+    An anomaly's onset is a step, which rounding moves or doesn't: it counts where nothing else differs.
+    """
     allowed = case.rounding
     try:
         found = list(_differences(baseline, candidate, start))
     except UntrustedFileError as error:
         found = [Discrepancy(str(error))]
-    judged = _totals(found) if case.totals else _weighed(found, allowed)
+    steady = [part for part in found if ": onset: " not in part.what] or found
+    judged = _totals(steady) if case.totals else _weighed(steady, allowed)
     worst = max(judged, key=lambda part: part.share, default=Discrepancy("", 0.0))
     return Compared(
         not found, Difference(case.name, worst.what, worst.share, allowed) if worst.share > allowed else None

@@ -1,0 +1,291 @@
+"""Signs of trouble that the loss shows late or never: of layers, of ranks, of routers.
+
+- The layer whose turn it is (``Monitor.layer_at``, every fourth step): the largest magnitude in its input, its largest
+  attention logit, and how far the update moved it per rate.
+- Each rank's own gradient, before anything is summed over ranks. FSDP sums weights' gradients within the backward pass,
+  so it is the gradient at the first layer's input, Σ over this rank's rows: all layers' backward passes are in it.
+- How evenly each expert layer's tokens are spread.
+
+Values of different ranks travel in the message and the transfer that the step makes anyway. Measured at the layers'
+inputs by hooks of theirs, outside of what is compiled.
+
+Limits: the attention logit is that of some queries of the batch's first row, with all their keys. A gradient's fault
+within the embedding's own backward pass, or in the sum over ranks itself, is in no rank's number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.qk_norm_rope import rotate
+from trainer.contract.recipe import Recipe
+from trainer.model.transformer import Block, Decoder
+from trainer.monitor.hook import Anomaly, Hook, Outcome, Update
+from trainer.monitor.window import Window, center_and_deviation
+from trainer.parallel.ranks import Ranks
+
+QUERIES = 64  # of a row, whose attention logits are computed
+LOGIT_LIMIT = 100.0  # where Kimi K2 begins to clip: arXiv 2507.20534 §2.1
+LEAST_BALANCE = 0.25  # of ``balance``: 1 where all experts are used alike, 0 where all tokens go to the same few
+LEAST_CHANGE = 0.1  # of a logarithm: what hardly moves must not make every ripple an anomaly
+PAST, ENOUGH = 8, 4  # values that a part's next one is compared with; with fewer than these it isn't
+KINDS = {"update_ratio": "update_jump", "activation_max": "activation_jump", "attention_logit_max": "attention_logits"}
+
+
+class Turns:
+    """One quantity of many parts: each value against the last ones of its own part, by how far all parts' values usually change."""
+
+    def __init__(self, window: int) -> None:
+        self.past: dict[str, deque[float]] = {}
+        self.changes = Window(window)  # value / the median of its part's past, of all parts
+
+    def observe(self, part: str, value: float) -> tuple[float, float] | None:
+        """(the part's usual value, robust deviations of the change above the usual change); None: not known yet."""
+        if not (math.isfinite(value) and value > 0):
+            return None
+        past = self.past.setdefault(part, deque(maxlen=PAST))
+        judged = None
+        if len(past) >= ENOUGH:
+            usual = median(past)
+            if self.changes.ready:
+                center, deviation = center_and_deviation([math.log(change) for change in self.changes.values])
+                judged = usual, (math.log(value / usual) - center) / max(deviation, LEAST_CHANGE)
+            self.changes.values.append(value / usual)
+        past.append(value)
+        return judged
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"past": {part: list(held) for part, held in self.past.items()}, "changes": list(self.changes.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.past = {part: deque(held, maxlen=PAST) for part, held in state["past"].items()}
+        self.changes.restore(state["changes"])
+
+
+class RankNorms:
+    """Each rank's gradient norm against its own past and against the other ranks' change at the same step."""
+
+    def __init__(self, window: int) -> None:
+        self.past: list[deque[float]] = []  # by rank
+        self.spreads = Window(window)  # by what factor the rank named below moved away from the others, at least 1
+
+    def observe(self, norms: list[float]) -> tuple[int, float, float] | None:
+        """(the rank that changed most, by what factor it moved away from the others, robust deviations above the usual).
+
+        None: not known yet, or some norm is zero or not finite. With two ranks, of norms that were 1 and 1 and are 1 and 5,
+        it is rank 1 with factor 5.
+        """
+        if len(self.past) != len(norms):
+            self.past = [deque(maxlen=PAST) for _ in norms]
+            self.spreads.values.clear()
+        if not all(math.isfinite(norm) and norm > 0 for norm in norms):
+            return None
+        judged = None
+        if len(self.past[0]) >= ENOUGH:
+            changes = [math.log(norm / median(past)) for norm, past in zip(norms, self.past)]
+            rank = max(range(len(norms)), key=lambda r: abs(changes[r]))
+            apart = abs(changes[rank] - median(changes[:rank] + changes[rank + 1 :]))
+            if self.spreads.ready:
+                center, deviation = center_and_deviation([math.log(spread) for spread in self.spreads.values])
+                judged = rank, math.exp(apart), (apart - center) / max(deviation, LEAST_CHANGE)
+            self.spreads.values.append(math.exp(apart))
+        for norm, past in zip(norms, self.past):
+            past.append(norm)
+        return judged
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"past": [list(held) for held in self.past], "spreads": list(self.spreads.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.past = [deque(held, maxlen=PAST) for held in state["past"]]
+        self.spreads.restore(state["spreads"])
+
+
+class Signals(Hook):
+    """A hook that is also called before the forward pass (``begin``), and whose numbers travel in ``by_rank``."""
+
+    key = "signals"
+    required = False  # checkpoints are older than it
+
+    def __init__(self, recipe: Recipe, model: Decoder, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.deviations = recipe.stability.spike_deviations
+        self.per_token = recipe.model.experts.per_token if recipe.model.experts is not None else 0
+        self.layers = [f"blocks.{number}" for number in range(len(model.blocks))]
+        self.expert_layers = [name for name, block in zip(self.layers, model.blocks) if block.experts is not None]
+        self.turns = {name: Turns(recipe.stability.window) for name in KINDS}
+        self.norms = RankNorms(recipe.stability.window)
+        self.reported: list[str] = []  # lasting states that were reported and still hold
+        self.measured: dict[str, int] = {}  # layer → the last step that it was measured at
+        self._layer: str | None = None  # to measure in the step that is under way
+        self._first = False  # is its first micro-batch still to come?
+        # [ranks, 3]: Σ gradient² at the first layer's input, largest magnitude, largest attention logit; only this rank's
+        # row isn't zero, until they are summed over the ranks
+        self.by_rank = torch.zeros(ranks.size, 3, device=ranks.device)
+        self._rank_norms: list[float] = []
+        for name, block in zip(self.layers, model.blocks):
+            block.register_forward_pre_hook(partial(self._look, name))
+
+    def begin(self, layer: str | None) -> None:
+        """Before a step's forward pass. ``layer``: whose turn it is."""
+        self._layer, self._first = layer, True
+        self.by_rank = torch.zeros_like(self.by_rank)
+
+    def _look(self, name: str, block: nn.Module, inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        """Called with the inputs of each layer: x_BSD, cos, sin, documents."""
+        if self.ranks.size > 1 and name == self.layers[0]:
+            inputs[0].register_hook(self._add_gradient)
+        if name != self._layer:
+            return
+        own = self.by_rank[self.ranks.rank]
+        with torch.no_grad():
+            low, high = inputs[0].aminmax()
+            own[1] = torch.maximum(own[1], torch.maximum(-low, high).float())
+            if self._first and self.ranks.data_rank == 0:  # whichever the layout, it is the same row
+                own[2] = largest_logit(block, *inputs)  # type: ignore[arg-type]
+        self._first = False
+
+    @torch.no_grad()
+    def _add_gradient(self, gradient: Tensor) -> None:
+        self.by_rank[self.ranks.rank, 0] += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+
+    @torch.no_grad()
+    def after_update(self, update: Update) -> dict[str, Tensor]:
+        numbers = {"by_rank": self.by_rank}
+        if update.load_LE is not None:
+            numbers["balance"] = balance(update.load_LE, self.per_token)
+        return numbers
+
+    def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
+        """``activation_max/<layer>``, ``attention_logit_max/<layer>`` of the layer measured; ``router_balance/<layer>``.
+
+        With several ranks ``rank_grad_norm_ratio``, of the ranks' largest gradient norm to their smallest.
+        """
+        found: dict[str, Any] = {}
+        squares, activations, logits = (numbers["by_rank"][column::3] for column in range(3))
+        if self._layer in self.layers:
+            found |= {f"activation_max/{self._layer}": max_of(activations)}
+            found |= {f"attention_logit_max/{self._layer}": max_of(logits)}
+        found |= {
+            f"router_balance/{name}": value for name, value in zip(self.expert_layers, numbers.get("balance", ()))
+        }
+        if self.ranks.size > 1:
+            self._rank_norms = [square**0.5 for square in squares]
+            found["rank_grad_norm_ratio"] = max_of(self._rank_norms) / max(min(self._rank_norms), 1e-30)
+        return found
+
+    def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
+        step, skipped = record["step"], record["skipped"]
+        return [*self._of_layer(step, record, skipped), *self._of_ranks(step, skipped), *self._of_routers(step, record)]
+
+    def _of_layer(self, step: int, record: dict[str, Any], skipped: bool) -> Iterator[Anomaly]:
+        """Of the layer that was measured. What began, began after it was measured before."""
+        layers = set()
+        for key, value in record.items():
+            quantity, _, layer = key.partition("/")
+            if quantity not in KINDS or (quantity == "update_ratio" and (skipped or record["lr"] == 0)):
+                continue
+            layers.add(layer)
+            began = self.measured.get(layer, step - 1) + 1
+            kind, where = KINDS[quantity], f"layer/{layer}"
+            if quantity == "update_ratio":  # the rate changes by design; what an update makes of it does not
+                value /= record["lr"]
+            judged = self.turns[quantity].observe(layer, value)
+            if judged is not None and judged[1] > self.deviations:
+                yield Anomaly(step, kind, value, *judged, skipped, began, where)
+            elif quantity == "attention_logit_max" and self._is_new(f"{kind} {where}", value > LOGIT_LIMIT):
+                yield Anomaly(step, kind, value, LOGIT_LIMIT, value / LOGIT_LIMIT, skipped, began, where)
+        self.measured |= dict.fromkeys(layers, step)
+
+    def _of_ranks(self, step: int, skipped: bool) -> Iterator[Anomaly]:
+        judged = self.norms.observe(self._rank_norms) if self._rank_norms else None
+        if judged is not None and judged[2] > self.deviations:
+            rank, apart, deviations = judged
+            yield Anomaly(step, "rank_grad_norm", apart, 1.0, deviations, skipped, step, f"rank/{rank}")
+
+    def _of_routers(self, step: int, record: dict[str, Any]) -> Iterator[Anomaly]:
+        for layer in self.expert_layers:
+            value, where = record[f"router_balance/{layer}"], f"layer/{layer}"
+            if self._is_new(f"router_collapse {where}", value < LEAST_BALANCE):
+                share = value / LEAST_BALANCE
+                yield Anomaly(step, "router_collapse", value, LEAST_BALANCE, share, record["skipped"], step, where)
+
+    def _is_new(self, what: str, holds: bool) -> bool:
+        """Does the state hold, and was it not reported since it began?"""
+        new = holds and what not in self.reported
+        self.reported = [other for other in self.reported if other != what] + [what] * holds
+        return new
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "turns": {name: turns.state_dict() for name, turns in self.turns.items()},
+            "measured": dict(self.measured),
+            "ranks": self.norms.state_dict(),
+            "reported": self.reported,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, turns in self.turns.items():
+            turns.load_state_dict(state["turns"][name])
+        self.measured = dict(state["measured"])
+        self.norms.load_state_dict(state["ranks"])
+        self.reported = list(state["reported"])
+
+
+def max_of(values: list[float]) -> float:
+    """The largest; NaN if one is NaN."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+@torch.no_grad()
+def largest_logit(block: Block, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
+    """The largest attention logit of the first row's queries (at most about ``QUERIES`` of them), at least zero; fp32 scalar.
+
+    Of the heads that this rank holds. A logit is q · k / √head_dim of a key at or before the query in the same document.
+    """
+    shape, weight, tensor = block.shape, block.weight, block.tensor
+    x_1TD = tensor.gather(x_BSD[:1])
+    h_1TD = F.rms_norm(x_1TD, (shape.d_model,), weight(block.attention_norm), shape.norm_eps)
+    rows = []
+    for matrix, norm in (("q", "q_norm"), ("k", "k_norm")):
+        y_1THK = F.linear(h_1TD, weight(getattr(block, matrix))).unflatten(-1, (-1, shape.head_dim))
+        if shape.qk_norm:
+            y_1THK = F.rms_norm(y_1THK, (shape.head_dim,), weight(getattr(block, norm)), shape.norm_eps)
+        if shape.qk_norm or block.has_rope:
+            y_1THK = rotate(y_1THK, cos_BTK[:1], sin_BTK[:1])
+        rows.append(y_1THK[0].float())
+    q_THK, k_TGK = rows
+    places_T = torch.arange(len(q_THK), device=x_BSD.device)
+    places_P = places_T[:: max(1, len(places_T) // QUERIES)]
+    q_PGrK = q_THK[places_P].unflatten(1, (k_TGK.shape[1], -1))
+    logits_GrPT = torch.einsum("pgrk,tgk->grpt", q_PGrK, k_TGK) * shape.head_dim**-0.5
+    documents_T = documents_BT[0]
+    documents_P1 = documents_T[places_P].unsqueeze(1)
+    seen_PT = (documents_P1 == documents_T) & (documents_P1 >= 0) & (places_T <= places_P.unsqueeze(1))
+    return torch.where(seen_PT, logits_GrPT, 0.0).amax()
+
+
+def balance(load_LE: Tensor, per_token: int) -> Tensor:
+    """How evenly tokens are spread over E experts, fp32 [L] from 0 to 1. ``load_LE``: tokens at each.
+
+    (exp(entropy) − k) / (E − k): exp(entropy) is the number of experts that would do as much, each the same, and the
+    fewest that k choices a token leave. All 60 choices of 30 tokens spread over 4 experts, and at the same 2:
+
+    >>> balance(torch.tensor([[15.0, 15.0, 15.0, 15.0], [30.0, 30.0, 0.0, 0.0]]), per_token=2)
+    tensor([1., 0.])
+    """
+    experts = load_LE.shape[1]
+    if experts == per_token:
+        return torch.ones(len(load_LE), device=load_LE.device)
+    share_LE = load_LE / load_LE.sum(1, keepdim=True)
+    entropy_L = torch.special.entr(share_LE).sum(1)
+    return ((entropy_L.exp() - per_token) / (experts - per_token)).clamp(0.0, 1.0)
