@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP = @$(PYTHON) -I factory/set_up/__main__.py
 
-.PHONY: setup setup-dev demo test test-slow test-portable check lint types bench bench-report bench-baseline clean
+.PHONY: setup setup-dev demo test test-slow test-portable check lint types bench bench-report bench-baseline doctor-suite clean
 
 # The script looks whether .venv is up to date (a hash of pyproject.toml and constraints.txt), so that no target here has to.
 setup:
@@ -41,6 +41,10 @@ bench: setup-dev
 # Three processes over every op × implementation × shape; some minutes.
 bench-report: setup-dev
 	@$(BIN)/python -m benchmarks.ops.kernel_report
+
+# The loss doctor on injected faults and healthy runs: the confusion matrix. A minute or two a seed.
+doctor-suite: setup-dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.loss_doctor.suite --seeds 3
 
 bench-baseline: setup-dev
 	@$(BIN)/python -m benchmarks.ops.kernel_report --baseline

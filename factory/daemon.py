@@ -31,6 +31,7 @@ class World:
     )
     arrived: tuple[Path, ...] = ()  # settled files in the inbox
     unreleased_promotion: int | None = None  # newest verdict, when it says promote and nothing was released for it
+    undiagnosed_anomaly: int | None = None  # the oldest, of a kind that holds releases
     unjudged_candidate: int | None = None
     unexported_anneal: int | None = None  # or average
     unannealed_trunk: int | None = None  # the newest finished trunk segment, when no anneal branches off it
@@ -41,7 +42,9 @@ class World:
 
 @dataclass(frozen=True)
 class Action:
-    kind: str  # finish_release | train | ingest | release | judge | export | plan_anneal | plan_trunk | audit
+    kind: (
+        str  # finish_release | train | ingest | release | judge | export | plan_anneal | plan_trunk | audit | diagnose
+    )
     subject: int | Path | None = None
 
 
@@ -57,6 +60,8 @@ def next_action(world: World) -> Action | None:
         return Action("finish_release", world.unfinished_release)
     if world.open_segment is not None:
         return Action("train", world.open_segment)
+    if world.undiagnosed_anomaly is not None:
+        return Action("diagnose", world.undiagnosed_anomaly)
     if world.unexported_anneal is not None:
         return Action("export", world.unexported_anneal)
     if world.unreleased_promotion is not None:
@@ -102,15 +107,18 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
     """The part of the world that is in the ledger, at one moment."""
     from factory.audit.policy import AuditPolicy
     from factory.audit.waiting import waiting
+    from factory.gates.release.anomaly_policy import AnomalyPolicy
+    from factory.ledger.anomalies import undiagnosed
     from factory.release.releases import automatic
 
+    troubles = AnomalyPolicy.load(workspace.policy("anomalies.yaml"))
     policy = AuditPolicy.load(workspace.policy("gates/audit.yaml"))
     with ledger.snapshot() as db:
         newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
         planned = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
         trunk = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
         annealed = trunk and SegmentRow.first(
-            db, "WHERE kind = 'anneal' AND parent = :trunk AND state <> 'uncertified'", trunk=trunk.id
+            db, "WHERE kind = 'anneal' AND parent = :trunk AND state NOT IN ('uncertified', 'rewound')", trunk=trunk.id
         )
         unexported = SegmentRow.first(
             db,
@@ -128,11 +136,13 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
             db, "WHERE verdict = :verdict", verdict=verdict.id
         )  # fmt: skip
         audits = waiting(db, policy)
+        anomaly = undiagnosed(db, troubles.kinds) if troubles.diagnose == "automatic" else None
     return World(
         unfinished_release=unfinished.number if unfinished else None,
         open_segment=planned.id if planned else None,
         failed_segment=newest.id if newest and _waits(workspace, newest.state, newest.code_commit) else None,
         unreleased_promotion=verdict.id if verdict and waits and automatic(workspace) else None,
+        undiagnosed_anomaly=anomaly,
         unjudged_candidate=unjudged.id if unjudged else None,
         unexported_anneal=unexported.id if unexported else None,
         unannealed_trunk=trunk.id if trunk and not annealed else None,
@@ -172,6 +182,10 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
         export_candidate(workspace, ledger, subject)
     elif action.kind == "judge":
         judge(workspace, ledger, subject, progress)
+    elif action.kind == "diagnose":
+        from factory.diagnosis.diagnosing import diagnose_and_act
+
+        diagnose_and_act(workspace, ledger, subject, progress)
     elif action.kind == "audit":
         from factory.audit.auditing import audit_and_show
         from factory.audit.reverts import open_reverts
@@ -196,13 +210,14 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
 
 def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress) -> None:
     from factory.audit.keeping import keeping
+    from factory.diagnosis.ladder import climbing
     from factory.tracking.tracking import Tracking
     from factory.training.training import run_segment
 
     row = SegmentRow.get(ledger, segment)
     follower = Tracking.open(workspace, ledger).follow_segment(row, progress.line)
     try:
-        with keeping(workspace, ledger, row, progress):
+        with keeping(workspace, ledger, row, progress), climbing(workspace, row):
             result = run_segment(workspace, ledger, segment, progress, follower)
     finally:
         follower.finish()

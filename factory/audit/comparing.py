@@ -55,18 +55,18 @@ def read_trace(checkpoint: Path, segment: Path, first: int, last: int) -> Window
     if not all(bool(tensor.isfinite().all()) for tensor in loaded.model.values() if tensor.is_floating_point()):
         raise UntrustedFileError(f"the weights of {checkpoint.name} are not finite")
     lines = {}
-    for record in _records(segment, "metrics.jsonl"):
+    for record in step_lines(segment, "metrics.jsonl"):
         if first <= record["step"] < last:
             lines[record["step"]] = record
     anomalies = Counter(
         (record["step"], str(record.get("kind")))
-        for record in _records(segment, "anomalies.jsonl")
+        for record in step_lines(segment, "anomalies.jsonl")
         if first <= record["step"] < last and record.get("kind") not in OF_THE_MACHINE
     )
     return WindowTrace(loaded.model, Rest(loaded.optimizer, state), lines, anomalies)
 
 
-def _records(segment: Path, name: str) -> list[dict[str, Any]]:
+def step_lines(segment: Path, name: str) -> list[dict[str, Any]]:
     """The lines of a file that have a step; none where there is no file. Raises: UntrustedFileError."""
     folder = os.open(segment, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -84,33 +84,9 @@ class Replays:
         segment.mkdir(parents=True)
         spec = self._spec(segment, code, until)
         write_spec(segment, spec)
-        size = sum(file.stat().st_size for file in start.iterdir())
         if self.window.first > self.row.first_step:
             shutil.copytree(start, segment / "checkpoints" / start.name)
-        limits = Limits(
-            wall_seconds=self.wall_seconds,
-            memory=max(Limits.memory, 8 * size),
-            file=max(Limits.file, 2 * size),
-            output=max(Limits.output, 8 * size),
-        )
-        shards = [Path(shard["path"]) for shard in spec["data_plan"]["token_shards"]]
-        watcher = _Watcher(segment, name_of(until))
-        watcher.start()
-        try:
-            result = sandbox.run(
-                [sys.executable, "-m", "trainer", str(segment)],
-                output=self.folder / name,
-                readonly=[code, start, *shards],
-                cwd=code,
-                limits=limits,
-                enough=watcher.enough,
-            )
-        finally:
-            watcher.over.set()
-            watcher.join()
-        if watcher.there():
-            return WindowReplay(result.seconds)
-        return WindowReplay(result.seconds, result.why(), result.timed_out)
+        return replay_segment(self.folder / name, segment, spec, code, start, until, self.wall_seconds)
 
     def _spec(self, segment: Path, code: Path, until: int) -> dict[str, Any]:
         """As the segment had it, but for the kernels, whose choice is the code's own, and for what one rank cannot do."""
@@ -123,6 +99,40 @@ class Replays:
             kernels = segment / "kernels.yaml"
             kernels.write_text(resolved_text((code / KERNELS).read_bytes(), devices.kind(), self.tuned))
         return spec | {"recipe": recipe, "kernels": kernels and str(kernels)}
+
+
+def replay_segment(
+    output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int, wall_seconds: float
+) -> WindowReplay:
+    """Train in the sandbox with ``code``, in a folder that is ready to run, until there is a checkpoint of step ``until``.
+
+    ``output`` holds the folder and may be written; ``start`` is where it goes on from. Raises: IsolationError.
+    """
+    size = sum(file.stat().st_size for file in start.iterdir())
+    limits = Limits(
+        wall_seconds=wall_seconds,
+        memory=max(Limits.memory, 8 * size),
+        file=max(Limits.file, 2 * size),
+        output=max(Limits.output, 8 * size),
+    )
+    shards = [Path(shard["path"]) for shard in spec["data_plan"]["token_shards"]]
+    watcher = _Watcher(segment, name_of(until))
+    watcher.start()
+    try:
+        result = sandbox.run(
+            [sys.executable, "-m", "trainer", str(segment)],
+            output=output,
+            readonly=[code, start, *shards],
+            cwd=code,
+            limits=limits,
+            enough=watcher.enough,
+        )
+    finally:
+        watcher.over.set()
+        watcher.join()
+    if watcher.there():
+        return WindowReplay(result.seconds)
+    return WindowReplay(result.seconds, result.why(), result.timed_out)
 
 
 class _Watcher(threading.Thread):

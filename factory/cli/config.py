@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from factory.core.policy_sources import Value
 
 NAMES = (
-    "factory", "data", "evals", "agents", "gates/audit", "gates/certificate", "gates/patch", "gates/recipe", "gates/release", "kernels", "recipe",
+    "factory", "data", "evals", "agents", "anomalies", "gates/audit", "gates/certificate", "gates/patch", "gates/recipe",
+    "gates/release", "kernels", "recipe",
 )  # fmt: skip
 PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
 WIDTH = 140  # where the output is no terminal
@@ -60,6 +61,7 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
     from factory.evals.policy import EvalPolicy
     from factory.gates.patch.policy import PatchPolicy
     from factory.gates.recipe.policy import RecipePolicy
+    from factory.gates.release.anomaly_policy import AnomalyPolicy
     from factory.gates.release.policy import ReleasePolicy
     from factory.git.scope import AgentsPolicy
     from factory.ingest.rules.policy import DataPolicy
@@ -71,6 +73,7 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
         "data": DataPolicy.load,
         "evals": EvalPolicy.load,
         "agents": AgentsPolicy.load,
+        "anomalies": AnomalyPolicy.load,
         "gates/audit": AuditPolicy.load,
         "gates/certificate": CertificatePolicy.load,
         "gates/patch": PatchPolicy.load,

@@ -62,6 +62,18 @@ class ReferenceModel:
         nll_BT[:, 1:][scored_BT[:, 1:]] = torch.cat(parts)
         return nll_BT
 
+    def gradient_norm(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
+        """(nats, norm of their gradient with respect to all weights) of pieces of one document, each int64 tokens [T + 1] and which of
+        its targets are scored, bool [T]."""
+        wanted = [w.requires_grad_() for w in self.weights.values() if w.is_floating_point()]
+        nats = torch.zeros(())
+        for tokens, scored in pieces:
+            logits_TV = self._hidden(tokens[None, :-1])[0] @ self.head_VD.T
+            nats = nats + F.cross_entropy(logits_TV[scored], tokens[1:][scored], reduction="sum")
+        gradients = torch.autograd.grad(nats, wanted, allow_unused=True)
+        squares = torch.stack([g.square().sum() for g in gradients if g is not None])
+        return float(nats.detach()), float(squares.sum().sqrt())
+
     @torch.inference_mode()
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Collection[int]

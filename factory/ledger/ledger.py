@@ -64,7 +64,7 @@ documents = sa.Table(
     C("source", T),
     C("license", T),
     C("content_sha256", T, index=True),  # of the normalised content; null for a row that could not be read
-    C("fate", T, nullable=False),  # 'train' | 'held_out' | 'dropped'
+    C("fate", T, nullable=False),  # 'train' | 'held_out' | 'dropped' | 'quarantined' (trained on once, masked since)
     C("rule", T),  # which rule dropped it
     C("matched", T),  # key of the document it duplicates or contaminates
     C("detail", T),  # one line for a person
@@ -150,7 +150,7 @@ segments = sa.Table(
     C("code_commit", T, nullable=False),
     C("first_step", N, nullable=False),
     C("last_step", N, nullable=False),  # the step after which it ends
-    # 'planned' | 'done' | 'failed' | 'uncertified' (not started: its code has no certificate)
+    # 'planned' | 'done' | 'failed' | 'uncertified' (not started: its code has no certificate) | 'rewound' (not gone on from)
     C("state", T, nullable=False),
     C("attempts", N, nullable=False, default=0),  # tries that failed; being stopped or killed is no failure
     C("folder", T, nullable=False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from factory.core.workspace import Workspace
+from factory.ledger.anomalies import every_anomaly
 from factory.ledger.reader import Reader
 from factory.ledger.rows import (
     CandidateRow,
@@ -81,7 +82,8 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         "releases": releases,
         "champion": best.only("number candidate mlflow_version export_path") if best else None,
         "proposals": [row.only(PROPOSAL) for row in ProposalRow.select(db)],
-        "anomalies": db.read("SELECT segment, step, kind FROM anomalies ORDER BY id DESC LIMIT 20"),
+        "anomalies": every_anomaly(db)[::-1][:20],
+        "marked_releases": db.read("SELECT subject, detail FROM events WHERE kind = 'release_marked' ORDER BY id"),
     }
 
 
@@ -130,6 +132,7 @@ def screen(facts: dict[str, Any]) -> list[str]:
                 f"{certificate['segment']}'; all measures: 'factory certify'"
             )
     lines += _audit_lines(facts["audits"])
+    lines += _anomaly_lines(facts)
     for candidate in facts["candidates"][-6:]:
         bpb = ((candidate["summary"] or {}).get("bpb")) or {}
         words = ", ".join(f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float))
@@ -142,6 +145,22 @@ def screen(facts: dict[str, Any]) -> list[str]:
         lines.append(
             f"proposal {proposal['number']} {proposal['branch']}: {proposal['title']} → {proposal['outcome'] or proposal['state']}"
         )
+    return lines
+
+
+def _anomaly_lines(facts: dict[str, Any]) -> list[str]:
+    """One on each episode that was diagnosed, one on releases that saw documents which were quarantined later."""
+    lines = []
+    for row in facts["anomalies"]:
+        if row["id"] == row["lead"]:
+            asks = "" if row["state"] == "closed" else f"; 'factory anomalies show {row['id']}'"
+            lines.append(
+                f"anomaly {row['id']} {row['kind']} at step {row['step']} of segment {row['segment']}: {' or '.join(row['causes'])}; "
+                f"{row['how'] or 'open'}{asks}"
+            )
+    for mark in facts["marked_releases"]:
+        count = len(mark["detail"]["documents"])
+        lines.append(f"          {mark['subject'].replace(':', ' ')} saw {count} documents that were quarantined later")
     return lines
 
 

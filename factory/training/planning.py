@@ -176,7 +176,16 @@ def _data_plan(
     held = {domain for row in rows if row["id"] in ids for domain in row["domains"]}
     plan = DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
     with _fits(recipe):
-        return plan.of_arrived(held, first, last)
+        plan, left_out = plan.of_arrived(held, first, last)
+    return plan.masking(_quarantined(ledger, ids)), left_out
+
+
+def _quarantined(ledger: Ledger, token_shards: set[str]) -> list[str]:
+    """Keys of documents of these shards that an anomaly was blamed on (``factory.diagnosis.acting``)."""
+    if not ledger.read("SELECT id FROM events WHERE kind = 'documents_quarantined' LIMIT 1"):
+        return []  # and the long table of documents is not searched
+    listed = ledger.read("SELECT key, token_shard FROM documents WHERE fate = 'quarantined'")
+    return [row["key"] for row in listed if row["token_shard"] in token_shards]
 
 
 def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: SegmentRow | None) -> DataOrder:

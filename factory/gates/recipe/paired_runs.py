@@ -144,7 +144,7 @@ def segment_specs(
         return {
             "kind": kind,
             "recipe": raw,
-            "data_plan": plan.model_dump(),
+            "data_plan": json.loads(plan.to_json()),
             "first_step": first,
             "last_step": stop,
             "initial_checkpoint": str(checkpoint),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -18,10 +18,12 @@ from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite, evaluate_on, items_of
 from factory.evals.statistics import Bounds, compare
 from factory.evals.suite import Suite
+from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.judge import FIRST_RELEASE, MeasureGain, ReleaseEvidence, judge
 from factory.gates.release.policy import ReleasePolicy
+from factory.ledger.anomalies import open_in
 from factory.ledger.ledger import Ledger, record, verdicts
-from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, champion
 from factory.ledger.writing import record_verdict
 from kernels.contract.files import finite
 
@@ -45,6 +47,7 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
         None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, progress, released=True)
     )
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
+    evidence = replace(evidence, anomalies=_open_anomalies(workspace, ledger, candidate_id))
     return _record(ledger, policy, candidate_id, champion_id, suite, evidence, {"candidate": ours, "champion": theirs})
 
 
@@ -81,6 +84,16 @@ def gather(
     if target_bounds is not None and guard_bounds is not None:
         target, guards = _gain(target_bounds[0]), {name: _gain(bounds) for name, bounds in guard_bounds[1].items()}
     return ReleaseEvidence(against=str(Subject("candidate", champion_id)), target=target, guards=guards, **measured)
+
+
+def _open_anomalies(workspace: Workspace, ledger: Ledger, candidate_id: int) -> tuple[str, ...]:
+    """Of the training that a candidate comes from; a segment that was rewound stays spoiled, whatever became of its anomaly."""
+    kinds = AnomalyPolicy.load(workspace.policy("anomalies.yaml")).kinds
+    segment = CandidateRow.get(ledger, candidate_id).segment
+    found = open_in(ledger, segment, kinds)
+    spoiled = [row.id for row in SegmentRow.lineage(ledger, segment) if row.state == "rewound"]
+    words = [f"{row.kind} at step {row.step} of segment {row.segment} (anomaly {row.id})" for row in found]
+    return (*words, *(f"segment {number} was rewound" for number in spoiled))
 
 
 def _gain(bounds: Bounds) -> MeasureGain:

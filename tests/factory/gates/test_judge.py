@@ -42,6 +42,7 @@ def evidence(against: str = "candidate:1", target: float = 0.08, **guards: float
         checks=dict.fromkeys(CHECKS, (True, "fine")),
         target=gain(target, shared=1),
         guards=each,
+        anomalies=(),
     )
 
 
@@ -67,6 +68,12 @@ CASES = [
     ("reject", changed(FIRST, "checks", "stop", (False, "ran on")), "Check stop failed: ran on."),
     ("hold", changed(FIRST, "checks", "smoke", (None, "no end after 600 s")), "Check smoke could not be made: no end"),
     ("hold", ReleaseEvidence(), "does not say which champion"),
+    (
+        "hold",
+        replace(evidence(), anomalies=("loss_spike at step 4 of segment 2 (anomaly 1)",)),
+        "Its training had an anomaly that is still open: loss_spike at step 4",
+    ),
+    ("hold", replace(evidence(), anomalies=None), "was not looked up"),
     ("promote", evidence(), "Better than candidate 1"),
     ("hold", evidence(target=0.005), "Not shown to be better"),
     ("reject", evidence(target=-0.05), "Worse than candidate 1"),

@@ -55,6 +55,9 @@ class DataPlan(Strict):
     replay: Share = 0.0  # share of a domain's tokens from generations before the newest
     max_epochs: Positive = 1
     seed: Annotated[int, Field(ge=0)] = 0
+    masked: list[
+        str
+    ] = []  # keys of documents that carry no loss: rows, order and the loss's denominator stay as without it
 
     @model_validator(mode="after")
     def _possible(self) -> DataPlan:
@@ -89,8 +92,9 @@ class DataPlan(Strict):
         return parse(cls, raw, where, DataPlanError)
 
     def to_json(self) -> str:
-        """Canonical: equal plans give equal text."""
-        return json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
+        """Canonical: equal plans give equal text. ``masked`` is left out where it is empty: older code can read such a plan too."""
+        plan = self.model_dump(exclude=None if self.masked else {"masked"})
+        return json.dumps(plan, sort_keys=True, separators=(",", ":"))
 
     @property
     def id(self) -> str:
@@ -143,3 +147,12 @@ class DataPlan(Strict):
             weights = phases[0].weights  # the first weights apply to none of these steps, but a plan must have some
         left_out = sorted({domain for mixture in mixtures for domain in mixture.absent(held)})
         return self.model_copy(update={"weights": weights, "phases": phases}), left_out
+
+    def masking(self, documents: Iterable[str]) -> DataPlan:
+        """The same plan, in which these documents, by their keys, carry no loss, as do those that carry none already.
+
+        >>> plan = DataPlan(token_shards=[PlannedShard(id="a", path="a", generation=0)], weights={"*": 1.0})
+        >>> plan.masking(["b:2", "b:1"]).masking(["b:1"]).masked, plan.masking([]).id == plan.id
+        (['b:1', 'b:2'], True)
+        """
+        return self.model_copy(update={"masked": sorted({*self.masked, *documents})})

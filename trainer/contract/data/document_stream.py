@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.packing import pieces_in
@@ -51,6 +53,7 @@ class Stream:
         supervised = np.concatenate([t["supervised_tokens"] for t in tables])
         self.supervised_tokens = int(supervised.sum())
         self.unmasked = supervised == self.length  # documents all of whose tokens carry loss: their mask is not read
+        self.masked: frozenset[int] = frozenset()  # documents that the plan masks: counted as ever, and without weight
         self.ends = np.cumsum(pieces_in(self.length, context))
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
         self.positions = int(np.maximum(0, self.length - 1).sum())
@@ -89,7 +92,12 @@ class Stream:
         return held[piece.first : piece.first + piece.positions + 1]
 
     def target_mask(self, piece: Piece) -> npt.NDArray[np.bool_] | np.bool_:
-        """Which of its targets carry loss, [positions]; a scalar True if all do."""
+        """Which of its targets carry loss, [positions]; a scalar True if all do, False if the plan masks its document.
+
+        ``piece.supervised`` counts them all the same, so that no other document's weight changes.
+        """
+        if piece.document in self.masked:
+            return np.False_
         if piece.supervised == piece.positions:
             return np.True_
         return self.shards[piece.shard].loss_mask(piece.first + 1, piece.first + 1 + piece.positions)
@@ -150,7 +158,24 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Str
             tables.append(table)
     plan.refuse_absent({domain_of(name) for name in groups})
     streams = {name: Stream(name, plan.seed, *group, context) for name, group in sorted(groups.items())}
+    if plan.masked:
+        _mask(streams, set(plan.masked))
     return {name: stream for name, stream in streams.items() if stream.pieces}
+
+
+def _mask(streams: dict[str, Stream], keys: set[str]) -> None:
+    """Raises: DataPlanError for a document that no shard holds."""
+    missing, wanted = set(keys), pa.array(sorted(keys))
+    for stream in streams.values():
+        found: list[int] = []
+        for number, shard in enumerate(stream.shards):
+            named = shard.documents["key"]
+            rows = np.flatnonzero(np.array(pc.is_in(named, value_set=wanted).to_pylist(), bool))
+            found += np.flatnonzero((stream.shard == number) & np.isin(stream.row, rows)).tolist()
+            missing -= {str(named[int(row)].as_py()) for row in rows}
+        stream.masked = frozenset(found)
+    if missing:
+        raise DataPlanError(f"masked: no token shard of the plan holds document {min(missing)!r}")
 
 
 def _tables(shard: TokenShard) -> Iterator[tuple[str, dict[str, Any]]]:

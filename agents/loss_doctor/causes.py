@@ -1,0 +1,134 @@
+"""The table from what the arms showed to a cause: a pure function. Two names, or ``unknown``, are honest answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from agents.loss_doctor.arms import COMMIT, EARLIER, FP32, KERNELS
+
+BAD_DATA, DATA_AND_STATE, REPEATED = "bad data", "data × state", "contamination or repeated data"
+ORDER, RATE, PRECISION, KERNEL = "data order or packing", "rate", "numeric precision", "faulty kernel"
+CODE, STATE_LOST, HARDWARE = "code change", "state lost on resume", "hardware"
+PLATEAU, NEW_GENERATION, UNKNOWN = "true plateau", "new generation", "unknown"
+HEALTHY = ((PLATEAU,), (NEW_GENERATION,))  # answers that ask for nothing
+SPREAD = 0.3  # share of a window's documents from which on no single ones are to blame
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What is known so far. A dictionary's missing arm was not run; None: the arm neither cleared the anomaly nor showed it."""
+
+    kind: str
+    low: bool = False
+    fires: Mapping[str, bool | None] = field(default_factory=dict)  # by arm
+    repeatable: bool | None = None  # did the same replay, twice, leave the same bits?
+    kernels_are_reference: bool = False  # then there is no arm of them
+    masked_clears: bool | None = None  # masking all suspects; None: there was none, or it was not tried
+    guilty_share: float = 0.0  # of the window's documents, those that must be masked together
+    older_fires: bool | None = None  # do they do the same at another checkpoint? None: there is none, or it is unclear
+    rate_clears: str = ""  # the first arm of the rate that cleared it
+    resumed: bool = False  # does the newest checkpoint lack the optimiser's moments?
+    generation_begins: bool = False  # did new shards join where the anomaly began?
+    finished: bool = False  # no arm is left
+    failed: bool = (
+        False  # some arm could not be run: what it would have shown is not known, so nothing is called healthy
+    )
+
+    def cleared(self, arm: str) -> bool:
+        return self.fires.get(arm) is False
+
+
+@dataclass(frozen=True)
+class Naming:
+    """One cause, or two that the arms cannot tell apart, and why."""
+
+    causes: tuple[str, ...]
+    why: str
+
+
+Row = tuple[Callable[[Findings], bool], tuple[str, ...], str]
+
+# The first row that holds. A later row may rely on those before it.
+TABLE: tuple[Row, ...] = (
+    (
+        lambda f: f.repeatable is False,
+        (HARDWARE,),
+        "the same replay, twice, left different bits: a device errs, or the code is not deterministic",
+    ),
+    (
+        lambda f: f.cleared("same again"),
+        (HARDWARE,),
+        "the same steps from the same checkpoint do not show it: it was no property of data, code or recipe",
+    ),
+    (
+        lambda f: f.cleared(FP32.name) and f.cleared(KERNELS.name),
+        (PRECISION, KERNEL),
+        "it is gone in fp32, and with the reference kernels",
+    ),
+    (
+        lambda f: f.cleared(FP32.name) and (f.kernels_are_reference or KERNELS.name in f.fires),
+        (PRECISION,),
+        "it is gone in fp32, and not with the reference kernels",
+    ),
+    (lambda f: f.cleared(KERNELS.name), (KERNEL,), "it is gone with the reference kernels"),
+    (
+        lambda f: bool(f.masked_clears) and f.low,
+        (REPEATED,),
+        "without some documents the loss is as usual: they are too easy, as what was seen before is",
+    ),
+    (
+        lambda f: bool(f.masked_clears) and f.guilty_share > SPREAD,
+        (ORDER, NEW_GENERATION),
+        "it is gone only without so many of the window's documents that no single ones are to blame",
+    ),
+    (
+        lambda f: bool(f.masked_clears) and f.older_fires is True,
+        (BAD_DATA,),
+        "it is gone without some documents, and they do the same at another checkpoint",
+    ),
+    (
+        lambda f: bool(f.masked_clears) and f.older_fires is False,
+        (DATA_AND_STATE,),
+        "it is gone without some documents, and another checkpoint takes the same documents without harm",
+    ),
+    (
+        lambda f: bool(f.masked_clears) and f.finished,
+        (BAD_DATA, DATA_AND_STATE),
+        "it is gone without some documents, and no second checkpoint says whether they do the same there",
+    ),
+    (
+        lambda f: f.cleared(EARLIER.name) and f.resumed,
+        (STATE_LOST,),
+        "trained through from an earlier checkpoint it is gone, and the newest one lacks the optimiser's moments",
+    ),
+    (
+        lambda f: f.cleared(EARLIER.name),
+        (STATE_LOST, HARDWARE),
+        "trained through from an earlier checkpoint it is gone: the newest checkpoint holds something wrong",
+    ),
+    (lambda f: f.cleared(COMMIT.name), (CODE,), "it is gone with the code of the segment before"),
+    (lambda f: bool(f.rate_clears), (RATE,), "no document is to blame, and a smaller step of the optimiser clears it"),
+    (
+        lambda f: f.finished and not f.failed and f.generation_begins and not f.low,
+        (NEW_GENERATION,),
+        "it began as new shards joined, nothing clears it, and no document stands out",
+    ),
+    (
+        lambda f: f.finished and not f.failed and f.kind == "plateau",
+        (PLATEAU,),
+        "nothing that was tried makes the loss fall",
+    ),
+    (lambda f: f.finished, (UNKNOWN,), "no arm cleared it"),
+)
+
+
+def name(findings: Findings) -> Naming | None:
+    """The cause, as soon as the findings are enough for one; always once they are ``finished``.
+
+    >>> name(Findings("loss_spike", repeatable=False)).causes
+    ('hardware',)
+    >>> name(Findings("loss_spike", repeatable=True, fires={"same again": True})) is None
+    True
+    """
+    return next((Naming(causes, why) for when, causes, why in TABLE if when(findings)), None)

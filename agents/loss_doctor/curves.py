@@ -1,0 +1,148 @@
+"""Does a window of steps show an anomaly? Loss and gradient norm of each step, held against what was usual before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+MAD_TO_DEVIATION = 1.4826  # of a normal distribution: Rousseeuw and Croux 1993
+LEAST_DEVIATION = 0.02  # share of the median, as the trainer's detector has it
+GONE, THERE = (
+    0.35,
+    0.65,
+)  # of what the live run showed: below the first share an anomaly is gone, above the second it is there
+UNNOTICED = 6.0  # robust deviations: below what a detector calls a spike
+Quantity = Literal["loss", "grad_norm"]
+OF_GRADIENT = ("grad_norm_jump", "skipped_outlier")
+LOW = ("loss_low", "loss_drop", "loss_too_low")  # kinds of a loss that is too low to be true
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """One step of a run; what is not finite is ``math.inf``."""
+
+    step: int
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Usual:
+    """Median and robust deviation of a quantity over the steps before an anomaly."""
+
+    center: float
+    deviation: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Usual:
+        """Of the finite ones; without any, 0 and infinite: nothing is unusual then.
+
+        >>> Usual.of([2.0, 2.1, 1.9, 2.0, 50.0]).center
+        2.0
+        """
+        finite = [value for value in values if math.isfinite(value)]
+        if not finite:
+            return cls(0.0, math.inf)
+        center = median(finite)
+        spread = MAD_TO_DEVIATION * median(abs(value - center) for value in finite)
+        return cls(center, max(spread, LEAST_DEVIATION * abs(center), 1e-12))
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """What the live run showed in its window: which quantity, in which direction, and how far from the usual."""
+
+    kind: str  # of the anomaly
+    quantity: Quantity
+    low: bool  # too low, not too high
+    usual: Usual
+    excess: float  # the largest, in the unit of the quantity; infinite where it was not finite
+
+    @classmethod
+    def seen(cls, kind: str, before: Sequence[StepPoint], window: Sequence[StepPoint]) -> Symptom:
+        """From the live run's own steps.
+
+        >>> calm = [StepPoint(step, 2.0, 0.5) for step in range(8)]
+        >>> Symptom.seen("loss_spike", calm, [StepPoint(8, 5.0, 0.6), StepPoint(9, 2.1, 0.5)]).excess
+        3.0
+        """
+        quantity: Quantity = "grad_norm" if kind in OF_GRADIENT else "loss"
+        usual = Usual.of([getattr(point, quantity) for point in before])
+        symptom = cls(kind, quantity, kind in LOW, usual, 0.0)
+        return cls(kind, quantity, symptom.low, usual, symptom.excess_of(window, usual))
+
+    def excess_of(self, window: Sequence[StepPoint], usual: Usual) -> float:
+        """The largest distance from ``usual`` in the symptom's direction; infinite where a value is not finite."""
+        values = [getattr(point, self.quantity) for point in window]
+        if self.kind == "non_finite" or not all(map(math.isfinite, values)):
+            odd = any(not math.isfinite(x) for point in window for x in (point.loss, point.grad_norm))
+            return math.inf if odd else 0.0
+        sign = -1.0 if self.low else 1.0
+        return max((sign * (value - usual.center) for value in values), default=0.0)
+
+    def fires(self, window: Sequence[StepPoint]) -> bool | None:
+        """Is the anomaly there? None: neither there nor gone.
+
+        >>> calm = [StepPoint(step, 2.0, 0.5) for step in range(8)]
+        >>> spike = Symptom.seen("loss_spike", calm, [StepPoint(8, 5.0, 0.6)])
+        >>> [spike.fires([StepPoint(8, loss, 0.5)]) for loss in (4.9, 3.5, 2.3, math.inf)]
+        [True, None, False, True]
+        """
+        excess = self.excess_of(window, self.usual)
+        if math.isinf(excess) or math.isinf(self.excess):
+            return math.isinf(excess)
+        if self.excess <= 0:
+            return None  # nothing was measured that could come again
+        share = excess / self.excess
+        return True if share >= THERE else False if share <= GONE else None
+
+    def unnoticed(self, window: Sequence[StepPoint]) -> bool:
+        """Would no detector notice the window? Stricter than ``fires`` where the live run's excess was large: less of the same is not left either."""
+        excess = self.excess_of(window, self.usual)
+        return self.fires(window) is False and excess <= UNNOTICED * self.usual.deviation
+
+    def contrast(self, shown: Sequence[StepPoint], without: Sequence[StepPoint]) -> float:
+        """The most by which one replay lies beyond another at the same step, in the symptom's direction: what the other one leaves out causes.
+
+        >>> spike = Symptom("loss_spike", "loss", False, Usual(2.0, 0.1), 3.0)
+        >>> spike.contrast([StepPoint(8, 6.0, 1.0), StepPoint(9, 2.2, 1.0)], [StepPoint(8, 3.5, 1.0), StepPoint(9, 2.1, 1.0)])
+        2.5
+        """
+        other = {point.step: getattr(point, self.quantity) for point in without}
+        sign = -1.0 if self.low else 1.0
+        pairs = [(getattr(point, self.quantity), other[point.step]) for point in shown if point.step in other]
+        return max(
+            (sign * (a - b) if math.isfinite(a) else math.inf for a, b in pairs if math.isfinite(b)), default=0.0
+        )
+
+
+def points(lines: Sequence[Mapping[str, Any]]) -> list[StepPoint]:
+    """Lines of metrics.jsonl, by step; of a step that was done twice the later line."""
+    number = lambda value: float(value) if isinstance(value, int | float) and math.isfinite(value) else math.inf
+    found = {
+        line["step"]: StepPoint(line["step"], number(line.get("loss")), number(line.get("grad_norm"))) for line in lines
+    }
+    return [found[step] for step in sorted(found)]
+
+
+def onset(lines: Sequence[StepPoint], step: int, reach: int = 16, deviations: float = 4.0) -> int:
+    """The step at which an anomaly began that was noticed at ``step``: norms may climb before the loss does (BLOOM's did for five steps).
+
+    The first of the steps right before it, at most ``reach``, whose loss or gradient norm is that far above what was usual earlier.
+
+    >>> calm = [StepPoint(s, 2.0, 0.5) for s in range(40)]
+    >>> onset([*calm, StepPoint(40, 2.0, 3.0), StepPoint(41, 2.0, 9.0), StepPoint(42, 7.0, 30.0)], 42)
+    40
+    """
+    earlier = [point for point in lines if step - 3 * reach <= point.step < step - reach]
+    usual = {key: Usual.of([getattr(point, key) for point in earlier]) for key in ("loss", "grad_norm")}
+    before = {point.step: point for point in lines}
+    while step - 1 in before and reach and earlier:
+        point = before[step - 1]
+        if not any(getattr(point, key) > u.center + deviations * u.deviation for key, u in usual.items()):
+            break
+        step, reach = step - 1, reach - 1
+    return step

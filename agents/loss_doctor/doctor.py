@@ -1,0 +1,194 @@
+"""Runs the arms from cheap to expensive until the table names the cause."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agents.loss_doctor.arms import (
+    AGAIN,
+    COMMIT,
+    EARLIER,
+    FP32,
+    KERNELS,
+    OLDER,
+    AnomalyCase,
+    Arm,
+    ArmOutcome,
+    BudgetSpent,
+    ReplayBench,
+    rate_arms,
+)
+from agents.loss_doctor.causes import BAD_DATA, REPEATED, UNKNOWN, Findings, Naming, name
+from agents.loss_doctor.curves import StepPoint
+from agents.loss_doctor.suspects import smallest, suspects
+
+NOTICED = 8.0  # robust deviations: an anomaly of its own
+ALIKE, UNLIKE = (
+    0.5,
+    0.2,
+)  # of what documents do at the newest checkpoint: how much they do at another one, if they are bad, or if they are not
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the doctor found. ``guilty``: documents that may be quarantined; ``triggers``: those without which it is gone, guilty or not."""
+
+    causes: tuple[str, ...]
+    why: str
+    guilty: tuple[str, ...]
+    triggers: tuple[str, ...]
+    suspects: tuple[str, ...]
+    outcomes: tuple[ArmOutcome, ...]
+    steps: int  # replayed in all
+    remedy: str = ""  # the arm of the rate that cleared it
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, without the curves."""
+        arms = [{"arm": o.arm, "fires": o.fires, "steps": o.steps, "failed": o.failed} for o in self.outcomes]
+        lists = {key: list(getattr(self, key)) for key in ("causes", "guilty", "triggers", "suspects")}
+        return {"why": self.why, "steps": self.steps, "remedy": self.remedy, "arms": arms, **lists}
+
+
+def diagnose(bench: ReplayBench) -> Diagnosis:
+    """The cause of an anomaly. What is not found within the budget, or because a replay fails, is ``unknown`` with the reason."""
+    consultation = _Consultation(bench)
+    try:
+        naming = consultation.run()
+    except BudgetSpent as spent:
+        naming = name(consultation.findings) or Naming((UNKNOWN,), str(spent))
+    return consultation.diagnosis(naming)
+
+
+class _Consultation:
+    """What has been tried, and what it showed."""
+
+    def __init__(self, bench: ReplayBench) -> None:
+        self.bench = bench
+        self.case: AnomalyCase = bench.case()
+        self.outcomes: list[ArmOutcome] = []
+        self.ranked: list[str] = []
+        self.triggers: list[str] = []
+        self.strictly = False
+        self.findings = Findings(
+            self.case.kind,
+            low=self.case.symptom.low,
+            kernels_are_reference=self.case.all_reference,
+            resumed=self.case.resumed_at is not None,
+            generation_begins=self.case.generation_begins is not None,
+        )
+
+    def run(self) -> Naming:
+        for step in (self._again, self._numerics, self._documents, self._history, self._rate):
+            step()
+            if all(outcome.failed for outcome in self.outcomes):
+                return Naming((UNKNOWN,), f"nothing could be replayed: {self.outcomes[0].failed}")
+            if (naming := name(self.findings)) is not None:
+                return naming
+        self.findings = replace(self.findings, finished=True)
+        naming = name(self.findings)
+        assert naming is not None
+        failed = [f"{o.arm}: {o.failed}" for o in self.outcomes if o.failed]
+        return replace(naming, why=f"{naming.why} (not run: {'; '.join(failed)})") if failed else naming
+
+    def diagnosis(self, naming: Naming) -> Diagnosis:
+        guilty = tuple(self.triggers) if naming.causes in ((BAD_DATA,), (REPEATED,)) else ()
+        steps = sum(outcome.steps for outcome in self.outcomes)
+        return Diagnosis(
+            naming.causes, naming.why, guilty, tuple(self.triggers), tuple(self.ranked), tuple(self.outcomes), steps, self.findings.rate_clears
+        )  # fmt: skip
+
+    def _tried(self, arm: Arm) -> ArmOutcome:
+        if known := next((o for o in self.outcomes if o.arm == arm.name), None):
+            return known
+        outcome = self.bench.run(arm)
+        self.outcomes.append(outcome)
+        if outcome.failed:
+            self.findings = replace(self.findings, failed=True)
+        else:
+            self.findings = replace(self.findings, fires={**self.findings.fires, arm.name: outcome.fires})
+        return outcome
+
+    def _again(self) -> None:
+        first, second = (self._tried(arm) for arm in AGAIN)
+        if not (first.failed or second.failed):
+            self.findings = replace(self.findings, repeatable=first.bits == second.bits)
+
+    def _numerics(self) -> None:
+        if self.case.recipe["precision"] != "fp32":
+            self._tried(FP32)
+        if not self.case.all_reference:
+            self._tried(KERNELS)
+
+    def _documents(self) -> None:
+        scores = self.bench.scores("newest")
+        self.ranked = suspects(scores)
+        if not self.ranked:
+            return
+        all_masked = self._masked(tuple(self.ranked))
+        self.findings = replace(self.findings, masked_clears=all_masked.fires is False)
+        cleared = all_masked.fires is False
+        # As little is left as masking all leaves: the smallest set should not leave a smaller spike for the next time.
+        self.strictly = cleared and self._unnoticed(all_masked)
+        if not cleared:
+            return
+        self.triggers = sorted(smallest(self.ranked, self._gone))
+        self.findings = replace(self.findings, guilty_share=len(self.triggers) / len(scores))
+        if name(self.findings) is None and self.case.has_older:
+            self.findings = replace(self.findings, older_fires=self._misbehave_elsewhere())
+
+    def _misbehave_elsewhere(self) -> bool | None:
+        """Do the triggers, at another checkpoint, what they do here? What they do is the window with them against the window without."""
+        triggers, named = tuple(self.triggers), _named(self.triggers)
+        arms = (
+            (AGAIN[0], Arm(named, masked=triggers)),
+            (
+                Arm(OLDER, start="older weights"),
+                Arm(f"{OLDER}, {named}", masked=triggers, start="older weights"),
+            ),
+        )
+        outcomes = [[self._tried(arm) for arm in pair] for pair in arms]
+        if any(outcome.failed for pair in outcomes for outcome in pair):
+            return None
+        here, there = (self.case.symptom.contrast(*map(self._window, pair)) for pair in outcomes)
+        if math.isinf(here) or math.isinf(there):
+            return math.isinf(there)
+        share = there / here if here > 0 else 0.0
+        if share <= UNLIKE:
+            return False
+        noticed = there >= NOTICED * self.case.symptom.usual.deviation
+        return True if share >= ALIKE or noticed else None
+
+    def _gone(self, masked: tuple[str, ...]) -> bool:
+        outcome = self._masked(masked)
+        return outcome.fires is False and (self._unnoticed(outcome) or not self.strictly)
+
+    def _masked(self, masked: tuple[str, ...]) -> ArmOutcome:
+        return self._tried(Arm(_named(masked), masked=tuple(sorted(masked))))
+
+    def _unnoticed(self, outcome: ArmOutcome) -> bool:
+        return self.case.symptom.unnoticed(self._window(outcome))
+
+    def _window(self, outcome: ArmOutcome) -> list[StepPoint]:
+        return [point for point in outcome.curve if self.case.onset <= point.step <= self.case.last]
+
+    def _history(self) -> None:
+        if self.case.has_earlier:
+            self._tried(EARLIER)
+        if self.case.has_previous_commit:
+            self._tried(COMMIT)
+
+    def _rate(self) -> None:
+        for arm in rate_arms(self.case.recipe):
+            if self._tried(arm).fires is False:
+                self.findings = replace(self.findings, rate_clears=arm.name)
+                return
+
+
+def _named(masked: Sequence[str]) -> str:
+    """'3 documents masked (ab12cd34)': the same for the same documents."""
+    digest = hashlib.sha256("\n".join(sorted(masked)).encode()).hexdigest()[:8]
+    return f"{len(masked)} documents masked ({digest})"

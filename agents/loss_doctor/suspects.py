@@ -1,0 +1,69 @@
+"""Which documents cause an anomaly: those that stand out are masked, and what is not needed is taken off again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from agents.loss_doctor.arms import DocumentScore
+from agents.loss_doctor.curves import Usual
+
+STANDS_OUT = 3.5  # robust deviations of the logarithm: Iglewicz and Hoaglin 1993
+
+
+def suspects(scores: Sequence[DocumentScore], most: float = 0.5) -> list[str]:
+    """Keys of the documents that stand out among those of the window, the worst first; at most that share of them.
+
+    By the norm of their own gradient or by their loss, either too high or too low: a document that was leaked or repeated is too easy.
+
+    >>> calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(9)]
+    >>> suspects([*calm, DocumentScore("bad", 9.0, 30.0)])
+    ['bad']
+    """
+    gone = {score.key: outlying(score, scores) for score in scores}
+    ranked = sorted((key for key in gone if gone[key] > STANDS_OUT), key=lambda key: (-gone[key], key))
+    return ranked[: max(1, int(most * len(scores)))]
+
+
+def outlying(score: DocumentScore, among: Sequence[DocumentScore]) -> float:
+    """Robust deviations by which a document's loss or gradient lies off those of the others, the larger; infinite where one is not finite."""
+    if not (math.isfinite(score.loss) and math.isfinite(score.gradient)):
+        return math.inf
+    logs = lambda values: [math.log(max(value, 1e-12)) for value in values if math.isfinite(value)]
+    found = []
+    for mine, others in ((score.loss, [o.loss for o in among]), (score.gradient, [o.gradient for o in among])):
+        usual = Usual.of(logs(others))
+        deviation = max(usual.deviation, 0.05)  # of a logarithm: five per cent
+        found.append(abs(logs([mine])[0] - usual.center) / deviation)
+    return max(found)
+
+
+def smallest(ranked: Sequence[str], gone: Callable[[tuple[str, ...]], bool]) -> list[str]:
+    """A smallest set of documents whose masking makes the anomaly go: without any one of them it stays.
+
+    First the shortest beginning of the ranking that is enough (a search by halves, as more masked documents cannot bring it
+    back), then QuickXplain (Junker, AAAI 2004) within it. ``gone`` tells of a set, and is true of all of ``ranked``; it is
+    asked O(log n + g log(n / g)) times for g guilty of n.
+
+    >>> asked = []
+    >>> def gone(masked): asked.append(masked); return {"b", "e"} <= set(masked)
+    >>> sorted(smallest(list("abcdefgh"), gone)), len(asked) < 12
+    (['b', 'e'], True)
+    """
+    low, high = 1, len(ranked)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if gone(tuple(ranked[:middle])) else (middle + 1, high)
+    return _needed([], False, list(ranked[:high]), gone)
+
+
+def _needed(kept: list[str], added: bool, group: list[str], gone: Callable[[tuple[str, ...]], bool]) -> list[str]:
+    """What of ``group`` is needed beside ``kept``; both together are enough. ``added``: may ``kept`` alone be?"""
+    if added and gone(tuple(kept)):
+        return []
+    if len(group) == 1:
+        return group
+    first, second = group[: len(group) // 2], group[len(group) // 2 :]
+    of_second = _needed(kept + first, True, second, gone)
+    of_first = _needed(kept + of_second, bool(of_second), first, gone)
+    return of_first + of_second

@@ -1,0 +1,118 @@
+"""``factory diagnose`` and ``factory anomalies``: what went wrong while training, why, and what is done about it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
+
+anomalies = typer.Typer(no_args_is_help=True, help="What went wrong while training, and what is done about it.")
+app.add_typer(anomalies, name="anomalies")
+Number = Annotated[int, typer.Argument(help="The anomaly's number, as 'factory anomalies list' has it.")]
+
+
+@app.command()
+def diagnose(
+    anomaly: Annotated[
+        int | None, typer.Argument(help="Its number; without one, the oldest that was not diagnosed.")
+    ] = None,
+    where: Where = DEFAULT,
+    steps: Annotated[int | None, typer.Option(help="Replay at most so many steps, whatever the policy says.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay the window of an anomaly under arms, one thing changed in each, until its cause is known; then do what the policy says.
+
+    The daemon does this by itself after a segment that had one.
+    """
+    from factory.core.progress import SILENT
+    from factory.daemon import LOCK
+    from factory.diagnosis.diagnosing import diagnose_and_act
+    from factory.gates.release.anomaly_policy import AnomalyPolicy
+    from factory.ledger.anomalies import undiagnosed
+
+    workspace, ledger, terminal = open_workspace(where)
+    kinds = AnomalyPolicy.load(workspace.policy("anomalies.yaml")).kinds
+    number = undiagnosed(ledger, kinds) if anomaly is None else anomaly
+    if number is None:
+        print_json({}) if as_json else terminal.line("  no anomaly waits for a diagnosis")
+        return
+    with workspace.lock(LOCK):
+        found = diagnose_and_act(workspace, ledger, number, SILENT if as_json else terminal, steps)
+    if as_json:
+        print_json(found)
+    else:
+        terminal.line(f"    {found['why']}")
+
+
+@anomalies.command("list")
+def list_anomalies(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """Every anomaly: its segment and step, what the loss doctor found, and what became of it."""
+    from factory.ledger.anomalies import every_anomaly
+
+    _, ledger, terminal = open_workspace(where)
+    found = every_anomaly(ledger)
+    if as_json:
+        print_json(found)
+        return
+    for row in found:
+        terminal.line(_line(row))
+    if not found:
+        terminal.line("  no anomaly was reported yet")
+
+
+def _line(row: dict[str, Any]) -> str:
+    causes = f": {' or '.join(row['causes'])}" if row["causes"] else ""
+    ended = f" ({row['how']})" if row["how"] else ""
+    return f"anomaly {row['id']}  segment {row['segment']}, step {row['step']}  {row['kind']}  {row['state']}{causes}{ended}"
+
+
+@anomalies.command("show")
+def show_anomaly(number: Number, where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """The diagnosis of one: every arm, the documents, the report."""
+    from factory.ledger.anomalies import DIAGNOSED, AnomalyRow, every_anomaly, newest_about
+
+    _, ledger, terminal = open_workspace(where)
+    AnomalyRow.get(ledger, number)
+    row = next(row for row in every_anomaly(ledger) if row["id"] == number)
+    diagnosis = newest_about(ledger, DIAGNOSED).get(number)
+    if as_json:
+        print_json(row | {"diagnosis": diagnosis})
+        return
+    terminal.line(_line(row))
+    if diagnosis is None:
+        terminal.line(f"    not diagnosed yet: 'factory diagnose {number}'")
+        return
+    terminal.line(f"    {diagnosis['why']}")
+    for arm in diagnosis["arms"]:
+        shows = {True: "there", False: "gone", None: "unclear"}[arm["fires"]]
+        terminal.line(f"    {arm['arm']:<44} {shows:<8} {arm['failed']}")
+    for name in ("guilty", "triggers"):
+        if diagnosis[name]:
+            terminal.line(f"    {name}: {', '.join(diagnosis[name])}")
+    terminal.line(f"    report: {diagnosis['report']}")
+
+
+@anomalies.command("accept")
+def accept_diagnosis(number: Number, where: Where = DEFAULT) -> None:
+    """Do what the diagnosis proposes (quarantine and rewind), or take the anomaly as it is where nothing is to be done; close it."""
+    from factory.diagnosis.acting import accept
+
+    _decide(accept, number, where)
+
+
+@anomalies.command("reject")
+def reject_diagnosis(number: Number, where: Where = DEFAULT) -> None:
+    """The diagnosis is wrong: documents that were quarantined for it are trained on again from the next segment on; close it."""
+    from factory.diagnosis.acting import reject
+
+    _decide(reject, number, where)
+
+
+def _decide(decision: Any, number: int, where: Any) -> None:
+    from factory.daemon import LOCK
+
+    workspace, ledger, terminal = open_workspace(where)
+    with workspace.lock(LOCK):
+        terminal.line(f"  anomaly {number}: {decision(ledger, number, person())}")

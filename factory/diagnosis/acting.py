@@ -1,0 +1,112 @@
+"""What is done about a diagnosis: guilty documents are quarantined and the segment that they spoiled is rewound; or a person is asked.
+
+A quarantined document stays in its token shard and keeps its place in the data order, but carries no loss in any segment that is planned
+later (``DataPlan.masked``), so that checkpoints and sampler states from before it stay valid. A rewound segment is not gone on from:
+the trunk goes on from the one before it, over the same shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from agents.loss_doctor.causes import HEALTHY
+from factory.core.errors import InputError
+from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.ledger.anomalies import CLOSED, DIAGNOSED, MARKED, QUARANTINED, REWOUND, newest_about
+from factory.ledger.ledger import Ledger, documents, record, segments
+from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
+from factory.training.planning import plan_of
+
+RULE = "loss_doctor"  # as ``documents.rule`` names it
+
+
+def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> str:
+    """Do what the policy says about the diagnosis of an anomaly; returns a line for a person."""
+    found = _diagnosis(ledger, lead)
+    if tuple(found["causes"]) in HEALTHY:
+        _close(ledger, lead, found, "healthy", "policy")
+        return "nothing is wrong; it is closed"
+    if found["guilty"] and policy.quarantine == "automatic":
+        return quarantine_and_rewind(ledger, lead, "policy")
+    words = "accept" if found["guilty"] else "accept or reject"
+    return f"a person decides: 'factory anomalies {words.split()[0]} {found['lead']}' or 'factory anomalies reject {found['lead']}'"
+
+
+def accept(ledger: Ledger, number: int, by: str) -> str:
+    """Do what the diagnosis proposes; without guilty documents, take the anomaly as it is, so that candidates may be released again.
+
+    Raises: InputError when it is closed, or was not diagnosed.
+    """
+    found = _diagnosis(ledger, number)
+    if found["guilty"]:
+        return quarantine_and_rewind(ledger, number, by)
+    _close(ledger, number, found, "accepted", by)
+    return "closed; candidates that were held are judged again by 'factory evaluate N'"
+
+
+def reject(ledger: Ledger, number: int, by: str) -> str:
+    """The diagnosis is wrong: nothing is done, or what was done to documents is undone, and the anomaly is closed. Raises: InputError."""
+    found = _diagnosis(ledger, number, also_closed=True)
+    which = (documents.c.key.in_(found["guilty"]), documents.c.fate == "quarantined")
+    with ledger.begin() as tx:
+        changed = tx.execute(documents.update().where(*which).values(fate="train", rule=None, detail=None)).rowcount
+        record(
+            tx,
+            CLOSED,
+            Subject("anomaly", found["lead"]),
+            {"anomalies": found["anomalies"], "how": "rejected", "by": by},
+        )
+    return f"closed; {changed} documents are trained on again" if changed else "closed"
+
+
+def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
+    """All in one transaction: documents, releases that saw them, segments that go on from what they spoiled, the anomaly."""
+    found = _diagnosis(ledger, number)
+    guilty, lead = found["guilty"], Subject("anomaly", found["lead"])
+    reason = f"anomaly {found['lead']}: {' or '.join(found['causes'])}"
+    spoiled = [
+        row
+        for row in SegmentRow.select(ledger)
+        if any(p.id == found["segment"] for p in SegmentRow.lineage(ledger, row.id))
+    ]
+    releases = [r for r in ReleaseRow.select(ledger) if _saw(ledger, r.segment, guilty)]
+    with ledger.begin() as tx:
+        tx.execute(
+            documents.update().where(documents.c.key.in_(guilty)).values(fate="quarantined", rule=RULE, detail=reason)
+        )
+        record(tx, QUARANTINED, lead, {"documents": guilty, "reason": reason, "by": by})
+        for release in releases:
+            record(tx, MARKED, Subject("release", release.number), {"anomaly": found["lead"], "documents": guilty})
+        for row in spoiled:
+            if row.state in ("done", "planned"):
+                tx.execute(segments.update().where(segments.c.id == row.id).values(state="rewound"))
+                record(tx, REWOUND, Subject("segment", row.id), {"anomaly": found["lead"]})
+        record(tx, CLOSED, lead, {"anomalies": found["anomalies"], "how": "quarantined", "by": by})
+    marked = f"; release {', '.join(str(r.number) for r in releases)} saw them" if releases else ""
+    return f"{len(guilty)} documents quarantined, segment {found['segment']} rewound{marked}"
+
+
+def _close(ledger: Ledger, number: int, found: Mapping[str, Any], how: str, by: str) -> None:
+    with ledger.begin() as tx:
+        record(tx, CLOSED, Subject("anomaly", found["lead"]), {"anomalies": found["anomalies"], "how": how, "by": by})
+
+
+def _diagnosis(ledger: Ledger, number: int, also_closed: bool = False) -> dict[str, Any]:
+    """Raises: InputError."""
+    found = newest_about(ledger, DIAGNOSED).get(number)
+    if found is None:
+        raise InputError(f"anomaly {number} was not diagnosed: run 'factory diagnose {number}'")
+    if not also_closed and (end := newest_about(ledger, CLOSED).get(number)):
+        raise InputError(f"anomaly {number} is closed: {end['how']} by {end['by']}")
+    return found
+
+
+def _saw(ledger: Ledger, segment: int, keys: list[str]) -> bool:
+    """Could a segment, or one that it goes on from, train on one of these documents?"""
+    holding = ledger.rows(sa.select(documents.c.token_shard).where(documents.c.key.in_(keys)).distinct())
+    wanted = {row["token_shard"] for row in holding}
+    plans = (plan_of(ledger, row) for row in SegmentRow.lineage(ledger, segment))
+    return any(wanted & {shard["id"] for shard in plan["token_shards"]} for plan in plans)

@@ -1,0 +1,180 @@
+"""One diagnosis: the episode that an anomaly belongs to, its replays in the sandbox, the cause, the report, what the policy does.
+
+Killed at any moment, the same call goes on: replays that ended are read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agents.loss_doctor.curves import StepPoint, points
+from agents.loss_doctor.doctor import Diagnosis, diagnose
+from factory.audit.comparing import step_lines
+from factory.audit.replaying import WindowReplay, replay_segment
+from factory.core import devices
+from factory.core.errors import ConfigError, FactoryError, InputError
+from factory.core.launching import ranks
+from factory.core.progress import Progress
+from factory.core.removal import remove
+from factory.core.workspace import Workspace
+from factory.diagnosis import acting, report
+from factory.diagnosis.bench import Episode, Runner, WindowBench
+from factory.diagnosis.episodes import EpisodeSpan, spans
+from factory.diagnosis.ladder import ladder_of
+from factory.gates.patch.training import for_one_rank
+from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.gates.untrusted_tensors import UntrustedFileError
+from factory.git import repository
+from factory.ledger.anomalies import DIAGNOSED, AnomalyRow
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import SegmentRow, Subject
+from factory.training.segment_folder import spec_of
+from kernels.contract.files import finite
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.errors import TrainerError
+
+
+def diagnose_and_act(
+    workspace: Workspace, ledger: Ledger, number: int, progress: Progress, steps: int | None = None
+) -> dict[str, Any]:
+    """Diagnose the episode of an anomaly, record it, write its report, and do what the policy says; returns what was recorded.
+
+    What cannot be replayed is recorded as ``unknown`` with the reason, so that a person is asked and the daemon does not begin again.
+    ``steps``: another budget than the policy's. Raises: InputError for an anomaly that there is not, or is not of the loss; ConfigError.
+    """
+    policy = AnomalyPolicy.load(workspace.policy("anomalies.yaml"))
+    budget = policy.steps if steps is None else steps
+    if budget < 1:
+        raise ConfigError(
+            f"a budget of {budget} replayed steps finds nothing: set 'steps' in policies/anomalies.yaml, or --steps, to 1 or more"
+        )
+    row = AnomalyRow.get(ledger, number)
+    segment = SegmentRow.get(ledger, row.segment)
+    lines = live_lines(ledger, segment)
+    span = _span(ledger, row, lines)
+    lead = span.anomalies[0]
+    folder = workspace.root / "diagnoses" / f"{lead:05d}"
+    found: Diagnosis | None = None
+    with progress.task(f"diagnosis of anomaly {lead} ({span.kind}, step {span.onset} of segment {segment.id})"):
+        try:
+            episode, notes = _episode(workspace, ledger, segment, span, lines)
+            found = diagnose(WindowBench(episode, folder, _runner(policy.wall_seconds), budget))
+            why = "; ".join([found.why, *notes])
+        except (FactoryError, TrainerError, UntrustedFileError, OSError) as error:
+            why = str(error)
+        finally:
+            repository.remove_worktree(workspace.repository, _worktree(workspace, segment, ""))
+            repository.remove_worktree(workspace.repository, _worktree(workspace, segment, "-previous"))
+    empty: dict[str, Any] = {
+        "causes": ["unknown"],
+        "guilty": [],
+        "triggers": [],
+        "suspects": [],
+        "arms": [],
+        "steps": 0,
+        "remedy": "",
+    }
+    detail: dict[str, Any] = (found.to_json() if found else empty) | {
+        "why": why, "anomalies": list(span.anomalies), "segment": segment.id, "kind": span.kind, "onset": span.onset, "last": span.last,
+        "budget": budget,
+    }  # fmt: skip
+    page = report.write(workspace, ledger, lead, detail, lines, found)
+    with ledger.begin() as tx:
+        record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail | {"report": str(page)}))
+    done = acting.act(ledger, policy, lead)
+    progress.line(
+        f"  anomaly {lead} ({span.kind}, segment {segment.id}, steps {span.onset}–{span.last}): {' or '.join(detail['causes'])}; {done}"
+    )
+    if found is not None:
+        remove(folder)
+    return detail | {"done": done}
+
+
+def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
+    """Of a segment and those that it goes on from: all that is still on disk, by step."""
+    lines: list[dict[str, Any]] = []
+    for row in SegmentRow.lineage(ledger, segment.id):
+        if row.kind != "average" and Path(row.folder).is_dir():
+            try:
+                lines += [
+                    line for line in step_lines(Path(row.folder), "metrics.jsonl") if line["step"] < row.last_step
+                ]
+            except UntrustedFileError as error:
+                raise InputError(f"segment {row.id}: {error}") from error
+    return points(lines)
+
+
+def _span(ledger: Ledger, row: AnomalyRow, lines: list[StepPoint]) -> EpisodeSpan:
+    others = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=row.segment)
+    for span in spans([(other.id, other.step, other.kind) for other in others], lines):
+        if row.id in span.anomalies:
+            return span
+    raise InputError(
+        f"anomaly {row.id} is a {row.kind}: the loss doctor diagnoses what is about the loss or the gradient"
+    )
+
+
+def _episode(
+    workspace: Workspace, ledger: Ledger, segment: SegmentRow, span: EpisodeSpan, lines: list[StepPoint]
+) -> tuple[Episode, list[str]]:
+    """(the episode, ready to be replayed; notes for a person). Raises: InputError that says what is missing; RepositoryError."""
+    if segment.state not in ("done", "rewound"):
+        raise InputError(f"segment {segment.id} is {segment.state}: only what is done is diagnosed")
+    if segment.computing is not None and segment.computing["machine"]["device"] != devices.kind():
+        name = segment.computing["machine"]["name"]
+        raise InputError(
+            f"segment {segment.id} was trained on {name}, and this machine has no such device: diagnose it there"
+        )
+    spec = spec_of(ledger, segment)
+    if gone := [shard["path"] for shard in spec["data_plan"]["token_shards"] if not Path(shard["path"]).is_dir()]:
+        raise InputError(
+            f"the token shard {gone[0]} is gone, so its documents cannot be replayed: they were erased since"
+        )
+    notes = []
+    if ranks(workspace) > 1:
+        spec["recipe"] = for_one_rank(spec["recipe"])
+        notes.append("replayed on one rank")
+    every: dict[int, Path] = {}
+    for row in SegmentRow.lineage(ledger, segment.id):
+        for folder in (ladder_of(workspace, row.id), Path(row.folder) / "checkpoints"):
+            every |= dict(checkpoints.steps_in(folder))
+    sound = [
+        (step, path) for step, path in sorted(every.items()) if step <= span.onset and not checkpoints.find_fault(path)
+    ]
+    if not sound:
+        later = min(every, default=None)
+        oldest = f"the oldest that is left is of step {later}" if later is not None else "none is left"
+        raise InputError(
+            f"no checkpoint from before step {span.onset} is left to replay from; {oldest} (keep_checkpoints in the recipe)"
+        )
+    if span.onset - sound[-1][0] > segment.recipe_json["checkpoint_every"]:
+        notes.append(f"the checkpoints between steps {sound[-1][0]} and {span.onset} are gone")
+    parent = SegmentRow.get(ledger, segment.parent) if segment.parent else None
+    code = repository.checkout(workspace.repository, segment.code_commit, _worktree(workspace, segment, ""))
+    previous = None
+    if parent is not None and parent.code_commit != segment.code_commit:
+        previous = repository.checkout(
+            workspace.repository, parent.code_commit, _worktree(workspace, segment, "-previous")
+        )
+    kernels = dict(segment.computing["kernels"]) if segment.computing else {}
+    begins = segment.first_step if parent is not None and segment.generation != parent.generation else None
+    if begins is not None and not begins <= span.onset <= begins + 2:
+        begins = None
+    episode = Episode(
+        span.kind, span.onset, span.last, spec, kernels, devices.kind(), lines, sound, code, previous, begins
+    )
+    return episode, notes
+
+
+def _worktree(workspace: Workspace, segment: SegmentRow, which: str) -> Path:
+    return workspace.worktrees / f"diagnosis-{segment.id}{which}"
+
+
+def _runner(wall_seconds: float) -> Runner:
+    def run(output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int) -> WindowReplay:
+        with devices.one():
+            return replay_segment(output, segment, spec, code, start, until, wall_seconds)
+
+    return run

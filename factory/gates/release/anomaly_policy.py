@@ -1,0 +1,32 @@
+"""``policies/anomalies.yaml``: which anomalies are diagnosed, how far, and what is done about them. No patch can change it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from factory.core.policy_file import StrictPolicy, load_policy
+
+Act = Literal["automatic", "ask"]
+
+
+class AnomalyPolicy(StrictPolicy):
+    """Every key is optional."""
+
+    kinds: list[str] = ["non_finite", "loss_spike", "loss_low", "divergence"]
+    """That are diagnosed; while one of them is open, no candidate that contains it is released. Others are only recorded."""
+    steps: Annotated[int, Field(ge=0)] = 1000
+    """The budget of one diagnosis, in replayed steps."""
+    wall_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    """Time limit of one replay."""
+    quarantine: Act = "automatic"
+    """Documents that are guilty: masked in every later segment, and the segment that they spoiled rewound. ask: a person decides."""
+    diagnose: Act = "automatic"
+    """Does the daemon diagnose by itself? ask: 'factory diagnose'."""
+
+    @classmethod
+    def load(cls, path: Path) -> AnomalyPolicy:
+        """Raises: ConfigError naming the file and the key."""
+        return load_policy(cls, path)

@@ -1,0 +1,179 @@
+"""The loss doctor on a made-up bench, whose anomaly has a known cause: every row of the table, guilt, budgets, failures."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from agents.loss_doctor.arms import AnomalyCase, Arm, ArmOutcome, BudgetSpent, DocumentScore, Start
+from agents.loss_doctor.causes import TABLE, Findings, name
+from agents.loss_doctor.curves import StepPoint, Symptom, onset
+from agents.loss_doctor.doctor import diagnose
+from agents.loss_doctor.suspects import smallest
+
+AGAIN = {"same again": True, "same again, twice": True}
+RECIPE = {"precision": "bf16", "optimizer": {"lr": 1e-3, "beta2": 0.99}, "stability": {"grad_clip": 1.0}}
+CALM = [StepPoint(step, 2.0, 0.5) for step in range(40)]
+
+
+# Findings, and what they must be called. Later rows hold all that earlier ones need, but for what makes the earlier ones false.
+ROWS: list[tuple[dict[str, Any], tuple[str, ...] | None]] = [
+    ({"repeatable": False}, ("hardware",)),
+    ({"fires": {"same again": False}}, ("hardware",)),
+    ({"fires": AGAIN | {"fp32": False, "reference kernels": False}}, ("numeric precision", "faulty kernel")),
+    ({"fires": AGAIN | {"fp32": False, "reference kernels": True}}, ("numeric precision",)),
+    ({"fires": AGAIN | {"fp32": False}, "kernels_are_reference": True}, ("numeric precision",)),
+    ({"fires": AGAIN | {"fp32": False}}, None),
+    ({"fires": AGAIN | {"fp32": True, "reference kernels": False}}, ("faulty kernel",)),
+    ({"fires": AGAIN, "masked_clears": True, "low": True}, ("contamination or repeated data",)),
+    ({"fires": AGAIN, "masked_clears": True, "guilty_share": 0.6, "older_fires": True}, ("data order or packing", "new generation")),
+    ({"fires": AGAIN, "masked_clears": True, "guilty_share": 0.1, "older_fires": True}, ("bad data",)),
+    ({"fires": AGAIN, "masked_clears": True, "guilty_share": 0.1, "older_fires": False}, ("data × state",)),
+    ({"fires": AGAIN, "masked_clears": True, "guilty_share": 0.1}, None),
+    ({"fires": AGAIN, "masked_clears": True, "finished": True}, ("bad data", "data × state")),
+    ({"fires": AGAIN | {"earlier checkpoint": False}, "resumed": True}, ("state lost on resume",)),
+    ({"fires": AGAIN | {"earlier checkpoint": False}}, ("state lost on resume", "hardware")),
+    ({"fires": AGAIN | {"earlier checkpoint": True, "previous commit": False}}, ("code change",)),
+    ({"fires": AGAIN, "masked_clears": False, "rate_clears": "rate × 0.1"}, ("rate",)),
+    ({"fires": AGAIN, "finished": True, "generation_begins": True}, ("new generation",)),
+    ({"fires": AGAIN, "finished": True, "kind": "plateau"}, ("true plateau",)),
+    ({"fires": AGAIN, "finished": True, "kind": "plateau", "failed": True}, ("unknown",)),
+    ({"fires": AGAIN, "finished": True, "generation_begins": True, "failed": True}, ("unknown",)),
+    ({"fires": AGAIN | {"fp32": None}, "finished": True}, ("unknown",)),
+    ({"fires": AGAIN, "repeatable": True}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("findings", "causes"), ROWS, ids=lambda value: str(value))
+def test_the_table(findings: dict[str, Any], causes: tuple[str, ...] | None) -> None:
+    named = name(Findings(**{"kind": "loss_spike", "repeatable": True} | findings))
+    assert (named and named.causes) == causes
+
+
+def test_every_row_of_the_table_is_tried() -> None:
+    seen = set()
+    for findings, _ in ROWS:
+        found = Findings(**{"kind": "loss_spike", "repeatable": True} | findings)
+        seen.add(next((i for i, (when, _, _) in enumerate(TABLE) if when(found)), None))
+    assert seen - {None} == set(range(len(TABLE)))
+
+
+@dataclass
+class MadeUp:
+    """A bench whose window spikes as long as ``spikes`` says so of an arm."""
+
+    spikes: Callable[[Arm], bool]
+    scored: Sequence[DocumentScore] = ()
+    budget: int = 1000
+    older: bool = True
+    noisy: bool = False
+    failing: str = ""
+    ran: list[str] = field(default_factory=list)
+
+    def case(self) -> AnomalyCase:
+        spike = Symptom.seen("loss_spike", CALM, [StepPoint(40, 6.0, 0.5)])
+        return AnomalyCase(
+            "loss_spike", 40, 40, spike, RECIPE, has_previous_commit=True, has_earlier=self.older, has_older=self.older
+        )
+
+    def run(self, arm: Arm) -> ArmOutcome:
+        if self.budget <= 0:
+            raise BudgetSpent("the budget is spent")
+        self.budget -= 1
+        self.ran.append(arm.name)
+        if self.failing:
+            return ArmOutcome(arm.name, None, failed=self.failing)
+        spikes = self.spikes(arm)
+        bits = str(random.random()) if self.noisy else "same"
+        return ArmOutcome(arm.name, spikes, 1, bits, (StepPoint(40, 6.0 if spikes else 2.1, 0.5),))
+
+    def scores(self, start: Start) -> Sequence[DocumentScore]:
+        return self.scored
+
+
+DOCUMENTS = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(30)] + [
+    DocumentScore("bad-1", 9.0, 20.0), DocumentScore("odd", 8.0, 18.0), DocumentScore("bad-2", 7.0, 12.0),
+]  # fmt: skip
+
+
+def test_the_guilty_are_found_exactly_and_only_if_they_misbehave_elsewhere_too() -> None:
+    guilty = MadeUp(lambda arm: not {"bad-1", "bad-2"} <= set(arm.masked), DOCUMENTS)
+    found = diagnose(guilty)
+    assert found.causes == ("bad data",) and found.guilty == ("bad-1", "bad-2")
+    assert set(found.suspects) == {"bad-1", "odd", "bad-2"}
+    trigger = MadeUp(lambda arm: arm.start == "newest" and "bad-1" not in arm.masked, DOCUMENTS)
+    found = diagnose(trigger)
+    assert found.causes == ("data × state",) and found.guilty == () and found.triggers == ("bad-1",)
+    alone = MadeUp(lambda arm: "bad-1" not in arm.masked, DOCUMENTS, older=False)
+    found = diagnose(alone)
+    assert found.causes == ("bad data", "data × state") and found.guilty == ()
+
+
+@pytest.mark.parametrize(
+    ("spikes", "causes"),
+    [
+        (lambda arm: not arm.recipe, ("numeric precision",)),
+        (lambda arm: not arm.reference_kernels, ("faulty kernel",)),
+        (lambda arm: not arm.previous_commit, ("code change",)),
+        (lambda arm: arm.start != "earlier", ("state lost on resume", "hardware")),
+        (lambda arm: "optimizer.lr" not in arm.recipe, ("rate",)),
+        (lambda arm: "optimizer.beta2" not in arm.recipe, ("rate",)),
+        (lambda arm: False, ("hardware",)),
+        (lambda arm: True, ("unknown",)),
+    ],
+)
+def test_each_cause_without_a_guilty_document(spikes: Callable[[Arm], bool], causes: tuple[str, ...]) -> None:
+    found = diagnose(MadeUp(spikes, DOCUMENTS))
+    assert found.causes == causes and found.guilty == ()
+
+
+def test_it_stops_where_replays_do_not_agree_and_where_none_is_possible() -> None:
+    noisy = MadeUp(lambda arm: True, DOCUMENTS, noisy=True)
+    assert diagnose(noisy).causes == ("hardware",) and len(noisy.ran) == 2
+    failing = MadeUp(lambda arm: True, DOCUMENTS, failing="no sandbox")
+    found = diagnose(failing)
+    assert found.causes == ("unknown",) and "no sandbox" in found.why and len(failing.ran) == 2
+
+
+def test_an_arm_that_could_not_be_run_makes_nothing_healthy() -> None:
+    class Breaking(MadeUp):
+        def case(self) -> AnomalyCase:
+            return replace(super().case(), generation_begins=40)
+
+        def run(self, arm: Arm) -> ArmOutcome:
+            outcome = super().run(arm)
+            return replace(outcome, fires=None, failed="killed") if arm.masked else outcome
+
+    assert diagnose(Breaking(lambda arm: True, DOCUMENTS)).causes == ("unknown",)
+    assert diagnose(Breaking(lambda arm: True, [])).causes == ("new generation",)
+
+
+def test_a_spent_budget_is_unknown_or_what_is_known_by_then() -> None:
+    found = diagnose(MadeUp(lambda arm: True, DOCUMENTS, budget=3))
+    assert found.causes == ("unknown",) and "budget" in found.why and found.guilty == ()
+
+
+def test_the_smallest_set_is_found_among_many() -> None:
+    rng = random.Random(5)
+    for _ in range(50):
+        ranked = [f"d{n}" for n in range(rng.randint(1, 60))]
+        needed = set(rng.sample(ranked, rng.randint(1, min(4, len(ranked)))))
+        asked: list[int] = []
+
+        def gone(masked: tuple[str, ...], needed: set[str] = needed, asked: list[int] = asked) -> bool:
+            asked.append(1)
+            return needed <= set(masked)
+
+        assert set(smallest(ranked, gone)) == needed
+        assert len(asked) <= 6 + 2 * len(needed) * 7
+
+
+def test_the_onset_goes_before_what_was_noticed() -> None:
+    rising = [StepPoint(40 + n, 2.0, 0.5 * 2.0**n) for n in range(1, 6)]
+    assert onset([*CALM, StepPoint(40, 2.0, 0.5), *rising, StepPoint(46, 7.0, 30.0)], 46) == 41
+    assert onset([*CALM, StepPoint(40, 7.0, 0.5)], 40) == 40
+    assert onset([], 3) == 3

@@ -1,0 +1,171 @@
+"""The bench, with real replays of a tiny run: what it runs again, what it scores, and what a kill and a budget do to it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agents.loss_doctor.arms import AGAIN, OLDER, Arm, BudgetSpent
+from agents.loss_doctor.curves import points
+from agents.loss_doctor.doctor import diagnose
+from agents.loss_doctor.suspects import suspects
+from factory.audit.replaying import WindowReplay
+from factory.diagnosis.bench import Episode, WindowBench, graft, moments_are_lost
+from factory.diagnosis.ladder import NEWEST, LadderKeeper, rungs
+from tests.support.trainer.segment_runs import result
+from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here, write_spec
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Checkpoint
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.json_lines import read_lines
+from trainer.contract.plan.spec import SegmentSpec
+
+RECIPE = recipe_with(optimizer__lr=1e-2, keep_checkpoints=99, stability__window=16, mixture__weights={"*": 1.0})
+FIRST, LAST = 40, 52
+
+
+class Live:
+    """A trunk of 40 steps, and a segment in which documents of one repeated token join."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.runs = root, 0
+        good = write_token_shard(root / "good", make_documents(1, {"code": 900}), vocab_size=512, tokenizer_sha256="")
+        odd = [
+            TokenizedDocument(f"bad-{i}", f"bad-{i}", "code", "t", "none", np.full(60, 7, np.uint32), np.ones(60, bool))
+            for i in range(9)
+        ]
+        new = write_token_shard(
+            root / "new", make_documents(2, {"code": 200}) + odd, vocab_size=512, tokenizer_sha256=""
+        )
+        self.trunk = write_spec(root / "00001", plan_of(good, weights={"*": 1.0}), RECIPE, last_step=FIRST)
+        assert train_here(self.trunk) == (0, "")
+        self.plan = plan_of(good, new, generations=[0, 1], weights={"*": 1.0}, replay=0.5)
+        start = result(self.trunk)["checkpoint"]
+        self.segment = write_spec(
+            root / "00002", self.plan, RECIPE, first_step=FIRST, last_step=LAST, initial_checkpoint=start
+        )
+        assert train_here(self.segment) == (0, "")
+        self.anomalies = read_lines(self.segment / "anomalies.jsonl")
+
+    def episode(self) -> Episode:
+        spec = SegmentSpec.load(self.segment).model_dump() | {"data_plan": _json(self.plan)}
+        lines = points([line for folder in (self.trunk, self.segment) for line in read_lines(folder / "metrics.jsonl")])
+        step = next(a["step"] for a in self.anomalies if any(key.startswith("bad-") for key in a["documents"]))
+        kind = next(a["kind"] for a in self.anomalies if a["step"] == step)
+        folders = (self.trunk, self.segment)
+        every = dict(
+            rung for folder in folders for rung in checkpoints.steps_in(folder / "checkpoints") if rung[0] <= step
+        )
+        return Episode(kind, step, step, spec, {}, "cpu", lines, list(every.items()), Path())
+
+    def bench(self, name: str, budget: int = 500) -> WindowBench:
+        return WindowBench(self.episode(), self.root / name, self.replay, budget)
+
+    def replay(
+        self, output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int
+    ) -> WindowReplay:
+        self.runs += 1
+        code_, said = train_here(segment)
+        return WindowReplay(0.0, said if code_ else "")
+
+
+def _json(plan: DataPlan) -> dict[str, Any]:
+    return plan.model_dump(exclude=None if plan.masked else {"masked"})
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
+    return Live(tmp_path_factory.mktemp("live"))
+
+
+def test_the_same_again_is_what_the_live_run_did_and_is_not_run_twice_after_a_kill(live: Live) -> None:
+    episode = live.episode()
+    bench = live.bench("again")
+    outcome = bench.run(AGAIN[0])
+    live_points = {point.step: point for point in episode.lines}
+    assert outcome.fires and outcome.curve and all(point == live_points[point.step] for point in outcome.curve)
+    assert bench.run(AGAIN[1]).bits == outcome.bits
+    runs = live.runs
+    later = live.bench("again")
+    assert later.run(AGAIN[0]) == outcome and live.runs == runs and later.replayed == outcome.steps
+
+
+def test_the_budget_counts_what_was_replayed_before_a_kill(live: Live) -> None:
+    steps = live.bench("budget").run(AGAIN[0]).steps
+    again = live.bench("budget", budget=2 * steps - 1)
+    again.run(AGAIN[0])
+    with pytest.raises(BudgetSpent, match=f"budget of {2 * steps - 1} replayed steps is spent"):
+        again.run(AGAIN[1])
+
+
+def test_the_documents_that_stand_out_are_the_bad_ones(live: Live) -> None:
+    scores = live.bench("scores").scores("newest")
+    episode = live.episode()
+    in_batch = next(a["documents"] for a in live.anomalies if a["step"] == episode.onset)
+    assert [score.key for score in scores] == in_batch
+    bad = {key for key in in_batch if key.startswith("bad-")}
+    assert bad and set(suspects(scores)[: len(bad)]) == bad
+
+
+def test_a_poisoned_document_is_named_exactly(live: Live) -> None:
+    found = diagnose(live.bench("whole"))
+    in_batch = next(a["documents"] for a in live.anomalies if a["step"] == live.episode().onset)
+    assert found.causes == ("bad data",), found
+    assert set(found.guilty) == {key for key in in_batch if key.startswith("bad-")}
+
+
+def test_older_weights_meet_the_same_documents(live: Live, tmp_path: Path) -> None:
+    episode = live.episode()
+    older = episode.older()
+    assert older is not None and older[0] < episode.newest[0]
+    grafted = graft(older[1], episode.newest[1], tmp_path)
+    a, b, c = (checkpoints.load(path) for path in (grafted, older[1], episode.newest[1]))
+    assert a.state == c.state and all(torch.equal(a.model[key], b.model[key]) for key in b.model)
+    outcome = live.bench("older").run(Arm(OLDER, start="older weights"))
+    assert [point.step for point in outcome.curve] == list(
+        range(episode.newest[0], episode.until)
+    ) and not outcome.failed
+
+
+def test_a_replay_that_fails_says_why(live: Live) -> None:
+    bench = replace(live.bench("fails"), run_trainer=lambda *_: WindowReplay(1.0, "over its wall limit"))
+    outcome = bench.run(AGAIN[0])
+    assert outcome.failed == "over its wall limit" and outcome.fires is None
+
+
+def test_lost_moments_are_seen(live: Live, tmp_path: Path) -> None:
+    path = live.episode().newest[1]
+    assert not moments_are_lost(path)
+    held = checkpoints.load(path)
+    zeroed = {key: tensor * 0 if key.startswith("exp_avg") else tensor for key, tensor in held.optimizer.items()}
+    assert moments_are_lost(checkpoints.save(tmp_path, Checkpoint(held.model, zeroed, held.state)))
+
+
+def test_the_ladder_keeps_what_the_trainer_removes(live: Live, tmp_path: Path) -> None:
+    every = checkpoints.steps_in(live.trunk / "checkpoints")
+    source, target = tmp_path / "source", tmp_path / "ladder"
+    keeper = LadderKeeper(source, target, every=5)
+    source.mkdir()
+    for step, path in every:
+        for _, old in checkpoints.steps_in(source)[:-1]:
+            old.unlink()
+        (source / checkpoints.name_of(step)).symlink_to(path)  # refused: a rung is no link
+        keeper.look()
+    assert not checkpoints.steps_in(target)
+    for number, (_, path) in enumerate(every):
+        for _, old in checkpoints.steps_in(source):
+            old.unlink() if old.is_symlink() else shutil.rmtree(old)
+        held = checkpoints.load(path)
+        checkpoints.save(source, held)
+        keeper.look()
+        steps = [step for step, _ in every[: number + 1]]
+        assert [step for step, _ in checkpoints.steps_in(target)] == rungs(steps, 5)
+    assert len(every) > NEWEST and not any(checkpoints.find_fault(path) for _, path in checkpoints.steps_in(target))

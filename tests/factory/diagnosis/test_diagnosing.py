@@ -1,0 +1,166 @@
+"""Diagnoses in a plant: the poisoned shard, bad input, what is done and undone."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from factory.cli.app import app
+from factory.core.errors import ConfigError, InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.daemon import next_action, observe, reconcile
+from factory.diagnosis.acting import accept, act, quarantine_and_rewind, reject
+from factory.diagnosis.diagnosing import diagnose_and_act
+from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.ledger.anomalies import DIAGNOSED, every_anomaly, open_anomalies, open_in, undiagnosed
+from factory.ledger.ledger import Ledger, anomalies, record, segments
+from factory.ledger.rows import SegmentRow, Subject
+from factory.ledger.status import screen, snapshot
+from factory.training.planning import next_trunk, plan_of, plan_trunk
+from tests.support.factory.code_loop import make_target
+from tests.support.factory.trained_plant import WORDS, make_plant
+
+KINDS = AnomalyPolicy().kinds
+SETTINGS: dict[str, Any] = {
+    "optimizer": {"lr": 1e-2},
+    "stability": {"window": 16, "noise_scale_every": 5},
+    "schedule": {"warmup_steps": 4, "trunk_steps": {"first": 40, "later": 12}, "anneal_steps": 6},
+}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[tuple[Workspace, Ledger]]:
+    yield make_plant(tmp_path, make_target(tmp_path / "target"))
+
+
+def note(ledger: Ledger, segment: int, step: int, kind: str = "loss_spike") -> int:
+    """An anomaly as a finished segment leaves it."""
+    with ledger.begin() as tx:
+        made = tx.execute(
+            anomalies.insert().values(segment=segment, step=step, kind=kind, detail={}).returning(anomalies.c.id)
+        )
+        return int(made.scalar_one())
+
+
+def diagnosed(ledger: Ledger, number: int, segment: int, causes: list[str], guilty: list[str]) -> None:
+    detail = {
+        "anomalies": [number],
+        "segment": segment,
+        "causes": causes,
+        "guilty": guilty,
+        "triggers": guilty,
+        "why": "so it was",
+        "arms": [],
+        "report": "",
+    }
+    with ledger.begin() as tx:
+        record(tx, DIAGNOSED, Subject("anomaly", number), detail)
+
+
+def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    early, slow = note(ledger, 1, 3), note(ledger, 1, 15, "throughput_drop")
+    assert undiagnosed(ledger, KINDS) == early and next_action(observe(workspace, ledger)).kind == "diagnose"  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="a budget of 0 replayed steps"):
+        diagnose_and_act(workspace, ledger, early, SILENT, steps=0)
+    with pytest.raises(InputError, match="no anomaly 99"):
+        diagnose_and_act(workspace, ledger, 99, SILENT)
+    with pytest.raises(InputError, match="is a throughput_drop"):
+        diagnose_and_act(workspace, ledger, slow, SILENT)
+    found = diagnose_and_act(workspace, ledger, early, SILENT)
+    assert found["causes"] == ["unknown"] and "the oldest that is left is of step 15" in found["why"], found
+    assert undiagnosed(ledger, KINDS) is None and [row.id for row in open_in(ledger, 1, KINDS)] == [early]
+    assert any("factory anomalies show" in line for line in screen(snapshot(workspace)))
+    late = note(ledger, 1, 18)
+    with ledger.begin() as tx:
+        other = {"machine": {"device": "cuda", "name": "cuda-sm90"}, "kernels": {}, "fallback": None}
+        tx.execute(segments.update().where(segments.c.id == 1).values(computing=other))
+    assert "trained on cuda-sm90" in diagnose_and_act(workspace, ledger, late, SILENT)["why"]
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == 1).values(computing=None))
+    shutil.rmtree(plan_of(ledger, SegmentRow.get(ledger, 1))["token_shards"][0]["path"])
+    assert "its documents cannot be replayed" in diagnose_and_act(workspace, ledger, late, SILENT)["why"]
+    assert accept(ledger, early, "ada").startswith("closed") and [row.id for row in open_anomalies(ledger, KINDS)] == [
+        late
+    ]
+    with pytest.raises(InputError, match="is closed: accepted by ada"):
+        accept(ledger, early, "bob")
+
+
+def test_quarantined_documents_are_masked_and_what_they_spoiled_is_not_gone_on_from(
+    made: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = made
+    key, shard = (
+        ledger.read("SELECT key, token_shard FROM documents WHERE fate = 'train' ORDER BY key")[0][k]
+        for k in ("key", "token_shard")
+    )
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["bad data"], [key])
+    ask = AnomalyPolicy(quarantine="ask")
+    assert "a person decides" in act(ledger, ask, number) and open_anomalies(ledger, KINDS)
+    assert act(ledger, AnomalyPolicy(), number) == "1 documents quarantined, segment 1 rewound"
+    fate = ledger.read("SELECT fate, rule, detail FROM documents WHERE key = :key", key=key)[0]
+    assert fate == {"fate": "quarantined", "rule": "loss_doctor", "detail": f"anomaly {number}: bad data"}
+    assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
+    assert next_trunk(workspace, ledger).steps == 20
+    again = SegmentRow.get(ledger, plan_trunk(workspace, ledger))
+    assert again.parent is None and plan_of(ledger, again)["masked"] == [key]
+    assert shard in {one["id"] for one in plan_of(ledger, again)["token_shards"]}
+    assert reject(ledger, number, "ada") == "closed; 1 documents are trained on again"
+    assert ledger.read("SELECT fate FROM documents WHERE key = :key", key=key)[0]["fate"] == "train"
+    with pytest.raises(InputError, match="is closed"):
+        quarantine_and_rewind(ledger, number, "bob")
+
+
+def test_the_commands_tell_what_there_is(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    run = lambda *words: CliRunner().invoke(app, [*words, "--workspace", str(workspace.root)])
+    assert "no anomaly was reported yet" in run("anomalies", "list").output
+    assert "no anomaly waits" in run("diagnose").output
+    number = note(ledger, 1, 12)
+    assert "not diagnosed yet" in run("anomalies", "show", str(number)).output
+    diagnosed(ledger, number, 1, ["data × state"], [])
+    assert "data × state" in run("anomalies", "list").output
+    assert json.loads(run("anomalies", "show", str(number), "--json").output)["diagnosis"]["why"] == "so it was"
+    assert "closed" in run("anomalies", "accept", str(number)).output
+    assert every_anomaly(ledger)[-1]["how"] == "accepted"
+
+
+def write_poison(path: Path) -> None:
+    """A shard of good documents, and some of random letters."""
+    rng = random.Random(3)
+    call = lambda: f"    {rng.choice(WORDS)}_{rng.randint(0, 999)} = {rng.choice(WORDS)}({rng.randint(0, 9999)})"
+    texts = {f"code/new-{i}": "def new(value):\n" + "\n".join(call() for _ in range(12)) for i in range(60)}
+    for i in range(4):
+        texts[f"bad/{i}"] = "\n".join("".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=40)) for _ in range(25))
+    rows = [{"id": name, "text": text, "domain": "code", "source": name} for name, text in texts.items()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.slow(
+    "a daemon's passes over a poisoned shard: several segments, and a dozen sandboxed replays for each of their anomalies"
+)
+def test_a_poisoned_shard_is_trained_on_named_quarantined_and_trained_past(tmp_path: Path) -> None:
+    workspace, ledger = make_plant(tmp_path, make_target(tmp_path / "target"), **SETTINGS)
+    write_poison(workspace.inbox / "poison.jsonl")
+    reconcile(workspace, ledger, SILENT, settle=0.0)
+    closed = [row for row in every_anomaly(ledger) if row["how"] == "quarantined"]
+    assert closed and all(row["causes"] == ["bad data"] for row in closed)
+    quarantined = ledger.read("SELECT id, rule FROM documents WHERE fate = 'quarantined'")
+    assert quarantined and all(row["id"].startswith("bad/") for row in quarantined)
+    states = [(row.kind, row.state) for row in SegmentRow.select(ledger)]
+    assert ("trunk", "rewound") in states and states[-1] == ("anneal", "done")
+    newest = SegmentRow.lineage(ledger, SegmentRow.select(ledger)[-1].id)
+    assert all(row.state == "done" for row in newest) and not open_in(ledger, newest[-1].id, KINDS)
+    page = next(workspace.reports.glob("anomaly-*.html")).read_text()
+    assert "bad data" in page and "bad/" in page and "<svg" in page
+    assert ledger.read("SELECT number FROM releases")
