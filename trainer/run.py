@@ -29,6 +29,7 @@ from trainer.monitor.stability import Detector, ThroughputDetector, clip_and_ski
 from trainer.optim.optimizer import Optimizer, squares
 from trainer.optim.schedule import lr_share
 from trainer.parallel.ranks import Ranks, first_holder, local
+from trainer.parallel.replicas import apart
 
 
 class Sums:
@@ -261,6 +262,12 @@ class Run:
             keys = (name, *(f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")))
             found |= dict.fromkeys(keys, Region.of(parameter))
         return found
+
+    def replicas_apart(self) -> list[str]:
+        """Weights and moments of which two ranks hold other bits where they should hold the same. Every rank must ask."""
+        held = {name: local(parameter) for name, parameter in self.optimizer.parameters.items()}
+        held |= self.optimizer.state_tensors()
+        return apart({key: (region, held[key]) for key, region in self.regions().items() if key in held}, self.ranks)
 
     def _restore(self, start: Path) -> dict[str, Any]:
         """Returns the state. Raises: CheckpointError naming the first parameter that doesn't fit."""

@@ -141,16 +141,17 @@ def train(folder: Path, run: Run) -> None:
         writer.wait()
         metrics.flush()
         assert run.step == spec.last_step
+        apart = run.replicas_apart()
         if ranks.leads:
-            write_result(folder, run)
+            write_result(folder, run, apart)
     finally:
         writer.close()
         metrics.close()
         anomalies.close()
 
 
-def write_result(folder: Path, run: Run) -> None:
-    """result.json, atomically: its presence says that the segment is done."""
+def write_result(folder: Path, run: Run, apart: list[str]) -> None:
+    """result.json, atomically: its presence says that the segment is done. ``apart``: ``Run.replicas_apart``."""
     path = folder / "checkpoints" / checkpoints.name_of(run.spec.last_step)
     every = read_lines(folder / "metrics.jsonl")
     lines = every[-LAST_STEPS:]
@@ -169,6 +170,7 @@ def write_result(folder: Path, run: Run) -> None:
         "loss_by_domain": {n: mean(f"loss/{n}") for n in run.order.domains if mean(f"loss/{n}") is not None},
         "documents_seen": spent["documents"],
         "seconds": spent["seconds"],
+        "replicas_apart": apart,
         "skipped_checkpoints": [asdict(bad) for bad in run.skipped],
         "domains_without_weight": [d for d in run.order.domains if not any(n.rpartition("/")[0] == d for n in shares)],
     }

@@ -168,6 +168,12 @@ def certify(
         state = {"promote": "certified", "hold": "not certified", "reject": "NOT CERTIFIED"}[row["outcome"]]
         state += f", accepted by {row['accepted']['by']}" if row["accepted"] else ""
         facts = row["evidence"]
+        if row["gate"] == "preflight":
+            what = f"preflight of {facts['commit'][:12]}, {facts['seconds']:.0f} s; {facts['file']}"
+            terminal.line(f"segment {row['segment']}: {state}  ({what})")
+            for reason in row["reasons"]:
+                terminal.line(f"    {reason}")
+            continue
         ran = (
             f", {facts['steps']} steps from {facts['first_step']}, {len(facts['seeds'])} seeds"
             if facts["steps"]

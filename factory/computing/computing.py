@@ -5,7 +5,7 @@ would be computed otherwise than the one before it needs a certificate, as after
 
     {"precision": {"precision": "fp32", "asked": "auto", "probe": {"seconds": {…}, "rates": {…}}, "warning": ""},
      "kernels": {"attention": "recompute", …}, "fallback": "fail", "tuning": "…/tuning/cpu-avx2-fp32.json",
-     "machine": {"name": "cpu-avx2", …}}
+     "machine": {"name": "cpu-avx2", …}, "ranks": 1}
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import yaml
 from factory.computing import tuned_kernels
 from factory.core import devices
 from factory.core.errors import ConfigError
-from factory.core.launching import run_python
+from factory.core.launching import ranks, run_python
 from factory.core.workspace import Workspace, code_root
 from kernels.contract.files import write_atomically
 
@@ -57,6 +57,7 @@ def decide(workspace: Workspace, recipe: Recipe, kernels: str, before: str = "")
         "fallback": document.get("fallback", "") if isinstance(document, dict) else "",
         "tuning": found.source,
         "machine": machine.to_json(),
+        "ranks": ranks(workspace),
     }
     return resolved, computing, notes
 

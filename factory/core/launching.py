@@ -38,13 +38,13 @@ def ranks(workspace: Workspace) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def launcher(workspace: Workspace, logs: Path = Path("/tmp")) -> list[str]:
-    """The words before ``-m trainer``; torchrun makes a folder in ``logs``.
+def launcher(workspace: Workspace, logs: Path = Path("/tmp"), count: int | None = None) -> list[str]:
+    """The words before ``-m trainer``; torchrun makes a folder in ``logs``. ``count``: so many ranks, on this machine.
 
     Raises: ConfigError for a ``launcher`` that is no shell line, or without ``ranks``.
     """
     where = workspace.root / "factory.yaml"
-    if workspace.config.launcher:
+    if workspace.config.launcher and count is None:
         if not workspace.config.ranks:
             raise ConfigError(f"{where}: launcher: set 'ranks' to the number of ranks that it starts")
         try:
@@ -53,7 +53,7 @@ def launcher(workspace: Workspace, logs: Path = Path("/tmp")) -> list[str]:
             raise ValueError("it is empty")
         except ValueError as error:
             raise ConfigError(f"{where}: launcher: {error}: {workspace.config.launcher!r}") from error
-    count = ranks(workspace)
+    count = count or ranks(workspace)
     torchrun = (*TORCHRUN, f"--nproc-per-node={count}", f"--log-dir={logs}")
     return [sys.executable, *(torchrun if count > 1 else ())]
 

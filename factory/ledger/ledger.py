@@ -210,7 +210,7 @@ verdicts = sa.Table(
     "verdicts",
     metadata,
     C("id", SERIAL, primary_key=True),
-    C("gate", T, nullable=False),  # 'release' | 'patch' | 'recipe' | 'code' (a certificate)
+    C("gate", T, nullable=False),  # 'release' | 'patch' | 'recipe' | 'code' (a certificate) | 'preflight'
     C("subject", T, nullable=False),  # 'candidate:2' | 'proposal:1' | 'segment:3'
     C("against", T),  # 'candidate:1' (the champion) | base commit | the commit of the segment before
     C("policy_sha256", T, nullable=False),

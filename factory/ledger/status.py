@@ -53,7 +53,7 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
     certificates = [
         {"segment": Subject.parse(v["subject"]).number, **v, "accepted": accepted.get(v["subject"])}
         for v in verdicts
-        if v["gate"] == "code"
+        if v["gate"] in ("code", "preflight")
     ]
     drawn = db.read("SELECT subject, detail FROM events WHERE kind = 'audit_drawn' ORDER BY id")
     audits = [
@@ -125,7 +125,7 @@ def screen(facts: dict[str, Any]) -> list[str]:
     trained = [segment for segment in facts["segments"] if segment["kind"] != "average"]
     waiting = {segment["id"] for segment in trained[-1:] if segment["state"] == "uncertified"}
     for certificate in facts["certificates"]:
-        if certificate["segment"] in waiting:
+        if certificate["segment"] in waiting and certificate["outcome"] != "promote" and not certificate["accepted"]:
             lines.append(f"          its code is not certified: {certificate['reasons'][0]}")
             lines.append(
                 "          training waits for other code, or for 'factory certify --accept "

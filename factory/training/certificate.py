@@ -40,6 +40,20 @@ TRAINED_WITH = ("trainer/", "kernels/", "policies/kernels.yaml")  # all that a s
 Series = list[float | None]  # a value a step; None: not finite, or not written
 
 
+Part = Literal["resume", "accumulation", "kernels", "compile", "ranks"]
+
+
+class PreflightPolicy(StrictPolicy):
+    """``preflight`` of the same file: ``factory/training/preflight.py``."""
+
+    parts: list[Part] = ["resume", "accumulation", "kernels", "compile", "ranks"]
+    """What is compared at each new commit, layout or environment; an empty list turns the preflight off."""
+    steps: Count = 20
+    """Of a small model; each way to train takes them once."""
+    times_rounding: Annotated[float, Field(ge=1)] = 30.0
+    """The largest difference that passes, in multiples of what one rounding of each weight does over the same steps."""
+
+
 class CertificatePolicy(StrictPolicy):
     """``policies/gates/certificate.yaml``. Every key is optional."""
 
@@ -49,6 +63,8 @@ class CertificatePolicy(StrictPolicy):
     """Orders of the data that the noise is measured over, under the old code; each costs ``steps`` steps."""
     share_of_noise: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The largest difference that passes, as a share of the seed noise."""
+
+    preflight: PreflightPolicy = PreflightPolicy()
 
     @classmethod
     def load(cls, path: Path) -> CertificatePolicy:

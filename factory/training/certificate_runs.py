@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,37 +141,8 @@ class Runs:
 
     def run(self, side: str, code: LiveCode, commit: str, names: Sequence[str]) -> tuple[int, str]:
         """(exit code, the trainer's last line): 0 when every run left its result. ``names``: 'pair', 'again' or a seed."""
-        folders = [self.folder(side, name) for name in names]
-        self.scratch.mkdir(parents=True, exist_ok=True)
-        with folder_lock(self.scratch) as lock:  # a trainer of a killed factory may still write its last checkpoint
-            clear(self.scratch, self.progress)
-            reads: set[Path] = set()
-            for folder, name in zip(folders, names, strict=True):
-                spec = self._spec_of(side, name) | {"code_commit": commit}
-                _prepare(folder, spec)
-                reads |= set(read_by(spec))
-            log = self.scratch / self.basis / side / "trainer.log"
-            title = f"certificate, {side} code"
-            with open(log, "wb") as out, self.progress.task(title, len(names) * self.steps) as task:
-                for folder in folders:
-                    forget_exit(folder)
-                words = ["--wait", *map(str, folders)]
-                process = start_trainer(
-                    self.workspace, code, words, writable=folders, readonly=sorted(reads), out=out, lock=lock
-                )
-                done = 0
-                try:
-                    over = False
-                    while not over:
-                        over = ended(process, POLL_SECONDS)
-                        now = sum(count_lines(folder / "metrics.jsonl") for folder in folders)
-                        task.advance(now - done, commit[:12])
-                        done = now
-                except BaseException:
-                    stop_trainer(process)
-                    raise
-            clear(self.scratch, self.progress)
-        return self._outcome(side, exit_code(process.wait(), folders), folders, log)
+        specs = {self.folder(side, name): self._spec_of(side, name) | {"code_commit": commit} for name in names}
+        return train_all(self.workspace, code, self.scratch, specs, f"certificate, {side} code", self.progress)
 
     def _spec_of(self, side: str, name: str) -> Spec:
         kernels = computing.write_kernels(self.scratch, self.rows[side].computing, f"kernels-{side}.yaml")
@@ -181,19 +153,64 @@ class Runs:
             return spec
         return spec | {"data_plan": spec["data_plan"] | {"seed": int(name)}, "restart_data": True}
 
-    def _outcome(self, side: str, code: int, folders: Sequence[Path], log: Path) -> tuple[int, str]:
-        line = failure_line(log) or "nothing"
-        if code == EXIT_STOPPED:
-            raise SegmentError(f"the certificate's {side} run was stopped; run the same command again to go on")
-        if code == EXIT_DISK_FULL:
-            raise SegmentError(f"the certificate's {side} run: {line}; free some space and run the same command again")
-        if code == 0 and not all((folder / "result.json").exists() for folder in folders):
-            return 1, "it ended without a result"
-        return code, f"exit {code}: {line}" if code else ""
+
+def train_all(
+    workspace: Workspace,
+    code: LiveCode,
+    scratch: Path,
+    specs: Mapping[Path, Spec],
+    title: str,
+    progress: Progress,
+    *,
+    starts: Mapping[Path, Path] | None = None,
+    count: int | None = None,
+) -> tuple[int, str]:
+    """Run segments below ``scratch`` one after the other in one trainer: (exit code, its last line), 0 when every run left its result.
+
+    specs: segment.json by folder. starts: a checkpoint of its own that a folder begins with. count: ranks, as ``start_trainer`` has it.
+    A run that has its result is not run again. Raises: SegmentError when it was stopped or the disk is full.
+    """
+    folders = list(specs)
+    scratch.mkdir(parents=True, exist_ok=True)
+    with folder_lock(scratch) as lock:  # a trainer of a killed factory may still write its last checkpoint
+        clear(scratch, progress)
+        reads: set[Path] = set()
+        for folder, spec in specs.items():
+            _prepare(folder, spec, (starts or {}).get(folder))
+            reads |= set(read_by(spec))
+        log = folders[0].parent / f"{folders[0].name}.log"
+        steps = sum(spec["last_step"] - spec["first_step"] for spec in specs.values())
+        with open(log, "wb") as out, progress.task(title, steps) as task:
+            for folder in folders:
+                forget_exit(folder)
+            words = ["--wait", *map(str, folders)]
+            process = start_trainer(
+                workspace, code, words, writable=folders, readonly=sorted(reads), out=out, lock=lock, count=count
+            )
+            done = 0
+            try:
+                over = False
+                while not over:
+                    over = ended(process, POLL_SECONDS)
+                    now = sum(count_lines(folder / "metrics.jsonl") for folder in folders)
+                    task.advance(now - done, code.folder.name[:12])
+                    done = now
+            except BaseException:
+                stop_trainer(process)
+                raise
+        clear(scratch, progress)
+    exit_status, line = exit_code(process.wait(), folders), failure_line(log) or "nothing"
+    if exit_status == EXIT_STOPPED:
+        raise SegmentError(f"{title}: the run was stopped; run the same command again to go on")
+    if exit_status == EXIT_DISK_FULL:
+        raise SegmentError(f"{title}: {line}; free some space and run the same command again")
+    if exit_status == 0 and not all((folder / "result.json").exists() for folder in folders):
+        return 1, "it ended without a result"
+    return exit_status, f"exit {exit_status}: {line}" if exit_status else ""
 
 
-def _prepare(folder: Path, spec: Spec) -> None:
-    """The run's folder, kept when it was begun with the same spec."""
+def _prepare(folder: Path, spec: Spec, start: Path | None = None) -> None:
+    """The run's folder, kept when it was begun with the same spec; else made, with a copy of the checkpoint ``start``."""
     try:
         known = json.loads((folder / "segment.json").read_text())
     except (OSError, ValueError):
@@ -201,6 +218,8 @@ def _prepare(folder: Path, spec: Spec) -> None:
     if known != json.loads(json.dumps(spec)):
         remove(folder)
         folder.mkdir(parents=True)
+        if start is not None:
+            shutil.copytree(start, folder / "checkpoints" / start.name)
         write_spec(folder, spec)
 
 

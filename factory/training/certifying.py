@@ -1,5 +1,7 @@
 """Certificates in the ledger: required before a segment starts, recorded as verdicts of the gate 'code', accepted by people.
 
+A preflight joins it (gate 'preflight'): at each new commit, layout or environment, after the certificate.
+
 A segment whose certificate is not 'promote' is marked 'uncertified' in the same transaction, and nothing of it is started.
 The segment then waits for a person: new code (a revert, a fix) makes the factory plan it again, or ``factory certify --accept`` takes this
 code as it is; what was accepted, when and by whom stays in the ledger.
@@ -19,16 +21,26 @@ from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
+from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
-from factory.training.certificate import CertificateEvidence, CertificatePolicy, Judgement, judge_certificate
+from factory.training.certificate import (
+    CertificateEvidence,
+    CertificatePolicy,
+    Judgement,
+    PreflightPolicy,
+    judge_certificate,
+)
 from factory.training.planning import last_checkpoint
+from factory.training.preflight import judge_preflight
 from kernels.contract.files import finite, finite_json, write_atomically
 
 GATE = "code"
+PREFLIGHT = "preflight"
 ACCEPTED = "certificate_accepted"
 UNCERTIFIED = "uncertified"
+OF_CODE = f"gate IN ('{GATE}', '{PREFLIGHT}')"
 
 
 class NotCertified(SegmentError):
@@ -36,17 +48,29 @@ class NotCertified(SegmentError):
 
 
 def ensure_certified(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress: Progress) -> None:
-    """Return when a segment may start: no parent, the same code computed in the same way, a certificate, or a person's acceptance.
+    """Return when a segment may start: what trains it is as it was for its parent, or was measured, or a person took it as it is.
 
     Raises: NotCertified when it may not; SegmentError when the runs were stopped: begin again then.
     """
     parent = SegmentRow.get(ledger, row.parent) if row.parent else None
-    if not parent or (parent.code_commit == row.code_commit and not changed(parent, row)):
-        return
-    verdict = certificate_of(ledger, row.id) or _certify(workspace, ledger, row, parent, progress)
-    remove(Path(row.folder) / "certificate")
+    policy = CertificatePolicy.load(workspace.policy("gates/certificate.yaml"))
+    if parent and (parent.code_commit != row.code_commit or changed(parent, row)):
+        verdict = _newest(ledger, GATE, row.id) or _certify(workspace, ledger, row, parent, policy, progress)
+        _allow(ledger, row, verdict, "certificate")
+    if policy.preflight.parts and _flies(workspace, parent, row):
+        verdict = _newest(ledger, PREFLIGHT, row.id) or _fly(workspace, ledger, row, policy.preflight, progress)
+        _allow(ledger, row, verdict, "preflight")
+
+
+def _allow(ledger: Ledger, row: SegmentRow, verdict: VerdictRow, scratch: str) -> None:
+    """The runs are removed once their verdict stands. Raises: NotCertified."""
+    remove(Path(row.folder) / scratch)
     if verdict.outcome != "promote" and not accepted(ledger, verdict):
         raise NotCertified(f"segment {row.id} was not started. {' '.join(verdict.reasons)} {next_steps(row.id)}")
+
+
+def _newest(ledger: Ledger, gate: str, segment: int) -> VerdictRow | None:
+    return VerdictRow.newest(ledger, gate, Subject("segment", segment))
 
 
 def next_steps(segment: int) -> str:
@@ -58,8 +82,9 @@ def next_steps(segment: int) -> str:
 
 
 def certificate_of(ledger: Ledger, segment: int) -> VerdictRow | None:
-    """The verdict on a segment's code, or None when none was needed or made."""
-    return VerdictRow.newest(ledger, GATE, Subject("segment", segment))
+    """The newest verdict on a segment's code, of its certificate or its preflight; None when none was needed or made."""
+    subject = str(Subject("segment", segment))
+    return VerdictRow.first(ledger, f"WHERE {OF_CODE} AND subject = :subject ORDER BY id DESC", subject=subject)
 
 
 def accepted(ledger: Ledger, verdict: VerdictRow) -> dict[str, Any] | None:
@@ -95,18 +120,21 @@ def every_certificate(ledger: Ledger) -> list[dict[str, Any]]:
     """All of them with their evidence, oldest first, and who accepted which."""
     return [
         {"segment": row.number, **row.with_evidence(ledger), "accepted": accepted(ledger, row)}
-        for row in VerdictRow.select(ledger, "WHERE gate = :gate ORDER BY id", gate=GATE)
+        for row in VerdictRow.select(ledger, f"WHERE {OF_CODE} ORDER BY id")
     ]
 
 
 # -- making one --------------------------------------------------------------------------------------------------------
 def _certify(
-    workspace: Workspace, ledger: Ledger, row: SegmentRow, parent: SegmentRow, progress: Progress
+    workspace: Workspace,
+    ledger: Ledger,
+    row: SegmentRow,
+    parent: SegmentRow,
+    policy: CertificatePolicy,
+    progress: Progress,
 ) -> VerdictRow:
-    policy = CertificatePolicy.load(workspace.policy("gates/certificate.yaml"))
     judged = _identity(policy, row, parent, last_checkpoint(ledger, parent.id)["id"])
-    same = "WHERE gate = :gate AND subject_sha256 = :judged AND outcome <> 'hold' ORDER BY id DESC"
-    known = VerdictRow.first(ledger, same, gate=GATE, judged=judged)
+    known = _known(ledger, GATE, judged)
     if known:  # the same code on the same checkpoint and data: measured for a segment that this one takes the place of
         outcome, reasons, shown = known.outcome, known.reasons, known.evidence(ledger)
     else:
@@ -116,15 +144,38 @@ def _certify(
         judgement = judge_certificate(policy, evidence)
         outcome, reasons = judgement.outcome, judgement.reasons
         shown = _write_file(Path(row.folder), evidence, judgement)
+    of = policy_sha256(policy)
+    return _record(ledger, row, GATE, judged, of, parent.code_commit, outcome, reasons, shown, progress)
+
+
+def _known(ledger: Ledger, gate: str, judged: str) -> VerdictRow | None:
+    """The newest verdict on the same thing that was not for want of a measurement."""
+    same = "WHERE gate = :gate AND subject_sha256 = :judged AND outcome <> 'hold' ORDER BY id DESC"
+    return VerdictRow.first(ledger, same, gate=gate, judged=judged)
+
+
+def _record(
+    ledger: Ledger,
+    row: SegmentRow,
+    gate: str,
+    judged: str,
+    policy: str,
+    against: str | None,
+    outcome: str,
+    reasons: list[str],
+    shown: dict[str, Any],
+    progress: Progress,
+) -> VerdictRow:
+    """The verdict, the event, and the segment's state, all at once."""
     words = {"promote": "certified", "hold": "not certified", "reject": "NOT CERTIFIED"}[outcome]
     subject = Subject("segment", row.id)
     with ledger.begin() as tx:
         number = record_verdict(
             tx,
-            GATE,
+            gate,
             subject,
-            against=parent.code_commit,
-            policy_sha256=policy_sha256(policy),
+            against=against,
+            policy_sha256=policy,
             subject_sha256=judged,
             outcome=outcome,
             reasons=reasons,
@@ -140,7 +191,14 @@ def _certify(
 def _identity(policy: CertificatePolicy, row: SegmentRow, parent: SegmentRow, checkpoint: str) -> str:
     """One hash of all that the measurement depends on: approval binds to it."""
     same = [row.kind, row.recipe_sha256, row.data_plan, row.first_step, row.last_step]
-    parts = [policy.model_dump(), parent.code_commit, row.code_commit, checkpoint, same, changed(parent, row)]
+    parts = [
+        policy.model_dump(exclude={"preflight"}),
+        parent.code_commit,
+        row.code_commit,
+        checkpoint,
+        same,
+        changed(parent, row),
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -169,3 +227,63 @@ def _write_file(folder: Path, evidence: CertificateEvidence, judgement: Judgemen
     whole = shown | {"outcome": judgement.outcome, "reasons": judgement.reasons, "evidence": asdict(evidence)}
     write_atomically(folder / "certificate.json", finite_json(whole, indent=1))
     return shown
+
+
+# -- the preflight -----------------------------------------------------------------------------------------------------
+def _flies(workspace: Workspace, parent: SegmentRow | None, row: SegmentRow) -> bool:
+    """Is the segment trained by other code, in another layout, or in another environment than its parent?
+
+    A first segment on one rank is not preflighted: it starts at once. What an older factory did not write down counts as equal.
+    """
+    if parent is None:
+        return _trained_by(row)["ranks"] not in (1, None)
+    before, now = _trained_by(parent), _trained_by(row)
+    differ = {key for key in now if before[key] != now[key] and before[key] is not None and now[key] is not None}
+    return bool(differ - {"commit"}) or ("commit" in differ and _trains_otherwise(workspace, parent, row))
+
+
+def _trains_otherwise(workspace: Workspace, parent: SegmentRow, row: SegmentRow) -> bool:
+    """Do two commits differ in a file that training reads? Yes, where one of them is not known any more."""
+    from factory.training.certificate_runs import changed_files
+
+    try:
+        return bool(changed_files(workspace.repository, parent.code_commit, row.code_commit))
+    except RepositoryError:
+        return True
+
+
+def _trained_by(row: SegmentRow) -> dict[str, Any]:
+    """All that a preflight depends on, but for the size of the model and the data; None: not written down."""
+    found: dict[str, Any] = row.computing or {}
+    machine = found.get("machine")
+    recipe = row.recipe_json
+    return {
+        "commit": row.code_commit,
+        "parallel": recipe["parallel"],
+        "optimizer": recipe["optimizer"]["name"],
+        "switches": [recipe["precision"], recipe["compile"], bool(recipe["model"].get("experts"))],
+        "kernels": found.get("kernels"),
+        "ranks": found.get("ranks"),
+        "environment": machine and [machine[key] for key in ("name", "processor", "torch", "driver")],
+    }
+
+
+def _fly(
+    workspace: Workspace, ledger: Ledger, row: SegmentRow, policy: PreflightPolicy, progress: Progress
+) -> VerdictRow:
+    parts = [policy.model_dump(), _trained_by(row), row.recipe_json["model"], row.data_plan]
+    judged = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    known = _known(ledger, PREFLIGHT, judged)
+    if known:
+        outcome, reasons, shown = known.outcome, known.reasons, known.evidence(ledger)
+    else:
+        from factory.training.preflight_runs import fly
+
+        evidence = fly(workspace, ledger, row, policy, progress)
+        judgement = judge_preflight(policy, evidence)
+        outcome, reasons = judgement.outcome, judgement.reasons
+        shown = finite(asdict(evidence)) | {"file": str(Path(row.folder) / "preflight.json")}
+        Path(row.folder).mkdir(parents=True, exist_ok=True)
+        whole = shown | {"outcome": outcome, "reasons": reasons}
+        write_atomically(Path(shown["file"]), finite_json(whole, indent=1))
+    return _record(ledger, row, PREFLIGHT, judged, policy_sha256(policy), None, outcome, reasons, shown, progress)

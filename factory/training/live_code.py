@@ -169,8 +169,11 @@ def start_trainer(
     readonly: Sequence[Path],
     out: IO[bytes],
     lock: int,
+    count: int | None = None,
 ) -> Running:
     """``-m trainer …`` of that code, with its output in ``out``; ``lock`` is held as long as it lives.
+
+    ``count``: so many ranks, on this machine; else those that the workspace trains with.
 
     Raises: ConfigError when the launcher cannot be started; IsolationError.
     """
@@ -178,10 +181,11 @@ def start_trainer(
         "PYTHONUNBUFFERED": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stopping.GRACE_SECONDS) + 1),  # then it kills its ranks
     }
-    if (count := ranks(workspace)) > 1:  # torchrun would give each rank one thread
-        threads = str(max(1, len(os.sched_getaffinity(0)) // count))
+    if (started := count or ranks(workspace)) > 1:  # torchrun would give each rank one thread
+        threads = str(max(1, len(os.sched_getaffinity(0)) // started))
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
-    words = launcher(workspace) if code.isolated else launcher(workspace, workspace.logs / "torchrun")
+    logs = Path("/tmp") if code.isolated else workspace.logs / "torchrun"
+    words = launcher(workspace, logs, count)
     try:
         return code.start(
             [*words, "-m", "trainer", *arguments],

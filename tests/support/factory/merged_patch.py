@@ -14,7 +14,7 @@ from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, proposals, verdicts
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
-from factory.training.certifying import GATE
+from factory.training.certifying import GATE, PREFLIGHT
 from factory.training.planning import plan_trunk
 
 
@@ -65,8 +65,9 @@ def plan_certified(workspace: Workspace, ledger: Ledger, steps: int | None = Non
     number = plan_trunk(workspace, ledger, steps)
     row = SegmentRow.get(ledger, number)
     with ledger.begin() as tx:
-        record_verdict(
-            tx, GATE, Subject("segment", number), against=None, policy_sha256="", subject_sha256=f"segment {number}", outcome="promote",
-            reasons=["so it was measured"], evidence={"old_commit": "", "new_commit": row.code_commit},
-        )  # fmt: skip
+        for gate in (GATE, PREFLIGHT):
+            record_verdict(
+                tx, gate, Subject("segment", number), against=None, policy_sha256="", subject_sha256=f"segment {number}", outcome="promote",
+                reasons=["so it was measured"], evidence={"old_commit": "", "new_commit": row.code_commit},
+            )  # fmt: skip
     return number
