@@ -50,7 +50,7 @@ class PreflightPolicy(StrictPolicy):
     """What is compared at each new commit, layout or environment; an empty list turns the preflight off."""
     steps: Count = 20
     """Of a small model; each way to train takes them once."""
-    times_rounding: Annotated[float, Field(ge=1)] = 30.0
+    times_rounding: Annotated[float, Field(ge=1)] = 10.0
     """The largest difference that passes, in multiples of what one rounding of each weight does over the same steps."""
 
 

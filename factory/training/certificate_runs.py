@@ -141,6 +141,7 @@ class Runs:
 
     def run(self, side: str, code: LiveCode, commit: str, names: Sequence[str]) -> tuple[int, str]:
         """(exit code, the trainer's last line): 0 when every run left its result. ``names``: 'pair', 'again' or a seed."""
+        self.scratch.mkdir(parents=True, exist_ok=True)
         specs = {self.folder(side, name): self._spec_of(side, name) | {"code_commit": commit} for name in names}
         return train_all(self.workspace, code, self.scratch, specs, f"certificate, {side} code", self.progress)
 
@@ -171,7 +172,6 @@ def train_all(
     A run that has its result is not run again. Raises: SegmentError when it was stopped or the disk is full.
     """
     folders = list(specs)
-    scratch.mkdir(parents=True, exist_ok=True)
     with folder_lock(scratch) as lock:  # a trainer of a killed factory may still write its last checkpoint
         clear(scratch, progress)
         reads: set[Path] = set()

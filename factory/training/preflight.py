@@ -30,7 +30,8 @@ from factory.training.certificate import Judgement, PreflightPolicy
 LEAD = 10  # steps before the runs part, so that moments are warm
 NUDGED = ("rounded 1", "rounded 2")  # runs that measure what rounding does
 LEAST = 1e-6  # share of a value that is never held against a run
-ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-8}  # one unit in the last place, as a share
+# Of a weight. Weights are kept in fp32, where the smallest change is a unit in the last place; to compute in bf16 they are rounded.
+ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-9}
 MICRO_BATCHES = 4
 SEQUENCES = 8  # rows of a batch: two for each micro-batch, four for each rank
 NARROWEST = 2  # key/value heads: the fewest that two tensor ranks can share
@@ -68,8 +69,8 @@ WAYS = (
 class Apart:
     """How far a run is from the straight one: shares of the straight one's values.
 
-    ``series``: by name of metrics.jsonl, a value a step. ``tensors``: by name; of a weight the share of its way since the runs
-    parted, of ``exp_avg.<weight>`` and other moments the share of their norm.
+    ``series``: by name of metrics.jsonl, a value a step. ``tensors``: by name; of a weight how its ways since the runs parted differ,
+    as a share of the straight one's; of ``exp_avg.<weight>`` and other moments the share of their norm.
     """
 
     series: Mapping[str, Sequence[float]]

@@ -135,7 +135,7 @@ class Flight:
     def train(self, runs: Sequence[str], title: str, count: int) -> dict[str, str]:
         """Run them; returns why the first that failed did."""
         specs = {self.folder(run): self._spec(run) for run in runs}
-        starts = {self.folder(run): self._start(run) for run in runs if run != "straight" and not run.startswith(BORN)}
+        starts = {self.folder(run): self.start(run) for run in runs if run != "straight" and not run.startswith(BORN)}
         status, line = train_all(
             self.workspace, self.code, self.scratch, specs, title, self.progress, starts=starts, count=count
         )
@@ -167,7 +167,7 @@ class Flight:
 
         return Recipe.parse(self.recipe).model_dump()
 
-    def _start(self, run: str) -> Path:
+    def start(self, run: str) -> Path:
         """The straight run's checkpoint where the runs part, or a nudged copy of it."""
         from trainer.contract.checkpoint.format import name_of
 
@@ -199,7 +199,7 @@ def nudge(checkpoint: Path, target: Path, share: float, seed: int) -> Path:
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
 def compare(found: PreflightEvidence, flight: Flight) -> PreflightEvidence:
-    """Fill in how far each run is from the straight one. Holds the weights of three checkpoints at a time."""
+    """Fill in how far each run is from the straight one. Holds four checkpoints at a time."""
     from trainer.contract.checkpoint.format import load, name_of
     from trainer.contract.errors import TrainerError
 
@@ -211,9 +211,10 @@ def compare(found: PreflightEvidence, flight: Flight) -> PreflightEvidence:
         apart: dict[str, Apart] = {}
         for run in (*NUDGED, *(way.name for way in flight.ways)):
             checkpoint, other = _left_by(flight, run)
+            began = load(flight.start(run)) if run in NUDGED else parted
             apart[run] = Apart(
                 {name: shares(series[name], other.get(name, [])) for name in SERIES},
-                distances(parted, straight, checkpoint),
+                distances(parted, straight, began, checkpoint),
             )
         born = {}
         if ranks:
@@ -265,22 +266,22 @@ def shares(values: Sequence[float | None], others: Sequence[float | None]) -> li
     return found
 
 
-def distances(parted: Checkpoint, straight: Checkpoint, other: Checkpoint) -> dict[str, float]:
-    """By tensor: ‖other − straight‖ as a share, of a weight of ‖straight − parted‖, of a moment of ‖straight‖."""
+def distances(parted: Checkpoint, straight: Checkpoint, began: Checkpoint, other: Checkpoint) -> dict[str, float]:
+    """By tensor, as shares: of a weight ‖(other − began) − (straight − parted)‖ of ‖straight − parted‖, of a moment
+    ‖other − straight‖ of ‖straight‖. ``began``: what the other run began with, ``parted`` or a nudged copy of it.
+    """
     found = {}
     for kind in ("model", "optimizer"):
         ours: Mapping[str, Tensor] = getattr(straight, kind)
         theirs: Mapping[str, Tensor] = getattr(other, kind)
-        before: Mapping[str, Tensor] = parted.model if kind == "model" else {}
-        for name in sorted(ours.keys() | theirs.keys()):
-            if name == "rng":
-                continue
+        for name in sorted((ours.keys() | theirs.keys()) - {"rng"}):
             if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
                 found[name] = math.inf
                 continue
-            value = ours[name].double()
-            size = value - before[name].double() if name in before else value
-            found[name] = _share(float((theirs[name].double() - value).norm()), float(size.norm()))
+            way, others_way = ours[name].double(), theirs[name].double()
+            if kind == "model":
+                way, others_way = way - parted.model[name].double(), others_way - began.model[name].double()
+            found[name] = _share(float((others_way - way).norm()), float(way.norm()))
     return found
 
 

@@ -38,7 +38,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Plant:
     """A trunk that one rank trained; from here on two go on."""
     root = tmp_path_factory.mktemp("launching")
     workspace, ledger = make_plant(root, make_target(root / "code"))
-    (workspace.root / "policies" / "gates" / "certificate.yaml").write_text("steps: 4\n")
+    (workspace.root / "policies" / "gates" / "certificate.yaml").write_text("steps: 4\npreflight: {parts: []}\n")
     return configured(workspace, "ranks: 2"), ledger
 
 

@@ -107,7 +107,9 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Site:
     root = tmp_path_factory.mktemp("certifying")
     code = make_target(root / "code")
     workspace, ledger = make_plant(root, code)
-    (workspace.root / "policies" / "gates" / "certificate.yaml").write_text(f"steps: {STEPS}\n")
+    (workspace.root / "policies" / "gates" / "certificate.yaml").write_text(
+        f"steps: {STEPS}\npreflight: {{parts: []}}\n"
+    )
     return Site(workspace, ledger, code)
 
 

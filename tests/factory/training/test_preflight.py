@@ -71,7 +71,11 @@ def test_what_rounding_explains_passes() -> None:
             "reject",
             ["a resumed run", "w at step 11", "to the bit"],
         ),
-        (beside(apart={"split": Apart({"loss": [1e-7, float("nan")]}, {})}), "reject", ["split the weights", "step 11"]),
+        (
+            beside(apart={"split": Apart({"loss": [1e-7, float("nan")]}, {})}),
+            "reject",
+            ["split the weights", "step 11"],
+        ),
         (beside(born_apart={"tensor": ["blocks.0.up"]}), "reject", ["each matrix", "first weights", "blocks.0.up"]),
         (beside(replicas_apart={"replicas": ["embedding"]}), "reject", ["other bits", "step 11", "embedding"]),
         (beside(replicas_apart={"replicas": None}), "hold", ["does not say"]),
