@@ -40,7 +40,7 @@ BASE: dict[str, Any] = {
 }
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 8, "bias_rate": 0.05, "z_loss": 0.1}
 ROUNDING = 2e-4  # fp32; other kernels of ours make 5e-5
-Begin = Literal["nothing", "trunk", "annealed", "half", "damaged", "late", "outliers", "poisoned", "broken"]
+Begin = Literal["nothing", "trunk", "annealed", "half", "damaged", "late", "outliers", "quiet", "poisoned", "broken"]
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,16 @@ CASES = (
         steps=100,
         changes={**NARROW, **NERVOUS, "checkpoint_every": 50},
         rounding=1e-3,
+    ),
+    MatrixCase(
+        "jumps and a plateau that are reported",
+        "quiet",
+        steps=10,
+        changes={
+            "stability.plateau_windows": 2,
+            "stability.divergence": 1e9,
+            "stability.skip_deviations": 1e30,
+        },
     ),
     MatrixCase(
         "routers and ranks that are reported",
