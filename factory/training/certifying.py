@@ -259,9 +259,11 @@ def _trained_by(row: SegmentRow) -> dict[str, Any]:
     recipe = row.recipe_json
     return {
         "commit": row.code_commit,
-        "parallel": recipe["parallel"],
-        "optimizer": recipe["optimizer"]["name"],
-        "switches": [recipe["precision"], recipe["compile"], bool(recipe["model"].get("experts"))],
+        "parallel": recipe.get("parallel"),
+        "optimizer": recipe["optimizer"].get("name"),
+        "precision": recipe["precision"],
+        "compile": recipe.get("compile"),
+        "experts": bool(recipe["model"].get("experts")),
         "kernels": found.get("kernels"),
         "ranks": found.get("ranks"),
         "environment": machine and [machine[key] for key in ("name", "processor", "torch", "driver")],

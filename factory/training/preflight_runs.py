@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from factory.computing import computing
 from factory.core.errors import SegmentError
@@ -79,9 +79,11 @@ class Flight:
     def __init__(
         self, workspace: Workspace, ledger: Ledger, row: SegmentRow, policy: PreflightPolicy, progress: Progress
     ) -> None:
+        from trainer.contract.recipe import Recipe
+
         self.workspace, self.row, self.progress, self.last = workspace, row, progress, LEAD + policy.steps
         self.scratch = Path(row.folder) / "preflight"
-        self.recipe = small_recipe(row.recipe_json, policy.steps)
+        self.recipe = Recipe.parse(small_recipe(Recipe.parse(row.recipe_json).model_dump(), policy.steps)).model_dump()
         self.device = row.computing["machine"]["device"] if row.computing else "cpu"
         asked = [way for way in WAYS if way.part in policy.parts]
         self.left_out = {way.name: why for way in asked if (why := self._impossible(way))}
@@ -110,7 +112,7 @@ class Flight:
             if torch.cuda.device_count() < way.ranks:
                 return f"this machine has {torch.cuda.device_count()} GPU, and each of {way.ranks} ranks needs one"
         try:
-            recipe = Recipe.parse(with_keys(Recipe.parse(self.recipe).model_dump(), way.recipe))
+            recipe = Recipe.parse(with_keys(self.recipe, way.recipe))
             recipe.batch.check_ranks(recipe.parallel.data_ranks(way.ranks, recipe.model))
         except TrainerError as error:
             return str(error)
@@ -144,7 +146,7 @@ class Flight:
 
     def _spec(self, run: str) -> Spec:
         way = next((way for way in WAYS if way.name == run.removeprefix(BORN)), None)
-        recipe = with_keys(self._whole(), way.recipe if way else {})
+        recipe = with_keys(self.recipe, way.recipe if way else {})
         if run.startswith(BORN):
             recipe = with_keys(recipe, STILL)
         kernels, name = self.row.computing, "kernels.yaml"
@@ -161,11 +163,6 @@ class Flight:
             "code_commit": self.row.code_commit,
             "kernels": computing.write_kernels(self.scratch, kernels, name),
         }
-
-    def _whole(self) -> dict[str, Any]:
-        from trainer.contract.recipe import Recipe
-
-        return Recipe.parse(self.recipe).model_dump()
 
     def start(self, run: str) -> Path:
         """The straight run's checkpoint where the runs part, or a nudged copy of it."""
