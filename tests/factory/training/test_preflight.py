@@ -102,7 +102,7 @@ def test_a_part_that_is_turned_off_is_not_asked_for_and_what_cannot_be_run_is_sa
 def test_a_lone_step_where_rounding_was_small_by_chance_is_no_fault() -> None:
     lucky = Apart({"loss": [2e-7, 0.0]}, {"w": 0.0, "v": 3e-6})
     rounding = [lucky, lucky]
-    honest = Apart({"loss": [2e-7, 3e-6]}, {"w": 2e-6, "v": 3e-6})
+    honest = Apart({"loss": [2e-7, 1.5e-6]}, {"w": 2e-6, "v": 3e-6})
     evidence = replace(beside(apart={"accumulated": honest}), rounding=rounding)
     assert judge_preflight(PreflightPolicy(parts=["accumulation"]), evidence).outcome == "promote"
 
