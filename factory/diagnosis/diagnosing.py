@@ -25,7 +25,7 @@ from factory.diagnosis.episodes import EpisodeSpan, spans
 from factory.diagnosis.ladder import ladder_of
 from factory.gates.patch.training import for_one_rank
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.untrusted_tensors import UntrustedFileError
+from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
 from factory.ledger.anomalies import DIAGNOSED, AnomalyRow
 from factory.ledger.ledger import Ledger, record
