@@ -12,7 +12,7 @@ STANDS_OUT = 3.5  # robust deviations of the logarithm: Iglewicz and Hoaglin 199
 
 
 def suspects(scores: Sequence[DocumentScore], most: float = 0.5) -> list[str]:
-    """Keys of the documents that stand out among those of the window, the worst first; at most that share of them.
+    """Keys of the window's documents that stand out among all that were scored, the worst first; at most that share of them.
 
     By the norm of their own gradient or by their loss, either too high or too low: a document that was leaked or repeated is too easy.
 
@@ -20,9 +20,10 @@ def suspects(scores: Sequence[DocumentScore], most: float = 0.5) -> list[str]:
     >>> suspects([*calm, DocumentScore("bad", 9.0, 30.0)])
     ['bad']
     """
-    gone = {score.key: outlying(score, scores) for score in scores}
+    window = [score for score in scores if score.in_window]
+    gone = {score.key: outlying(score, scores) for score in window}
     ranked = sorted((key for key in gone if gone[key] > STANDS_OUT), key=lambda key: (-gone[key], key))
-    return ranked[: max(1, int(most * len(scores)))]
+    return ranked[: max(1, int(most * len(window)))]
 
 
 def outlying(score: DocumentScore, among: Sequence[DocumentScore]) -> float:

@@ -21,7 +21,7 @@ from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.diagnosis import acting, report
 from factory.diagnosis.bench import Episode, Runner, WindowBench
-from factory.diagnosis.episodes import EpisodeSpan, spans
+from factory.diagnosis.episodes import EpisodeSpan, Noted, spans
 from factory.diagnosis.ladder import ladder_of
 from factory.gates.patch.training import for_one_rank
 from factory.gates.release.anomaly_policy import AnomalyPolicy
@@ -30,10 +30,14 @@ from factory.git import repository
 from factory.ledger.anomalies import DIAGNOSED, AnomalyRow
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import SegmentRow, Subject
+from factory.training.planning import plan_of
 from factory.training.segment_folder import spec_of
 from kernels.contract.files import finite
 from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
+
+NEW_FOR = 16  # steps after a change in which an anomaly's onset may be its effect
 
 
 def diagnose_and_act(
@@ -53,7 +57,7 @@ def diagnose_and_act(
     row = AnomalyRow.get(ledger, number)
     segment = SegmentRow.get(ledger, row.segment)
     lines = live_lines(ledger, segment)
-    span = _span(ledger, row, lines)
+    span = _span(ledger, row, segment.first_step, lines)
     lead = span.anomalies[0]
     folder = workspace.root / "diagnoses" / f"{lead:05d}"
     found: Diagnosis | None = None
@@ -106,9 +110,9 @@ def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
     return points(lines)
 
 
-def _span(ledger: Ledger, row: AnomalyRow, lines: list[StepPoint]) -> EpisodeSpan:
+def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepPoint]) -> EpisodeSpan:
     others = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=row.segment)
-    for span in spans([(other.id, other.step, other.kind) for other in others], lines):
+    for span in spans([Noted.of(other.id, other.step, other.kind, other.detail) for other in others], lines, begins):
         if row.id in span.anomalies:
             return span
     raise InputError(
@@ -154,18 +158,63 @@ def _episode(
     parent = SegmentRow.get(ledger, segment.parent) if segment.parent else None
     code = repository.checkout(workspace.repository, segment.code_commit, _worktree(workspace, segment, ""))
     previous = None
-    if parent is not None and parent.code_commit != segment.code_commit:
-        previous = repository.checkout(
-            workspace.repository, parent.code_commit, _worktree(workspace, segment, "-previous")
-        )
-    kernels = dict(segment.computing["kernels"]) if segment.computing else {}
+    if (commit := previous_commit(ledger, segment, sound[0][0])) is not None:
+        previous = repository.checkout(workspace.repository, commit, _worktree(workspace, segment, "-previous"))
     begins = segment.first_step if parent is not None and segment.generation != parent.generation else None
-    if begins is not None and not begins <= span.onset <= begins + 2:
+    if begins is not None and not begins <= span.onset <= begins + NEW_FOR:
         begins = None
+    recent = parent is not None and span.onset <= segment.first_step + NEW_FOR
     episode = Episode(
-        span.kind, span.onset, span.last, spec, kernels, devices.kind(), lines, sound, code, previous, begins
-    )
+        kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.kind(), lines=lines, rungs=sound, code=code,
+        kernels=dict(segment.computing["kernels"]) if segment.computing else {},
+        previous_code=previous, generation_begins=begins, where=span.where, one_rank=ranks(workspace) > 1,
+        previous_weights=previous_weights(spec["data_plan"], plan_of(ledger, parent) if parent and recent else None, span.onset),
+        was_otherwise=was_otherwise(segment.recipe_json, parent.recipe_json) if parent and recent else {},
+    )  # fmt: skip
     return episode, notes
+
+
+def previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> str | None:
+    """The newest other commit that a segment before this one was trained with, if some of it lies within the ladder."""
+    for row in reversed(SegmentRow.lineage(ledger, segment.id)):
+        if row.id != segment.id and row.last_step < oldest:
+            return None
+        if row.kind != "average" and row.code_commit != segment.code_commit:
+            return str(row.code_commit)
+    return None
+
+
+def previous_weights(plan: Mapping[str, Any], before: Mapping[str, Any] | None, onset: int) -> dict[str, float] | None:
+    """The shares of the domains before those of ``onset``, if they changed at most ``NEW_FOR`` steps before it: by a phase, or with the
+    segment, whose parent had the plan ``before``.
+
+    >>> plan = {"token_shards": [{"id": "a", "path": "a", "generation": 0}], "weights": {"x": 1.0}}
+    >>> plan |= {"phases": [{"from_step": 50, "weights": {"x": 0.5, "y": 0.5}}]}
+    >>> previous_weights(plan, None, 53), previous_weights(plan, None, 500), previous_weights(plan, {**plan, "phases": []}, 53)
+    ({'x': 1.0}, None, {'x': 1.0})
+    """
+    now = DataPlan.from_json(plan).weights_at(onset)
+    for step in range(onset - 1, max(-1, onset - NEW_FOR - 1), -1):
+        if (then := DataPlan.from_json(plan).weights_at(step)) != now:
+            return then
+    then = DataPlan.from_json(before).weights_at(onset) if before else now
+    return then if then != now else None
+
+
+def was_otherwise(recipe: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the optimiser's, the schedule's and the clipping's keys another recipe had otherwise, with dots.
+
+    >>> was_otherwise({"optimizer": {"lr": 0.1, "beta2": 0.9}}, {"optimizer": {"lr": 0.01, "beta2": 0.9}})
+    {'optimizer.lr': 0.01}
+    """
+    keys = [(part, key) for part in ("optimizer", "schedule") for key in before.get(part, {})]
+    keys += [("stability", "grad_clip")] if "stability" in before else []
+    differ = [
+        (p, k)
+        for p, k in keys
+        if before[p][k] != recipe[p].get(k) and k not in ("name", "muon", "trunk_steps", "anneal_steps")
+    ]
+    return {f"{part}.{key}": before[part][key] for part, key in differ}
 
 
 def _worktree(workspace: Workspace, segment: SegmentRow, which: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -78,7 +79,8 @@ class Live:
 
 
 def _json(plan: DataPlan) -> dict[str, Any]:
-    return plan.model_dump(exclude=None if plan.masked else {"masked"})
+    found: dict[str, Any] = json.loads(plan.to_json())
+    return found
 
 
 @pytest.fixture(scope="module")
