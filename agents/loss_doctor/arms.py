@@ -60,7 +60,8 @@ class DocumentScore:
     key: str
     loss: float  # nats a supervised token
     gradient: float  # norm of the gradient of its summed loss: its part in the step's gradient
-    in_window: bool = True  # False: of the steps before the onset, for comparison
+    tokens: int = 1  # that carry loss
+    in_window: bool = True  # False: of the shards that were there before, for comparison
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class ReplayBench(Protocol):
         """Replay the window. Raises: BudgetSpent."""
 
     def scores(self, start: Start) -> Sequence[DocumentScore]:
-        """Of every document of the window's steps, and of some steps before, at the newest checkpoint or with the older weights."""
+        """Of every document of the window's steps, and of a sample of those before, at the newest checkpoint or with the older weights."""
 
     def joined(self) -> Sequence[Joined]:
         """Of each domain, what the shards that joined last bring into the window; none where none joined."""

@@ -31,6 +31,7 @@ from agents.loss_doctor.curves import StepPoint
 from agents.loss_doctor.suspects import smallest, suspects
 
 NOTICED = 8.0  # robust deviations: an anomaly of its own
+MOST_MASKS = 24  # replays in which documents are masked; guilty ones that are more than can be told apart by so many are not told
 AT_ONCE = 2  # steps after new shards joined in which what is new about them shows
 OTHER_MASK = 0.2  # by which the share of tokens that carry loss differs, of documents whose mask is another
 ALIKE, UNLIKE = (
@@ -67,6 +68,10 @@ def diagnose(bench: ReplayBench) -> Diagnosis:
     except BudgetSpent as spent:
         naming = name(consultation.findings) or Naming((UNKNOWN,), str(spent))
     return consultation.diagnosis(naming)
+
+
+class _TooMany(Exception):
+    """More documents play a part than the allowed replays can tell apart."""
 
 
 class _Consultation:
@@ -178,7 +183,11 @@ class _Consultation:
         self.strictly = cleared and self._unnoticed(all_masked)
         if not cleared:
             return
-        self.triggers = sorted(smallest(self.ranked, self._gone))
+        try:
+            self.triggers = sorted(smallest(self.ranked, self._gone))
+        except _TooMany:
+            self.triggers = sorted(self.ranked)
+            return
         in_window = sum(score.in_window for score in scores)
         self.findings = replace(self.findings, guilty_share=len(self.triggers) / max(1, in_window))
         if self.findings.guilty_share <= SPREAD and self.case.has_older:
@@ -211,6 +220,9 @@ class _Consultation:
         return True if share >= ALIKE or noticed else None
 
     def _gone(self, masked: tuple[str, ...]) -> bool:
+        """Raises: _TooMany."""
+        if sum("documents masked" in outcome.arm for outcome in self.outcomes) >= MOST_MASKS:
+            raise _TooMany
         outcome = self._masked(masked)
         return outcome.fires is False and (self._unnoticed(outcome) or not self.strictly)
 

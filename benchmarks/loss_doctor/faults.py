@@ -75,15 +75,22 @@ def walk(rng: np.random.Generator, length: int, step: int = 7, noise: int = 3) -
     return (rng.integers(3, VOCABULARY) + step * np.arange(length) + rng.integers(0, noise, length)) % VOCABULARY
 
 
-def good(
-    rng: np.random.Generator, count: int, name: str = "good", domain: str = "code", step: int = 7, noise: int = 3
-) -> Documents:
-    return [document(f"{name}-{i}", walk(rng, int(rng.integers(20, 90)), step, noise), domain) for i in range(count)]
+def good(rng: np.random.Generator, count: int, name: str = "good", step: int = 7, noise: int = 3) -> Documents:
+    return [document(f"{name}-{i}", walk(rng, int(rng.integers(20, 90)), step, noise)) for i in range(count)]
+
+
+def docs(rng: np.random.Generator, count: int, name: str, domain: str = "docs") -> Documents:
+    """Harder ones, of the upper half of the vocabulary."""
+    half = VOCABULARY // 2
+    return [
+        document(f"{name}-{i}", half + walk(rng, int(rng.integers(20, 90)), 13, 40) % half, domain)
+        for i in range(count)
+    ]
 
 
 def two_domains(rng: np.random.Generator) -> Documents:
     """An easy one and a hard one, of other steps."""
-    return good(rng, 900) + good(rng, 900, "docs", "docs", 13, 40)
+    return good(rng, 900) + docs(rng, 900, "docs")
 
 
 def two_levels(rng: np.random.Generator) -> Documents:
@@ -93,11 +100,15 @@ def two_levels(rng: np.random.Generator) -> Documents:
 
 def with_escapes(rng: np.random.Generator) -> Documents:
     """Some documents are runs of one token, which the model soon continues without a loss."""
-    return good(rng, 1100, noise=30) + [document(f"run-{i}", np.full(40, rng.integers(3, VOCABULARY))) for i in range(300)]
+    return good(rng, 1100, noise=30) + [
+        document(f"run-{i}", np.full(40, rng.integers(3, VOCABULARY))) for i in range(300)
+    ]
 
 
 def escapes(rng: np.random.Generator) -> Documents:
-    return good(rng, 200, "new", noise=30) + [document(f"bad-{i}", np.full(600, rng.integers(3, VOCABULARY))) for i in range(8)]
+    return good(rng, 200, "new", noise=30) + [
+        document(f"bad-{i}", np.full(600, rng.integers(3, VOCABULARY))) for i in range(8)
+    ]
 
 
 SECRETS = 5  # documents without a rule, that can only be learnt by heart
@@ -189,19 +200,19 @@ FAULTS = (
     # -- data
     Fault("repeated n-grams", (("bad data",),), with_bad(lambda rng: np.full(60, 7), 12)),
     Fault("base64 blob", (("bad data",),), with_bad(lambda rng: rng.integers(3, VOCABULARY, 300), 40)),
-    Fault("doubled escapes: too easy", (("bad data",),), escapes, with_escapes),
+    Fault("doubled escapes: too easy", (("bad data",),), escapes, with_escapes, replay=0.35),
     Fault(
         "learnt by heart, under other names",
         (("contamination or repeated data",),),
         lambda rng: good(rng, 200, "new", noise=30) + secrets("bad", 24, "code"),
         with_secrets,
         weights={"code": 1.0},
-        phases=((110, {"code": 0.5, "other": 0.5}), (200, {"code": 1.0})),
+        phases=((140, {"code": 0.5, "other": 0.5}), (205, {"code": 1.0})),
     ),
     Fault(
         "a document that only this state cannot take",
         (("data × state",),),
-        with_bad(lambda rng: np.full(60, 7), 12),
+        with_bad(lambda rng: walk(rng, 60, 8, 4), 12),
         injects=lambda d: d.updates > 200 and any(key.startswith("bad-") for key in d.documents),
         act=scaled(30000.0),
     ),
@@ -210,19 +221,21 @@ FAULTS = (
         (("data order or packing",),),
         lambda rng: good(rng, 60, "easy") + good(rng, 60, "hard-new", noise=60) + good(rng, 400, "more"),
         two_levels,
-        shuffled=False, replay=0.2,
+        shuffled=False,
+        replay=0.2,
     ),
     Fault(
         "long documents that fill batches",
         (("data order or packing",),),
         lambda rng: good(rng, 60, "easy") + [document("long", walk(rng, 3000, noise=60))] + good(rng, 400, "more"),
         two_levels,
-        shuffled=False, replay=0.2,
+        shuffled=False,
+        replay=0.2,
     ),
     Fault(
         "mislabelled domain",
         (("mixture shift or wrong label",),),
-        lambda rng: good(rng, 600, "new", "code", 13, 40),
+        lambda rng: docs(rng, 600, "new", "code"),
         two_domains,
         replay=0.2,
     ),
@@ -239,11 +252,6 @@ FAULTS = (
     # -- recipe and state
     Fault("rate × 300", (("rate",),), later={"optimizer.lr": 3.0}),
     Fault("rate × 30, clipping lost", (("rate",),), later={"optimizer.lr": 0.3, "stability.grad_clip": 1e6}),
-    Fault(
-        "β2 too high for the rate",
-        (("rate",),),
-        recipe={"optimizer.beta2": 0.9999, "optimizer.lr": 0.1, "schedule.warmup_steps": 8},
-    ),
     Fault(
         "moments lost on resume",
         (("state lost on resume",),),

@@ -51,7 +51,9 @@ from trainer.optim.optimizer import Optimizer
 from trainer.run import Run
 
 BUDGET = 2000
-DIAGNOSED = AnomalyPolicy().kinds + ["grad_norm_jump", "skipped_outlier"]
+DIAGNOSED = (
+    AnomalyPolicy().kinds
+)  # by the daemon; of others, which a person may ask about, only where there is nothing else
 CODE, FAULTY = Path("good code"), Path("faulty code")
 OPS = (
     "rms_norm",
@@ -262,12 +264,18 @@ def diagnose_run(
         line
         for folder in folders
         for line in read_lines(folder / "anomalies.jsonl")
-        if line["kind"] in DIAGNOSED and (line["step"] >= FIRST or fault.healthy)
+        if (line["step"] >= FIRST or fault.healthy)
     ]
-    found = spans([Noted.of(n, line["step"], line["kind"], line) for n, line in enumerate(noted)], lines, 0 if fault.healthy else FIRST)
+    found = spans(
+        [Noted.of(n, line["step"], line["kind"], line) for n, line in enumerate(noted)],
+        lines,
+        0 if fault.healthy else FIRST,
+    )
     if not found:
         return Tried(fault.name, seed, commit=commit())
-    span = found[0]
+    span = next((span for span in found if span.kind in DIAGNOSED), found[0])
+    if fault.healthy and span.kind not in DIAGNOSED:
+        return Tried(fault.name, seed, commit=commit())
     rungs = dict(
         rung for folder in folders for rung in checkpoints.steps_in(folder / "checkpoints") if rung[0] <= span.onset
     )
@@ -275,7 +283,7 @@ def diagnose_run(
     episode = Episode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, kernels=chosen, device="cpu", lines=lines, rungs=list(rungs.items()), code=code,
         previous_code=CODE if code == FAULTY else None, generation_begins=FIRST if fault.joins is not None and recent else None,
-        where=span.where, previous_weights=previous_weights(spec["data_plan"], before["data_plan"] if recent else None, span.onset),
+        where=span.where, previous_weights=previous_weights(spec["data_plan"], before["data_plan"] if recent else None, span.onset, span.last),
         was_otherwise=was_otherwise(spec["recipe"], before["recipe"]) if recent else {},
     )  # fmt: skip
 
@@ -357,7 +365,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--only", default="", help="faults whose name holds one of these, with commas between")
     parser.add_argument("--arms", action="store_true", help="show every arm")
     parser.add_argument(
         "--results", type=Path, help="a file that each run adds a line to; what is in it is not run again"
@@ -371,7 +379,7 @@ def main(arguments: list[str]) -> int:
     known = {(tried.fault, tried.seed): tried for tried in held}
     every = []
     for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
-        for fault in (fault for fault in FAULTS if asked.only in fault.name):
+        for fault in (f for f in FAULTS if any(part in f.name for part in asked.only.split(","))):
             if (fault.name, seed) not in known:
                 root = Path(tempfile.mkdtemp(prefix="loss-doctor-"))
                 try:

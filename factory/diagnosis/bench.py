@@ -29,12 +29,13 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint, name_of
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.document_stream import Piece, generation_of
 from trainer.contract.recipe import Recipe
 
 # (output folder, segment folder, spec, code, start, until) → how it ended; ``factory.audit.replaying.replay_segment`` but for its limit.
 Runner = Callable[[Path, Path, Mapping[str, Any], Path, Path, int], WindowReplay]
 USUAL_STEPS = 32  # before the onset that say what is usual
-CALM_STEPS = 2  # before the onset whose documents are scored, for comparison
+SAMPLE = 200  # documents of the shards before that are scored, for comparison
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class WindowBench:
 
     # -- documents -----------------------------------------------------------------------------------------------------
     def scores(self, start: Start) -> list[DocumentScore]:
-        """Of every document of the window's steps, the episode's last included, and of ``CALM_STEPS`` before, where they are known."""
+        """Of every document of the window's steps, the episode's last included, and of ``SAMPLE`` of the shards before."""
         path = self._start(start)
         stored = self.folder / f"scores-{start.replace(' ', '-')}.json"
         if stored.exists():
@@ -250,11 +251,10 @@ class WindowBench:
 
 
 def order_at(episode: Episode, step: int) -> DataOrder:
-    """The segment's data order, moved to the newest checkpoint at or before ``step`` that it trains through from, or to ``step`` itself
-    where there is an older one."""
+    """The segment's data order, moved to a step of its window, or of the steps from its newest checkpoint on."""
     recipe = Recipe.parse(dict(episode.spec["recipe"]))
     plan = DataPlan.from_json(episode.spec["data_plan"])
-    first, path = max((rung for rung in episode.in_segment() if rung[0] <= step), default=episode.newest)
+    first, path = episode.newest
     restarts = episode.spec.get("restart_data") and first == episode.spec["first_step"]
     state = None if restarts else checkpoints.read_state(path)["sampler"]
     sizes = {"context": recipe.model.context, "vocab_size": recipe.model.vocab_size}
@@ -267,24 +267,41 @@ def order_at(episode: Episode, step: int) -> DataOrder:
 
 
 def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
-    """Loss and gradient norm of each document of an episode's steps, and of the calm ones before, of what was trained on of it, at a
-    checkpoint. On the CPU."""
+    """Loss and gradient norm of each document of an episode's steps, of what was trained on of it, and of some of the generations
+    before the newest, at a checkpoint. On the CPU."""
     model = reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
-    order = order_at(episode, episode.onset - CALM_STEPS)
-    pieces: dict[tuple[str, bool], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    order = order_at(episode, episode.onset)
+    pieces: dict[tuple[str, bool], list[Piece]] = defaultdict(list)
     while order.step < episode.until:
-        in_window, rows = order.step >= episode.onset, order.next_rows()
-        for piece in (piece for row in rows for piece in row):
-            stream = order.streams[piece.stream]
-            scored = np.broadcast_to(stream.target_mask(piece), piece.positions)
-            if scored.any():
-                tokens = torch.from_numpy(stream.tokens(piece).astype(np.int64))
-                pieces[stream.key(piece.document), in_window].append((tokens, torch.from_numpy(scored.copy())))
+        for piece in (piece for row in order.next_rows() for piece in row):
+            pieces[order.streams[piece.stream].key(piece.document), True].append(piece)
+    for piece in sample(order, SAMPLE):
+        key = order.streams[piece.stream].key(piece.document)
+        if (key, True) not in pieces:
+            pieces[key, False].append(piece)
     found = []
     for (key, in_window), parts in sorted(pieces.items()):
-        nats, norm = model.gradient_norm(parts)
-        found.append(DocumentScore(key, nats / sum(int(scored.sum()) for _, scored in parts), norm, in_window))
+        scored = []
+        for piece in parts:
+            stream = order.streams[piece.stream]
+            targets = np.broadcast_to(stream.target_mask(piece), piece.positions)
+            if targets.any():
+                tokens = torch.from_numpy(stream.tokens(piece).astype(np.int64))
+                scored.append((tokens, torch.from_numpy(targets.copy())))
+        if scored:
+            nats, norm = model.gradient_norm(scored)
+            count = sum(int(targets.sum()) for _, targets in scored)
+            found.append(DocumentScore(key, nats / count, norm, count, in_window))
     return found
+
+
+def sample(order: DataOrder, count: int) -> list[Piece]:
+    """About so many pieces, evenly chosen, of the generations before the newest; of all where there is one only."""
+    newest = max(map(generation_of, order.streams))
+    streams = [s for name, s in order.streams.items() if generation_of(name) < newest] or list(order.streams.values())
+    share = min(1.0, count / sum(stream.pieces for stream in streams))
+    places = [(s, int(p)) for s in streams for p in np.linspace(0, s.pieces - 1, max(1, int(share * s.pieces)))]
+    return [stream.piece_at(place) for stream, place in places]
 
 
 def _bits(tensors: str, curve: Sequence[StepPoint]) -> str:

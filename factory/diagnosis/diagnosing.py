@@ -168,7 +168,7 @@ def _episode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.kind(), lines=lines, rungs=sound, code=code,
         kernels=dict(segment.computing["kernels"]) if segment.computing else {},
         previous_code=previous, generation_begins=begins, where=span.where, one_rank=ranks(workspace) > 1,
-        previous_weights=previous_weights(spec["data_plan"], plan_of(ledger, parent) if parent and recent else None, span.onset),
+        previous_weights=previous_weights(spec["data_plan"], plan_of(ledger, parent) if parent and recent else None, span.onset, span.last),
         was_otherwise=was_otherwise(segment.recipe_json, parent.recipe_json) if parent and recent else {},
     )  # fmt: skip
     return episode, notes
@@ -184,17 +184,21 @@ def previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> str | N
     return None
 
 
-def previous_weights(plan: Mapping[str, Any], before: Mapping[str, Any] | None, onset: int) -> dict[str, float] | None:
-    """The shares of the domains before those of ``onset``, if they changed at most ``NEW_FOR`` steps before it: by a phase, or with the
-    segment, whose parent had the plan ``before``.
+def previous_weights(
+    plan: Mapping[str, Any], before: Mapping[str, Any] | None, onset: int, last: int
+) -> dict[str, float] | None:
+    """The shares of the domains before those of ``last``, if they changed at most ``NEW_FOR`` steps before the onset: by a phase, or with
+    the segment, whose parent had the plan ``before``.
 
     >>> plan = {"token_shards": [{"id": "a", "path": "a", "generation": 0}], "weights": {"x": 1.0}}
     >>> plan |= {"phases": [{"from_step": 50, "weights": {"x": 0.5, "y": 0.5}}]}
-    >>> previous_weights(plan, None, 53), previous_weights(plan, None, 500), previous_weights(plan, {**plan, "phases": []}, 53)
-    ({'x': 1.0}, None, {'x': 1.0})
+    >>> previous_weights(plan, None, 53, 54), previous_weights(plan, None, 500, 501)
+    ({'x': 1.0}, None)
+    >>> previous_weights({**plan, "phases": []}, {**plan, "weights": {"y": 1.0}}, 2, 3)
+    {'y': 1.0}
     """
-    now = DataPlan.from_json(plan).weights_at(onset)
-    for step in range(onset - 1, max(-1, onset - NEW_FOR - 1), -1):
+    now = DataPlan.from_json(plan).weights_at(last)
+    for step in range(last - 1, max(-1, onset - NEW_FOR - 1), -1):
         if (then := DataPlan.from_json(plan).weights_at(step)) != now:
             return then
     then = DataPlan.from_json(before).weights_at(onset) if before else now

@@ -11,7 +11,12 @@ from agents.loss_doctor.curves import KINDS, StepPoint, onset
 GAP = 8  # steps without an anomaly end an episode
 MOST_STEPS = 6  # of an episode, from its onset on, that are replayed; what follows is another diagnosis
 NEAR = 6  # steps before the doctor's own onset of something sudden that the trainer's may lie: its search is early by up to 16
-SLOW = ("divergence", "activation_jump", "attention_logits", "update_jump")  # begin long before they are noticed: the trainer's counts
+SLOW = (
+    "divergence",
+    "activation_jump",
+    "attention_logits",
+    "update_jump",
+)  # begin long before they are noticed: the trainer's counts
 REACH = 128  # steps before an anomaly that its onset, as the trainer has it, may lie
 
 
@@ -47,7 +52,8 @@ class EpisodeSpan:
 def spans(anomalies: Sequence[Noted], lines: Sequence[StepPoint], begins: int = 0) -> list[EpisodeSpan]:
     """The episodes of a segment's anomalies, oldest first. What is not about the loss, the gradient or a layer is left out.
 
-    An episode begins where the doctor's own search says, or earlier, where the trainer's does and it is not far off; never before step ``begins``.
+    What tells most in an episode says where it is. It begins where the doctor's own search says, or earlier, where the trainer's does and
+    it is not far off; never before step ``begins``.
 
     >>> noted = [Noted(1, 50, "grad_norm_jump", 48), Noted(2, 51, "loss_spike"), Noted(3, 90, "plateau"), Noted(4, 200, "divergence", 150)]
     >>> [(s.kind, s.onset, s.last) for s in spans(noted, [])]
@@ -61,14 +67,14 @@ def spans(anomalies: Sequence[Noted], lines: Sequence[StepPoint], begins: int = 
             found.append([anomaly])
     made: list[EpisodeSpan] = []
     for group in found:
-        noticed, least = group[0].step, made[-1].last + 1 if made else begins
-        first = own = onset(lines, noticed)
-        for anomaly in (a for a in group if a.step == noticed and a.began is not None):
+        lead = min(group, key=lambda a: KINDS.index(a.kind))
+        least = made[-1].last + 1 if made else begins
+        first = own = onset(lines, lead.step)
+        for anomaly in (a for a in group if a.step == lead.step and a.began is not None):
             assert anomaly.began is not None
             if anomaly.kind in SLOW or (anomaly.kind != "plateau" and anomaly.began >= own - NEAR):
                 first = min(first, anomaly.began)
-        first = min(noticed, max(first, least))
-        last = max(a.step for a in group if a.step < max(noticed + 1, first + MOST_STEPS))
-        lead = min((a for a in group if a.step <= last), key=lambda a: KINDS.index(a.kind))
+        first = min(lead.step, max(first, least))
+        last = max(a.step for a in group if a.step < max(lead.step + 1, first + MOST_STEPS))
         made.append(EpisodeSpan(lead.kind, first, last, tuple(a.number for a in group), lead.where))
     return made

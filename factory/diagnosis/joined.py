@@ -1,7 +1,7 @@
 """What documents that joined with new shards are like, beside those that were there: read from the data alone, nothing is replayed.
 
-A shard whose domains are labelled wrongly holds documents that follow one another's tokens as another domain's do; a chat shard whose
-mask was dropped or moved has loss on other tokens.
+A shard whose domains are labelled wrongly holds documents whose tokens are as frequent as another domain's are; a chat shard whose mask
+was dropped or moved has loss on other tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.document_stream import Stream, domain_of, generation_of
 
 SAMPLE = 200  # documents of a stream that are looked at
-BUCKETS = 1 << 14  # that pairs of neighbouring tokens are counted in
+BUCKETS = 1 << 17  # that tokens are counted in: more than any vocabulary has that is trained here
 COMMON = 0.02  # share of documents in which loss begins after the same token
 
 
@@ -94,9 +94,13 @@ def nearest_domain(
 ) -> str:
     """The domain whose documents these read like: ``domain``, unless they lie nearer to another one's own documents than to its.
 
-    By the mean logarithm of the likelihood of each pair of neighbouring tokens, with the counts of half of a domain's documents.
+    By the mean logarithm of a token's share among all tokens of half of a domain's documents.
+
+    >>> low, high = (([np.arange(20) + start] * 4) for start in (0, 500))
+    >>> nearest_domain(high, "code", {"code": low, "docs": high}), nearest_domain(low, "code", {"code": low, "docs": high})
+    ('docs', 'code')
     """
-    models = {name: _pairs(documents[::2]) for name, documents in others.items()}
+    models = {name: _shares(documents[::2]) for name, documents in others.items()}
     own, best, nearest = models[domain], 0.5, domain
     for name, model in models.items():
         if name == domain:
@@ -110,19 +114,15 @@ def nearest_domain(
     return nearest
 
 
-def _buckets(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return (tokens[:-1] * 1_000_003 + tokens[1:] * 7_919) % BUCKETS
-
-
-def _pairs(documents: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.float64]:
-    """Logarithm of the share of each bucket."""
+def _shares(documents: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.float64]:
+    """Logarithm of each token's share; tokens are counted by their remainder of ``BUCKETS``."""
     counts = np.full(BUCKETS, 0.05)
     for tokens in documents:
-        counts += np.bincount(_buckets(tokens), minlength=BUCKETS)
+        counts += np.bincount(tokens % BUCKETS, minlength=BUCKETS)
     found: npt.NDArray[np.float64] = np.log(counts / counts.sum())
     return found
 
 
 def _likelihood(documents: Sequence[npt.NDArray[np.int64]], model: npt.NDArray[np.float64]) -> float:
-    found = [model[_buckets(tokens)] for tokens in documents if len(tokens) > 1]
+    found = [model[tokens % BUCKETS] for tokens in documents]
     return float(np.concatenate(found).mean()) if found else 0.0
