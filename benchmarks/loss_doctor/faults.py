@@ -98,17 +98,17 @@ def two_levels(rng: np.random.Generator) -> Documents:
     return good(rng, 1100) + good(rng, 35, "hard", noise=60)
 
 
+def runs(rng: np.random.Generator, count: int, length: int, name: str) -> Documents:
+    return [document(f"{name}-{i}", np.full(length, rng.integers(3, VOCABULARY))) for i in range(count)]
+
+
 def with_escapes(rng: np.random.Generator) -> Documents:
     """Some documents are runs of one token, which the model soon continues without a loss."""
-    return good(rng, 1100, noise=30) + [
-        document(f"run-{i}", np.full(40, rng.integers(3, VOCABULARY))) for i in range(300)
-    ]
+    return good(rng, 1100, noise=30) + runs(rng, 500, 16, "run")
 
 
 def escapes(rng: np.random.Generator) -> Documents:
-    return good(rng, 200, "new", noise=30) + [
-        document(f"bad-{i}", np.full(600, rng.integers(3, VOCABULARY))) for i in range(8)
-    ]
+    return good(rng, 200, "new", noise=30) + runs(rng, 20, 600, "bad")
 
 
 SECRETS = 5  # documents without a rule, that can only be learnt by heart
@@ -212,7 +212,7 @@ FAULTS = (
     Fault(
         "a document that only this state cannot take",
         (("data × state",),),
-        with_bad(lambda rng: walk(rng, 60, 8, 4), 12),
+        with_bad(lambda rng: np.full(12, 7), 12),
         injects=lambda d: d.updates > 200 and any(key.startswith("bad-") for key in d.documents),
         act=scaled(30000.0),
     ),
@@ -227,7 +227,7 @@ FAULTS = (
     Fault(
         "long documents that fill batches",
         (("data order or packing",),),
-        lambda rng: good(rng, 60, "easy") + [document("long", walk(rng, 3000, noise=60))] + good(rng, 400, "more"),
+        lambda rng: good(rng, 60, "easy") + [document("long", walk(rng, 1200, noise=60))] + good(rng, 400, "more"),
         two_levels,
         shuffled=False,
         replay=0.2,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import shutil
@@ -303,6 +304,7 @@ def diagnose_run(
     )  # fmt: skip
 
 
+@functools.cache  # of the code that was imported
 def commit() -> str:
     """Of this checkout, '' where there is none."""
     found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
@@ -373,6 +375,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    commit()
     held = (
         [Tried.of_json(line) for line in read_lines(asked.results)] if asked.results and asked.results.exists() else []
     )

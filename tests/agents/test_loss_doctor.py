@@ -157,10 +157,15 @@ def test_each_cause_without_a_guilty_document(spikes: Callable[[Arm], bool], cau
 
 def test_what_is_known_to_have_changed_is_changed_back_first() -> None:
     mixture = MadeUp(lambda arm: not arm.previous_mixture, DOCUMENTS, facts={"has_previous_mixture": True})
-    assert diagnose(mixture).causes == ("mixture shift or wrong label",) and mixture.ran == ["same again", "previous mixture"]
+    assert diagnose(mixture).causes == ("mixture shift or wrong label",) and mixture.ran == [
+        "same again",
+        "previous mixture",
+    ]
     rate = MadeUp(lambda arm: not arm.recipe, DOCUMENTS, facts={"was_otherwise": {"optimizer.lr": 1e-4}})
     found = diagnose(rate)
-    assert found.causes == ("rate",) and found.remedy == "rate as before" and rate.ran == ["same again", "rate as before"]
+    assert (
+        found.causes == ("rate",) and found.remedy == "rate as before" and rate.ran == ["same again", "rate as before"]
+    )
     moments = MadeUp(lambda arm: arm.start != "earlier", DOCUMENTS, facts={"resumed_at": 38})
     assert diagnose(moments).causes == ("state lost on resume",) and len(moments.ran) == 2
 
@@ -175,8 +180,12 @@ def test_what_is_known_to_have_changed_is_changed_back_first() -> None:
         (Joined("chat", ("bad-1",), "code", 0.5, 0.5), ("bad data",)),  # odd, but it is not gone without them
     ],
 )
-def test_documents_that_joined_are_to_blame_only_if_it_is_gone_without_them(joined: Joined, causes: tuple[str, ...]) -> None:
-    found = diagnose(MadeUp(lambda arm: "odd" not in arm.masked, DOCUMENTS, joining=[joined], facts={"generation_begins": 35}))
+def test_documents_that_joined_are_to_blame_only_if_it_is_gone_without_them(
+    joined: Joined, causes: tuple[str, ...]
+) -> None:
+    found = diagnose(
+        MadeUp(lambda arm: "odd" not in arm.masked, DOCUMENTS, joining=[joined], facts={"generation_begins": 35})
+    )
     assert found.causes == causes and found.guilty == (("odd",) if causes == ("bad data",) else ())
 
 
