@@ -16,6 +16,7 @@ from factory.audit.replaying import WindowReplay, replay_segment
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.launching import ranks
+from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
@@ -27,9 +28,10 @@ from factory.gates.patch.training import for_one_rank
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
-from factory.ledger.anomalies import DIAGNOSED, AnomalyRow
+from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, AnomalyRow
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import SegmentRow, Subject
+from factory.ledger.writing import record_verdict
 from factory.training.planning import plan_of
 from factory.training.segment_folder import spec_of
 from kernels.contract.files import finite
@@ -84,9 +86,16 @@ def diagnose_and_act(
         "why": why, "anomalies": list(span.anomalies), "segment": segment.id, "kind": span.kind, "onset": span.onset, "last": span.last,
         "budget": budget,
     }  # fmt: skip
+    undo = _blamed(workspace, ledger, segment, detail["causes"], progress)
     page = report.write(workspace, ledger, lead, detail, lines, found)
     with ledger.begin() as tx:
-        record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail | {"report": str(page)}))
+        record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail | {"report": str(page), "undo": undo}))
+        if undo:
+            record_verdict(
+                tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=policy_sha256(policy), subject_sha256=segment.code_commit,
+                outcome="reject", reasons=[f"anomaly {lead}, {' or '.join(detail['causes'])}: {why}"], evidence={"anomaly": lead, "undo": undo},
+            )  # fmt: skip
+    _show_in_mlflow(workspace, ledger, segment, detail, page, progress)
     done = acting.act(ledger, policy, lead)
     progress.line(
         f"  anomaly {lead} ({span.kind}, segment {segment.id}, steps {span.onset}–{span.last}): {' or '.join(detail['causes'])}; {done}"
@@ -94,6 +103,32 @@ def diagnose_and_act(
     if found is not None:
         remove(folder)
     return detail | {"done": done}
+
+
+def _blamed(
+    workspace: Workspace, ledger: Ledger, segment: SegmentRow, causes: list[str], progress: Progress
+) -> list[int]:
+    try:
+        return acting.blamed_patches(
+            workspace, ledger, causes, segment.code_commit, previous_commit(ledger, segment, 0)
+        )
+    except FactoryError as error:
+        progress.line(f"  which patch is to blame cannot be told: {error}")
+        return []
+
+
+def _show_in_mlflow(
+    workspace: Workspace, ledger: Ledger, segment: SegmentRow, detail: Mapping[str, Any], page: Path, progress: Progress
+) -> None:
+    """The page at the segment's run, and the causes as a tag. It may fail: the diagnosis is in the ledger."""
+    from factory.tracking.mlflow_store import waiting_lock
+    from factory.tracking.tracking import Tracking
+
+    try:
+        with waiting_lock(workspace, "tracking"):
+            Tracking.open(workspace, ledger).segment_diagnosed(segment, detail["causes"], detail["why"], page)
+    except FactoryError as error:
+        progress.line(f"  MLflow does not show the diagnosis of segment {segment.id}: {error}")
 
 
 def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
