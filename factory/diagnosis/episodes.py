@@ -70,10 +70,13 @@ def spans(anomalies: Sequence[Noted], lines: Sequence[StepPoint], begins: int = 
         lead = min(group, key=lambda a: KINDS.index(a.kind))
         least = made[-1].last + 1 if made else begins
         first = own = onset(lines, lead.step)
-        for anomaly in (a for a in group if a.step == lead.step and a.began is not None):
-            assert anomaly.began is not None
-            if anomaly.kind in SLOW or (anomaly.kind != "plateau" and anomaly.began >= own - NEAR):
-                first = min(first, anomaly.began)
+        for anomaly in (a for a in group if own - NEAR <= a.step <= lead.step and a.kind != "plateau"):
+            near = (
+                anomaly.began
+                if anomaly.began is not None and (anomaly.kind in SLOW or anomaly.began >= own - NEAR)
+                else anomaly.step
+            )
+            first = min(first, near)
         first = min(lead.step, max(first, least))
         last = max(a.step for a in group if a.step < max(lead.step + 1, first + MOST_STEPS))
         made.append(EpisodeSpan(lead.kind, first, last, tuple(a.number for a in group), lead.where))
