@@ -391,6 +391,7 @@ def main(arguments: list[str]) -> int:
                     shutil.rmtree(root)
                 print(f"{fault.name}, seed {seed}: {known[fault.name, seed].named}", file=sys.stderr, flush=True)
                 if asked.results:
+                    asked.results.parent.mkdir(parents=True, exist_ok=True)
                     with open(asked.results, "a") as file:
                         file.write(json.dumps(asdict(known[fault.name, seed])) + "\n")
             every.append(known[fault.name, seed])
