@@ -42,9 +42,9 @@ bench: setup-dev
 bench-report: setup-dev
 	@$(BIN)/python -m benchmarks.ops.kernel_report
 
-# The loss doctor on injected faults and healthy runs: the confusion matrix. A minute or two a seed.
+# The loss doctor on injected faults and healthy runs: the confusion matrix. Ten minutes a seed on idle cores; goes on where it was stopped.
 doctor-suite: setup-dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.loss_doctor.suite --seeds 3
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.loss_doctor.suite --seeds 3 --results workspace/doctor-suite.jsonl
 
 bench-baseline: setup-dev
 	@$(BIN)/python -m benchmarks.ops.kernel_report --baseline

@@ -60,10 +60,10 @@ def next_action(world: World) -> Action | None:
         return Action("finish_release", world.unfinished_release)
     if world.open_segment is not None:
         return Action("train", world.open_segment)
-    if world.undiagnosed_anomaly is not None:
-        return Action("diagnose", world.undiagnosed_anomaly)
     if world.unexported_anneal is not None:
         return Action("export", world.unexported_anneal)
+    if world.undiagnosed_anomaly is not None:  # before its candidate is judged, which is held if the segment is rewound
+        return Action("diagnose", world.undiagnosed_anomaly)
     if world.unreleased_promotion is not None:
         return Action("release", world.unreleased_promotion)
     if world.unjudged_candidate is not None:

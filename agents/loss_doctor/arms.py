@@ -8,9 +8,9 @@ from typing import Any, Literal, Protocol
 
 from agents.loss_doctor.curves import StepPoint, Symptom
 
-# Where an arm starts: the newest checkpoint before the onset; an earlier one, from which it trains through; or the weights of an
-# earlier one put where the newest stood, so that the same documents meet another state.
-Start = Literal["newest", "earlier", "older weights"]
+# Where an arm starts: the newest checkpoint before the onset; the onset itself, which the first replay leaves a checkpoint at; an earlier
+# checkpoint, from which it trains through; or the weights of an earlier one put at the onset, so that the same documents meet another state.
+Start = Literal["newest", "onset", "earlier", "older weights"]
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,21 @@ class Arm:
     masked: tuple[str, ...] = ()  # documents whose loss weighs nothing
     reference_kernels: bool = False
     previous_commit: bool = False
+    previous_mixture: bool = False  # the shares of the domains that were in force before
+    reshuffled: int = 0  # above 0: other documents of the same shards are next
     start: Start = "newest"
 
 
-AGAIN = (Arm("same again"), Arm("same again, twice"))
+# What cannot have acted before the onset is changed there; what may have (a kernel, a commit, the rate) from the checkpoint on.
+AGAIN = (Arm("same again", start="onset"), Arm("same again, twice", start="newest"))
 FP32 = Arm("fp32", {"precision": "fp32"})
 KERNELS = Arm("reference kernels", reference_kernels=True)
 COMMIT = Arm("previous commit", previous_commit=True)
 EARLIER = Arm("earlier checkpoint", start="earlier")
+MIXTURE = Arm("previous mixture", previous_mixture=True)
+ORDER = Arm("other documents", reshuffled=1, start="onset")
+MICRO = "all rows at once"
+AS_BEFORE = "rate as before"
 OLDER = "older weights"
 LOWER_RATE = 0.1  # of the rate
 
@@ -48,11 +55,27 @@ class ArmOutcome:
 
 @dataclass(frozen=True)
 class DocumentScore:
-    """How one document of the window stands at a checkpoint."""
+    """How one document stands at a checkpoint."""
 
     key: str
     loss: float  # nats a supervised token
     gradient: float  # norm of the gradient of its summed loss: its part in the step's gradient
+    tokens: int = 1  # that carry loss
+    in_window: bool = True  # False: of the shards that were there before, for comparison
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What new shards are like, of one domain, beside what was there of it: found without a replay."""
+
+    domain: str
+    documents: tuple[str, ...]  # those of the window's documents that joined with them
+    reads_like: (
+        str  # the domain whose earlier documents have the most similar tokens; the same, unless labelled wrongly
+    )
+    supervised: float  # share of the new documents' tokens that carry loss
+    supervised_before: float
+    begins_alike: float = 1.0  # share of them whose loss begins after a token that it began after in earlier documents
 
 
 @dataclass(frozen=True)
@@ -64,12 +87,18 @@ class AnomalyCase:
     last: int  # the episode's last step
     symptom: Symptom
     recipe: Mapping[str, Any]
+    live: tuple[StepPoint, ...] = ()  # of the live run, from the newest checkpoint to the last step
     all_reference: bool = False  # does every op already use its reference?
     has_previous_commit: bool = False
+    has_previous_mixture: bool = False  # did the shares of the domains change within the window's reach?
     has_earlier: bool = False  # is there a checkpoint of the segment before the newest one?
     has_older: bool = False  # is there any before it?
     resumed_at: int | None = None  # the newest checkpoint's step, if it lacks the optimiser's moments
     generation_begins: int | None = None  # step at which new shards joined, if within the window's reach
+    one_rank: bool = False  # is it replayed by another number of ranks than it was trained by?
+    was_otherwise: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # keys of optimizer and schedule, as the segment before had them
 
 
 class BudgetSpent(Exception):
@@ -85,14 +114,31 @@ class ReplayBench(Protocol):
         """Replay the window. Raises: BudgetSpent."""
 
     def scores(self, start: Start) -> Sequence[DocumentScore]:
-        """Of every document of the window's steps, at the newest checkpoint or with the older weights."""
+        """Of every document of the window's steps, and of a sample of those before, at the newest checkpoint or with the older weights."""
+
+    def joined(self) -> Sequence[Joined]:
+        """Of each domain, what the shards that joined last bring into the window; none where none joined."""
 
 
-def rate_arms(recipe: Mapping[str, Any]) -> list[Arm]:
-    """What may tame a step that the optimiser makes too large."""
-    optimizer, stability = recipe["optimizer"], recipe["stability"]
-    arms = [Arm("rate × 0.1", {"optimizer.lr": optimizer["lr"] * LOWER_RATE})]
+def rate_arms(case: AnomalyCase) -> list[Arm]:
+    """What may tame a step that the optimiser makes too large, what changed last first.
+
+    Within a warm-up of its own length again the rate is about a half; longer ones are what a lower rate is.
+    """
+    optimizer, stability, schedule = (case.recipe[key] for key in ("optimizer", "stability", "schedule"))
+    arms = [Arm(AS_BEFORE, dict(case.was_otherwise))] if case.was_otherwise else []
+    arms.append(Arm("rate × 0.1", {"optimizer.lr": optimizer["lr"] * LOWER_RATE}))
+    if case.last < 2 * max(16, schedule["warmup_steps"]):
+        length = 8 * case.last
+        first = max(length, schedule["trunk_steps"]["first"])
+        arms.append(Arm("longer warm-up", {"schedule.warmup_steps": length, "schedule.trunk_steps.first": first}))
     if optimizer["beta2"] > 0.95:
         arms.append(Arm("β2 0.95", {"optimizer.beta2": 0.95}))
     arms.append(Arm("clip × 0.1", {"stability.grad_clip": stability["grad_clip"] * LOWER_RATE}))
     return arms
+
+
+def all_at_once(recipe: Mapping[str, Any]) -> Arm | None:
+    """The same batch without accumulation; None where there is none."""
+    micro = recipe["batch"].get("micro_sequences")
+    return Arm(MICRO, {"batch.micro_sequences": None}) if micro else None

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from agents.loss_doctor.arms import COMMIT, EARLIER, FP32, KERNELS
+from agents.loss_doctor.arms import AS_BEFORE, COMMIT, EARLIER, FP32, KERNELS, MICRO, MIXTURE, ORDER
 
 BAD_DATA, DATA_AND_STATE, REPEATED = "bad data", "data × state", "contamination or repeated data"
-ORDER, RATE, PRECISION, KERNEL = "data order or packing", "rate", "numeric precision", "faulty kernel"
-CODE, STATE_LOST, HARDWARE = "code change", "state lost on resume", "hardware"
+ORDER_OR_PACKING, RATE, PRECISION, KERNEL = "data order or packing", "rate", "numeric precision", "faulty kernel"
+CODE, STATE_LOST, HARDWARE, LAYOUT = "code change", "state lost on resume", "hardware", "layout"
+SHARES, LOSS_MASK = "mixture shift or wrong label", "loss mask"
 PLATEAU, NEW_GENERATION, UNKNOWN = "true plateau", "new generation", "unknown"
 HEALTHY = ((PLATEAU,), (NEW_GENERATION,))  # answers that ask for nothing
-SPREAD = 0.3  # share of a window's documents from which on no single ones are to blame
+SPREAD = 0.4  # share of a window's documents from which on no single ones are to blame
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,11 @@ class Findings:
     masked_clears: bool | None = None  # masking all suspects; None: there was none, or it was not tried
     guilty_share: float = 0.0  # of the window's documents, those that must be masked together
     older_fires: bool | None = None  # do they do the same at another checkpoint? None: there is none, or it is unclear
+    joined_clears: str = (
+        ""  # LOSS_MASK or SHARES: what is odd about documents that joined, where masking them all clears it
+    )
     rate_clears: str = ""  # the first arm of the rate that cleared it
+    one_rank: bool = False  # is it replayed by another number of ranks than it was trained by?
     resumed: bool = False  # does the newest checkpoint lack the optimiser's moments?
     generation_begins: bool = False  # did new shards join where the anomaly began?
     finished: bool = False  # no arm is left
@@ -57,6 +62,11 @@ TABLE: tuple[Row, ...] = (
         "the same replay, twice, left different bits: a device errs, or the code is not deterministic",
     ),
     (
+        lambda f: f.cleared("same again") and f.one_rank,
+        (HARDWARE, LAYOUT),
+        "the same steps from the same checkpoint do not show it on one rank: a device erred, or the ranks' sharing of the work",
+    ),
+    (
         lambda f: f.cleared("same again"),
         (HARDWARE,),
         "the same steps from the same checkpoint do not show it: it was no property of data, code or recipe",
@@ -73,29 +83,9 @@ TABLE: tuple[Row, ...] = (
     ),
     (lambda f: f.cleared(KERNELS.name), (KERNEL,), "it is gone with the reference kernels"),
     (
-        lambda f: bool(f.masked_clears) and f.low,
-        (REPEATED,),
-        "without some documents the loss is as usual: they are too easy, as what was seen before is",
-    ),
-    (
-        lambda f: bool(f.masked_clears) and f.guilty_share > SPREAD,
-        (ORDER, NEW_GENERATION),
-        "it is gone only without so many of the window's documents that no single ones are to blame",
-    ),
-    (
-        lambda f: bool(f.masked_clears) and f.older_fires is True,
-        (BAD_DATA,),
-        "it is gone without some documents, and they do the same at another checkpoint",
-    ),
-    (
-        lambda f: bool(f.masked_clears) and f.older_fires is False,
-        (DATA_AND_STATE,),
-        "it is gone without some documents, and another checkpoint takes the same documents without harm",
-    ),
-    (
-        lambda f: bool(f.masked_clears) and f.finished,
-        (BAD_DATA, DATA_AND_STATE),
-        "it is gone without some documents, and no second checkpoint says whether they do the same there",
+        lambda f: f.cleared(MICRO),
+        (LAYOUT,),
+        "it is gone where all rows are one micro-batch: the loss depends on accumulation",
     ),
     (
         lambda f: f.cleared(EARLIER.name) and f.resumed,
@@ -103,11 +93,67 @@ TABLE: tuple[Row, ...] = (
         "trained through from an earlier checkpoint it is gone, and the newest one lacks the optimiser's moments",
     ),
     (
+        lambda f: f.cleared(MIXTURE.name),
+        (SHARES,),
+        "it is gone with the shares of the domains that were in force before",
+    ),
+    (lambda f: f.rate_clears == AS_BEFORE, (RATE,), "it is gone with the optimiser and schedule of the segment before"),
+    (lambda f: f.cleared(COMMIT.name), (CODE,), "it is gone with the code of the segment before"),
+    (
+        lambda f: f.joined_clears == LOSS_MASK,
+        (LOSS_MASK,),
+        "it is gone without the documents that joined, and other tokens of theirs carry loss than of those before",
+    ),
+    (
+        lambda f: f.joined_clears == SHARES,
+        (SHARES,),
+        "it is gone without the documents that joined, and they read like another domain's",
+    ),
+    (
+        lambda f: bool(f.masked_clears) and f.guilty_share > SPREAD and f.cleared(ORDER.name),
+        (ORDER_OR_PACKING,),
+        "it is gone only without so many of the step's documents that no single ones are to blame, and with other ones of the same shards",
+    ),
+    (
+        lambda f: bool(f.masked_clears) and f.guilty_share > SPREAD and ORDER.name in f.fires,
+        (NEW_GENERATION, BAD_DATA),
+        "it is gone only without so many of the step's documents that no single ones are to blame; others of these shards do the same",
+    ),
+    (
+        lambda f: bool(f.masked_clears) and f.guilty_share <= SPREAD and f.low and f.older_fires is False,
+        (REPEATED,),
+        "without some documents the loss is as usual; at an older checkpoint they were not too easy, so they were learnt since",
+    ),
+    (
+        lambda f: bool(f.masked_clears) and f.guilty_share <= SPREAD and f.older_fires is True,
+        (BAD_DATA,),
+        "it is gone without some documents, and they do the same at another checkpoint",
+    ),
+    (
+        lambda f: bool(f.masked_clears) and f.guilty_share <= SPREAD and f.older_fires is False,
+        (DATA_AND_STATE,),
+        "it is gone without some documents, and another checkpoint takes the same documents without harm",
+    ),
+    (
+        lambda f: bool(f.masked_clears) and f.finished and f.low,
+        (BAD_DATA, REPEATED),
+        "it is gone without some documents, and no second checkpoint says whether they were always too easy",
+    ),
+    (
+        lambda f: bool(f.masked_clears) and f.finished,
+        (BAD_DATA, DATA_AND_STATE),
+        "it is gone without some documents, and no second checkpoint says whether they do the same there",
+    ),
+    (
+        lambda f: f.cleared(ORDER.name) and not f.masked_clears,
+        (ORDER_OR_PACKING,),
+        "no documents stand out that it is gone without, and it is gone with other ones of the same shards",
+    ),
+    (
         lambda f: f.cleared(EARLIER.name),
         (STATE_LOST, HARDWARE),
         "trained through from an earlier checkpoint it is gone: the newest checkpoint holds something wrong",
     ),
-    (lambda f: f.cleared(COMMIT.name), (CODE,), "it is gone with the code of the segment before"),
     (lambda f: bool(f.rate_clears), (RATE,), "no document is to blame, and a smaller step of the optimiser clears it"),
     (
         lambda f: f.finished and not f.failed and f.generation_begins and not f.low,

@@ -1,12 +1,13 @@
-"""Does a window of steps show an anomaly? Loss and gradient norm of each step, held against what was usual before it."""
+"""Does a window of steps show an anomaly? One quantity of each step, held against what was usual before it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution: Rousseeuw and Croux 1993
 LEAST_DEVIATION = 0.02  # share of the median, as the trainer's detector has it
@@ -15,18 +16,46 @@ GONE, THERE = (
     0.65,
 )  # of what the live run showed: below the first share an anomaly is gone, above the second it is there
 UNNOTICED = 6.0  # robust deviations: below what a detector calls a spike
-Quantity = Literal["loss", "grad_norm"]
+# Kinds of anomalies that a diagnosis can be about, those that tell most first: as ``trainer/monitor`` names them.
+KINDS = (
+    "non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop", "grad_norm_jump", "skipped_outlier",
+    "activation_jump", "attention_logits", "update_jump", "plateau",
+)  # fmt: skip
 OF_GRADIENT = ("grad_norm_jump", "skipped_outlier")
-LOW = ("loss_low", "loss_drop", "loss_too_low")  # kinds of a loss that is too low to be true
+OF_LAYER = {
+    "activation_jump": "activation_max",
+    "attention_logits": "attention_logit_max",
+    "update_jump": "update_ratio",
+}
+LOW = ("loss_drop", "domain_drop")  # of a loss that is too low to be true
+PARTS = (
+    "loss",
+    *OF_LAYER.values(),
+)  # of domains and layers, as metrics.jsonl names them: loss/code, activation_max/blocks.1
 
 
 @dataclass(frozen=True)
 class StepPoint:
-    """One step of a run; what is not finite is ``math.inf``."""
+    """One step of a run; what is not finite is ``math.inf``. ``parts``: of domains and of the layer that was measured, by their key."""
 
     step: int
     loss: float
     grad_norm: float
+    parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def value(self, quantity: str) -> float | None:
+        """``loss``, ``grad_norm``, or a key of ``parts``; None where the step has none.
+
+        >>> StepPoint(3, 2.0, 0.5, {"loss/code": 1.5}).value("loss/code")
+        1.5
+        """
+        if quantity == "loss":
+            return self.loss
+        return self.grad_norm if quantity == "grad_norm" else self.parts.get(quantity)
+
+    def row(self) -> list[Any]:
+        """As JSON has it; ``StepPoint(*row)`` is the point again."""
+        return [self.step, self.loss, self.grad_norm, dict(self.parts)]
 
 
 @dataclass(frozen=True)
@@ -51,32 +80,46 @@ class Usual:
         return cls(center, max(spread, LEAST_DEVIATION * abs(center), 1e-12))
 
 
+def quantity_of(kind: str, where: str) -> str:
+    """The quantity that an anomaly is about; ``where`` as the trainer names it.
+
+    >>> quantity_of("domain_spike", "domain/code"), quantity_of("activation_jump", "layer/blocks.1"), quantity_of("loss_spike", "")
+    ('loss/code', 'activation_max/blocks.1', 'loss')
+    """
+    part = where.partition("/")[2]
+    if kind in OF_LAYER and part:
+        return f"{OF_LAYER[kind]}/{part}"
+    if kind.startswith("domain_") and part:
+        return f"loss/{part}"
+    return "grad_norm" if kind in OF_GRADIENT else "loss"
+
+
 @dataclass(frozen=True)
 class Symptom:
     """What the live run showed in its window: which quantity, in which direction, and how far from the usual."""
 
     kind: str  # of the anomaly
-    quantity: Quantity
+    quantity: str
     low: bool  # too low, not too high
     usual: Usual
     excess: float  # the largest, in the unit of the quantity; infinite where it was not finite
 
     @classmethod
-    def seen(cls, kind: str, before: Sequence[StepPoint], window: Sequence[StepPoint]) -> Symptom:
-        """From the live run's own steps.
+    def seen(cls, kind: str, before: Sequence[StepPoint], window: Sequence[StepPoint], where: str = "") -> Symptom:
+        """From the live run's own steps. ``where``: the domain or layer that it is about.
 
         >>> calm = [StepPoint(step, 2.0, 0.5) for step in range(8)]
         >>> Symptom.seen("loss_spike", calm, [StepPoint(8, 5.0, 0.6), StepPoint(9, 2.1, 0.5)]).excess
         3.0
         """
-        quantity: Quantity = "grad_norm" if kind in OF_GRADIENT else "loss"
-        usual = Usual.of([getattr(point, quantity) for point in before])
+        quantity = quantity_of(kind, where)
+        usual = Usual.of(values_of(before, quantity))
         symptom = cls(kind, quantity, kind in LOW, usual, 0.0)
         return cls(kind, quantity, symptom.low, usual, symptom.excess_of(window, usual))
 
     def excess_of(self, window: Sequence[StepPoint], usual: Usual) -> float:
         """The largest distance from ``usual`` in the symptom's direction; infinite where a value is not finite."""
-        values = [getattr(point, self.quantity) for point in window]
+        values = values_of(window, self.quantity)
         if self.kind == "non_finite" or not all(map(math.isfinite, values)):
             odd = any(not math.isfinite(x) for point in window for x in (point.loss, point.grad_norm))
             return math.inf if odd else 0.0
@@ -111,20 +154,31 @@ class Symptom:
         >>> spike.contrast([StepPoint(8, 6.0, 1.0), StepPoint(9, 2.2, 1.0)], [StepPoint(8, 3.5, 1.0), StepPoint(9, 2.1, 1.0)])
         2.5
         """
-        other = {point.step: getattr(point, self.quantity) for point in without}
+        other = {point.step: point.value(self.quantity) for point in without}
         sign = -1.0 if self.low else 1.0
-        pairs = [(getattr(point, self.quantity), other[point.step]) for point in shown if point.step in other]
+        both = [(point.value(self.quantity), other.get(point.step)) for point in shown]
+        pairs = [(a, b) for a, b in both if a is not None and b is not None]
         return max(
             (sign * (a - b) if math.isfinite(a) else math.inf for a, b in pairs if math.isfinite(b)), default=0.0
         )
 
 
+def values_of(points: Sequence[StepPoint], quantity: str) -> list[float]:
+    """Of the steps that have it."""
+    return [value for point in points if (value := point.value(quantity)) is not None]
+
+
 def points(lines: Sequence[Mapping[str, Any]]) -> list[StepPoint]:
-    """Lines of metrics.jsonl, by step; of a step that was done twice the later line."""
+    """Lines of metrics.jsonl, by step; of a step that was done twice the later line.
+
+    >>> points([{"step": 4, "loss": 2.0, "grad_norm": None, "loss/code": 1.5, "time": 9.0}])
+    [StepPoint(step=4, loss=2.0, grad_norm=inf, parts={'loss/code': 1.5})]
+    """
     number = lambda value: float(value) if isinstance(value, int | float) and math.isfinite(value) else math.inf
-    found = {
-        line["step"]: StepPoint(line["step"], number(line.get("loss")), number(line.get("grad_norm"))) for line in lines
-    }
+    found = {}
+    for line in lines:
+        parts = {key: number(value) for key, value in line.items() if "/" in key and key.partition("/")[0] in PARTS}
+        found[line["step"]] = StepPoint(line["step"], number(line.get("loss")), number(line.get("grad_norm")), parts)
     return [found[step] for step in sorted(found)]
 
 
@@ -138,11 +192,12 @@ def onset(lines: Sequence[StepPoint], step: int, reach: int = 16, deviations: fl
     40
     """
     earlier = [point for point in lines if step - 3 * reach <= point.step < step - reach]
-    usual = {key: Usual.of([getattr(point, key) for point in earlier]) for key in ("loss", "grad_norm")}
+    usual = {key: Usual.of(values_of(earlier, key)) for key in ("loss", "grad_norm")}
     before = {point.step: point for point in lines}
     while step - 1 in before and reach and earlier:
         point = before[step - 1]
-        if not any(getattr(point, key) > u.center + deviations * u.deviation for key, u in usual.items()):
+        high = lambda key, u, p=point: (p.value(key) or 0.0) > u.center + deviations * u.deviation
+        if not any(high(key, u) for key, u in usual.items()):
             break
         step, reach = step - 1, reach - 1
     return step

@@ -4,25 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import median
 
 from agents.loss_doctor.arms import DocumentScore
 from agents.loss_doctor.curves import Usual
 
 STANDS_OUT = 3.5  # robust deviations of the logarithm: Iglewicz and Hoaglin 1993
+ABOUT = 0.75  # of a document's distance from the usual, as a logarithm: how far another one lies that is about as odd
+LIKE_IT = (
+    0.01  # share of the documents before, and never less than two, that are as odd: such a one is rare, and not bad
+)
 
 
 def suspects(scores: Sequence[DocumentScore], most: float = 0.5) -> list[str]:
-    """Keys of the documents that stand out among those of the window, the worst first; at most that share of them.
+    """Keys of the window's documents that stand out among all that were scored, the worst first; at most that share of them.
 
     By the norm of their own gradient or by their loss, either too high or too low: a document that was leaked or repeated is too easy.
+    What some documents of the shards before are as much is hard, not bad.
 
     >>> calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(9)]
     >>> suspects([*calm, DocumentScore("bad", 9.0, 30.0)])
     ['bad']
     """
-    gone = {score.key: outlying(score, scores) for score in scores}
-    ranked = sorted((key for key in gone if gone[key] > STANDS_OUT), key=lambda key: (-gone[key], key))
-    return ranked[: max(1, int(most * len(scores)))]
+    window = [score for score in scores if score.in_window]
+    gone = {score.key: outlying(score, scores) for score in window}
+    before = [score for score in scores if not score.in_window]
+    excused = {score.key for score in window if has_peers(score, before)}
+    ranked = sorted(
+        (key for key in gone if gone[key] > STANDS_OUT and key not in excused), key=lambda key: (-gone[key], key)
+    )
+    return ranked[: max(1, int(most * len(window)))]
+
+
+def has_peers(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
+    """Are enough documents of the shards before about as odd, in the same direction, by loss and by gradient?
+
+    >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, 16, in_window=False) for n in range(150)]
+    >>> before += [DocumentScore(f"hard{n}", 6.0, 60.0, 16, in_window=False) for n in range(3)]
+    >>> [has_peers(DocumentScore("new", loss, gradient, 16), before) for loss, gradient in ((6.5, 60.0), (12.0, 60.0), (6.5, 200.0))]
+    [True, False, False]
+    """
+    if not before or not (math.isfinite(score.loss) and math.isfinite(score.gradient)):
+        return False
+    # The norm of a sum of gradients grows with its number if they are alike, and with its root if they are not.
+    return any(_peers(score, before, power) >= max(2, LIKE_IT * len(before)) for power in (0.5, 1.0))
+
+
+def _peers(score: DocumentScore, before: Sequence[DocumentScore], power: float) -> int:
+    """How many lie about as far from the usual, in the same direction, by loss and by gradient / tokens^``power``."""
+    peers = list(before)
+    measures: tuple[Callable[[DocumentScore], float], ...] = (lambda s: s.loss, lambda s: s.gradient / s.tokens**power)
+    for of in measures:
+        usual = median(of(other) for other in before)
+        distance = {s.key: math.log(max(of(s), 1e-12) / max(usual, 1e-12)) for s in (score, *peers)}
+        peers = [other for other in peers if distance[other.key] / (distance[score.key] or 1e-12) >= ABOUT]
+    return len(peers)
 
 
 def outlying(score: DocumentScore, among: Sequence[DocumentScore]) -> float:

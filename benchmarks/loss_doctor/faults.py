@@ -29,6 +29,9 @@ class Doing:
     reference: bool
     precision: str
     faulty_code: bool
+    accumulates: bool  # are there several micro-batches?
+    documents: frozenset[str]  # of the batch, that carry loss
+    updates: int  # that the weights have had
 
 
 @dataclass(frozen=True)
@@ -36,32 +39,111 @@ class Fault:
     name: str
     causes: tuple[tuple[str, ...], ...]  # the answers that count as right; empty: healthy, no anomaly is allowed
     joins: Callable[[np.random.Generator], Documents] | None = None  # documents that join as a new generation
+    base: Callable[[np.random.Generator], Documents] | None = None  # those of the first segment; None: ``good``
     recipe: Mapping[str, Any] = field(default_factory=dict)  # of the whole run, keys with dots
     later: Mapping[str, Any] = field(default_factory=dict)  # from the second segment on
+    weights: Mapping[str, float] = field(default_factory=lambda: {"*": 1.0})  # shares of the domains
+    phases: tuple[tuple[int, Mapping[str, float]], ...] = ()  # from a step on
+    replay: float = 0.5
     injects: Callable[[Doing], bool] | None = None
     act: Act | None = None
     checkpoint: Act | None = (
         None  # changes the checkpoint that the second segment starts from (model and optimiser tensors)
     )
+    shuffled: bool = True  # False: documents that join come in the order of their shard, until they are reshuffled
     kind: str = "trunk"  # of the second segment
+    last: int = 0  # its last step; 0: LAST
 
     @property
     def healthy(self) -> bool:
         return not self.causes
 
+    @property
+    def until(self) -> int:
+        return self.last or LAST
 
-def document(key: str, tokens: np.ndarray, domain: str = "code") -> TokenizedDocument:
+
+def document(key: str, tokens: np.ndarray, domain: str = "code", mask: np.ndarray | None = None) -> TokenizedDocument:
     tokens = np.asarray(tokens, np.uint32)
-    return TokenizedDocument(key, key, domain, "test", "none", tokens, np.ones(len(tokens), bool))
+    return TokenizedDocument(
+        key, key, domain, "test", "none", tokens, np.ones(len(tokens), bool) if mask is None else mask
+    )
 
 
-def walk(rng: np.random.Generator, length: int, step: int = 7) -> np.ndarray:
-    """Tokens of a document that can be learnt: a noisy walk."""
-    return (rng.integers(3, VOCABULARY) + step * np.arange(length) + rng.integers(0, 3, length)) % VOCABULARY
+def walk(rng: np.random.Generator, length: int, step: int = 7, noise: int = 3) -> np.ndarray:
+    """Tokens of a document that can be learnt: a noisy walk, whose loss falls to the logarithm of ``noise``."""
+    return (rng.integers(3, VOCABULARY) + step * np.arange(length) + rng.integers(0, noise, length)) % VOCABULARY
 
 
-def good(rng: np.random.Generator, count: int, name: str = "good") -> Documents:
-    return [document(f"{name}-{i}", walk(rng, int(rng.integers(20, 90)))) for i in range(count)]
+def good(rng: np.random.Generator, count: int, name: str = "good", step: int = 7, noise: int = 3) -> Documents:
+    return [document(f"{name}-{i}", walk(rng, int(rng.integers(20, 90)), step, noise)) for i in range(count)]
+
+
+def docs(rng: np.random.Generator, count: int, name: str, domain: str = "docs") -> Documents:
+    """Harder ones, of the upper half of the vocabulary."""
+    half = VOCABULARY // 2
+    return [
+        document(f"{name}-{i}", half + walk(rng, int(rng.integers(20, 90)), 13, 40) % half, domain)
+        for i in range(count)
+    ]
+
+
+def two_domains(rng: np.random.Generator) -> Documents:
+    """An easy one and a hard one, of other steps."""
+    return good(rng, 900) + docs(rng, 900, "docs")
+
+
+def two_levels(rng: np.random.Generator) -> Documents:
+    """Easy documents, and a few hard ones among them."""
+    return good(rng, 1100) + good(rng, 35, "hard", noise=60)
+
+
+def runs(rng: np.random.Generator, count: int, length: int, name: str) -> Documents:
+    return [document(f"{name}-{i}", np.full(length, rng.integers(3, VOCABULARY))) for i in range(count)]
+
+
+def with_escapes(rng: np.random.Generator) -> Documents:
+    """Some documents are runs of one token, which the model soon continues without a loss."""
+    return good(rng, 1100, noise=30) + runs(rng, 500, 16, "run")
+
+
+def escapes(rng: np.random.Generator) -> Documents:
+    return good(rng, 200, "new", noise=30) + runs(rng, 20, 600, "bad")
+
+
+SECRETS = 5  # documents without a rule, that can only be learnt by heart
+
+
+def secrets(name: str, copies: int, domain: str) -> Documents:
+    rng = np.random.default_rng(99)
+    texts = [rng.integers(3, VOCABULARY, 60) for _ in range(SECRETS)]
+    return [document(f"{name}-{copy}-{i}", text, domain) for copy in range(copies) for i, text in enumerate(texts)]
+
+
+def with_secrets(rng: np.random.Generator) -> Documents:
+    return good(rng, 1100, noise=30) + secrets("secret", 1, "other")
+
+
+MARK = 1  # before an answer
+
+
+def chats(rng: np.random.Generator, count: int, name: str, masked: str = "right") -> Documents:
+    """A question that no rule tells, and an answer that can be learnt; loss is on the answer, on all, or on the question."""
+    found = []
+    for i in range(count):
+        question, answer = rng.integers(3, VOCABULARY, 20), walk(rng, 30)
+        tokens = np.concatenate([question, [MARK], answer])
+        mask = np.arange(len(tokens)) > 20
+        found.append(
+            document(
+                f"{name}-{i}", tokens, "chat", {"right": mask, "dropped": np.ones_like(mask), "other": ~mask}[masked]
+            )
+        )
+    return found
+
+
+def chat_and_code(rng: np.random.Generator) -> Documents:
+    return good(rng, 800) + chats(rng, 800, "chat")
 
 
 def with_bad(make: Callable[[np.random.Generator], np.ndarray], bad: int) -> Callable[[np.random.Generator], Documents]:
@@ -87,10 +169,13 @@ def noise(gradients: dict[str, Tensor], rng: np.random.Generator) -> None:
     flat[int(rng.integers(len(flat)))] += float(np.random.default_rng().normal()) * 2.0**8
 
 
-def no_moments(tensors: dict[str, Tensor], rng: np.random.Generator) -> None:
-    for key, tensor in tensors.items():
-        if key.startswith(("exp_avg.", "exp_avg_sq.")):
-            tensor.zero_()
+def zero(prefixes: tuple[str, ...]) -> Act:
+    def act(tensors: dict[str, Tensor], rng: np.random.Generator) -> None:
+        for key, tensor in tensors.items():
+            if key.startswith(prefixes):
+                tensor.zero_()
+
+    return act
 
 
 def one_weight(tensors: dict[str, Tensor], rng: np.random.Generator) -> None:
@@ -98,23 +183,148 @@ def one_weight(tensors: dict[str, Tensor], rng: np.random.Generator) -> None:
     flat[int(rng.integers(len(flat)))] = 2.0**9
 
 
-FIRST, LAST = 80, 120  # where the second segment begins and ends
+def one_moment(tensors: dict[str, Tensor], rng: np.random.Generator) -> None:
+    flat = tensors["exp_avg.blocks.0.down"].view(-1)
+    flat[int(rng.integers(len(flat)))] = 2.0**18
+
+
+def nan(gradients: dict[str, Tensor], rng: np.random.Generator) -> None:
+    gradients["blocks.1.gate"].view(-1)[0] = float("nan")
+
+
+FIRST, LAST, LONG = 240, 280, 500  # where the second segment begins and ends, and where it ends in a healthy run
 AT = FIRST + 15  # the step at which a fault of what computes acts
+ROTTEN = scaled(3000.0)
+WRITTEN = ("state lost on resume", "hardware")
 FAULTS = (
+    # -- data
     Fault("repeated n-grams", (("bad data",),), with_bad(lambda rng: np.full(60, 7), 12)),
     Fault("base64 blob", (("bad data",),), with_bad(lambda rng: rng.integers(3, VOCABULARY, 300), 40)),
-    Fault("rate × 300", (("rate",),), later={"optimizer.lr": 3.0}),
-    Fault("flipped bit in a gradient", (("hardware",),), injects=lambda d: d.live and d.step == AT, act=one_element),
-    Fault("flipped bit in a weight", (("state lost on resume", "hardware"), ("hardware",)), checkpoint=one_weight),
-    Fault("moments lost on resume", (("state lost on resume",),), recipe={"optimizer.beta1": 0.0, "optimizer.beta2": 0.999}, checkpoint=no_moments),
-    Fault("wrong backward of a kernel", (("faulty kernel",),), injects=lambda d: d.step >= AT and not d.reference, act=scaled(3000.0)),
-    Fault("wrong code in a commit", (("code change",),), injects=lambda d: d.step >= AT and d.faulty_code, act=scaled(3000.0)),
+    Fault("doubled escapes: too easy", (("bad data",),), escapes, with_escapes, replay=0.35),
     Fault(
-        "overflow in bf16", (("numeric precision",),), None, {"precision": "bf16"},
-        injects=lambda d: d.step >= AT and d.precision == "bf16", act=scaled(3000.0),
+        "learnt by heart, under other names",
+        (("contamination or repeated data",),),
+        lambda rng: good(rng, 200, "new", noise=30) + secrets("bad", 24, "code"),
+        with_secrets,
+        weights={"code": 1.0},
+        phases=((140, {"code": 0.5, "other": 0.5}), (205, {"code": 1.0})),
     ),
+    Fault(
+        "a document that only this state cannot take",
+        (("data × state",),),
+        with_bad(lambda rng: np.full(12, 7), 12),
+        injects=lambda d: d.updates > 200 and any(key.startswith("bad-") for key in d.documents),
+        act=scaled(30000.0),
+    ),
+    Fault(
+        "shuffling off",
+        (("data order or packing",),),
+        lambda rng: good(rng, 60, "easy") + good(rng, 60, "hard-new", noise=60) + good(rng, 400, "more"),
+        two_levels,
+        shuffled=False,
+        replay=0.2,
+    ),
+    Fault(
+        "long documents that fill batches",
+        (("data order or packing",),),
+        lambda rng: good(rng, 60, "easy") + [document("long", walk(rng, 1200, noise=60))] + good(rng, 400, "more"),
+        two_levels,
+        shuffled=False,
+        replay=0.2,
+    ),
+    Fault(
+        "mislabelled domain",
+        (("mixture shift or wrong label",),),
+        lambda rng: docs(rng, 600, "new", "code"),
+        two_domains,
+        replay=0.2,
+    ),
+    Fault(
+        "mixture shift",
+        (("mixture shift or wrong label",),),
+        None,
+        two_domains,
+        weights={"code": 0.95, "docs": 0.05},
+        phases=((AT, {"code": 0.1, "docs": 0.9}),),
+    ),
+    Fault("chat mask dropped", (("loss mask",),), lambda rng: chats(rng, 600, "new", "dropped"), chat_and_code),
+    Fault("chat mask on the questions", (("loss mask",),), lambda rng: chats(rng, 600, "new", "other"), chat_and_code),
+    # -- recipe and state
+    Fault("rate × 300", (("rate",),), later={"optimizer.lr": 3.0}),
+    Fault("rate × 30, clipping lost", (("rate",),), later={"optimizer.lr": 0.3, "stability.grad_clip": 1e6}),
+    Fault(
+        "moments lost on resume",
+        (("state lost on resume",),),
+        recipe={"optimizer.beta1": 0.0, "optimizer.beta2": 0.999},
+        checkpoint=zero(("exp_avg.", "exp_avg_sq.")),
+    ),
+    Fault("flipped bit in a weight", (WRITTEN, ("hardware",)), checkpoint=one_weight),
+    Fault("flipped bit in a moment", (WRITTEN, ("hardware",)), checkpoint=one_moment),
+    # -- what computes
+    Fault("flipped bit in a gradient", (("hardware",),), injects=lambda d: d.live and d.step == AT, act=one_element),
+    Fault("one NaN of a device", (("hardware",),), injects=lambda d: d.live and d.step == AT, act=nan),
     Fault("a device that is always wrong", (("hardware",),), injects=lambda d: d.step >= AT, act=noise),
-    Fault("healthy: nothing happens", ()),
-    Fault("healthy: a new generation", (), lambda rng: [document(f"new-{i}", walk(rng, int(rng.integers(20, 90)), 11)) for i in range(600)]),
-    Fault("healthy: decay", (), kind="anneal"),
-)  # fmt: skip
+    Fault(
+        "wrong backward of a kernel",
+        (("faulty kernel",),),
+        injects=lambda d: d.step >= AT and not d.reference,
+        act=ROTTEN,
+    ),
+    Fault(
+        "NaN of a kernel in one batch",
+        (("faulty kernel",),),
+        injects=lambda d: d.step == AT and not d.reference,
+        act=nan,
+    ),
+    Fault("wrong code in a commit", (("code change",),), injects=lambda d: d.step >= AT and d.faulty_code, act=ROTTEN),
+    Fault("NaN since a commit", (("code change",),), injects=lambda d: d.step >= AT and d.faulty_code, act=nan),
+    Fault(
+        "overflow in bf16",
+        (("numeric precision",),),
+        None,
+        None,
+        {"precision": "bf16"},
+        injects=lambda d: d.step >= AT and d.precision == "bf16",
+        act=ROTTEN,
+    ),
+    Fault(
+        "NaN in bf16",
+        (("numeric precision",),),
+        None,
+        None,
+        {"precision": "bf16"},
+        injects=lambda d: d.step >= AT and d.precision == "bf16",
+        act=nan,
+    ),
+    Fault(
+        "wrong denominator under accumulation",
+        (("layout",),),
+        None,
+        None,
+        {"batch.micro_sequences": 4},
+        injects=lambda d: d.step >= AT and d.accumulates,
+        act=ROTTEN,
+    ),
+    # -- healthy
+    Fault("healthy: nothing happens", (), last=LONG),
+    Fault("healthy: a new generation", (), lambda rng: good(rng, 600, "new", step=11), last=LONG),
+    Fault("healthy: the same kind of documents join", (), lambda rng: good(rng, 600, "new"), last=LONG),
+    Fault(
+        "healthy: hard but good documents",
+        (),
+        lambda rng: good(rng, 600, "new") + good(rng, 60, "hard", noise=9),
+        last=LONG,
+    ),
+    Fault("healthy: decay", (), kind="anneal", last=LONG),
+    Fault("healthy: the batch grows", (), recipe={"batch.warmup": [{"until_step": 300, "sequences": 4}]}, last=LONG),
+    Fault("healthy: micro-batches from the second segment on", (), later={"batch.micro_sequences": 2}, last=LONG),
+    Fault("healthy: bf16", (), recipe={"precision": "bf16"}, last=LONG),
+    Fault("healthy: Muon", (), recipe={"optimizer.name": "muon"}, last=LONG),
+    Fault(
+        "healthy: two domains and chat",
+        (),
+        lambda rng: chats(rng, 300, "new"),
+        lambda rng: two_domains(rng) + chats(rng, 500, "chat"),
+        last=LONG,
+    ),
+)

@@ -1,25 +1,28 @@
 """``python -m benchmarks.loss_doctor.suite``: the doctor on injected faults and healthy runs; prints the confusion matrix.
 
-Each fault: a run of 80 steps, a second segment of 40 in which the fault acts, its anomalies, a diagnosis. A model of some 50,000
-weights, in this process; replays are those of the factory, without its sandbox.
+Each fault: a run of 240 steps, a second segment of 40 in which the fault acts, its anomalies, a diagnosis. Each healthy run has 500 steps.
+A model of some 50,000 weights, in this process; replays are those of the factory, without its sandbox.
 
-    python -m benchmarks.loss_doctor.suite
+    python -m benchmarks.loss_doctor.suite --results results.jsonl      goes on where it was stopped
     python -m benchmarks.loss_doctor.suite --seeds 3 --only rate --arms
+    python -m benchmarks.loss_doctor.suite --results results.jsonl --json > summary.json
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +31,30 @@ import torch
 import yaml
 
 from agents.loss_doctor.curves import points
-from agents.loss_doctor.doctor import Diagnosis, diagnose
-from benchmarks.loss_doctor.faults import FAULTS, FIRST, LAST, VOCABULARY, Doing, Fault, good
+from agents.loss_doctor.doctor import diagnose
+from benchmarks.loss_doctor.faults import FAULTS, FIRST, LONG, VOCABULARY, Doing, Fault, good
 from factory.audit.replaying import WindowReplay
 from factory.diagnosis.bench import Episode, WindowBench
-from factory.diagnosis.episodes import spans
+from factory.diagnosis.diagnosing import NEW_FOR, previous_weights, was_otherwise
+from factory.diagnosis.episodes import Noted, spans
 from factory.gates.patch.matrix.cases import recipe_with
+from factory.gates.release.anomaly_policy import AnomalyPolicy
 from trainer.__main__ import main as train
 from trainer.batch import Batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
+from trainer.contract.data import document_stream
 from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.permutation import Permutation
 from trainer.contract.data.token_shard import write_token_shard
 from trainer.contract.json_lines import read_lines
 from trainer.optim.optimizer import Optimizer
 from trainer.run import Run
 
 BUDGET = 2000
+DIAGNOSED = (
+    AnomalyPolicy().kinds
+)  # by the daemon; of others, which a person may ask about, only where there is nothing else
 CODE, FAULTY = Path("good code"), Path("faulty code")
 OPS = (
     "rms_norm",
@@ -61,35 +71,72 @@ RECIPE: dict[str, Any] = {
     "checkpoint_every": 5, "keep_checkpoints": 100, "stability.window": 16, "stability.spike_deviations": 8.0,
     "stability.z_loss": 1e-5, "stability.grad_clip": 1.0, "optimizer.lr": 1e-2, "optimizer.weight_decay": 0.1,
     "model.vocab_size": VOCABULARY, "model.d_model": 32, "model.heads": 4, "model.kv_heads": 2, "model.d_ff": 64,
-    "model.context": 64, "batch.sequences": 8, "mixture.weights": {"*": 1.0}, "schedule.anneal_steps": LAST - FIRST,
+    "model.context": 64, "batch.sequences": 8, "mixture.weights": {"*": 1.0}, "schedule.anneal_steps": LONG - FIRST,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Tried:
-    """How the doctor did on one fault."""
+    """How the doctor did on one fault; ``causes`` is empty where there was no anomaly."""
 
-    fault: Fault
+    fault: str
     seed: int
-    diagnosis: Diagnosis | None  # None: there was no anomaly
+    causes: tuple[str, ...] = ()
     kind: str = ""
+    steps: int = 0  # replayed
     window_steps: int = 0
-    bad: frozenset[str] = frozenset()  # documents in the window that are bad
+    guilty: tuple[str, ...] = ()
+    bad: tuple[str, ...] = ()  # documents in the window that are bad
     seconds: float = 0.0
+    why: str = ""
+    arms: tuple[tuple[str, bool | None, str], ...] = ()
+    commit: str = ""
+
+    @classmethod
+    def of_json(cls, stored: Mapping[str, Any]) -> Tried:
+        lists = {key: tuple(stored[key]) for key in ("causes", "guilty", "bad")}
+        return cls(**{**stored, **lists, "arms": tuple((a, f, w) for a, f, w in stored["arms"])})
 
     @property
     def named(self) -> str:
-        return " | ".join(self.diagnosis.causes) if self.diagnosis else "no anomaly"
+        return " | ".join(self.causes) or "no anomaly"
+
+    @property
+    def expected(self) -> tuple[tuple[str, ...], ...]:
+        return next(fault.causes for fault in FAULTS if fault.name == self.fault)
+
+    @property
+    def healthy(self) -> bool:
+        return not self.expected
 
     @property
     def right(self) -> bool:
-        if self.fault.healthy:
-            return self.diagnosis is None
-        return self.diagnosis is not None and self.diagnosis.causes in self.fault.causes
+        return self.causes in (self.expected or ((),))
 
     @property
     def wrongly_quarantined(self) -> set[str]:
-        return {key for key in self.diagnosis.guilty if not key.startswith("bad-")} if self.diagnosis else set()
+        return {key for key in self.guilty if not key.startswith("bad-")}
+
+
+class Sorted(Permutation):
+    """No permutation of the documents that joined, unless the plan reshuffles."""
+
+    def __init__(self, n: int, key: str) -> None:
+        super().__init__(n, key)
+        self.off = key.split("/")[2:] == ["1", "0"]  # seed/domain/generation/epoch
+
+    def at(self, places: Any) -> Any:
+        return places if self.off else super().at(places)
+
+
+@contextlib.contextmanager
+def order_of(fault: Fault) -> Iterator[None]:
+    if not fault.shuffled:
+        document_stream.Permutation = Sorted  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        document_stream.Permutation = Permutation  # type: ignore[misc]
 
 
 @contextlib.contextmanager
@@ -102,15 +149,30 @@ def injected(fault: Fault, live: bool, code: Path, spec: Mapping[str, Any], seed
     kernels = yaml.safe_load(Path(spec["kernels"]).read_text())["cpu"]
     reference = set(kernels.values()) == {"reference"}
     step_of, gradients_of = Run.train_step, Optimizer.gradients
-    now = {"step": -1}
+    now: dict[str, Any] = {}
 
     def train_step(run: Run, batch: Batch) -> dict[str, Any]:
+        streams = run.order.streams
+        pieces = [(streams[piece.stream], piece.document) for row in batch.rows for piece in row]
         now["step"] = batch.step
+        state = run.optimizer.state_tensors()
+        now["updates"] = int(next((value for key, value in state.items() if key.startswith("step.")), torch.zeros(())))
+        now["documents"] = frozenset(stream.key(number) for stream, number in pieces if number not in stream.masked)
         return step_of(run, batch)
 
     def gradients(optimizer: Optimizer) -> dict[str, torch.Tensor]:
         found = gradients_of(optimizer)
-        if injects(Doing(live, now["step"], reference, spec["recipe"]["precision"], code == FAULTY)):
+        recipe = spec["recipe"]
+        if injects(
+            Doing(
+                live=live,
+                reference=reference,
+                precision=recipe["precision"],
+                faulty_code=code == FAULTY,
+                accumulates=bool(recipe["batch"]["micro_sequences"]),
+                **now,
+            )
+        ):
             act(found, np.random.default_rng(seed))
         return found
 
@@ -137,16 +199,25 @@ def run_here(fault: Fault, seed: int, folder: Path, spec: Mapping[str, Any], cod
 
 def try_fault(fault: Fault, seed: int, root: Path) -> Tried:
     """Train with the fault, and have the first episode of its anomalies diagnosed."""
+    with order_of(fault):
+        return _try_fault(fault, seed, root)
+
+
+def _try_fault(fault: Fault, seed: int, root: Path) -> Tried:
     rng = np.random.default_rng(seed)
-    first = write_token_shard(root / "first", good(rng, 1200), vocab_size=VOCABULARY, tokenizer_sha256="")
+    documents = good(rng, 1200) if fault.base is None else fault.base(rng)
+    first = write_token_shard(root / "first", documents, vocab_size=VOCABULARY, tokenizer_sha256="")
     shards = [{"id": first.id, "path": str(first.path), "generation": 0}]
-    plan = DataPlan.from_json({"token_shards": shards, "weights": {"*": 1.0}, "max_epochs": 100, "seed": seed})
+    phases = [{"from_step": step, "weights": dict(weights)} for step, weights in fault.phases]
+    planned: dict[str, Any] = {"weights": dict(fault.weights), "phases": phases, "max_epochs": 100, "seed": seed}
+    plan = DataPlan.from_json({"token_shards": shards} | planned)
     chosen = dict.fromkeys(OPS, "reference")
     if fault.causes == (("faulty kernel",),):
         chosen["adamw"] = "fused"
     kernels = root / "kernels.yaml"
     kernels.write_text(yaml.safe_dump({"cpu": chosen}))
-    recipe = recipe_with(RECIPE | {"seed": seed + 1} | dict(fault.recipe))
+    same = RECIPE | {"seed": seed + 1, "schedule.anneal_steps": fault.until - FIRST} | dict(fault.recipe)
+    recipe = recipe_with(same)
     spec: dict[str, Any] = {
         "kind": "trunk", "recipe": recipe, "data_plan": json.loads(plan.to_json()), "first_step": 0, "last_step": FIRST,
         "initial_checkpoint": None, "code_commit": "0" * 40, "kernels": str(kernels),
@@ -158,13 +229,11 @@ def try_fault(fault: Fault, seed: int, root: Path) -> Tried:
     start = folders[0] / "checkpoints" / checkpoints.name_of(FIRST)
     if fault.joins is not None:
         joined = write_token_shard(root / "joined", fault.joins(rng), vocab_size=VOCABULARY, tokenizer_sha256="")
-        plan = DataPlan.from_json(
-            json.loads(plan.to_json())
-            | {"token_shards": [*shards, {"id": joined.id, "path": str(joined.path), "generation": 1}], "replay": 0.5}
-        )
+        shards.append({"id": joined.id, "path": str(joined.path), "generation": 1})
+        plan = DataPlan.from_json({"token_shards": shards, "replay": fault.replay} | planned)
     second = spec | {
-        "kind": fault.kind, "recipe": recipe_with(RECIPE | {"seed": seed + 1} | dict(fault.recipe) | dict(fault.later)),
-        "first_step": FIRST, "last_step": LAST, "data_plan": json.loads(plan.to_json()), "initial_checkpoint": str(start),
+        "kind": fault.kind, "recipe": recipe_with(same | dict(fault.later)),
+        "first_step": FIRST, "last_step": fault.until, "data_plan": json.loads(plan.to_json()), "initial_checkpoint": str(start),
     }  # fmt: skip
     # The run was stopped in the middle of its segment, and went on from what was left of it.
     if fault.checkpoint is not None:
@@ -178,30 +247,46 @@ def try_fault(fault: Fault, seed: int, root: Path) -> Tried:
     code = FAULTY if fault.causes == (("code change",),) else CODE
     if why := run_here(fault, seed, folders[1], second, code, live=True):
         raise RuntimeError(f"{fault.name}: {why}")
-    return diagnose_run(fault, seed, root, folders, second, chosen, code)
+    return diagnose_run(fault, seed, root, folders, (spec, second), chosen, code)
 
 
 def diagnose_run(
-    fault: Fault, seed: int, root: Path, folders: list[Path], spec: dict[str, Any], chosen: dict[str, str], code: Path
+    fault: Fault,
+    seed: int,
+    root: Path,
+    folders: list[Path],
+    specs: tuple[dict[str, Any], dict[str, Any]],
+    chosen: dict[str, str],
+    code: Path,
 ) -> Tried:
+    before, spec = specs
     lines = points([line for folder in folders for line in read_lines(folder / "metrics.jsonl")])
     noted = [
         line
         for folder in folders
         for line in read_lines(folder / "anomalies.jsonl")
-        if line["kind"] != "throughput_drop" and (line["step"] >= FIRST or fault.healthy)
+        if (line["step"] >= FIRST or fault.healthy)
     ]
-    found = spans([(n, line["step"], line["kind"]) for n, line in enumerate(noted)], lines)
+    found = spans(
+        [Noted.of(n, line["step"], line["kind"], line) for n, line in enumerate(noted)],
+        lines,
+        0 if fault.healthy else FIRST,
+    )
     if not found:
-        return Tried(fault, seed, None)
-    span = found[0]
-    rungs = [
+        return Tried(fault.name, seed, commit=commit())
+    span = next((span for span in found if span.kind in DIAGNOSED), found[0])
+    if fault.healthy and span.kind not in DIAGNOSED:
+        return Tried(fault.name, seed, commit=commit())
+    rungs = dict(
         rung for folder in folders for rung in checkpoints.steps_in(folder / "checkpoints") if rung[0] <= span.onset
-    ]
-    rungs = list(dict(rungs).items())
-    previous = CODE if code == FAULTY else None
-    begins = FIRST if fault.joins is not None and FIRST <= span.onset <= FIRST + 2 else None
-    episode = Episode(span.kind, span.onset, span.last, spec, chosen, "cpu", lines, rungs, code, previous, begins)
+    )
+    recent = span.onset <= FIRST + NEW_FOR
+    episode = Episode(
+        kind=span.kind, onset=span.onset, last=span.last, spec=spec, kernels=chosen, device="cpu", lines=lines, rungs=list(rungs.items()), code=code,
+        previous_code=CODE if code == FAULTY else None, generation_begins=FIRST if fault.joins is not None and recent else None,
+        where=span.where, previous_weights=previous_weights(spec["data_plan"], before["data_plan"] if recent else None, span.onset, span.last),
+        was_otherwise=was_otherwise(spec["recipe"], before["recipe"]) if recent else {},
+    )  # fmt: skip
 
     def runner(
         output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int
@@ -212,69 +297,108 @@ def diagnose_run(
     began = time.perf_counter()
     diagnosis = diagnose(WindowBench(episode, root / "diagnosis", runner, BUDGET))
     documents = {key for line in noted if span.onset <= line["step"] <= span.last for key in line["documents"]}
-    bad = frozenset(key for key in documents if key.startswith("bad-"))
-    steps = episode.until - episode.newest[0]
-    return Tried(fault, seed, diagnosis, span.kind, steps, bad, time.perf_counter() - began)
+    return Tried(
+        fault.name, seed, diagnosis.causes, f"{span.kind} {span.where}".strip(), diagnosis.steps, episode.until - episode.newest[0], diagnosis.guilty,
+        tuple(sorted(key for key in documents if key.startswith("bad-"))), time.perf_counter() - began, diagnosis.why,
+        tuple((o.arm, o.fires, o.failed) for o in diagnosis.outcomes), commit(),
+    )  # fmt: skip
+
+
+@functools.cache  # of the code that was imported
+def commit() -> str:
+    """Of this checkout, '' where there is none."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def summary(every: list[Tried]) -> dict[str, Any]:
+    """The numbers that the aims are about."""
+    faulty, healthy = [t for t in every if not t.healthy], [t for t in every if t.healthy]
+    costs = sorted(t.steps / t.window_steps for t in faulty if t.causes)
+    return {
+        "right": sum(t.right for t in faulty),
+        "faults": len(faulty),
+        "abstained": sum(t.causes == ("unknown",) for t in faulty),
+        "not_noticed": sum(not t.causes for t in faulty),
+        "wrongly_quarantined": sum(len(t.wrongly_quarantined) for t in every),
+        "bad_named": sum(len(set(t.guilty) & set(t.bad)) for t in every if t.expected == (("bad data",),)),
+        "bad_in_window": sum(len(t.bad) for t in every if t.expected == (("bad data",),)),
+        "alarms": sum(not t.right for t in healthy),
+        "healthy": len(healthy),
+        "median_cost": costs[len(costs) // 2] if costs else None,
+    }
 
 
 def report(every: list[Tried], arms: bool) -> list[str]:
     """The table of runs, the confusion matrix, and the aims."""
     lines = [
-        f"{'fault':<32}{'seed':>4}  {'anomaly':<16}{'named':<38}{'right':<7}{'steps':>6}{'× window':>9}{'s':>7}  documents"
+        f"{'fault':<50}{'seed':>4}  {'anomaly':<24}{'named':<40}{'right':<7}{'steps':>6}{'× window':>9}{'s':>7}  documents"
     ]
     for tried in every:
-        found = tried.diagnosis
-        steps = found.steps if found else 0
-        cost = f"{steps / tried.window_steps:.1f}" if found else ""
+        cost = f"{tried.steps / tried.window_steps:.1f}" if tried.causes else ""
         exact = ""
-        if found and (found.guilty or tried.bad):
-            exact = f"{len(set(found.guilty) & tried.bad)} of {len(tried.bad)} bad named, {len(tried.wrongly_quarantined)} wrong"
+        if tried.guilty or (tried.bad and tried.causes):
+            exact = f"{len(set(tried.guilty) & set(tried.bad))} of {len(tried.bad)} bad named, {len(tried.wrongly_quarantined)} wrong"
         right = "yes" if tried.right else "NO"
         lines.append(
-            f"{tried.fault.name:<32}{tried.seed:>4}  {tried.kind:<16}{tried.named:<38}{right:<7}{steps:>6}{cost:>9}"
-            f"{tried.seconds:>7.1f}  {exact}"
+            f"{tried.fault:<50}{tried.seed:>4}  {tried.kind:<24}{tried.named:<40}{right:<7}{tried.steps:>6}{cost:>9}{tried.seconds:>7.1f}  {exact}"
         )
-        if arms and found:
+        if arms and tried.causes:
             lines += [
-                f"      {o.arm:<40}{ {True: 'there', False: 'gone', None: 'unclear'}[o.fires] } {o.failed}"
-                for o in found.outcomes
+                f"      {arm:<40}{ {True: 'there', False: 'gone', None: 'unclear'}[fires] } {failed}"
+                for arm, fires, failed in tried.arms
             ]
-            lines.append(f"      {found.why}")
-    confusion = Counter((" / ".join(" | ".join(c) for c in t.fault.causes) or "healthy", t.named) for t in every)
+            lines.append(f"      {tried.why}")
+    confusion = Counter((" / ".join(" | ".join(c) for c in t.expected) or "healthy", t.named) for t in every)
     lines += ["", "confusion matrix: true cause → named, how often"]
     lines += [f"  {true:<50} → {named:<42} {count}" for (true, named), count in sorted(confusion.items())]
-    faulty = [t for t in every if not t.fault.healthy]
-    healthy = [t for t in every if t.fault.healthy]
-    abstained = sum(t.diagnosis is not None and t.diagnosis.causes == ("unknown",) for t in faulty)
-    costs = sorted(t.diagnosis.steps / t.window_steps for t in faulty if t.diagnosis)
-    lines += [
+    told = summary(every)
+    return [
+        *lines,
         "",
-        f"right cause: {sum(t.right for t in faulty)} of {len(faulty)}; abstained: {abstained}; "
-        f"not noticed: {sum(t.diagnosis is None for t in faulty)}",
-        f"documents wrongly quarantined: {sum(len(t.wrongly_quarantined) for t in every)}; "
-        f"healthy runs with an alarm: {sum(not t.right for t in healthy)} of {len(healthy)}",
-        f"median cost: {costs[len(costs) // 2]:.1f} × the window's own steps" if costs else "no diagnosis",
+        f"right cause: {told['right']} of {told['faults']}; abstained: {told['abstained']}; not noticed: {told['not_noticed']}",
+        f"bad documents named: {told['bad_named']} of {told['bad_in_window']} in the windows; wrongly quarantined: {told['wrongly_quarantined']}",
+        f"healthy runs with an alarm: {told['alarms']} of {told['healthy']}",
+        f"median cost: {told['median_cost']:.1f} × the window's own steps" if told["median_cost"] else "no diagnosis",
     ]
-    return lines
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="faults whose name holds one of these, with commas between")
     parser.add_argument("--arms", action="store_true", help="show every arm")
+    parser.add_argument(
+        "--results", type=Path, help="a file that each run adds a line to; what is in it is not run again"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    commit()
+    held = (
+        [Tried.of_json(line) for line in read_lines(asked.results)] if asked.results and asked.results.exists() else []
+    )
+    known = {(tried.fault, tried.seed): tried for tried in held}
     every = []
-    for fault in (fault for fault in FAULTS if asked.only in fault.name):
-        for seed in range(asked.seeds):
-            root = Path(tempfile.mkdtemp(prefix="loss-doctor-"))
-            try:
-                every.append(try_fault(fault, seed, root))
-                print(f"{fault.name}, seed {seed}: {every[-1].named}", file=sys.stderr, flush=True)
-            finally:
-                shutil.rmtree(root)
-    print("\n".join(report(every, asked.arms)))
+    for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
+        for fault in (f for f in FAULTS if any(part in f.name for part in asked.only.split(","))):
+            if (fault.name, seed) not in known:
+                root = Path(tempfile.mkdtemp(prefix="loss-doctor-"))
+                try:
+                    known[fault.name, seed] = try_fault(fault, seed, root)
+                finally:
+                    shutil.rmtree(root)
+                print(f"{fault.name}, seed {seed}: {known[fault.name, seed].named}", file=sys.stderr, flush=True)
+                if asked.results:
+                    asked.results.parent.mkdir(parents=True, exist_ok=True)
+                    with open(asked.results, "a") as file:
+                        file.write(json.dumps(asdict(known[fault.name, seed])) + "\n")
+            every.append(known[fault.name, seed])
+    if asked.json:
+        print(json.dumps({"runs": [asdict(tried) for tried in every], "summary": summary(every)}))
+    else:
+        print("\n".join(report(every, asked.arms)))
     return 0
 
 

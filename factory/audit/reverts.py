@@ -1,4 +1,4 @@
-"""Opens a revert of every patch that an audit found to make a difference."""
+"""Opens a revert of every patch that an audit found to make a difference, or that the loss doctor blames for an anomaly."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS, record_once
 from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
+from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ProposalRow, Subject, VerdictRow
 
@@ -41,7 +42,7 @@ def open_reverts(workspace: Workspace, ledger: Ledger, progress: Progress) -> li
 
 
 def _to_undo(ledger: Ledger) -> list[tuple[ProposalRow, VerdictRow]]:
-    """Approved proposals that an audit found to make a difference, and its verdict, where no revert is open."""
+    """Approved proposals that an audit or a diagnosis blames, and its verdict, where no revert is open."""
     from factory.code_loop.reverting import opened
 
     found = {}
@@ -51,6 +52,14 @@ def _to_undo(ledger: Ledger) -> list[tuple[ProposalRow, VerdictRow]]:
             row, why = (
                 ProposalRow.get(ledger, number),
                 VerdictRow.newest(ledger, AUDIT, Subject.parse(event["subject"])),
+            )
+            if row.state == "approved" and why is not None and opened(ledger, number) is None:
+                found[number] = (row, why)
+    for event in ledger.read(sql, kind=DIAGNOSED):
+        for number in event["detail"].get("undo", ()):
+            row, why = (
+                ProposalRow.get(ledger, number),
+                VerdictRow.newest(ledger, DIAGNOSIS, Subject("segment", event["detail"]["segment"])),
             )
             if row.state == "approved" and why is not None and opened(ledger, number) is None:
                 found[number] = (row, why)

@@ -1,4 +1,4 @@
-"""A revert that the audit asks for: a proposal that undoes a merged patch, whose verdict is the audit's own.
+"""A revert that the audit or the loss doctor asks for: a proposal that undoes a merged patch, whose verdict is theirs.
 
 It is no patch to be measured: the code without the patch was live before, and what it takes away is not speed. A person approves it as any
 other proposal, or the policy does.
@@ -13,6 +13,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.gates.release.judge import PROMOTE, Verdict
 from factory.git import repository
+from factory.ledger.anomalies import DIAGNOSIS
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
@@ -22,24 +23,26 @@ AGENT = "auditor"
 
 
 def open_revert(workspace: Workspace, ledger: Ledger, row: ProposalRow, why: VerdictRow, progress: Progress) -> int:
-    """Propose to undo an approved proposal on top of the live code; ``why``: the audit's verdict. Returns the new proposal's number.
+    """Propose to undo an approved proposal on top of the live code; ``why``: the verdict that blames it. Returns its number.
 
     The caller holds the ``code-loop`` lock. Raises: RepositoryError when its files changed again since; nothing is left then.
     """
     code = workspace.repository
     live = repository.live_commit(code)
     title = f"Undo proposal {row.number}"
-    hypothesis = (
-        f"Segment {why.number} trained with proposal {row.number} ({row.title[:100]}). The same steps without it end elsewhere: "
-        f"{'; '.join(why.reasons)[:1000]}"
-    )
+    shown = "Its anomaly is gone without it" if why.gate == DIAGNOSIS else "The same steps without it end elsewhere"
+    hypothesis = f"Segment {why.number} trained with proposal {row.number} ({row.title[:100]}). {shown}: {'; '.join(why.reasons)[:1000]}"
     message = f"{title}\n\n{hypothesis}\n\nThis reverts {row.patch_commit}.\n"
     commit = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
     drafted = Proposal(AGENT, f"{UNDO}:{row.number}", title, hypothesis, 1.0, ())
     number, branch = draft(workspace, ledger, drafted, live)
     repository.make_branch(code, branch, commit)
     sha256, patch = repository.patch_sha256(code, live, commit), repository.patch(code, live, commit)
-    reasons = (f"the audit of segment {why.number} found a difference", *why.reasons)
+    found = f"the loss doctor blames it for an anomaly of segment {why.number}"
+    reasons = (
+        found if why.gate == DIAGNOSIS else f"the audit of segment {why.number} found a difference",
+        *why.reasons,
+    )
     stages = {AUDIT: {"state": "passed", "reasons": list(reasons)}}
     evidence = {
         "gate": AUDIT, "base": live, "patch_sha256": sha256, "patch_id": sha256, "tries": 1, "stages": stages, "gain": None, "audit": why.id,

@@ -7,20 +7,24 @@ the trunk goes on from the one before it, over the same shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
-from agents.loss_doctor.causes import HEALTHY
+from agents.loss_doctor.causes import CODE, HEALTHY, KERNEL
+from factory.audit.drawing import merged_patches
 from factory.core.errors import InputError
+from factory.core.workspace import Workspace
 from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.git import repository
 from factory.ledger.anomalies import CLOSED, DIAGNOSED, MARKED, QUARANTINED, REWOUND, newest_about
 from factory.ledger.ledger import Ledger, documents, record, segments
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
 from factory.training.planning import plan_of
 
 RULE = "loss_doctor"  # as ``documents.rule`` names it
+OF_KERNELS = ("kernels/", "policies/kernels.yaml")
 
 
 def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> str:
@@ -31,8 +35,29 @@ def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> str:
         return "nothing is wrong; it is closed"
     if found["guilty"] and policy.quarantine == "automatic":
         return quarantine_and_rewind(ledger, lead, "policy")
-    words = "accept" if found["guilty"] else "accept or reject"
-    return f"a person decides: 'factory anomalies {words.split()[0]} {found['lead']}' or 'factory anomalies reject {found['lead']}'"
+    undone = "".join(f"; a proposal that undoes proposal {number} is opened" for number in found.get("undo", ()))
+    return f"a person decides: 'factory anomalies accept {found['lead']}' or 'factory anomalies reject {found['lead']}'{undone}"
+
+
+def blamed_patches(
+    workspace: Workspace, ledger: Ledger, causes: Sequence[str], commit: str, previous: str | None
+) -> list[int]:
+    """The agents' patch that a code change or a faulty kernel can only be: merged since the commit ``previous``, in a kernel's case into
+    kernels; where ``previous`` is None, ever. None where several may be. Raises: RepositoryError."""
+    if tuple(causes) not in ((CODE,), (KERNEL,)):
+        return []
+    code = workspace.repository
+    since = [
+        row
+        for row in merged_patches(workspace, ledger, commit)
+        if previous is None or not repository.contains(code, previous, row.patch_commit)
+    ]
+    if tuple(causes) == (KERNEL,):
+        files = {
+            row.number: [c.path for c in repository.changes(code, row.base_commit, row.patch_commit)] for row in since
+        }
+        since = [row for row in since if any(path.startswith(OF_KERNELS) for path in files[row.number])]
+    return [row.number for row in since] if len(since) == 1 else []
 
 
 def accept(ledger: Ledger, number: int, by: str) -> str:

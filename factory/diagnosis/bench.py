@@ -7,7 +7,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ import numpy as np
 import torch
 import yaml
 
-from agents.loss_doctor.arms import AnomalyCase, Arm, ArmOutcome, BudgetSpent, DocumentScore, Start
-from agents.loss_doctor.curves import StepPoint, Symptom, points
+from agents.loss_doctor.arms import AGAIN, AnomalyCase, Arm, ArmOutcome, BudgetSpent, DocumentScore, Joined, Start
+from agents.loss_doctor.curves import StepPoint, Symptom, points, quantity_of
 from factory.audit.comparing import step_lines
+from factory.audit.keeping import copy_checkpoint
 from factory.audit.replaying import WindowReplay
 from factory.core.removal import remove
+from factory.diagnosis.joined import joined_in
 from factory.gates.patch.held_out import reference_model
 from factory.training.segment_folder import write_spec
 from kernels.contract.files import write_atomically
@@ -27,11 +29,13 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint, name_of
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.document_stream import Piece, generation_of
 from trainer.contract.recipe import Recipe
 
 # (output folder, segment folder, spec, code, start, until) → how it ended; ``factory.audit.replaying.replay_segment`` but for its limit.
 Runner = Callable[[Path, Path, Mapping[str, Any], Path, Path, int], WindowReplay]
-USUAL_STEPS = 32  # before the onset, or before an older checkpoint, that say what is usual
+USUAL_STEPS = 32  # before the onset that say what is usual
+SAMPLE = 200  # documents of the shards before that are scored, for comparison
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,14 @@ class Episode:
     code: Path
     previous_code: Path | None = None
     generation_begins: int | None = None
+    where: str = ""  # domain/<name> or layer/<name> that it is about
+    previous_weights: Mapping[str, float] | None = (
+        None  # shares of the domains that were in force before, if not long ago
+    )
+    was_otherwise: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # keys of the optimiser and schedule of the segment before
+    one_rank: bool = False  # was it trained by several?
 
     @property
     def until(self) -> int:
@@ -66,12 +78,13 @@ class Episode:
         """The rung whose state differs enough and is trained enough: the one nearest to half of the onset's steps."""
         return min(self.rungs[:-1], key=lambda rung: abs(rung[0] - self.onset / 2), default=None)
 
-    def usual_before(self, step: int) -> list[StepPoint]:
-        return [point for point in self.lines if step - USUAL_STEPS <= point.step < step]
-
     def symptom(self) -> Symptom:
-        window = [point for point in self.lines if self.onset <= point.step <= self.last]
-        return Symptom.seen(self.kind, self.usual_before(self.onset), window)
+        quantity = quantity_of(self.kind, self.where)
+        before = [p for p in self.lines if p.step < self.onset and p.value(quantity) is not None]
+        return Symptom.seen(self.kind, before[-USUAL_STEPS:], self.window(self.lines), self.where)
+
+    def window(self, points: Sequence[StepPoint]) -> list[StepPoint]:
+        return [point for point in points if self.onset <= point.step <= self.last]
 
 
 @dataclass
@@ -92,12 +105,16 @@ class WindowBench:
             last=found.last,
             symptom=found.symptom(),
             recipe=found.spec["recipe"],
+            live=tuple(p for p in found.lines if found.newest[0] <= p.step < found.until),
             all_reference=set(found.kernels.values()) == {"reference"},
             has_previous_commit=found.previous_code is not None,
             has_earlier=len(found.in_segment()) > 1,
             has_older=found.older() is not None,
             resumed_at=found.newest[0] if moments_are_lost(found.newest[1]) else None,
             generation_begins=found.generation_begins,
+            has_previous_mixture=found.previous_weights is not None,
+            was_otherwise=found.was_otherwise,
+            one_rank=found.one_rank,
         )
 
     # -- replays -------------------------------------------------------------------------------------------------------
@@ -105,66 +122,91 @@ class WindowBench:
         """Raises: BudgetSpent; IsolationError."""
         name = hashlib.sha256(repr(arm).encode()).hexdigest()[:12]
         done = self.folder / f"{name}.json"
-        if done.exists():
-            found = json.loads(done.read_text())
-            outcome = ArmOutcome(**found | {"curve": tuple(StepPoint(*point) for point in found["curve"])})
-            self.replayed += outcome.steps
-            return outcome
-        first, start = self._start(arm.start)
-        steps = self.episode.until - first
-        if self.replayed + steps > self.budget:
-            raise BudgetSpent(
-                f"the budget of {self.budget} replayed steps is spent: {self.replayed} were replayed, and '{arm.name}' needs {steps} more"
-            )
-        outcome = self._replay(arm, name, first, start)
+        if (outcome := _stored(done)) is None:
+            first = self._first(arm.start)
+            approach = self.episode.onset - self.episode.newest[0] if arm == AGAIN[0] else 0
+            steps = self.episode.until - first + approach
+            if self.replayed + steps > self.budget:
+                raise BudgetSpent(
+                    f"the budget of {self.budget} replayed steps is spent: {self.replayed} were replayed, and '{arm.name}' needs {steps} more"
+                )
+            before = self._approach() if arm.start in ("onset", "older weights") else None
+            if before is not None and before.failed:
+                return replace(before, arm=arm.name)
+            outcome = self._replay(arm, name, first, self._start(arm.start), self.episode.until)
+            if before is not None and approach and not outcome.failed:
+                curve = (*before.curve, *outcome.curve)
+                outcome = replace(outcome, steps=steps, curve=curve, bits=_bits(outcome.bits, curve))
+            _store(done, outcome)
         self.replayed += outcome.steps
-        stored = asdict(outcome) | {"curve": [[p.step, p.loss, p.grad_norm] for p in outcome.curve]}
-        write_atomically(done, json.dumps(stored))
         return outcome
 
-    def _start(self, start: Start) -> tuple[int, Path]:
-        if start == "earlier":
-            return self.episode.in_segment()[-2]
-        if start == "older weights":
-            older = self.episode.older()
-            assert older is not None
-            return self.episode.newest[0], graft(older[1], self.episode.newest[1], self.folder / "grafted")
-        return self.episode.newest
+    def _approach(self) -> ArmOutcome:
+        """The steps from the newest checkpoint to the onset, once: they leave the checkpoint that most arms start from. Part of 'same again'."""
+        done = self.folder / "approach.json"
+        if (outcome := _stored(done)) is None:
+            first, start = self.episode.newest
+            if first == self.episode.onset:
+                return ArmOutcome("approach", None)
+            outcome = self._replay(Arm("approach"), "approach", first, start, self.episode.onset)
+            _store(done, outcome)
+        return outcome
 
-    def _replay(self, arm: Arm, name: str, first: int, start: Path) -> ArmOutcome:
+    def _first(self, start: Start) -> int:
+        if start == "earlier":
+            return self.episode.in_segment()[-2][0]
+        return self.episode.newest[0] if start == "newest" else self.episode.onset
+
+    def _start(self, start: Start) -> Path:
+        """The checkpoint that an arm starts from."""
+        episode = self.episode
+        if start == "earlier":
+            return episode.in_segment()[-2][1]
+        if start == "newest" or (start == "onset" and episode.newest[0] == episode.onset):
+            return episode.newest[1]
+        at_onset = self.folder / "onset" / name_of(episode.onset)
+        if start == "onset":
+            return at_onset
+        older = episode.older()
+        assert older is not None
+        return graft(older[1], at_onset if at_onset.exists() else episode.newest[1], self.folder / "grafted")
+
+    def _replay(self, arm: Arm, name: str, first: int, start: Path, until: int) -> ArmOutcome:
         episode, output = self.episode, self.folder / name
         remove(output)  # of a process that was killed here
         segment = output / "segment"
         (segment / "checkpoints").mkdir(parents=True)
-        spec = self._spec(arm, segment)
+        spec = self._spec(arm, segment, until)
         if first > spec["first_step"]:
             shutil.copytree(start, segment / "checkpoints" / name_of(first))
         elif start != episode.newest[1] or spec["initial_checkpoint"] is not None:
             spec["initial_checkpoint"] = str(start)
         write_spec(segment, spec)
         code = episode.previous_code if arm.previous_commit and episode.previous_code else episode.code
-        ended = self.run_trainer(output, segment, spec, code, start, episode.until)
-        steps = episode.until - first
+        ended = self.run_trainer(output, segment, spec, code, start, until)
+        steps = until - first
         if ended.failed:
             remove(output)
             return ArmOutcome(arm.name, None, steps, failed=ended.failed)
-        curve = [p for p in points(step_lines(segment, "metrics.jsonl")) if first <= p.step < episode.until]
-        window = [p for p in curve if episode.onset <= p.step <= episode.last]
-        files = checkpoints.read_manifest(segment / "checkpoints" / name_of(episode.until))["files"]
+        curve = tuple(p for p in points(step_lines(segment, "metrics.jsonl")) if first <= p.step < until)
+        checkpoint = segment / "checkpoints" / name_of(until)
+        files = checkpoints.read_manifest(checkpoint)["files"]
         tensors = sorted((key, f["sha256"]) for key, f in files.items() if key != "state.json")
-        bits = hashlib.sha256(json.dumps([tensors, *map(astuple, curve)]).encode()).hexdigest()
+        bits = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+        if until == episode.onset:
+            copy_checkpoint(checkpoint, self.folder / "onset" / name_of(until))
         remove(output)  # the numbers are kept, not the weights
-        return ArmOutcome(
-            arm.name,
-            None if arm.start == "older weights" else self.episode.symptom().fires(window),
-            steps,
-            bits,
-            tuple(curve),
+        fires = (
+            None
+            if arm.start == "older weights" or until == episode.onset
+            else episode.symptom().fires(episode.window(curve))
         )
+        whole = arm.start == "newest" or first == episode.newest[0]
+        return ArmOutcome(arm.name, fires, steps, _bits(bits, curve) if whole else bits, curve)
 
-    def _spec(self, arm: Arm, segment: Path) -> dict[str, Any]:
+    def _spec(self, arm: Arm, segment: Path, until: int) -> dict[str, Any]:
         spec = json.loads(json.dumps(dict(self.episode.spec)))
-        recipe = spec["recipe"] | {"checkpoint_every": self.episode.until, "keep_checkpoints": 2}
+        recipe = spec["recipe"] | {"checkpoint_every": until, "keep_checkpoints": 2}
         for path, value in arm.recipe.items():
             *outer, last = path.split(".")
             inner = recipe
@@ -174,6 +216,10 @@ class WindowBench:
         if arm.masked:
             plan = DataPlan.from_json(spec["data_plan"]).masking(arm.masked)
             spec["data_plan"] = json.loads(plan.to_json())
+        if arm.reshuffled:
+            spec["data_plan"]["reshuffled"] = arm.reshuffled
+        if arm.previous_mixture and self.episode.previous_weights is not None:
+            spec["data_plan"] |= {"weights": dict(self.episode.previous_weights), "phases": []}
         kernels = self.episode.kernels
         if arm.reference_kernels:
             kernels = dict.fromkeys(kernels, "reference")
@@ -184,36 +230,93 @@ class WindowBench:
 
     # -- documents -----------------------------------------------------------------------------------------------------
     def scores(self, start: Start) -> list[DocumentScore]:
-        """Of every document of the window's steps, the episode's last included."""
-        path = self._start(start)[1]
-        return score_documents(self.episode, path)
+        """Of every document of the window's steps, the episode's last included, and of ``SAMPLE`` of the shards before."""
+        path = self._start(start)
+        stored = self.folder / f"scores-{start.replace(' ', '-')}.json"
+        if stored.exists():
+            return [DocumentScore(*row) for row in json.loads(stored.read_text())]
+        found = score_documents(self.episode, path)
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(stored, json.dumps([astuple(score) for score in found]))
+        return found
+
+    def joined(self) -> list[Joined]:
+        """Of each domain, what the shards that joined last bring into the window."""
+        order = order_at(self.episode, self.episode.onset)
+        keys: dict[str, set[str]] = defaultdict(set)
+        while order.step < self.episode.until:
+            for piece in (piece for row in order.next_rows() for piece in row):
+                keys[piece.stream].add(order.streams[piece.stream].key(piece.document))
+        return joined_in(order, {stream: tuple(sorted(found)) for stream, found in keys.items()})
 
 
-def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
-    """Loss and gradient norm of each document of an episode's steps, of what was trained on of it, at a checkpoint. On the CPU."""
+def order_at(episode: Episode, step: int) -> DataOrder:
+    """The segment's data order, moved to a step of its window, or of the steps from its newest checkpoint on."""
     recipe = Recipe.parse(dict(episode.spec["recipe"]))
-    model = reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
     plan = DataPlan.from_json(episode.spec["data_plan"])
-    restarts = episode.spec.get("restart_data") and episode.newest[0] == episode.spec["first_step"]
-    state = None if restarts else checkpoints.read_state(episode.newest[1])["sampler"]
+    first, path = episode.newest
+    restarts = episode.spec.get("restart_data") and first == episode.spec["first_step"]
+    state = None if restarts else checkpoints.read_state(path)["sampler"]
     sizes = {"context": recipe.model.context, "vocab_size": recipe.model.vocab_size}
     order = DataOrder(plan, batch=recipe.batch, state=state, **sizes)
     if restarts:
-        order.step = episode.newest[0]
-    pieces: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-    while order.step <= min(episode.last, episode.until - 1):
-        step, rows = order.step, order.next_rows()
-        for piece in (piece for row in rows for piece in row if step >= episode.onset):
-            stream = order.streams[piece.stream]
-            scored = np.broadcast_to(stream.target_mask(piece), piece.positions)
-            if scored.any():
-                tokens = torch.from_numpy(stream.tokens(piece).astype(np.int64))
-                pieces[stream.key(piece.document)].append((tokens, torch.from_numpy(scored.copy())))
+        order.step = first
+    while order.step < step:
+        order.next_rows()
+    return order
+
+
+def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
+    """Loss and gradient norm of each document of an episode's steps, of what was trained on of it, and of some of the generations
+    before the newest, at a checkpoint. On the CPU."""
+    model = reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
+    order = order_at(episode, episode.onset)
+    pieces: dict[tuple[str, bool], list[Piece]] = defaultdict(list)
+    while order.step < episode.until:
+        for piece in (piece for row in order.next_rows() for piece in row):
+            pieces[order.streams[piece.stream].key(piece.document), True].append(piece)
+    for piece in sample(order, SAMPLE):
+        key = order.streams[piece.stream].key(piece.document)
+        if (key, True) not in pieces:
+            pieces[key, False].append(piece)
     found = []
-    for key, parts in sorted(pieces.items()):
-        nats, norm = model.gradient_norm(parts)
-        found.append(DocumentScore(key, nats / sum(int(scored.sum()) for _, scored in parts), norm))
+    for (key, in_window), parts in sorted(pieces.items()):
+        scored = []
+        for piece in parts:
+            stream = order.streams[piece.stream]
+            targets = np.broadcast_to(stream.target_mask(piece), piece.positions)
+            if targets.any():
+                tokens = torch.from_numpy(stream.tokens(piece).astype(np.int64))
+                scored.append((tokens, torch.from_numpy(targets.copy())))
+        if scored:
+            nats, norm = model.gradient_norm(scored)
+            count = sum(int(targets.sum()) for _, targets in scored)
+            found.append(DocumentScore(key, nats / count, norm, count, in_window))
     return found
+
+
+def sample(order: DataOrder, count: int) -> list[Piece]:
+    """About so many pieces, evenly chosen, of the generations before the newest; of all where there is one only."""
+    newest = max(map(generation_of, order.streams))
+    streams = [s for name, s in order.streams.items() if generation_of(name) < newest] or list(order.streams.values())
+    share = min(1.0, count / sum(stream.pieces for stream in streams))
+    places = [(s, int(p)) for s in streams for p in np.linspace(0, s.pieces - 1, max(1, int(share * s.pieces)))]
+    return [stream.piece_at(place) for stream, place in places]
+
+
+def _bits(tensors: str, curve: Sequence[StepPoint]) -> str:
+    return hashlib.sha256(json.dumps([tensors, *(point.row() for point in curve)]).encode()).hexdigest()
+
+
+def _stored(path: Path) -> ArmOutcome | None:
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    return ArmOutcome(**found | {"curve": tuple(StepPoint(*point) for point in found["curve"])})
+
+
+def _store(path: Path, outcome: ArmOutcome) -> None:
+    write_atomically(path, json.dumps(asdict(replace(outcome, curve=())) | {"curve": [p.row() for p in outcome.curve]}))
 
 
 def graft(older: Path, newest: Path, parent: Path) -> Path:

@@ -16,24 +16,30 @@ from factory.audit.replaying import WindowReplay, replay_segment
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.launching import ranks
+from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.diagnosis import acting, report
 from factory.diagnosis.bench import Episode, Runner, WindowBench
-from factory.diagnosis.episodes import EpisodeSpan, spans
+from factory.diagnosis.episodes import EpisodeSpan, Noted, spans
 from factory.diagnosis.ladder import ladder_of
 from factory.gates.patch.training import for_one_rank
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.untrusted_tensors import UntrustedFileError
+from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
-from factory.ledger.anomalies import DIAGNOSED, AnomalyRow
+from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, AnomalyRow
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import SegmentRow, Subject
+from factory.ledger.writing import record_verdict
+from factory.training.planning import plan_of
 from factory.training.segment_folder import spec_of
 from kernels.contract.files import finite
 from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
+
+NEW_FOR = 16  # steps after a change in which an anomaly's onset may be its effect
 
 
 def diagnose_and_act(
@@ -53,7 +59,7 @@ def diagnose_and_act(
     row = AnomalyRow.get(ledger, number)
     segment = SegmentRow.get(ledger, row.segment)
     lines = live_lines(ledger, segment)
-    span = _span(ledger, row, lines)
+    span = _span(ledger, row, segment.first_step, lines)
     lead = span.anomalies[0]
     folder = workspace.root / "diagnoses" / f"{lead:05d}"
     found: Diagnosis | None = None
@@ -80,9 +86,16 @@ def diagnose_and_act(
         "why": why, "anomalies": list(span.anomalies), "segment": segment.id, "kind": span.kind, "onset": span.onset, "last": span.last,
         "budget": budget,
     }  # fmt: skip
+    undo = _blamed(workspace, ledger, segment, detail["causes"], progress)
     page = report.write(workspace, ledger, lead, detail, lines, found)
     with ledger.begin() as tx:
-        record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail | {"report": str(page)}))
+        record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail | {"report": str(page), "undo": undo}))
+        if undo:
+            record_verdict(
+                tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=policy_sha256(policy), subject_sha256=segment.code_commit,
+                outcome="reject", reasons=[f"anomaly {lead}, {' or '.join(detail['causes'])}: {why}"], evidence={"anomaly": lead, "undo": undo},
+            )  # fmt: skip
+    _show_in_mlflow(workspace, ledger, segment, detail, page, progress)
     done = acting.act(ledger, policy, lead)
     progress.line(
         f"  anomaly {lead} ({span.kind}, segment {segment.id}, steps {span.onset}–{span.last}): {' or '.join(detail['causes'])}; {done}"
@@ -90,6 +103,32 @@ def diagnose_and_act(
     if found is not None:
         remove(folder)
     return detail | {"done": done}
+
+
+def _blamed(
+    workspace: Workspace, ledger: Ledger, segment: SegmentRow, causes: list[str], progress: Progress
+) -> list[int]:
+    try:
+        return acting.blamed_patches(
+            workspace, ledger, causes, segment.code_commit, previous_commit(ledger, segment, 0)
+        )
+    except FactoryError as error:
+        progress.line(f"  which patch is to blame cannot be told: {error}")
+        return []
+
+
+def _show_in_mlflow(
+    workspace: Workspace, ledger: Ledger, segment: SegmentRow, detail: Mapping[str, Any], page: Path, progress: Progress
+) -> None:
+    """The page at the segment's run, and the causes as a tag. It may fail: the diagnosis is in the ledger."""
+    from factory.tracking.mlflow_store import waiting_lock
+    from factory.tracking.tracking import Tracking
+
+    try:
+        with waiting_lock(workspace, "tracking"):
+            Tracking.open(workspace, ledger).segment_diagnosed(segment, detail["causes"], detail["why"], page)
+    except FactoryError as error:
+        progress.line(f"  MLflow does not show the diagnosis of segment {segment.id}: {error}")
 
 
 def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
@@ -106,9 +145,9 @@ def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
     return points(lines)
 
 
-def _span(ledger: Ledger, row: AnomalyRow, lines: list[StepPoint]) -> EpisodeSpan:
+def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepPoint]) -> EpisodeSpan:
     others = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=row.segment)
-    for span in spans([(other.id, other.step, other.kind) for other in others], lines):
+    for span in spans([Noted.of(other.id, other.step, other.kind, other.detail) for other in others], lines, begins):
         if row.id in span.anomalies:
             return span
     raise InputError(
@@ -154,18 +193,67 @@ def _episode(
     parent = SegmentRow.get(ledger, segment.parent) if segment.parent else None
     code = repository.checkout(workspace.repository, segment.code_commit, _worktree(workspace, segment, ""))
     previous = None
-    if parent is not None and parent.code_commit != segment.code_commit:
-        previous = repository.checkout(
-            workspace.repository, parent.code_commit, _worktree(workspace, segment, "-previous")
-        )
-    kernels = dict(segment.computing["kernels"]) if segment.computing else {}
+    if (commit := previous_commit(ledger, segment, sound[0][0])) is not None:
+        previous = repository.checkout(workspace.repository, commit, _worktree(workspace, segment, "-previous"))
     begins = segment.first_step if parent is not None and segment.generation != parent.generation else None
-    if begins is not None and not begins <= span.onset <= begins + 2:
+    if begins is not None and not begins <= span.onset <= begins + NEW_FOR:
         begins = None
+    recent = parent is not None and span.onset <= segment.first_step + NEW_FOR
     episode = Episode(
-        span.kind, span.onset, span.last, spec, kernels, devices.kind(), lines, sound, code, previous, begins
-    )
+        kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.kind(), lines=lines, rungs=sound, code=code,
+        kernels=dict(segment.computing["kernels"]) if segment.computing else {},
+        previous_code=previous, generation_begins=begins, where=span.where, one_rank=ranks(workspace) > 1,
+        previous_weights=previous_weights(spec["data_plan"], plan_of(ledger, parent) if parent and recent else None, span.onset, span.last),
+        was_otherwise=was_otherwise(segment.recipe_json, parent.recipe_json) if parent and recent else {},
+    )  # fmt: skip
     return episode, notes
+
+
+def previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> str | None:
+    """The newest other commit that a segment before this one was trained with, if some of it lies within the ladder."""
+    for row in reversed(SegmentRow.lineage(ledger, segment.id)):
+        if row.id != segment.id and row.last_step < oldest:
+            return None
+        if row.kind != "average" and row.code_commit != segment.code_commit:
+            return str(row.code_commit)
+    return None
+
+
+def previous_weights(
+    plan: Mapping[str, Any], before: Mapping[str, Any] | None, onset: int, last: int
+) -> dict[str, float] | None:
+    """The shares of the domains before those of ``last``, if they changed at most ``NEW_FOR`` steps before the onset: by a phase, or with
+    the segment, whose parent had the plan ``before``.
+
+    >>> plan = {"token_shards": [{"id": "a", "path": "a", "generation": 0}], "weights": {"x": 1.0}}
+    >>> plan |= {"phases": [{"from_step": 50, "weights": {"x": 0.5, "y": 0.5}}]}
+    >>> previous_weights(plan, None, 53, 54), previous_weights(plan, None, 500, 501)
+    ({'x': 1.0}, None)
+    >>> previous_weights({**plan, "phases": []}, {**plan, "weights": {"y": 1.0}}, 2, 3)
+    {'y': 1.0}
+    """
+    now = DataPlan.from_json(plan).weights_at(last)
+    for step in range(last - 1, max(-1, onset - NEW_FOR - 1), -1):
+        if (then := DataPlan.from_json(plan).weights_at(step)) != now:
+            return then
+    then = DataPlan.from_json(before).weights_at(onset) if before else now
+    return then if then != now else None
+
+
+def was_otherwise(recipe: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the optimiser's, the schedule's and the clipping's keys another recipe had otherwise, with dots.
+
+    >>> was_otherwise({"optimizer": {"lr": 0.1, "beta2": 0.9}}, {"optimizer": {"lr": 0.01, "beta2": 0.9}})
+    {'optimizer.lr': 0.01}
+    """
+    keys = [(part, key) for part in ("optimizer", "schedule") for key in before.get(part, {})]
+    keys += [("stability", "grad_clip")] if "stability" in before else []
+    differ = [
+        (p, k)
+        for p, k in keys
+        if before[p][k] != recipe[p].get(k) and k not in ("name", "muon", "trunk_steps", "anneal_steps")
+    ]
+    return {f"{part}.{key}": before[part][key] for part, key in differ}
 
 
 def _worktree(workspace: Workspace, segment: SegmentRow, which: str) -> Path:

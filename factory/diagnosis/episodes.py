@@ -2,46 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from agents.loss_doctor.curves import StepPoint, onset
+from agents.loss_doctor.curves import KINDS, StepPoint, onset
 
 GAP = 8  # steps without an anomaly end an episode
-MOST_STEPS = 12  # of an episode that are replayed
-TELLING = ("non_finite", "loss_spike", "loss_low", "divergence", "grad_norm_jump", "skipped_outlier", "plateau")
+MOST_STEPS = 6  # of an episode, from its onset on, that are replayed; what follows is another diagnosis
+NEAR = 6  # steps before the doctor's own onset of something sudden that the trainer's may lie: its search is early by up to 16
+SLOW = (
+    "divergence",
+    "activation_jump",
+    "attention_logits",
+    "update_jump",
+)  # begin long before they are noticed: the trainer's counts
+REACH = 128  # steps before an anomaly that its onset, as the trainer has it, may lie
+
+
+@dataclass(frozen=True)
+class Noted:
+    """An anomaly as the trainer noted it. ``began``: its own search for the onset; ``where``: domain/<name> or layer/<name>."""
+
+    number: int
+    step: int
+    kind: str
+    began: int | None = None
+    where: str = ""
+
+    @classmethod
+    def of(cls, number: int, step: int, kind: str, detail: Mapping[str, Any] | None) -> Noted:
+        """``detail``: its line of anomalies.jsonl, which patchable code wrote: what is no onset before the step is left out."""
+        began, where = (detail or {}).get("onset"), (detail or {}).get("where", "")
+        possible = isinstance(began, int) and step - REACH <= began <= step
+        return cls(number, step, kind, began if possible else None, where if isinstance(where, str) else "")
 
 
 @dataclass(frozen=True)
 class EpisodeSpan:
-    """``kind``: of its anomalies the one that tells most; steps [onset, last], both included."""
+    """``kind``: of its anomalies the one that tells most, and ``where`` it was; steps [onset, last], both included."""
 
     kind: str
     onset: int
     last: int
     anomalies: tuple[int, ...]  # their numbers
+    where: str = ""
 
 
-def spans(anomalies: Sequence[tuple[int, int, str]], lines: Sequence[StepPoint]) -> list[EpisodeSpan]:
-    """The episodes of a segment's anomalies, given as (number, step, kind), oldest first. What is not about the loss is left out.
+def spans(anomalies: Sequence[Noted], lines: Sequence[StepPoint], begins: int = 0) -> list[EpisodeSpan]:
+    """The episodes of a segment's anomalies, oldest first. What is not about the loss, the gradient or a layer is left out.
 
-    >>> [(s.kind, s.onset, s.last) for s in spans([(1, 50, "grad_norm_jump"), (2, 51, "loss_spike"), (3, 90, "plateau")], [])]
-    [('loss_spike', 50, 51), ('plateau', 90, 90)]
+    What tells most in an episode says where it is. It begins where the doctor's own search says, or earlier, where the trainer's does and
+    it is not far off; never before step ``begins``.
+
+    >>> noted = [Noted(1, 50, "grad_norm_jump", 48), Noted(2, 51, "loss_spike"), Noted(3, 90, "plateau"), Noted(4, 200, "divergence", 150)]
+    >>> [(s.kind, s.onset, s.last) for s in spans(noted, [])]
+    [('loss_spike', 48, 51), ('plateau', 90, 90), ('divergence', 150, 200)]
     """
-    found: list[list[tuple[int, int, str]]] = []
-    for anomaly in sorted((a for a in anomalies if a[2] in TELLING), key=lambda a: (a[1], a[0])):
-        if found and anomaly[1] - found[-1][-1][1] <= GAP:
+    found: list[list[Noted]] = []
+    for anomaly in sorted((a for a in anomalies if a.kind in KINDS), key=lambda a: (a.step, a.number)):
+        if found and anomaly.step - found[-1][-1].step <= GAP:
             found[-1].append(anomaly)
         else:
             found.append([anomaly])
-    made = []
+    made: list[EpisodeSpan] = []
     for group in found:
-        first = onset(lines, group[0][1])
-        last = (
-            max(step for _, step, _ in group if step < first + MOST_STEPS)
-            if group[0][1] < first + MOST_STEPS
-            else group[0][1]
-        )
-        kind = min((kind for _, step, kind in group if step <= last), key=TELLING.index)
-        made.append(EpisodeSpan(kind, first, last, tuple(number for number, _, _ in group)))
+        lead = min(group, key=lambda a: KINDS.index(a.kind))
+        least = made[-1].last + 1 if made else begins
+        first = own = onset(lines, lead.step)
+        for anomaly in (a for a in group if own - NEAR <= a.step <= lead.step and a.kind != "plateau"):
+            near = (
+                anomaly.began
+                if anomaly.began is not None and (anomaly.kind in SLOW or anomaly.began >= own - NEAR)
+                else anomaly.step
+            )
+            first = min(first, near)
+        first = min(lead.step, max(first, least))
+        last = max(a.step for a in group if a.step < max(lead.step + 1, first + MOST_STEPS))
+        made.append(EpisodeSpan(lead.kind, first, last, tuple(a.number for a in group), lead.where))
     return made

@@ -13,6 +13,7 @@ from typing import Any
 from factory.ledger.rows import LedgerRow, Reads, SegmentRow, Subject
 
 DIAGNOSED, CLOSED = "anomaly_diagnosed", "anomaly_closed"
+DIAGNOSIS = "diagnosis"  # gate of the verdict on a segment whose anomaly a patch is blamed for
 QUARANTINED, MARKED, REWOUND = "documents_quarantined", "release_marked", "segment_rewound"
 
 

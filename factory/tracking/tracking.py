@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +150,13 @@ class Tracking:
         """Tag a segment's run with the verdict of its audit. Raises: TrackingError."""
         run = self.segment_run(SegmentRow.get(self.ledger, verdict.number))
         self._tag(run, {"audit": verdict.outcome, "audit.reasons": short(verdict.reasons)})
+
+    def segment_diagnosed(self, segment: SegmentRow, causes: Sequence[str], why: str, page: Path) -> None:
+        """Tag a segment's run with what the loss doctor found, and attach its page. Raises: TrackingError."""
+        run = self.segment_run(segment)
+        self._tag(run, {"diagnosis": " or ".join(causes), "diagnosis.why": short([why])})
+        with mlflow_errors(f"logging {page.name}"):
+            self.client.log_text(run, page.read_text(encoding="utf-8"), page.name)
 
     # -- candidates and proposals -----------------------------------------------------------------------------------
     def candidate_run(self, candidate_id: int) -> str:

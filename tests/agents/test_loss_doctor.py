@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from agents.loss_doctor.arms import AnomalyCase, Arm, ArmOutcome, BudgetSpent, DocumentScore, Start
+from agents.loss_doctor.arms import AnomalyCase, Arm, ArmOutcome, BudgetSpent, DocumentScore, Joined, Start
 from agents.loss_doctor.causes import TABLE, Findings, name
 from agents.loss_doctor.curves import StepPoint, Symptom, onset
 from agents.loss_doctor.doctor import diagnose
 from agents.loss_doctor.suspects import smallest
 
 AGAIN = {"same again": True, "same again, twice": True}
-RECIPE = {"precision": "bf16", "optimizer": {"lr": 1e-3, "beta2": 0.99}, "stability": {"grad_clip": 1.0}}
+RECIPE = {
+    "precision": "bf16", "optimizer": {"lr": 1e-3, "beta2": 0.99}, "stability": {"grad_clip": 1.0}, "batch": {"micro_sequences": 2},
+    "schedule": {"warmup_steps": 30, "trunk_steps": {"first": 100, "later": 10}},
+}  # fmt: skip
 CALM = [StepPoint(step, 2.0, 0.5) for step in range(40)]
 
 
@@ -29,15 +32,26 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...] | None]] = [
     ({"fires": AGAIN | {"fp32": False}, "kernels_are_reference": True}, ("numeric precision",)),
     ({"fires": AGAIN | {"fp32": False}}, None),
     ({"fires": AGAIN | {"fp32": True, "reference kernels": False}}, ("faulty kernel",)),
-    ({"fires": AGAIN, "masked_clears": True, "low": True}, ("contamination or repeated data",)),
-    ({"fires": AGAIN, "masked_clears": True, "guilty_share": 0.6, "older_fires": True}, ("data order or packing", "new generation")),
+    ({"fires": {"same again": False}, "one_rank": True}, ("hardware", "layout")),
+    ({"fires": AGAIN | {"all rows at once": False}}, ("layout",)),
+    ({"fires": AGAIN | {"previous mixture": False}}, ("mixture shift or wrong label",)),
+    ({"fires": AGAIN, "rate_clears": "rate as before"}, ("rate",)),
+    ({"fires": AGAIN, "joined_clears": "loss mask"}, ("loss mask",)),
+    ({"fires": AGAIN, "joined_clears": "mixture shift or wrong label"}, ("mixture shift or wrong label",)),
+    ({"fires": AGAIN, "masked_clears": True, "guilty_share": 0.6}, None),
+    ({"fires": AGAIN | {"other documents": False}, "masked_clears": True, "guilty_share": 0.6}, ("data order or packing",)),
+    ({"fires": AGAIN | {"other documents": True}, "masked_clears": True, "guilty_share": 0.6}, ("new generation", "bad data")),
+    ({"fires": AGAIN | {"other documents": False}, "masked_clears": False}, ("data order or packing",)),
+    ({"fires": AGAIN, "masked_clears": True, "low": True, "older_fires": False}, ("contamination or repeated data",)),
+    ({"fires": AGAIN, "masked_clears": True, "low": True, "older_fires": True}, ("bad data",)),
+    ({"fires": AGAIN, "masked_clears": True, "low": True, "finished": True}, ("bad data", "contamination or repeated data")),
     ({"fires": AGAIN, "masked_clears": True, "guilty_share": 0.1, "older_fires": True}, ("bad data",)),
     ({"fires": AGAIN, "masked_clears": True, "guilty_share": 0.1, "older_fires": False}, ("data × state",)),
     ({"fires": AGAIN, "masked_clears": True, "guilty_share": 0.1}, None),
     ({"fires": AGAIN, "masked_clears": True, "finished": True}, ("bad data", "data × state")),
     ({"fires": AGAIN | {"earlier checkpoint": False}, "resumed": True}, ("state lost on resume",)),
     ({"fires": AGAIN | {"earlier checkpoint": False}}, ("state lost on resume", "hardware")),
-    ({"fires": AGAIN | {"earlier checkpoint": True, "previous commit": False}}, ("code change",)),
+    ({"fires": AGAIN | {"previous commit": False}}, ("code change",)),
     ({"fires": AGAIN, "masked_clears": False, "rate_clears": "rate × 0.1"}, ("rate",)),
     ({"fires": AGAIN, "finished": True, "generation_begins": True}, ("new generation",)),
     ({"fires": AGAIN, "finished": True, "kind": "plateau"}, ("true plateau",)),
@@ -72,13 +86,17 @@ class MadeUp:
     older: bool = True
     noisy: bool = False
     failing: str = ""
+    joining: Sequence[Joined] = ()
+    live: float = 6.0
+    facts: dict[str, Any] = field(default_factory=dict)
     ran: list[str] = field(default_factory=list)
 
     def case(self) -> AnomalyCase:
         spike = Symptom.seen("loss_spike", CALM, [StepPoint(40, 6.0, 0.5)])
-        return AnomalyCase(
+        case = AnomalyCase(
             "loss_spike", 40, 40, spike, RECIPE, has_previous_commit=True, has_earlier=self.older, has_older=self.older
         )
+        return replace(case, live=(StepPoint(40, self.live, 0.5),), **self.facts)
 
     def run(self, arm: Arm) -> ArmOutcome:
         if self.budget <= 0:
@@ -94,6 +112,9 @@ class MadeUp:
     def scores(self, start: Start) -> Sequence[DocumentScore]:
         return self.scored
 
+    def joined(self) -> Sequence[Joined]:
+        return self.joining
+
 
 DOCUMENTS = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(30)] + [
     DocumentScore("bad-1", 9.0, 20.0), DocumentScore("odd", 8.0, 18.0), DocumentScore("bad-2", 7.0, 12.0),
@@ -105,7 +126,7 @@ def test_the_guilty_are_found_exactly_and_only_if_they_misbehave_elsewhere_too()
     found = diagnose(guilty)
     assert found.causes == ("bad data",) and found.guilty == ("bad-1", "bad-2")
     assert set(found.suspects) == {"bad-1", "odd", "bad-2"}
-    trigger = MadeUp(lambda arm: arm.start == "newest" and "bad-1" not in arm.masked, DOCUMENTS)
+    trigger = MadeUp(lambda arm: arm.start != "older weights" and "bad-1" not in arm.masked, DOCUMENTS)
     found = diagnose(trigger)
     assert found.causes == ("data × state",) and found.guilty == () and found.triggers == ("bad-1",)
     alone = MadeUp(lambda arm: "bad-1" not in arm.masked, DOCUMENTS, older=False)
@@ -122,6 +143,9 @@ def test_the_guilty_are_found_exactly_and_only_if_they_misbehave_elsewhere_too()
         (lambda arm: arm.start != "earlier", ("state lost on resume", "hardware")),
         (lambda arm: "optimizer.lr" not in arm.recipe, ("rate",)),
         (lambda arm: "optimizer.beta2" not in arm.recipe, ("rate",)),
+        (lambda arm: "schedule.warmup_steps" not in arm.recipe, ("rate",)),
+        (lambda arm: "batch.micro_sequences" not in arm.recipe, ("layout",)),
+        (lambda arm: not arm.reshuffled, ("data order or packing",)),
         (lambda arm: False, ("hardware",)),
         (lambda arm: True, ("unknown",)),
     ],
@@ -131,8 +155,48 @@ def test_each_cause_without_a_guilty_document(spikes: Callable[[Arm], bool], cau
     assert found.causes == causes and found.guilty == ()
 
 
+def test_what_is_known_to_have_changed_is_changed_back_first() -> None:
+    mixture = MadeUp(lambda arm: not arm.previous_mixture, DOCUMENTS, facts={"has_previous_mixture": True})
+    assert diagnose(mixture).causes == ("mixture shift or wrong label",) and mixture.ran == [
+        "same again",
+        "previous mixture",
+    ]
+    rate = MadeUp(lambda arm: not arm.recipe, DOCUMENTS, facts={"was_otherwise": {"optimizer.lr": 1e-4}})
+    found = diagnose(rate)
+    assert (
+        found.causes == ("rate",) and found.remedy == "rate as before" and rate.ran == ["same again", "rate as before"]
+    )
+    moments = MadeUp(lambda arm: arm.start != "earlier", DOCUMENTS, facts={"resumed_at": 38})
+    assert diagnose(moments).causes == ("state lost on resume",) and len(moments.ran) == 2
+
+
+@pytest.mark.parametrize(
+    ("joined", "causes"),
+    [
+        (Joined("chat", ("odd",), "chat", 1.0, 0.5), ("loss mask",)),
+        (Joined("chat", ("odd",), "chat", 0.5, 0.5, begins_alike=0.1), ("loss mask",)),
+        (Joined("chat", ("odd",), "code", 0.5, 0.5), ("mixture shift or wrong label",)),
+        (Joined("chat", ("odd",), "chat", 0.5, 0.5), ("bad data",)),
+        (Joined("chat", ("bad-1",), "code", 0.5, 0.5), ("bad data",)),  # odd, but it is not gone without them
+    ],
+)
+def test_documents_that_joined_are_to_blame_only_if_it_is_gone_without_them(
+    joined: Joined, causes: tuple[str, ...]
+) -> None:
+    found = diagnose(
+        MadeUp(lambda arm: "odd" not in arm.masked, DOCUMENTS, joining=[joined], facts={"generation_begins": 35})
+    )
+    assert found.causes == causes and found.guilty == (("odd",) if causes == ("bad data",) else ())
+
+
+def test_a_replay_that_gives_what_the_live_run_had_is_not_made_twice() -> None:
+    same, other = (MadeUp(lambda arm: True, DOCUMENTS, live=live) for live in (6.0, 6.1))
+    assert diagnose(same).causes == diagnose(other).causes == ("unknown",)
+    assert "same again, twice" in other.ran and "same again, twice" not in same.ran
+
+
 def test_it_stops_where_replays_do_not_agree_and_where_none_is_possible() -> None:
-    noisy = MadeUp(lambda arm: True, DOCUMENTS, noisy=True)
+    noisy = MadeUp(lambda arm: True, DOCUMENTS, noisy=True, live=5.9)
     assert diagnose(noisy).causes == ("hardware",) and len(noisy.ran) == 2
     failing = MadeUp(lambda arm: True, DOCUMENTS, failing="no sandbox")
     found = diagnose(failing)

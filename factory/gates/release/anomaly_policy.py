@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from agents.loss_doctor.curves import KINDS
 from factory.core.policy_file import StrictPolicy, load_policy
 
 Act = Literal["automatic", "ask"]
@@ -15,7 +16,7 @@ Act = Literal["automatic", "ask"]
 class AnomalyPolicy(StrictPolicy):
     """Every key is optional."""
 
-    kinds: list[str] = ["non_finite", "loss_spike", "loss_low", "divergence"]
+    kinds: list[str] = ["non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop"]
     """That are diagnosed; while one of them is open, no candidate that contains it is released. Others are only recorded."""
     steps: Annotated[int, Field(ge=0)] = 1000
     """The budget of one diagnosis, in replayed steps."""
@@ -25,6 +26,13 @@ class AnomalyPolicy(StrictPolicy):
     """Documents that are guilty: masked in every later segment, and the segment that they spoiled rewound. ask: a person decides."""
     diagnose: Act = "automatic"
     """Does the daemon diagnose by itself? ask: 'factory diagnose'."""
+
+    @field_validator("kinds")
+    @classmethod
+    def _known(cls, kinds: list[str]) -> list[str]:
+        if unknown := sorted(set(kinds) - set(KINDS)):
+            raise ValueError(f"no diagnosis is about {unknown[0]!r}; possible: {', '.join(KINDS)}")
+        return kinds
 
     @classmethod
     def load(cls, path: Path) -> AnomalyPolicy:

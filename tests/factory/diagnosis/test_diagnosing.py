@@ -5,27 +5,31 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from factory.audit.reverts import open_reverts
 from factory.cli.app import app
 from factory.core.errors import ConfigError, InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe, reconcile
-from factory.diagnosis.acting import accept, act, quarantine_and_rewind, reject
+from factory.diagnosis.acting import accept, act, blamed_patches, quarantine_and_rewind, reject
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.ledger.anomalies import DIAGNOSED, every_anomaly, open_anomalies, open_in, undiagnosed
+from factory.git.repository import live_commit
+from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, every_anomaly, open_anomalies, open_in, undiagnosed
 from factory.ledger.ledger import Ledger, anomalies, record, segments
-from factory.ledger.rows import SegmentRow, Subject
+from factory.ledger.rows import ProposalRow, SegmentRow, Subject
 from factory.ledger.status import screen, snapshot
+from factory.ledger.writing import record_verdict
 from factory.training.planning import next_trunk, plan_of, plan_trunk
 from tests.support.factory.code_loop import make_target
+from tests.support.factory.merged_patch import merge_patch
 from tests.support.factory.trained_plant import WORDS, make_plant
 
 KINDS = AnomalyPolicy().kinds
@@ -50,7 +54,9 @@ def note(ledger: Ledger, segment: int, step: int, kind: str = "loss_spike") -> i
         return int(made.scalar_one())
 
 
-def diagnosed(ledger: Ledger, number: int, segment: int, causes: list[str], guilty: list[str]) -> None:
+def diagnosed(
+    ledger: Ledger, number: int, segment: int, causes: list[str], guilty: list[str], undo: Sequence[int] = ()
+) -> None:
     detail = {
         "anomalies": [number],
         "segment": segment,
@@ -60,6 +66,7 @@ def diagnosed(ledger: Ledger, number: int, segment: int, causes: list[str], guil
         "why": "so it was",
         "arms": [],
         "report": "",
+        "undo": list(undo),
     }
     with ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", number), detail)
@@ -81,7 +88,7 @@ def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(made: tuple
     assert any("factory anomalies show" in line for line in screen(snapshot(workspace)))
     late = note(ledger, 1, 18)
     with ledger.begin() as tx:
-        other = {"machine": {"device": "cuda", "name": "cuda-sm90"}, "kernels": {}, "fallback": None}
+        other = dict(SegmentRow.get(ledger, 1).computing or {}) | {"machine": {"device": "cuda", "name": "cuda-sm90"}}
         tx.execute(segments.update().where(segments.c.id == 1).values(computing=other))
     assert "trained on cuda-sm90" in diagnose_and_act(workspace, ledger, late, SILENT)["why"]
     with ledger.begin() as tx:
@@ -133,6 +140,31 @@ def test_the_commands_tell_what_there_is(made: tuple[Workspace, Ledger]) -> None
     assert json.loads(run("anomalies", "show", str(number), "--json").output)["diagnosis"]["why"] == "so it was"
     assert "closed" in run("anomalies", "accept", str(number)).output
     assert every_anomaly(ledger)[-1]["how"] == "accepted"
+
+
+def test_a_patch_that_is_blamed_is_undone_by_a_proposal(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    before = live_commit(workspace.repository)
+    text = (workspace.repository / "trainer/run.py").read_text()
+    after = merge_patch(workspace, ledger, 1, {"trainer/run.py": text + "\n# a remark\n"})
+    assert blamed_patches(workspace, ledger, ["code change"], after, before) == [1]
+    assert blamed_patches(workspace, ledger, ["code change"], after, after) == []  # it was there before
+    assert blamed_patches(workspace, ledger, ["faulty kernel"], after, before) == []  # it changed no kernel
+    assert blamed_patches(workspace, ledger, ["rate"], after, before) == []
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["code change"], [], undo=[1])
+    with ledger.begin() as tx:
+        record_verdict(
+            tx, DIAGNOSIS, Subject("segment", 1), against=None, policy_sha256="", subject_sha256=after, outcome="reject",
+            reasons=["it is gone without it"], evidence={},
+        )  # fmt: skip
+    assert "undoes proposal 1" in act(ledger, AnomalyPolicy(), number)
+    (opened,) = open_reverts(workspace, ledger, SILENT)
+    row = ProposalRow.get(ledger, opened)
+    assert (
+        row.target == "undo:1" and row.outcome == "promote" and "the loss doctor blames it" in (row.reasons or [""])[0]
+    )
+    assert open_reverts(workspace, ledger, SILENT) == []
 
 
 def write_poison(path: Path) -> None:

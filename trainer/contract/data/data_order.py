@@ -222,7 +222,7 @@ class DataOrder:
             self.cursors[name] = cursor
         places = {name: cursor.place for name, cursor in self.cursors.items()}
         self.pending = [self.streams[name].piece_at(place) for name, place in decode_pending(state["pending"], places)]
-        for i, start in state["begun"]:
+        for i, start in state["begun"] if not self.plan.reshuffled else ():
             piece = self.pending[i]
             self.pending[i] = self.streams[piece.stream].part_of(piece, start, piece.positions - start)
 

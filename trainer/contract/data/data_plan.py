@@ -58,6 +58,7 @@ class DataPlan(Strict):
     masked: list[
         str
     ] = []  # keys of documents that carry no loss: rows, order and the loss's denominator stay as without it
+    reshuffled: Annotated[int, Field(ge=0)] = 0  # another number: other documents are next; a sampler state stays valid
 
     @model_validator(mode="after")
     def _possible(self) -> DataPlan:
@@ -92,8 +93,9 @@ class DataPlan(Strict):
         return parse(cls, raw, where, DataPlanError)
 
     def to_json(self) -> str:
-        """Canonical: equal plans give equal text. ``masked`` is left out where it is empty: older code can read such a plan too."""
-        plan = self.model_dump(exclude=None if self.masked else {"masked"})
+        """Canonical: equal plans give equal text. ``masked`` and ``reshuffled`` are left out where they say nothing: older code can
+        read such a plan too."""
+        plan = self.model_dump(exclude={key for key in ("masked", "reshuffled") if not getattr(self, key)})
         return json.dumps(plan, sort_keys=True, separators=(",", ":"))
 
     @property

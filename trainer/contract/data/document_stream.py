@@ -53,6 +53,7 @@ class Stream:
         supervised = np.concatenate([t["supervised_tokens"] for t in tables])
         self.supervised_tokens = int(supervised.sum())
         self.unmasked = supervised == self.length  # documents all of whose tokens carry loss: their mask is not read
+        self.reshuffled = ""  # of the plan: not of the fingerprint, so that a cursor stays valid
         self.masked: frozenset[int] = frozenset()  # documents that the plan masks: counted as ever, and without weight
         self.ends = np.cumsum(pieces_in(self.length, context))
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
@@ -113,7 +114,7 @@ class Stream:
     def _pieces_of(self, epoch: int, block: int) -> list[tuple[int, int, int, int, int, bool]]:
         """(document, start, positions, shard, first token in the shard, unmasked) of a block of an epoch's pieces."""
         if self._order[0] != epoch or self._order[1] is None:
-            self._order = epoch, Permutation(self.pieces, f"{self.seed}/{self.name}/{epoch}")
+            self._order = epoch, Permutation(self.pieces, f"{self.seed}/{self.name}/{epoch}{self.reshuffled}")
         order = self._order[1]
         assert order is not None
         places = np.arange(block * BLOCK, min(self.pieces, (block + 1) * BLOCK), dtype=np.uint64)
@@ -158,6 +159,8 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Str
             tables.append(table)
     plan.refuse_absent({domain_of(name) for name in groups})
     streams = {name: Stream(name, plan.seed, *group, context) for name, group in sorted(groups.items())}
+    for stream in streams.values() if plan.reshuffled else ():
+        stream.reshuffled = f"/{plan.reshuffled}"
     if plan.masked:
         _mask(streams, set(plan.masked))
     return {name: stream for name, stream in streams.items() if stream.pieces}

@@ -1,0 +1,128 @@
+"""What documents that joined with new shards are like, beside those that were there: read from the data alone, nothing is replayed.
+
+A shard whose domains are labelled wrongly holds documents whose tokens are as frequent as another domain's are; a chat shard whose mask
+was dropped or moved has loss on other tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from agents.loss_doctor.arms import Joined
+from trainer.contract.data.data_order import DataOrder
+from trainer.contract.data.document_stream import Stream, domain_of, generation_of
+
+SAMPLE = 200  # documents of a stream that are looked at
+BUCKETS = 1 << 17  # that tokens are counted in: more than any vocabulary has that is trained here
+COMMON = 0.02  # share of documents in which loss begins after the same token
+
+
+def joined_in(order: DataOrder, keys: Mapping[str, tuple[str, ...]]) -> list[Joined]:
+    """Of each stream of the newest generation that has documents in the window, by ``keys``; none where there is one generation only."""
+    newest = max(map(generation_of, order.streams))
+    before: dict[str, list[Stream]] = {}
+    for name, stream in order.streams.items():
+        if generation_of(name) < newest:
+            before.setdefault(stream.domain, []).append(stream)
+    found = []
+    for name, documents in sorted(keys.items()):
+        domain = domain_of(name)
+        if generation_of(name) < newest or domain not in before:
+            continue
+        new, old = _documents([order.streams[name]]), _documents(before[domain])
+        others = {other: [tokens for tokens, _ in _documents(streams)] for other, streams in before.items()}
+        share, share_before, alike = mask_of(new, old)
+        reads_like = nearest_domain([tokens for tokens, _ in new], domain, others)
+        found.append(Joined(domain, documents, reads_like, share, share_before, alike))
+    return found
+
+
+Document = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]  # its tokens, and which of them carry loss
+
+
+def _documents(streams: Sequence[Stream]) -> list[Document]:
+    """At most ``SAMPLE`` documents, evenly chosen, of streams of one domain."""
+    found = []
+    for stream in streams:
+        for index in np.linspace(
+            0, len(stream.length) - 1, min(len(stream.length), SAMPLE // len(streams) or 1)
+        ).astype(int):
+            shard, first, length = (
+                stream.shards[stream.shard[index]],
+                int(stream.start[index]),
+                int(stream.length[index]),
+            )
+            tokens = np.asarray(shard.tokens[first : first + length]).astype(np.int64)
+            found.append((tokens, np.asarray(shard.loss_mask(first, first + length), bool)))
+    return found
+
+
+def mask_of(new: Sequence[Document], old: Sequence[Document]) -> tuple[float, float, float]:
+    """(share of the new documents' tokens that carry loss, of the old ones', share of the new ones whose loss begins after a token that it
+    commonly begins after in the old ones).
+
+    >>> chat = lambda marker, at: (np.arange(8) + marker * (np.arange(8) == at), np.arange(8) > at)
+    >>> old = [chat(900, 3) for _ in range(9)]
+    >>> mask_of([chat(900, 3)], old), mask_of([(chat(900, 3)[0], np.ones(8, bool))], old)
+    ((0.5, 0.5, 1.0), (1.0, 0.5, 0.0))
+    """
+    share = lambda documents: (
+        sum(float(mask.sum()) for _, mask in documents) / max(1, sum(len(mask) for _, mask in documents))
+    )
+    begins = Counter(_begins_after(*document) for document in old)
+    common = {token for token, count in begins.items() if count >= COMMON * len(old)}
+    if sum(begins[token] for token in common) < 0.5 * len(old):
+        return share(new), share(old), 1.0  # it begins anywhere
+    alike = sum(_begins_after(*document) in common for document in new) / max(1, len(new))
+    return share(new), share(old), alike
+
+
+def _begins_after(tokens: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> int:
+    """The token before the first that carries loss; -1 where that is the first of all, -2 where none does."""
+    if not mask.any():
+        return -2
+    first = int(mask.argmax())
+    return int(tokens[first - 1]) if first else -1
+
+
+def nearest_domain(
+    new: Sequence[npt.NDArray[np.int64]], domain: str, others: Mapping[str, Sequence[npt.NDArray[np.int64]]]
+) -> str:
+    """The domain whose documents these read like: ``domain``, unless they lie nearer to another one's own documents than to its.
+
+    By the mean logarithm of a token's share among all tokens of half of a domain's documents.
+
+    >>> low, high = (([np.arange(20) + start] * 4) for start in (0, 500))
+    >>> nearest_domain(high, "code", {"code": low, "docs": high}), nearest_domain(low, "code", {"code": low, "docs": high})
+    ('docs', 'code')
+    """
+    models = {name: _shares(documents[::2]) for name, documents in others.items()}
+    own, best, nearest = models[domain], 0.5, domain
+    for name, model in models.items():
+        if name == domain:
+            continue
+        theirs, ours = _likelihood(others[name][1::2], model), _likelihood(others[domain][1::2], model)
+        if theirs <= ours:
+            continue  # the two cannot be told apart
+        share = (_likelihood(new, model) - ours) / (theirs - ours)
+        if share > best and _likelihood(new, model) > _likelihood(new, own):
+            best, nearest = share, name
+    return nearest
+
+
+def _shares(documents: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.float64]:
+    """Logarithm of each token's share; tokens are counted by their remainder of ``BUCKETS``."""
+    counts = np.full(BUCKETS, 0.05)
+    for tokens in documents:
+        counts += np.bincount(tokens % BUCKETS, minlength=BUCKETS)
+    found: npt.NDArray[np.float64] = np.log(counts / counts.sum())
+    return found
+
+
+def _likelihood(documents: Sequence[npt.NDArray[np.int64]], model: npt.NDArray[np.float64]) -> float:
+    found = [model[tokens % BUCKETS] for tokens in documents]
+    return float(np.concatenate(found).mean()) if found else 0.0

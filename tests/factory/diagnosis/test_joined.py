@@ -1,0 +1,90 @@
+"""Documents that joined: what is odd about their labels and masks, read from real token shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from factory.diagnosis.diagnosing import previous_weights, was_otherwise
+from factory.diagnosis.episodes import Noted, spans
+from factory.diagnosis.joined import joined_in
+from tests.support.trainer.segments import plan_of, recipe_with
+from trainer.contract.data.data_order import DataOrder
+from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
+
+RECIPE = recipe_with()
+MARK = 2
+
+
+def documents(name: str, domain: str, low: int, masked: str = "answer") -> list[TokenizedDocument]:
+    """Chats of 24 tokens from ``low`` on, with a mark before the answer."""
+    rng, found = np.random.default_rng(low), []
+    for i in range(40):
+        tokens = rng.integers(low, low + 100, 24).astype(np.uint32)
+        tokens[11] = MARK
+        mask = np.arange(24) > 11
+        mask = {"answer": mask, "all": np.ones(24, bool), "question": ~mask}[masked]
+        found.append(TokenizedDocument(f"{name}-{i}", f"{name}-{i}", domain, "t", "none", tokens, mask))
+    return found
+
+
+def stored(folder: Path, held: list[TokenizedDocument]) -> TokenShard:
+    return write_token_shard(folder / "shards", held, vocab_size=512, tokenizer_sha256="test")
+
+
+@pytest.mark.parametrize(
+    ("new", "reads_like", "share", "alike"),
+    [
+        (documents("new", "chat", 10), "chat", 0.5, 1.0),
+        (documents("new", "chat", 300), "docs", 0.5, 1.0),
+        (documents("new", "chat", 10, "all"), "chat", 1.0, 0.0),
+        (documents("new", "chat", 10, "question"), "chat", 0.5, 0.0),
+    ],
+    ids=["as before", "labelled wrongly", "mask dropped", "mask on the question"],
+)
+def test_labels_and_masks(
+    tmp_path: Path, new: list[TokenizedDocument], reads_like: str, share: float, alike: float
+) -> None:
+    before = stored(tmp_path, documents("chat", "chat", 10) + documents("docs", "docs", 300))
+    plan = plan_of(before, stored(tmp_path, new), generations=[0, 1], weights={"*": 1.0})
+    order = DataOrder(plan, context=RECIPE.model.context, batch=RECIPE.batch, vocab_size=RECIPE.model.vocab_size)
+    (found,) = joined_in(order, {"chat/1": ("new-3",), "chat/0": ("chat-1",)})
+    assert (found.domain, found.documents, found.reads_like) == ("chat", ("new-3",), reads_like)
+    assert (found.supervised, found.supervised_before, found.begins_alike) == (share, 0.5, alike)
+
+
+def test_nothing_joined(tmp_path: Path) -> None:
+    order = DataOrder(
+        plan_of(stored(tmp_path, documents("chat", "chat", 10)), weights={"*": 1.0}),
+        context=RECIPE.model.context, batch=RECIPE.batch, vocab_size=RECIPE.model.vocab_size,
+    )  # fmt: skip
+    assert joined_in(order, {"chat/0": ("chat-1",)}) == []
+
+
+def test_other_documents_are_next_and_the_cursor_stays_valid(tmp_path: Path) -> None:
+    plan = plan_of(stored(tmp_path, documents("chat", "chat", 10)), weights={"*": 1.0})
+    sizes = {"context": RECIPE.model.context, "batch": RECIPE.batch, "vocab_size": RECIPE.model.vocab_size}
+    order = DataOrder(plan, **sizes)
+    order.next_rows()
+    state = order.state_dict()
+    other = plan.model_copy(update={"reshuffled": 1})
+    assert other.id != plan.id and "reshuffled" not in plan.to_json()
+    same, next_ones = (DataOrder(p, **sizes, state=state).next_rows() for p in (plan, other))
+    assert order.next_rows() == same != next_ones
+
+
+def test_an_onset_that_the_trainer_names_is_taken_only_where_it_can_be() -> None:
+    line = lambda step, onset, kind="loss_spike": Noted.of(1, step, kind, {"onset": onset, "where": "domain/code"})
+    assert line(50, 48).began == 48 and line(50, 51).began is None and line(500, 5).began is None
+    assert [(s.onset, s.where) for s in spans([line(50, 48, "domain_drop")], [])] == [(48, "domain/code")]
+    assert spans([line(50, 30)], [])[0].onset == 50  # something sudden did not begin so long before
+    assert spans([line(100, 30, "divergence")], [], begins=40)[0].onset == 40
+
+
+def test_what_changed_before_an_anomaly() -> None:
+    assert was_otherwise({"optimizer": {"lr": 1.0}, "schedule": {}, "stability": {"grad_clip": 2.0}},
+                         {"optimizer": {"lr": 1.0}, "schedule": {}, "stability": {"grad_clip": 1.0}}) == {"stability.grad_clip": 1.0}  # fmt: skip
+    plan = {"token_shards": [{"id": "a", "path": "a", "generation": 0}], "weights": {"x": 1.0}}
+    assert previous_weights(plan, plan, 10, 12) is None
