@@ -157,3 +157,10 @@ def test_what_no_run_executes_is_listed(prepared: Prepared, tmp_path: Path, name
 def test_the_same_code_leaves_the_same_bits(prepared: Prepared, tmp_path: Path) -> None:
     found = judge(prepared, copy_of_code(tmp_path / "code"), None)
     assert found.same_bits and not found.differences
+
+
+@pytest.mark.slow("all tiny trainings of the attacks, up to five times")
+def test_other_kernels_of_ours_are_within_rounding(prepared: Prepared, tmp_path: Path) -> None:
+    others = "cpu: {attention: recompute, linear_cross_entropy: chunked, adamw: reference}\n"
+    found = judge(prepared, copy_of_code(tmp_path / "code"), None, chosen=others)
+    assert not found.differences and not found.same_bits, found.differences

@@ -11,6 +11,7 @@ from pathlib import Path
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.changed import unexecuted
 from factory.gates.patch.matrix.compare import compare_case, compare_tool
+from factory.gates.patch.matrix.rounding import beyond_rounding
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
 from tests.support.paths import ROOT
 
@@ -91,5 +92,10 @@ def judge(
     left_out = []
     if path is not None:
         left_out = unexecuted(path, (ROOT / path).read_text(), (code / path).read_text(), runs.executed)
-    differences = [str(one.worst) for one in compared if one.worst is not None]
+    beyond = [one.worst for one in compared if one.worst is not None]
+    if chosen is not None or (path or "").startswith("kernels/"):
+        twins = replace(prepared.side, folder=folder.with_name(f"{folder.name}-twins"))
+        beyond, problem = beyond_rounding(prepared.plan, twins, prepared.baseline, compared)
+        assert not problem, problem
+    differences = [str(difference) for difference in beyond]
     return Judged(differences, all(one.same_bits for one in compared), [str(part) for part in left_out], runs)

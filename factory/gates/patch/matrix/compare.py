@@ -96,20 +96,30 @@ def compare_tool(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> Comp
 
 def compare_case(case: MatrixCase, baseline: int, candidate: int, start: Weights | None) -> Compared:
     """Compare the folders of one case, by descriptor. ``start``: the weights that both began with; None: they made their own."""
-    allowed = case.rounding
-    try:
-        found = list(_differences(baseline, candidate, start))
-    except UntrustedFileError as error:
-        found = [Discrepancy(str(error))]
-    judged = _totals(found) if case.totals else _weighed(found, allowed)
-    worst = max(judged, key=lambda part: part.share, default=Discrepancy("", 0.0))
+    found = find_discrepancies(case, baseline, candidate, start)
+    worst, allowed = farthest(case, found), case.rounding
     return Compared(
         not found, Difference(case.name, worst.what, worst.share, allowed) if worst.share > allowed else None
     )
 
 
-def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
+def find_discrepancies(case: MatrixCase, baseline: int, candidate: int, start: Weights | None) -> list[Discrepancy]:
     """Everything that is not the same."""
+    try:
+        return list(_differences(baseline, candidate, start))
+    except UntrustedFileError as error:
+        return [Discrepancy(str(error))]
+
+
+def farthest(case: MatrixCase, found: Sequence[Discrepancy]) -> Discrepancy:
+    """What differs most, as the case is judged."""
+    weighed = _weighed(found, case.rounding)
+    judged = _totals(weighed) if case.totals else weighed
+    return max(judged, key=lambda part: part.share, default=Discrepancy("", 0.0))
+
+
+def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
+    """Everything that is not the same. Raises: UntrustedFileError."""
     for name in ("metrics.jsonl", "anomalies.jsonl"):
         ours, theirs = (_lines(folder, name) for folder in (baseline, candidate))
         if name == "anomalies.jsonl":  # a throughput drop is the machine's

@@ -70,7 +70,8 @@ class SideCode:
     """One side: its worktree, its kernels.yaml ('reference' and 'chosen'), the folder of its runs, and their time limit.
 
     after: closes the descriptors of its runs' folders. compiled: the folder of C++ kernels that approved code built, copied for each process.
-    instructions: files of the worktree whose single instructions are recorded.
+    instructions: files of the worktree whose single instructions are recorded. disturbed: not 0: the seed by which every op is some
+    roundings off.
     """
 
     code: Path
@@ -80,6 +81,7 @@ class SideCode:
     after: ExitStack
     compiled: Path | None = None
     instructions: Sequence[str] = ()
+    disturbed: int = 0
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,7 @@ def _run_lane(
     notes, request = folder / "notes", folder / "request.json"
     notes.mkdir()
     asked = {"folders": segments, "tools": uses, "instructions": list(side.instructions), "ranks": ranks}
+    asked["disturbed"] = side.disturbed
     request.write_text(json.dumps(asked))
     descriptor = os.open(notes, os.O_RDONLY | os.O_DIRECTORY)
     try:

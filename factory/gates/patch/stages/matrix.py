@@ -18,6 +18,7 @@ from factory.gates.patch.executed import Executed
 from factory.gates.patch.matrix.cases import TOOLS
 from factory.gates.patch.matrix.changed import Unexecuted, unexecuted
 from factory.gates.patch.matrix.compare import compare_runs
+from factory.gates.patch.matrix.rounding import beyond_rounding
 from factory.gates.patch.matrix.runs import MatrixRuns, SideCode, make_plan, run_cases
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
@@ -66,8 +67,16 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     same = sum(one.same_bits for one in compared)
     seconds = {"baseline_seconds": baseline.seconds, "candidate_seconds": candidate.seconds}
     measured = {"runs": len(compared), "same_bits": same, **seconds}
-    if differences := [str(one.worst) for one in compared if one.worst is not None]:
-        return StageResult(failed(*differences[:MOST_REASONS], differences=differences, **measured))
+    differences = [one.worst for one in compared if one.worst is not None]
+    if differences and may_round(case):
+        with case.progress.task("how far rounding goes in these runs", 1):
+            twins = replace(approved, folder=work / "disturbed")
+            differences, problem = beyond_rounding(plan, twins, baseline, compared)
+        if problem:
+            return StageResult(missing(f"how far rounding goes in these runs could not be measured: {problem}"))
+    if differences:
+        listed = [str(difference) for difference in differences]
+        return StageResult(failed(*listed[:MOST_REASONS], differences=listed, **measured))
     if same < len(compared) and not may_round(case):
         return StageResult(failed(_rounds(len(compared) - same, len(compared)), **measured))
     if answers := case.handed_on.get("oracle"):
