@@ -11,7 +11,7 @@ from pathlib import Path
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.changed import unexecuted
 from factory.gates.patch.matrix.compare import compare_case, compare_tool
-from factory.gates.patch.matrix.rounding import beyond_rounding
+from factory.gates.patch.matrix.rounding import measure_rounding
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
 from tests.support.paths import ROOT
 
@@ -95,7 +95,8 @@ def judge(
     beyond = [one.worst for one in compared if one.worst is not None]
     if chosen is not None or (path or "").startswith("kernels/"):
         twins = replace(prepared.side, folder=folder.with_name(f"{folder.name}-twins"))
-        beyond, problem = beyond_rounding(prepared.plan, twins, prepared.baseline, compared)
-        assert not problem, problem
+        rounding = measure_rounding(prepared.plan, twins, prepared.baseline, compared)
+        assert not rounding.problem, rounding.problem
+        beyond = rounding.beyond
     differences = [str(difference) for difference in beyond]
     return Judged(differences, all(one.same_bits for one in compared), [str(part) for part in left_out], runs)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, name_of
+from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns
 from factory.gates.untrusted_files import UntrustedFileError, object_of, read_bytes, read_object, tensors_of
 
@@ -67,14 +67,20 @@ class Compared:
     worst: Difference | None
 
 
-def compare_runs(plan: MatrixPlan, baseline: MatrixRuns, candidate: MatrixRuns) -> list[Compared]:
-    """Each case in the order of ``CASES``, then each tool."""
+def compare_runs(
+    plan: MatrixPlan,
+    baseline: MatrixRuns,
+    candidate: MatrixRuns,
+    cases: Sequence[MatrixCase] = CASES,
+    tools: Sequence[MatrixTool] = TOOLS,
+) -> list[Compared]:
+    """Each case, then each tool."""
     runs = [
         compare_case(case, baseline.opened[case.name], candidate.opened[case.name], plan.weights_before(case))
-        for case in CASES
+        for case in cases
         if not case.exit_code  # what was refused left nothing
     ]
-    return runs + [compare_tool(name_of(tool), baseline, candidate) for tool in TOOLS]
+    return runs + [compare_tool(name_of(tool), baseline, candidate) for tool in tools]
 
 
 def compare_tool(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> Compared:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from factory.gates.patch.matrix.compare import Compared, Difference, farthest, find_discrepancies
-from factory.gates.patch.matrix.rounding import MARGIN, TWINS, beyond_rounding
-from factory.gates.patch.matrix.runs import run_cases
+from factory.gates.patch.matrix.compare import Compared, Difference
+from factory.gates.patch.matrix.rounding import Rounding, measure_rounding
 from tests.support.factory.matrix import prepare
 
 
@@ -19,27 +18,24 @@ from tests.support.factory.matrix import prepare
 def test_what_rounding_explains_is_no_difference_and_the_rest_is(tmp_path: Path) -> None:
     with ExitStack() as after:
         prepared = prepare(tmp_path, after, ["first steps", "bf16"])
-        shares: dict[str, list[float]] = {}
-        for twin in range(1, TWINS + 1):
-            side = replace(prepared.side, folder=tmp_path / f"twin-{twin}", disturbed=twin)
-            runs = run_cases(prepared.plan, side, prepared.cases)
-            assert not runs.failed, runs.failed
-            for case in prepared.cases:
-                folders = prepared.baseline.opened[case.name], runs.opened[case.name]
-                found = find_discrepancies(case, *folders, prepared.plan.weights_before(case))
-                shares.setdefault(case.name, []).append(farthest(case, found).share)
-        print(shares)
-        assert all(len(set(several)) > 1 for several in shares.values())  # and each otherwise
-        assert all(0 < share < math.inf for several in shares.values() for share in several)
-        assert max(shares["first steps"]) < max(shares["bf16"])
-        explained = {name: MARGIN * max(several) for name, several in shares.items()}
-        compared = [
-            Compared(False, Difference("first steps", "a", 0.9 * explained["first steps"], 0.0)),
-            Compared(False, Difference("bf16", "b", 1.1 * explained["bf16"], 0.0)),
-            Compared(False, Difference("bf16", "b", math.inf, 0.0)),
-            Compared(True, None),
-        ]
-        for number, left in ((slice(0, 2), ["bf16"]), (slice(2, 4), ["bf16"])):
-            side = replace(prepared.side, folder=tmp_path / f"beyond-{number.start}-{number.stop}")
-            beyond, problem = beyond_rounding(prepared.plan, side, prepared.baseline, compared[number])
-            assert not problem and [difference.case for difference in beyond] == left
+
+        def measured(folder: str, **shares: float) -> Rounding:
+            compared = [Compared(False, Difference(name, "a", share, 0.0)) for name, share in shares.items()]
+            side = replace(prepared.side, folder=tmp_path / folder)
+            found = measure_rounding(prepared.plan, side, prepared.baseline, [*compared, Compared(True, None)])
+            assert not found.problem
+            return found
+
+        large = measured("large", **{"first steps": 1e9, "bf16": math.inf})
+        assert not large.undecided
+        allowed = {difference.case: difference.allowed for difference in large.beyond}
+        print(allowed)
+        assert 0 < allowed["first steps"] < 0.1 and 1e-4 < allowed["bf16"] < math.inf
+        small = measured("small", **{"first steps": 0.9 * allowed["first steps"]})  # the same twins
+        assert not small.beyond and not small.undecided
+        lines = prepared.baseline.folders["first steps"] / "metrics.jsonl"
+        lines.write_text(
+            "".join(lines.read_text().splitlines(keepends=True)[:-1])
+        )  # as if all twins told one line more
+        found = measured("undecided", **{"first steps": math.inf})
+        assert found.undecided == ["first steps"] and not found.beyond
