@@ -13,6 +13,7 @@ from factory.gates.patch.matrix.changed import unexecuted
 from factory.gates.patch.matrix.compare import compare_case, compare_tool
 from factory.gates.patch.matrix.rounding import measure_rounding
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
+from factory.gates.patch.stages.matrix import NATIVE
 from tests.support.paths import ROOT
 
 REFERENCE = "cpu: {}\n"
@@ -59,6 +60,7 @@ def prepare(work: Path, after: ExitStack, names: Sequence[str] | None = None, ch
     side = SideCode(ROOT, kernels, work / "begin", PATIENCE_SECONDS, after)
     plan, begun = make_plan(side, work / "plan", RECIPE_NAME)
     assert not begun.failed, begun.failed
+    side = replace(side, compiled=work / "plan" / "trunk" / "0" / "cache" / "inductor" / NATIVE)  # built once
     baseline = run_cases(plan, replace(side, folder=work / "baseline"), cases, tools)
     assert not baseline.failed, baseline.failed
     return Prepared(plan, side, baseline, cases, tools, work)
