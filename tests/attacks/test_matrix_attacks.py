@@ -60,6 +60,9 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "a layer frozen after step 100 of a segment": (
         RUN, [(GRADIENTS, GRADIENTS + "        gradients['blocks.1.down'].mul_(float(batch.step < spec.first_step + 100))\n")],
         "a long run"),
+    "a layer frozen after step 5000 of a segment": (
+        RUN, [(GRADIENTS, GRADIENTS + "        gradients['blocks.1.down'].mul_(float(batch.step < spec.first_step + 5000))\n")],
+        "far into a segment"),
     "late steps are half steps": (
         RUN, [(UPDATE, "        self.optimizer.step(lr / (1 + (batch.step > 50_000)), divide_by, skip)\n")],
         "a hundred thousand steps on"),

@@ -40,14 +40,15 @@ BASE: dict[str, Any] = {
 }
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 8, "bias_rate": 0.05, "z_loss": 0.1}
 ROUNDING = 2e-4  # fp32; other kernels of ours make 5e-5
-Begin = Literal["nothing", "trunk", "annealed", "half", "damaged", "late", "outliers", "poisoned", "broken"]
+Begin = Literal["nothing", "trunk", "annealed", "half", "damaged", "far", "late", "outliers", "poisoned", "broken"]
 
 
 @dataclass(frozen=True)
 class MatrixCase:
     """One run.
 
-    begin: the checkpoint it starts from (``starts.make``); ``half`` and ``damaged`` are folders of this very run, interrupted.
+    begin: the checkpoint it starts from (``starts.make``); ``half``, ``damaged`` and ``far`` are folders of this very run,
+        interrupted; ``far`` is drawn tens of thousands of steps after the segment's first.
     changes: recipe keys that differ from ``BASE``, with dots.
     generations: sets of shards in the data plan.
     stop_after: steps after which the trainer is told to stop, as by SIGTERM; 0: never.
@@ -110,6 +111,7 @@ NERVOUS = {
     "stability.skip_deviations": 2.0,
     "stability.divergence": 1.0001,
 }
+FAR_STEPS = (20_000, 90_000)
 LONG_STEPS = (530, 580)  # drawn between these, so that no count of steps means the gate
 
 CASES = (
@@ -118,6 +120,7 @@ CASES = (
     MatrixCase("data again from the start", "trunk", restart_data=True),
     MatrixCase("resumed", "half"),
     MatrixCase("newest checkpoint damaged", "damaged"),
+    MatrixCase("far into a segment", "far"),
     MatrixCase("stopped and resumed", "trunk", stop_after=3),
     MatrixCase("anneal", "trunk", "anneal"),
     MatrixCase(
@@ -144,6 +147,9 @@ CASES = (
         changes={
             "schedule.kind": "cosine",
             "schedule.cosine_steps": 5,
+            "optimizer.weight_decay": 0.5,
+            "stability.grad_clip": 0.3,
+            "stability.z_loss": 0.05,
             "model.rope_theta": 100.0,
             "model.norm_eps": 1e-2,
         },
@@ -154,11 +160,17 @@ CASES = (
             "schedule.kind": "multi-step",
             "schedule.milestones": [{"from_step": 2, "share": 0.7}, {"from_step": 4, "share": 0.3}],
             "mixture.phases": [{"from_step": 3, "weights": {"chat": 1.0}}],
+            "model.vocab_size": VOCABULARY + 16,
+            "model.layers": 3,
+            "model.head_dim": 4,
         },
     ),
     MatrixCase(
         "micro-batches, batch warm-up",
-        changes={"batch.micro_sequences": 2, "batch.warmup": [{"until_step": 2, "sequences": 2}]},
+        changes={
+            "batch.micro_sequences": 2,
+            "batch.warmup": [{"until_step": 2, "sequences": 2}],
+        },
     ),
     MatrixCase("outliers are skipped", "outliers"),
     MatrixCase("a loss that is not finite", "poisoned"),
@@ -166,7 +178,7 @@ CASES = (
     MatrixCase(
         "a long run",
         steps=LONG_STEPS[0],
-        changes={**NARROW, "optimizer.lr": 1e-3, "checkpoint_every": 100},
+        changes={**NARROW, "optimizer.lr": 1e-3, "checkpoint_every": 100, "stability.window": 32},
         rounding=1e-3,
         totals=True,
     ),
@@ -191,7 +203,19 @@ CASES = (
     MatrixCase("experts", changes={"model.experts": EXPERTS}, stop_after=3),
     MatrixCase(
         "experts without a shared one, recomputed, Muon",
-        changes={**MUON, "model.experts": {**EXPERTS, "shared": 0, "dense_layers": 0}, "parallel.recompute": "block"},
+        changes={
+            **MUON,
+            "model.experts": {
+                "count": 3,
+                "per_token": 1,
+                "d_ff": 8,
+                "bias_rate": 0.02,
+                "z_loss": 0.05,
+                "shared": 0,
+                "dense_layers": 0,
+            },
+            "parallel.recompute": "block",
+        },
         rounding=IN_MUON,
         totals=True,
     ),
