@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
@@ -71,8 +72,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if answers := case.handed_on.get("oracle"):
         executed.merge(answers.executed)
     if left_out := never_executed(case, executed):
-        listed = [str(part) for part in left_out]
-        return StageResult(missing(*_reasons(listed), unexecuted=listed, **measured))
+        return StageResult(missing(*_reasons(left_out), **_unexecuted(left_out), **measured))
     return StageResult(
         passed(f"{runs} tiny runs are alike, {same} to the bit; all of the patch was executed", **measured)
     )
@@ -157,11 +157,21 @@ def _rounds(differ: int, runs: int) -> str:
     )
 
 
-def _reasons(listed: list[str]) -> list[str]:
-    more = [f"and {len(listed) - MOST_REASONS} more lines"] if len(listed) > MOST_REASONS else []
+def _unexecuted(left_out: Sequence[Unexecuted]) -> dict[str, Any]:
+    """Evidence; ``waits_for``: the device on which the patch is judged again, where that may execute all that is left."""
+    found: dict[str, Any] = {"unexecuted": [str(part) for part in left_out]}
+    (device, *others) = {part.device for part in left_out}
+    return found | ({"waits_for": device} if device not in ("", devices.kind()) and not others else {})
+
+
+def _reasons(left_out: Sequence[Unexecuted]) -> list[str]:
+    more = [f"and {len(left_out) - MOST_REASONS} more lines"] if len(left_out) > MOST_REASONS else []
+    device = _unexecuted(left_out).get("waits_for")
+    waits = f"the patch waits, and is judged again by a daemon of this workspace where {device} is; to have the rest judged here, leave them out"
     return [
-        "no run of the gate executed these parts of the patch, so they were not judged; leave them out, or, if they are for another "
-        "device, propose them where that device is:",
-        *listed[:MOST_REASONS],
+        "no run of the gate executed these parts of the patch, so they were not judged; "
+        + (waits if device else "leave them out, or, if they are for another device, propose them where that device is")
+        + ":",
+        *[str(part) for part in left_out[:MOST_REASONS]],
         *more,
     ]
