@@ -63,6 +63,8 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "a layer frozen after step 5000 of a segment": (
         RUN, [(GRADIENTS, GRADIENTS + "        gradients['blocks.1.down'].mul_(float(batch.step < spec.first_step + 5000))\n")],
         "far into a segment"),
+    "checkpoints that are copied while the weights change": (
+        "trainer/checkpoint_writer.py", [("        self._copied.wait()\n", "        self._copied.is_set()\n")], "threads that begin late"),
     "late steps are half steps": (
         RUN, [(UPDATE, "        self.optimizer.step(lr / (1 + (batch.step > 50_000)), divide_by, skip)\n")],
         "a hundred thousand steps on"),

@@ -71,6 +71,7 @@ class MatrixCase:
     rounding: float = ROUNDING
     totals: bool = False
     exit_code: int = 0  # 2: the run must be refused
+    slow_threads: bool = False  # every thread waits before it begins: a copy of a checkpoint takes longer than a step
     waits: bool = False  # started with --wait, as the runs that are timed, and once more when it is done
     first_step: int | None = None  # where the checkpoint's own is not what is asked for
 
@@ -117,6 +118,7 @@ LONG_STEPS = (530, 580)  # drawn between these, so that no count of steps means 
 CASES = (
     MatrixCase("first steps"),
     MatrixCase("next generation", "trunk", generations=2, waits=True),
+    MatrixCase("threads that begin late", "trunk", slow_threads=True),
     MatrixCase("data again from the start", "trunk", restart_data=True),
     MatrixCase("resumed", "half"),
     MatrixCase("newest checkpoint damaged", "damaged"),

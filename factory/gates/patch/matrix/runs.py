@@ -232,7 +232,9 @@ def _run_lane(
             shutil.copytree(plan.starts[case.begin], own, dirs_exist_ok=True)
         (own / "segment.json").write_text(json.dumps(plan.spec(case, side.kernels[case.kernels])))
         found.hold(case.name, own, side.after)
-        segments.append({"folder": str(own), "stop_after": case.stop_after, "waits": case.waits})
+        segments.append(
+            {"folder": str(own)} | {key: getattr(case, key) for key in ("stop_after", "waits", "slow_threads")}
+        )
     for number, tool in enumerate(tools):
         own = folder / "tools" / str(number)
         (own / "checkpoints").mkdir(parents=True)

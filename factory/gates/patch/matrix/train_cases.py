@@ -1,7 +1,8 @@
 """Runs inside the sandbox, from a worktree: trains segment folders, and records what of ``trainer/`` and ``kernels/`` was executed.
 
 ``python train_cases.py EXECUTED REQUEST OUT``. EXECUTED: the path of ``factory.gates.patch.executed``. REQUEST is JSON: ``{"folders":
-[{"folder", "stop_after", "waits"}], "tools": [{"folder", "module", "arguments"}], "instructions": [paths], "ranks", "disturbed"}``. OUT gets
+[{"folder", "stop_after", "waits", "slow_threads"}], "tools": [{"folder", "module", "arguments"}], "instructions": [paths], "ranks", "disturbed"}``.
+OUT gets
 ``rank-N.json`` of each rank: ``{"executed": …, "codes": [exit code of each folder, then of each tool]}``; a tool's folder its
 ``printed.txt``.
 
@@ -17,20 +18,26 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+LATE_SECONDS = 0.5  # many steps
 ROUNDINGS = 0.25  # how far a disturbed op is off, in units of the last place
 
 sys.path[0] = os.getcwd()  # the worktree's packages, not this file's neighbours
 
 
-def train(folder: Path, stop_after: int, waits: bool) -> int:
+def train(folder: Path, stop_after: int, waits: bool, slow_threads: bool) -> int:
     """The segment's exit code. After ``stop_after`` steps the trainer is told to stop, and is started once more."""
     from trainer.__main__ import main
     from trainer.contract import stopping
 
+    if slow_threads:
+        with late_threads():
+            return main([str(folder)])
     if waits:
         codes = [program("trainer", ["--wait", str(folder)]) for _ in range(2)]
         return max(codes)
@@ -48,6 +55,22 @@ def train(folder: Path, stop_after: int, waits: bool) -> int:
     finally:
         stopping.asked = asked
     return main([str(folder)]) if first == 75 else 1000 + first
+
+
+@contextlib.contextmanager
+def late_threads() -> Iterator[None]:
+    """Threads started meanwhile begin ``LATE_SECONDS`` late."""
+    run = threading.Thread.run
+
+    def late(thread: threading.Thread) -> None:
+        time.sleep(LATE_SECONDS)
+        run(thread)
+
+    threading.Thread.run = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.run = run  # type: ignore[method-assign]
 
 
 def use(folder: Path, module: str, arguments: list[str]) -> int:
