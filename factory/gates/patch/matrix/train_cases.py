@@ -66,7 +66,7 @@ def late_threads() -> Iterator[None]:
         time.sleep(LATE_SECONDS)
         run(thread)
 
-    threading.Thread.run = late  # type: ignore[method-assign]
+    threading.Thread.run = late  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
