@@ -113,7 +113,7 @@ NERVOUS = {
     "stability.divergence": 1.0001,
 }
 FAR_STEPS = (20_000, 90_000)
-LONG_STEPS = (530, 580)  # drawn between these, so that no count of steps means the gate
+LONG_STEPS = (270, 320)  # drawn between these, so that no count of steps means the gate
 
 CASES = (
     MatrixCase("first steps"),

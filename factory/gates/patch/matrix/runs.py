@@ -202,13 +202,14 @@ def run_cases(
     Cases of one rank run in ``LANES`` processes beside one another, those of several ranks afterwards.
     """
     single, several = ([case for case in cases if (case.ranks > 1) is many] for many in (False, True))
+    single.sort(key=lambda case: -case.steps)  # the longest run is beside many short ones
     lanes = [single[number::LANES] for number in range(LANES)]
     found, began = MatrixRuns(), time.monotonic()
     with ThreadPoolExecutor(LANES) as beside:
         jobs = [
-            beside.submit(_run_lane, plan, side, fresh, lane, tools if n == 0 else (), f"{n}")
+            beside.submit(_run_lane, plan, side, fresh, lane, tools if n == LANES - 1 else (), f"{n}")
             for n, lane in enumerate(lanes)
-            if lane or (tools and n == 0)
+            if lane or (tools and n == LANES - 1)
         ]
         for job in jobs:
             found.add(job.result())
