@@ -1,5 +1,7 @@
-"""Patches that only a time limit held back are judged again by the daemon: later the machine may be less busy.
+"""Patches that only a time limit, or a device that was not there, held back are judged again by the daemon.
 
+Later the machine may be less busy. A part for another device, which nothing here executes, stays out of the live code until a daemon of this
+ledger runs where that device is.
 The limits follow from what approved code takes then, on the machine as it is then (``factory.gates.patience``). A patch that never ends is held
 back each time; after a few times it waits for a person.
 """
@@ -7,14 +9,17 @@ back each time; after a few times it waits for a person.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from factory.code_loop.approvals import judge_again
 from factory.code_loop.revalidating import REMIND_SECONDS, record_once
+from factory.core import devices
 from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
-from factory.gates.patience import ran_out
+from factory.gates.patience import missing_alone, ran_out
 from factory.git import repository
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ProposalRow, Subject, VerdictRow
@@ -39,7 +44,8 @@ def judge_held_again(workspace: Workspace, ledger: Ledger, progress: Progress) -
             repository.require_settled(code)
             refuse_without_isolation(workspace)
             for row in waiting:
-                progress.line(f"  proposal {row.number} was held back by a time limit alone; it is judged again")
+                what = "the lack of this device" if waits_here(row.evidence(ledger)) else "a time limit"
+                progress.line(f"  proposal {row.number} was held back by {what} alone; it is judged again")
                 try:
                     made.append(judge_again(workspace, ledger, row, repository.live_commit(code), progress))
                 except FactoryError as error:
@@ -56,7 +62,7 @@ def due(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
     held = [
         (row, evidence)
         for row in ProposalRow.select(ledger, "WHERE outcome = 'hold' ORDER BY number")
-        if ran_out(evidence := row.evidence(ledger))
+        if ran_out(evidence := row.evidence(ledger)) or waits_here(evidence)
     ]
     times: dict[str, int] = {}
     for _, evidence in held:
@@ -68,8 +74,13 @@ def due(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
         if row.state == "judged"
         and times[evidence["patch_id"]] <= policy.judge_again
         and row.verdict is not None
-        and VerdictRow.get(ledger, row.verdict).created_at <= since
+        and (waits_here(evidence) or VerdictRow.get(ledger, row.verdict).created_at <= since)
     ]
+
+
+def waits_here(evidence: Mapping[str, Any]) -> bool:
+    """Was a patch held back only because the device that is here was not there?"""
+    return missing_alone(evidence).get("waits_for") == devices.kind()
 
 
 def _say(ledger: Ledger, progress: Progress, subject: Subject | str, what: str, error: FactoryError) -> None:

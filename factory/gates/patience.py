@@ -55,11 +55,16 @@ def out_of_time(reason: str, **measured: Any) -> StageEvidence:
     return missing(reason, out_of_time=True, **measured)
 
 
-def ran_out(evidence: Mapping[str, Any]) -> bool:
-    """Was a patch held back by a time limit alone? ``evidence``: of its verdict."""
+def missing_alone(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The stage whose missing evidence alone held a patch back; empty where another stage has a say. ``evidence``: of its verdict."""
     stages = evidence.get("stages") or {}
     found = [stage for stage in stages.values() if stage["state"] not in ("passed", "not needed")]
-    return len(found) == 1 and found[0]["state"] == "missing" and found[0].get("out_of_time") is True
+    return found[0] if len(found) == 1 and found[0]["state"] == "missing" else {}
+
+
+def ran_out(evidence: Mapping[str, Any]) -> bool:
+    """Was a patch held back by a time limit alone? ``evidence``: of its verdict."""
+    return missing_alone(evidence).get("out_of_time") is True
 
 
 def stopped(who: str, limits: Sequence[float], baseline_seconds: float, key: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import posixpath
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from factory.tracking.mlflow_store import TrackingError, check_writable, mlflow_
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
+LATEST_SECONDS = 1e12  # tens of thousands of years
 METRICS_PER_BATCH = 1000  # MLflow's own limit
 BYTES_AT_ONCE = 16 << 20  # that one call of ``poll`` reads
 
@@ -156,4 +156,5 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _milliseconds(seconds: Any) -> int:
-    return int(seconds * 1000) if isinstance(seconds, int | float) and math.isfinite(seconds) else 0
+    """0 for what is no time that MLflow's 64 bits hold."""
+    return int(seconds * 1000) if isinstance(seconds, int | float) and 0 <= seconds < LATEST_SECONDS else 0

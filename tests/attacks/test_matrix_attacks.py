@@ -60,6 +60,11 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "a layer frozen after step 100 of a segment": (
         RUN, [(GRADIENTS, GRADIENTS + "        gradients['blocks.1.down'].mul_(float(batch.step < spec.first_step + 100))\n")],
         "a long run"),
+    "a layer frozen after step 5000 of a segment": (
+        RUN, [(GRADIENTS, GRADIENTS + "        gradients['blocks.1.down'].mul_(float(batch.step < spec.first_step + 5000))\n")],
+        "far into a segment"),
+    "checkpoints that are copied while the weights change": (
+        "trainer/checkpoint_writer.py", [("        self._copied.wait()\n", "        self._copied.is_set()\n")], "threads that begin late"),
     "late steps are half steps": (
         RUN, [(UPDATE, "        self.optimizer.step(lr / (1 + (batch.step > 50_000)), divide_by, skip)\n")],
         "a hundred thousand steps on"),
@@ -157,3 +162,10 @@ def test_what_no_run_executes_is_listed(prepared: Prepared, tmp_path: Path, name
 def test_the_same_code_leaves_the_same_bits(prepared: Prepared, tmp_path: Path) -> None:
     found = judge(prepared, copy_of_code(tmp_path / "code"), None)
     assert found.same_bits and not found.differences
+
+
+@pytest.mark.slow("all tiny trainings of the attacks, up to five times")
+def test_other_kernels_of_ours_are_within_rounding(prepared: Prepared, tmp_path: Path) -> None:
+    others = "cpu: {attention: recompute, linear_cross_entropy: chunked, adamw: reference}\n"
+    found = judge(prepared, copy_of_code(tmp_path / "code"), None, chosen=others)
+    assert not found.differences and not found.same_bits, found.differences

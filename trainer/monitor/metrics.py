@@ -15,7 +15,8 @@ from kernels.contract.files import finite_json, write_atomically
 from trainer.contract.json_lines import read_lines
 
 FLUSH_SECONDS = 1.0
-MATMUL_SECONDS = 0.1  # after which the matmul rate is not tried again
+LEAST_MATMUL = 128  # rows and columns
+MATMUL_SECONDS = 0.1  # the most that one product may take, and after which the matmul rate is not tried again
 
 
 class Lines:
@@ -73,7 +74,14 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, tries: int = 5) -> float:
-    """FLOP/s of a square matrix product, the best of a few tries: what MFU is measured against. Slow cores get fewer tries."""
+    """FLOP/s of a square matrix product, the best of a few tries: what MFU is measured against.
+
+    Slow cores get fewer tries and, if one product would take too long, as bf16's does without units for it, smaller matrices.
+    """
+    if size > LEAST_MATMUL:
+        rate = matmul_rate(device, dtype, LEAST_MATMUL, tries)
+        while size > LEAST_MATMUL and 2 * size**3 / rate > MATMUL_SECONDS:
+            size //= 2
     generator = torch.Generator().manual_seed(0)  # the run's own random state is part of what resumes to the bit
     a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
     best, begun = math.inf, time.perf_counter()

@@ -124,9 +124,9 @@ class PatchPolicy(StrictPolicy):
     training: TrainingPolicy = TrainingPolicy()
     evals: EvalsPolicy = EvalsPolicy()
     judge_again: Annotated[int, Field(ge=0)] = 2
-    """How often the daemon has a patch judged again that only a time limit held back: the machine may have been busy."""
+    """How often the daemon has a patch judged again that only a time limit, or a device that is not there, held back."""
     judge_again_after_seconds: Seconds = 3600.0
-    """Before each time."""
+    """Before each time, but where the device has come."""
     approval: Literal["manual", "automatic"] = "manual"
     """manual: a person approves a 'promote' before it is merged; the approval binds to the hash of what was judged."""
 

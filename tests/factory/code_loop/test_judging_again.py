@@ -13,10 +13,14 @@ from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
 from factory.code_loop.judging_again import due, judge_held_again
 from factory.code_loop.submitting import submit
+from factory.core import devices
 from factory.core.policy_file import StrictPolicy
 from factory.core.progress import SILENT
 from factory.core.workspace import code_root
+from factory.gates.case import missing
+from factory.gates.patch.matrix.changed import Unexecuted
 from factory.gates.patch.policy import PatchPolicy
+from factory.gates.patch.stages import matrix
 from factory.gates.patience import out_of_time, ran_out
 from factory.gates.recipe.policy import RecipePolicy
 from factory.git import repository
@@ -125,6 +129,24 @@ def test_it_is_judged_again_a_few_times_and_then_waits_for_a_person(
             tx.execute(verdicts.update().where(verdicts.c.id == key).values(evidence=LATE))
     assert again() == [] and len({sha256 for _, _, sha256 in judged}) == 1  # the same patch each time
     assert due(plant.ledger, PatchPolicy(judge_again=3, judge_again_after_seconds=1e-6))
+
+
+def test_a_part_for_another_device_waits_until_a_daemon_runs_where_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = {"cpu": "cuda", "cuda": "cpu"}[devices.kind()]
+    parts = [Unexecuted("kernels/swiglu/triton.py", 3, "x"), Unexecuted("kernels/rows_in_triton.py", 9, "y")]
+    found = matrix._unexecuted(parts)
+    assert found.get("waits_for") == ("cuda" if elsewhere == "cuda" else None)
+    mixed = [*parts, Unexecuted("kernels/swiglu/cpp.py", 3, "x")]
+    assert "waits_for" not in matrix._unexecuted(mixed) and "waits" not in matrix._reasons(mixed)[0]
+    plant, policy = Plant(tmp_path), PatchPolicy()
+    held(plant, {"stages": {"matrix": missing(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"})
+    assert due(plant.ledger, policy) == []
+    monkeypatch.setattr(devices, "kind", lambda: elsewhere)  # the workspace is opened on another machine
+    assert [row.number for row in due(plant.ledger, policy)] == [1]
+    given_verdict(monkeypatch, "hold")
+    assert judge_held_again(plant.workspace, plant.ledger, SILENT) == [2]
 
 
 def test_what_a_person_or_another_reason_decided_is_not_judged_again(tmp_path: Path) -> None:

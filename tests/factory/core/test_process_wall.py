@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from factory.core.workspace import Config, Workspace
 from factory.evals import server
 from factory.git.scope import AgentsPolicy
-from factory.ledger.ledger import Ledger
+from factory.ledger.ledger import Ledger, verdicts
 from factory.ledger.rows import SegmentRow
 from factory.sandbox import namespaces
 from factory.sandbox.view import LAUNCHER
@@ -90,7 +91,7 @@ import sys
 from factory.code_loop.submitting import submit
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger
+from factory.ledger.ledger import Ledger, verdicts
 from factory.ledger.rows import SegmentRow
 from factory.git import repository
 from agents.core.proposal import Edit, Proposal
@@ -132,9 +133,23 @@ def test_the_judge_loads_nothing_that_agents_may_patch(tmp_path: Path) -> None:
 
 @pytest.mark.slow("a whole gate run, every stage")
 def test_the_judge_of_a_whole_gate_run_loads_nothing_that_agents_may_patch(tmp_path: Path) -> None:
+    """The patch changes a docstring: no gain and no cheat."""
     processes = judged(tmp_path, "trainer/optim/schedule.py", '"""', '"""The rate. ')
     assert_wall(processes)
     assert any(process.below(ROOT / "factory" / "evals") for process in processes)
+    row = make().ledger.one(
+        sa.select(verdicts.c.outcome, verdicts.c.reasons, verdicts.c.evidence).order_by(verdicts.c.id.desc()).limit(1)
+    )
+    assert row is not None
+    training = row["evidence"]["stages"]["training"]
+    assert training.get("drift") == 0, training  # the same code on the same data leaves the same weights
+    assert 0 < training["control_drift"] < 0.5, training
+    assert training["state"] == "missing" or training["slow_control"] > 1.5, training
+    assert row["outcome"] in ("reject", "hold")  # whatever a busy machine's clock says
+    assert any(
+        words in row["reasons"][0]
+        for words in ("no gain", "noisy", "not shown", "overhead", "trusted", "did not", "unsure")
+    ), row["reasons"]
 
 
 @pytest.mark.slow("a pass of the daemon: planning, training, evaluation")

@@ -156,7 +156,15 @@ def test_hostile_metrics_do_not_stop_the_others(tracking: Tracking, ledger: Ledg
     many = {f"loss/domain {i}": float(i) for i in range(2500)}
     rows: list[object] = [
         {"step": 0, "loss": math.nan, "time": math.inf},
-        {"step": 1, "loss": math.inf, "loss/../../etc": 1.0, "loss/ü;DROP": 2, "note": "text", "none": None},
+        {
+            "step": 1,
+            "time": 1e308,
+            "loss": math.inf,
+            "loss/../../etc": 1.0,
+            "loss/ü;DROP": 2,
+            "note": "text",
+            "none": None,
+        },
         [1, 2],
         {"step": "two", "loss": 1.0},
         {"step": 2, "loss": 2.0, **many},

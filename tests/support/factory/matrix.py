@@ -11,7 +11,9 @@ from pathlib import Path
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.changed import unexecuted
 from factory.gates.patch.matrix.compare import compare_case, compare_tool
+from factory.gates.patch.matrix.rounding import measure_rounding
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
+from factory.gates.patch.stages.matrix import NATIVE
 from tests.support.paths import ROOT
 
 REFERENCE = "cpu: {}\n"
@@ -58,6 +60,7 @@ def prepare(work: Path, after: ExitStack, names: Sequence[str] | None = None, ch
     side = SideCode(ROOT, kernels, work / "begin", PATIENCE_SECONDS, after)
     plan, begun = make_plan(side, work / "plan", RECIPE_NAME)
     assert not begun.failed, begun.failed
+    side = replace(side, compiled=work / "plan" / "trunk" / "0" / "cache" / "inductor" / NATIVE)  # built once
     baseline = run_cases(plan, replace(side, folder=work / "baseline"), cases, tools)
     assert not baseline.failed, baseline.failed
     return Prepared(plan, side, baseline, cases, tools, work)
@@ -91,5 +94,11 @@ def judge(
     left_out = []
     if path is not None:
         left_out = unexecuted(path, (ROOT / path).read_text(), (code / path).read_text(), runs.executed)
-    differences = [str(one.worst) for one in compared if one.worst is not None]
+    beyond = [one.worst for one in compared if one.worst is not None]
+    if chosen is not None or (path or "").startswith("kernels/"):
+        twins = replace(prepared.side, folder=folder.with_name(f"{folder.name}-twins"))
+        rounding = measure_rounding(prepared.plan, twins, prepared.baseline, compared)
+        assert not rounding.problem, rounding.problem
+        beyond = rounding.beyond
+    differences = [str(difference) for difference in beyond]
     return Judged(differences, all(one.same_bits for one in compared), [str(part) for part in left_out], runs)

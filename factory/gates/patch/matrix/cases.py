@@ -40,14 +40,17 @@ BASE: dict[str, Any] = {
 }
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 8, "bias_rate": 0.05, "z_loss": 0.1}
 ROUNDING = 2e-4  # fp32; other kernels of ours make 5e-5
-Begin = Literal["nothing", "trunk", "annealed", "half", "damaged", "late", "outliers", "quiet", "poisoned", "broken"]
+Begin = Literal[
+    "nothing", "trunk", "annealed", "half", "damaged", "far", "late", "outliers", "quiet", "poisoned", "broken"
+]
 
 
 @dataclass(frozen=True)
 class MatrixCase:
     """One run.
 
-    begin: the checkpoint it starts from (``starts.make``); ``half`` and ``damaged`` are folders of this very run, interrupted.
+    begin: the checkpoint it starts from (``starts.make``); ``half``, ``damaged`` and ``far`` are folders of this very run,
+        interrupted; ``far`` is drawn tens of thousands of steps after the segment's first.
     changes: recipe keys that differ from ``BASE``, with dots.
     generations: sets of shards in the data plan.
     stop_after: steps after which the trainer is told to stop, as by SIGTERM; 0: never.
@@ -70,6 +73,7 @@ class MatrixCase:
     rounding: float = ROUNDING
     totals: bool = False
     exit_code: int = 0  # 2: the run must be refused
+    slow_threads: bool = False  # every thread waits before it begins: a copy of a checkpoint takes longer than a step
     waits: bool = False  # started with --wait, as the runs that are timed, and once more when it is done
     first_step: int | None = None  # where the checkpoint's own is not what is asked for
 
@@ -110,14 +114,17 @@ NERVOUS = {
     "stability.skip_deviations": 2.0,
     "stability.divergence": 1.0001,
 }
-LONG_STEPS = (530, 580)  # drawn between these, so that no count of steps means the gate
+FAR_STEPS = (20_000, 90_000)
+LONG_STEPS = (270, 320)  # drawn between these, so that no count of steps means the gate
 
 CASES = (
     MatrixCase("first steps"),
     MatrixCase("next generation", "trunk", generations=2, waits=True),
+    MatrixCase("threads that begin late", "trunk", slow_threads=True),
     MatrixCase("data again from the start", "trunk", restart_data=True),
     MatrixCase("resumed", "half"),
     MatrixCase("newest checkpoint damaged", "damaged"),
+    MatrixCase("far into a segment", "far"),
     MatrixCase("stopped and resumed", "trunk", stop_after=3),
     MatrixCase("anneal", "trunk", "anneal"),
     MatrixCase(
@@ -144,6 +151,9 @@ CASES = (
         changes={
             "schedule.kind": "cosine",
             "schedule.cosine_steps": 5,
+            "optimizer.weight_decay": 0.5,
+            "stability.grad_clip": 0.3,
+            "stability.z_loss": 0.05,
             "model.rope_theta": 100.0,
             "model.norm_eps": 1e-2,
         },
@@ -154,11 +164,17 @@ CASES = (
             "schedule.kind": "multi-step",
             "schedule.milestones": [{"from_step": 2, "share": 0.7}, {"from_step": 4, "share": 0.3}],
             "mixture.phases": [{"from_step": 3, "weights": {"chat": 1.0}}],
+            "model.vocab_size": VOCABULARY + 16,
+            "model.layers": 3,
+            "model.head_dim": 4,
         },
     ),
     MatrixCase(
         "micro-batches, batch warm-up",
-        changes={"batch.micro_sequences": 2, "batch.warmup": [{"until_step": 2, "sequences": 2}]},
+        changes={
+            "batch.micro_sequences": 2,
+            "batch.warmup": [{"until_step": 2, "sequences": 2}],
+        },
     ),
     MatrixCase("outliers are skipped", "outliers"),
     MatrixCase("a loss that is not finite", "poisoned"),
@@ -166,7 +182,7 @@ CASES = (
     MatrixCase(
         "a long run",
         steps=LONG_STEPS[0],
-        changes={**NARROW, "optimizer.lr": 1e-3, "checkpoint_every": 100},
+        changes={**NARROW, "optimizer.lr": 1e-3, "checkpoint_every": 100, "stability.window": 32},
         rounding=1e-3,
         totals=True,
     ),
@@ -214,7 +230,19 @@ CASES = (
     MatrixCase("experts", changes={"model.experts": EXPERTS}, stop_after=3),
     MatrixCase(
         "experts without a shared one, recomputed, Muon",
-        changes={**MUON, "model.experts": {**EXPERTS, "shared": 0, "dense_layers": 0}, "parallel.recompute": "block"},
+        changes={
+            **MUON,
+            "model.experts": {
+                "count": 3,
+                "per_token": 1,
+                "d_ff": 8,
+                "bias_rate": 0.02,
+                "z_loss": 0.05,
+                "shared": 0,
+                "dense_layers": 0,
+            },
+            "parallel.recompute": "block",
+        },
         rounding=IN_MUON,
         totals=True,
     ),

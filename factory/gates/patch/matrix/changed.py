@@ -37,6 +37,11 @@ class Unexecuted:
     line: int
     source: str
 
+    @property
+    def device(self) -> str:
+        """Where alone it can be executed; empty: anywhere. Triton's kernels are in files of that name."""
+        return "cuda" if self.path.endswith("triton.py") else ""
+
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.source}"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, name_of
+from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns
 from factory.gates.untrusted_files import UntrustedFileError, object_of, read_bytes, read_object, tensors_of
 
@@ -67,14 +67,20 @@ class Compared:
     worst: Difference | None
 
 
-def compare_runs(plan: MatrixPlan, baseline: MatrixRuns, candidate: MatrixRuns) -> list[Compared]:
-    """Each case in the order of ``CASES``, then each tool."""
+def compare_runs(
+    plan: MatrixPlan,
+    baseline: MatrixRuns,
+    candidate: MatrixRuns,
+    cases: Sequence[MatrixCase] = CASES,
+    tools: Sequence[MatrixTool] = TOOLS,
+) -> list[Compared]:
+    """Each case, then each tool."""
     runs = [
         compare_case(case, baseline.opened[case.name], candidate.opened[case.name], plan.weights_before(case))
-        for case in CASES
+        for case in cases
         if not case.exit_code  # what was refused left nothing
     ]
-    return runs + [compare_tool(name_of(tool), baseline, candidate) for tool in TOOLS]
+    return runs + [compare_tool(name_of(tool), baseline, candidate) for tool in tools]
 
 
 def compare_tool(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> Compared:
@@ -95,25 +101,32 @@ def compare_tool(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> Comp
 
 
 def compare_case(case: MatrixCase, baseline: int, candidate: int, start: Weights | None) -> Compared:
-    """Compare the folders of one case, by descriptor. ``start``: the weights that both began with; None: they made their own.
-
-    An anomaly's onset is a step, which rounding moves or doesn't: it counts where nothing else differs.
-    """
-    allowed = case.rounding
-    try:
-        found = list(_differences(baseline, candidate, start))
-    except UntrustedFileError as error:
-        found = [Discrepancy(str(error))]
-    steady = [part for part in found if ": onset: " not in part.what] or found
-    judged = _totals(steady) if case.totals else _weighed(steady, allowed)
-    worst = max(judged, key=lambda part: part.share, default=Discrepancy("", 0.0))
+    """Compare the folders of one case, by descriptor. ``start``: the weights that both began with; None: they made their own."""
+    found = find_discrepancies(case, baseline, candidate, start)
+    worst, allowed = farthest(case, found), case.rounding
     return Compared(
         not found, Difference(case.name, worst.what, worst.share, allowed) if worst.share > allowed else None
     )
 
 
-def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
+def find_discrepancies(case: MatrixCase, baseline: int, candidate: int, start: Weights | None) -> list[Discrepancy]:
     """Everything that is not the same."""
+    try:
+        return list(_differences(baseline, candidate, start))
+    except UntrustedFileError as error:
+        return [Discrepancy(str(error))]
+
+
+def farthest(case: MatrixCase, found: Sequence[Discrepancy]) -> Discrepancy:
+    """What differs most, as the case is judged. An anomaly's onset is a step, which rounding moves or not: it counts where nothing else differs."""
+    steady = [part for part in found if ": onset: " not in part.what] or found
+    weighed = _weighed(steady, case.rounding)
+    judged = _totals(weighed) if case.totals else weighed
+    return max(judged, key=lambda part: part.share, default=Discrepancy("", 0.0))
+
+
+def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
+    """Everything that is not the same. Raises: UntrustedFileError."""
     for name in ("metrics.jsonl", "anomalies.jsonl"):
         ours, theirs = (_lines(folder, name) for folder in (baseline, candidate))
         if name == "anomalies.jsonl":  # a throughput drop is the machine's

@@ -22,7 +22,16 @@ from typing import Any
 import torch
 
 from factory.gates.patch.executed import EXECUTED, Executed
-from factory.gates.patch.matrix.cases import BASE, CASES, LONG_STEPS, MatrixCase, MatrixTool, name_of, recipe_with
+from factory.gates.patch.matrix.cases import (
+    BASE,
+    CASES,
+    FAR_STEPS,
+    LONG_STEPS,
+    MatrixCase,
+    MatrixTool,
+    name_of,
+    recipe_with,
+)
 from factory.gates.patch.matrix.starts import ANNEALED, OTHER, TRUNK, MatrixData, derived, interrupt, make_data
 from factory.gates.untrusted_files import UntrustedFileError, read_bytes
 from factory.sandbox import sandbox
@@ -33,7 +42,7 @@ DRIVER = Path(__file__).with_name("train_cases.py")
 NOTES_BYTES = 1 << 26
 MOST_LIBRARIES, LIBRARY_BYTES = 100, 1 << 26
 LANES = min(2, os.cpu_count() or 1)  # processes of one side at a time; each has one thread
-INTERRUPTED = ("half", "damaged")  # begins that are folders of the run itself
+INTERRUPTED = ("half", "damaged", "far")  # begins that are folders of the run itself
 
 
 @dataclass
@@ -70,7 +79,8 @@ class SideCode:
     """One side: its worktree, its kernels.yaml ('reference' and 'chosen'), the folder of its runs, and their time limit.
 
     after: closes the descriptors of its runs' folders. compiled: the folder of C++ kernels that approved code built, copied for each process.
-    instructions: files of the worktree whose single instructions are recorded.
+    instructions: files of the worktree whose single instructions are recorded. disturbed: not 0: the seed by which every op is some
+    roundings off.
     """
 
     code: Path
@@ -80,14 +90,15 @@ class SideCode:
     after: ExitStack
     compiled: Path | None = None
     instructions: Sequence[str] = ()
+    disturbed: int = 0
 
 
 @dataclass(frozen=True)
 class MatrixPlan:
     """All that both sides' runs share.
 
-    names: case → the folder's drawn name. starts: begin → checkpoint, or interrupted folder. steps: case → steps. made: the folders
-    of ``TRUNK``'s, ``OTHER``'s and ``ANNEALED``'s runs.
+    names: case → the folder's drawn name. seed: added to each recipe's. starts: begin → checkpoint, or interrupted folder. steps: case →
+    steps. made: the folders of ``TRUNK``'s, ``OTHER``'s and ``ANNEALED``'s runs.
     """
 
     data: MatrixData
@@ -95,6 +106,7 @@ class MatrixPlan:
     names: Mapping[str, str]
     steps: Mapping[str, int]
     commit: str
+    seed: int
     recipe_name: str  # the live recipe's, in all cases
     folder: Path
     made: tuple[Path, ...] = ()
@@ -104,7 +116,8 @@ class MatrixPlan:
         begin = self.starts.get(case.begin) if case.begin not in INTERRUPTED else None
         first = checkpoints.read_state(begin)["step"] if begin else 0
         first = first if case.first_step is None else case.first_step
-        recipe = case.recipe() | {"name": self.recipe_name}
+        recipe = case.recipe()
+        recipe |= {"name": self.recipe_name, "seed": recipe["seed"] + self.seed}
         mixture = recipe["mixture"]
         anneals = case.kind == "anneal" and mixture.get("anneal_weights")
         plan = self.data.plans[case.generations] | {"weights": anneals or mixture["weights"]}
@@ -146,14 +159,17 @@ class MatrixPlan:
 
 def make_plan(side: SideCode, folder: Path, recipe_name: str) -> tuple[MatrixPlan, MatrixRuns]:
     """Data, checkpoints and names for one verdict, made by the approved code of ``side``; its runs say whether that failed."""
-    interrupted = [case for case in CASES if case.begin in INTERRUPTED]
+    interrupted = {case.begin: case for case in CASES if case.begin in INTERRUPTED}
+    far = interrupted.pop("far")
     steps = {case.name: case.steps for case in (*CASES, TRUNK, OTHER, ANNEALED)}
     long = next(case.name for case in CASES if case.steps == LONG_STEPS[0])
     steps[long] = LONG_STEPS[0] + secrets.randbelow(LONG_STEPS[1] - LONG_STEPS[0])
     drawn = random.SystemRandom().sample(range(1, 90_000), len(steps))  # as live segments' folders are named
     names = {name: f"{number:05d}" for name, number in zip(steps, drawn)}
-    plan = MatrixPlan(make_data(folder / "data"), {}, names, steps, secrets.token_hex(20), recipe_name, folder)
-    first = run_cases(plan, replace(side, folder=folder / "trunk"), [TRUNK, OTHER, *interrupted], fresh=True)
+    seed = secrets.randbelow(1 << 20)
+    plan = MatrixPlan(make_data(folder / "data"), {}, names, steps, secrets.token_hex(20), seed, recipe_name, folder)
+    cases = [TRUNK, OTHER, *interrupted.values()]
+    first = run_cases(plan, replace(side, folder=folder / "trunk"), cases, fresh=True)
     if first.failed:
         return plan, first
     trunk = first.folders[TRUNK.name] / "checkpoints" / checkpoints.name_of(steps[TRUNK.name])
@@ -166,10 +182,12 @@ def make_plan(side: SideCode, folder: Path, recipe_name: str) -> tuple[MatrixPla
     made = first.folders[TRUNK.name], first.folders[OTHER.name], second.folders[ANNEALED.name]
     recipe = recipe_with({"mixture.weights": {**BASE["mixture"]["weights"], "a domain without shards": 0.1}})
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
-    for case in interrupted:
-        starts[case.begin] = folder / "interrupted" / case.begin
-        interrupt(first.folders[case.name], starts[case.begin], damaged=case.begin == "damaged")
-    return replace(plan, starts=starts, made=made), second
+    starts |= {begin: folder / "interrupted" / begin for begin in INTERRUPTED}
+    for begin, case in interrupted.items():
+        interrupt(first.folders[case.name], starts[begin], damaged=begin == "damaged")
+    reached = FAR_STEPS[0] + secrets.randbelow(FAR_STEPS[1] - FAR_STEPS[0])
+    interrupt(first.folders[interrupted["half"].name], starts["far"], step=reached)
+    return replace(plan, starts=starts, steps=steps | {far.name: reached + far.steps}, made=made), second
 
 
 def run_cases(
@@ -184,13 +202,14 @@ def run_cases(
     Cases of one rank run in ``LANES`` processes beside one another, those of several ranks afterwards.
     """
     single, several = ([case for case in cases if (case.ranks > 1) is many] for many in (False, True))
+    single.sort(key=lambda case: -case.steps)  # the longest run is beside many short ones
     lanes = [single[number::LANES] for number in range(LANES)]
     found, began = MatrixRuns(), time.monotonic()
     with ThreadPoolExecutor(LANES) as beside:
         jobs = [
-            beside.submit(_run_lane, plan, side, fresh, lane, tools if n == 0 else (), f"{n}")
+            beside.submit(_run_lane, plan, side, fresh, lane, tools if n == LANES - 1 else (), f"{n}")
             for n, lane in enumerate(lanes)
-            if lane or (tools and n == 0)
+            if lane or (tools and n == LANES - 1)
         ]
         for job in jobs:
             found.add(job.result())
@@ -214,7 +233,9 @@ def _run_lane(
             shutil.copytree(plan.starts[case.begin], own, dirs_exist_ok=True)
         (own / "segment.json").write_text(json.dumps(plan.spec(case, side.kernels[case.kernels])))
         found.hold(case.name, own, side.after)
-        segments.append({"folder": str(own), "stop_after": case.stop_after, "waits": case.waits})
+        segments.append(
+            {"folder": str(own)} | {key: getattr(case, key) for key in ("stop_after", "waits", "slow_threads")}
+        )
     for number, tool in enumerate(tools):
         own = folder / "tools" / str(number)
         (own / "checkpoints").mkdir(parents=True)
@@ -227,6 +248,7 @@ def _run_lane(
     notes, request = folder / "notes", folder / "request.json"
     notes.mkdir()
     asked = {"folders": segments, "tools": uses, "instructions": list(side.instructions), "ranks": ranks}
+    asked["disturbed"] = side.disturbed
     request.write_text(json.dumps(asked))
     descriptor = os.open(notes, os.O_RDONLY | os.O_DIRECTORY)
     try:

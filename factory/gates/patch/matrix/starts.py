@@ -98,10 +98,11 @@ def damage(checkpoint: Path) -> None:
         file.write(bytes([last ^ 1]))
 
 
-def interrupt(finished: Path, folder: Path, damaged: bool) -> None:
+def interrupt(finished: Path, folder: Path, damaged: bool = False, step: int | None = None) -> None:
     """Copy a finished run to ``folder`` as a kill would have left it: one checkpoint is missing, or ``damaged``.
 
-    The weights of the one before are changed, so that a run that begins anew ends elsewhere than one that goes on.
+    The weights of the one before are changed, so that a run that begins anew ends elsewhere than one that goes on; ``step``: its step, if it
+    is to be another.
     """
     shutil.copytree(finished, folder, dirs_exist_ok=True)
     (folder / "result.json").unlink()
@@ -113,4 +114,6 @@ def interrupt(finished: Path, folder: Path, damaged: bool) -> None:
     whole = checkpoints.load(before)
     shutil.rmtree(before)
     changed = {name: tensor * SHRUNK if tensor.is_floating_point() else tensor for name, tensor in whole.model.items()}
+    if step is not None:
+        whole.state["step"] = whole.state["sampler"]["step"] = step
     checkpoints.save(folder / "checkpoints", replace(whole, model=changed))

@@ -1,7 +1,8 @@
 """Runs inside the sandbox, from a worktree: trains segment folders, and records what of ``trainer/`` and ``kernels/`` was executed.
 
 ``python train_cases.py EXECUTED REQUEST OUT``. EXECUTED: the path of ``factory.gates.patch.executed``. REQUEST is JSON: ``{"folders":
-[{"folder", "stop_after", "waits"}], "tools": [{"folder", "module", "arguments"}], "instructions": [paths], "ranks"}``. OUT gets
+[{"folder", "stop_after", "waits", "slow_threads"}], "tools": [{"folder", "module", "arguments"}], "instructions": [paths], "ranks", "disturbed"}``.
+OUT gets
 ``rank-N.json`` of each rank: ``{"executed": …, "codes": [exit code of each folder, then of each tool]}``; a tool's folder its
 ``printed.txt``.
 
@@ -17,16 +18,26 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+LATE_SECONDS = 0.5  # many steps
+ROUNDINGS = 0.25  # how far a disturbed op is off, in units of the last place
 
 sys.path[0] = os.getcwd()  # the worktree's packages, not this file's neighbours
 
 
-def train(folder: Path, stop_after: int, waits: bool) -> int:
+def train(folder: Path, stop_after: int, waits: bool, slow_threads: bool) -> int:
     """The segment's exit code. After ``stop_after`` steps the trainer is told to stop, and is started once more."""
     from trainer.__main__ import main
     from trainer.contract import stopping
 
+    if slow_threads:
+        with late_threads():
+            return main([str(folder)])
     if waits:
         codes = [program("trainer", ["--wait", str(folder)]) for _ in range(2)]
         return max(codes)
@@ -46,6 +57,22 @@ def train(folder: Path, stop_after: int, waits: bool) -> int:
     return main([str(folder)]) if first == 75 else 1000 + first
 
 
+@contextlib.contextmanager
+def late_threads() -> Iterator[None]:
+    """Threads started meanwhile begin ``LATE_SECONDS`` late."""
+    run = threading.Thread.run
+
+    def late(thread: threading.Thread) -> None:
+        time.sleep(LATE_SECONDS)
+        run(thread)
+
+    threading.Thread.run = late  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.run = run  # type: ignore[method-assign]
+
+
 def use(folder: Path, module: str, arguments: list[str]) -> int:
     """A tool's exit code; what it prints is in ``folder``."""
     with open(folder / "printed.txt", "w") as out, contextlib.redirect_stdout(out):
@@ -62,6 +89,73 @@ def program(module: str, arguments: list[str]) -> int:
     finally:
         sys.argv = kept
     return 0
+
+
+def disturb_ops(seed: int) -> None:
+    """From now on every op's results, and its gradients, are a few roundings off, as another kernel's would be. What is off depends on ``seed``.
+
+    A kernel that adds in another order is off by some units in the last place of the terms, not of their sum: of small elements by more.
+    """
+    import torch
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    from kernels.contract import registry
+
+    def off(x: torch.Tensor) -> torch.Tensor:
+        """Values from -1 to 1 that depend on the element's place and value."""
+        place = torch.arange(x.numel(), device=x.device, dtype=torch.float64).reshape(x.shape)
+        return torch.sin(place * 12.9898 + x.detach().double() * 78233.0 + seed)
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point() or not x.numel():
+            return x
+        unit = ROUNDINGS * torch.finfo(x.dtype).eps
+        size = x.detach().double().square().mean().sqrt()
+        return (x.double() + unit * (x.detach().double().abs() + size) * off(x)).to(x.dtype)
+
+    class Results(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return moved(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    class Gradients(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return moved(gradient)
+
+    def disturbed(op: registry.Op, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            arguments = tree_map_only(torch.Tensor, Gradients.apply, arguments)
+            return tree_map_only(torch.Tensor, Results.apply, function(*arguments))
+
+        def written_to(*arguments: Any) -> None:
+            written = [x for x in tree_leaves([arguments[n] for n in op.writes]) if isinstance(x, torch.Tensor)]
+            before = [x.detach().clone() for x in written]
+            function(*arguments)
+            with torch.no_grad():
+                for x, old in zip(
+                    written, before
+                ):  # by shares: a second moment stays positive, a skipped step changes nothing
+                    share = 1 + ROUNDINGS * torch.finfo(x.dtype).eps * off(x)
+                    x.copy_(torch.where(x == old, x, (x * share).to(x.dtype)))
+
+        return written_to if op.writes else called
+
+    bind = registry.bind
+
+    def bind_disturbed(*arguments: Any, **named: Any) -> registry.Ops:
+        ops = bind(*arguments, **named)
+        return registry.Ops(**{name: disturbed(registry.get(name), call) for name, call in vars(ops).items()})
+
+    registry.bind = bind_disturbed
 
 
 def as_ranks(count: int) -> int:
@@ -99,6 +193,8 @@ if __name__ == "__main__":
     import torch
 
     torch.compile = functools.partial(torch.compile, backend="eager")
+    if request["disturbed"]:
+        disturb_ops(request["disturbed"])
     recorder.start()
     codes = []
     for work, entries in ((train, request["folders"]), (use, request["tools"])):

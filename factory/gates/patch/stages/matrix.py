@@ -7,24 +7,28 @@ step. What no run executed was not judged, and is not approved.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.gates.case import PatchCase, StageResult, failed, missing, not_needed, passed
 from factory.gates.patch.executed import Executed
-from factory.gates.patch.matrix.cases import TOOLS
+from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
 from factory.gates.patch.matrix.changed import Unexecuted, unexecuted
 from factory.gates.patch.matrix.compare import compare_runs
-from factory.gates.patch.matrix.runs import MatrixRuns, SideCode, make_plan, run_cases
+from factory.gates.patch.matrix.rounding import measure_rounding
+from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
 from factory.git import repository
 from trainer.contract.recipe import Recipe
 
 MOST_REASONS = 8
+DRAWS = 3  # of data for a run that rounding decides
+_DECIDED = f"rounding decides what it does, on data drawn {DRAWS} times"
 REFERENCE = "{}\n"  # kernels.yaml that chooses nothing: every op's reference
 NATIVE = "factory-kernels"  # where kernels/native keeps what it built, below torch.compile's cache
 
@@ -32,17 +36,63 @@ NATIVE = "factory-kernels"  # where kernels/native keeps what it built, below to
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if not any(path.endswith(".py") for path in case.paths):
         return StageResult(not_needed("the patch has no code"))
-    policy, work = case.policy.matrix, case.work / "matrix"
-    kernels = kernels_of(case, case.baseline, work / "a")
+    rounds, runs, same, executed = may_round(case), 0, 0, Executed()
+    seconds = {"baseline_seconds": 0.0, "candidate_seconds": 0.0}
+    cases: Sequence[MatrixCase] = CASES
+    tools: Sequence[MatrixTool] = TOOLS
+    for draw in range(1, DRAWS + 1):
+        found = _draw(case, case.work / "matrix" / str(draw), cases, tools)
+        if isinstance(found, StageResult):
+            return found
+        plan, approved, baseline, candidate = found
+        executed.merge(candidate.executed)
+        seconds = {name: seconds[name] + side.seconds for name, side in zip(seconds, (baseline, candidate))}
+        compared = compare_runs(plan, baseline, candidate, cases, tools)
+        differences, undecided = [one.worst for one in compared if one.worst is not None], []
+        if differences and rounds:
+            with case.progress.task("how far rounding goes in these runs", 1):
+                rounding = measure_rounding(
+                    plan, replace(approved, folder=approved.folder / "disturbed"), baseline, compared
+                )
+            if rounding.problem:
+                return StageResult(missing(f"how far rounding goes could not be measured: {rounding.problem}"))
+            differences, undecided = rounding.beyond, rounding.undecided
+        runs, same = runs + len(compared) - len(undecided), same + sum(one.same_bits for one in compared)
+        measured = {"runs": runs, "same_bits": same, "draws": draw, **seconds}
+        if differences or (undecided and draw == DRAWS):
+            listed = [str(difference) for difference in differences] + [
+                f"run '{name}': {_DECIDED}" for name in undecided
+            ]
+            return StageResult(failed(*listed[:MOST_REASONS], differences=listed, **measured))
+        cases, tools = [one for one in CASES if one.name in undecided], ()
+        if not cases:
+            break
+    if same < runs and not rounds:
+        return StageResult(failed(_rounds(runs - same, runs), **measured))
+    if answers := case.handed_on.get("oracle"):
+        executed.merge(answers.executed)
+    if left_out := never_executed(case, executed):
+        return StageResult(missing(*_reasons(left_out), **_unexecuted(left_out), **measured))
+    return StageResult(
+        passed(f"{runs} tiny runs are alike, {same} to the bit; all of the patch was executed", **measured)
+    )
+
+
+def _draw(
+    case: PatchCase[PatchPolicy], work: Path, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool]
+) -> tuple[MatrixPlan, SideCode, MatrixRuns, MatrixRuns] | StageResult:
+    """Data drawn anew, the approved code, and what baseline and candidate made of the cases; or why that cannot be had."""
+    policy = case.policy.matrix
     compiled = devices.compiled(case.workspace.root, case.start.commit) / NATIVE if case.start else None
-    approved = SideCode(case.baseline, kernels, work / "0", policy.wall_seconds, case.after_stages, compiled)
+    kernels = kernels_of(case, case.baseline, work / "a")
+    approved = SideCode(case.baseline, kernels, work, policy.wall_seconds, case.after_stages, compiled)
     with case.progress.task("tiny runs of both sides", 3) as task:
         recipe_name = case.start.recipe["name"] if case.start else Recipe.load(case.workspace.recipe_path()).name
-        plan, begun = make_plan(approved, work / "plan", recipe_name)
+        plan, begun = make_plan(replace(approved, folder=work / "0"), work / "plan", recipe_name)
         if begun.failed:
             return _approved_failed(policy, begun)
         task.advance(1, "data and checkpoints")
-        baseline = run_cases(plan, replace(approved, folder=work / "1"), tools=TOOLS)
+        baseline = run_cases(plan, replace(approved, folder=work / "1"), cases, tools)
         if baseline.failed:
             return _approved_failed(policy, baseline)
         task.advance(1, f"baseline {baseline.seconds:.0f} s")
@@ -52,7 +102,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
 
         def attempt(number: int, limit: float) -> MatrixRuns:
             side = replace(approved, code=case.candidate, kernels=kernels, folder=work / f"{2 + number}")
-            return run_cases(plan, replace(side, wall_seconds=limit, instructions=files), tools=TOOLS)
+            return run_cases(plan, replace(side, wall_seconds=limit, instructions=files), cases, tools)
 
         candidate = patiently(limits, attempt, lambda side: side.out_of_time)
         task.advance(1, f"candidate {candidate.seconds:.0f} s")
@@ -62,22 +112,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         )
     if candidate.failed:
         return StageResult(failed(f"tiny training runs: {candidate.failed}"))
-    compared = compare_runs(plan, baseline, candidate)
-    same = sum(one.same_bits for one in compared)
-    seconds = {"baseline_seconds": baseline.seconds, "candidate_seconds": candidate.seconds}
-    measured = {"runs": len(compared), "same_bits": same, **seconds}
-    if differences := [str(one.worst) for one in compared if one.worst is not None]:
-        return StageResult(failed(*differences[:MOST_REASONS], differences=differences, **measured))
-    if same < len(compared) and not may_round(case):
-        return StageResult(failed(_rounds(len(compared) - same, len(compared)), **measured))
-    if answers := case.handed_on.get("oracle"):
-        candidate.executed.merge(answers.executed)
-    if left_out := never_executed(case, candidate.executed):
-        listed = [str(part) for part in left_out]
-        return StageResult(missing(*_reasons(listed), unexecuted=listed, **measured))
-    return StageResult(
-        passed(f"{len(compared)} tiny runs are alike, {same} to the bit; all of the patch was executed", **measured)
-    )
+    return plan, approved, baseline, candidate
 
 
 def kernels_of(case: PatchCase[PatchPolicy], code: Path, folder: Path) -> Mapping[str, Path]:
@@ -122,11 +157,21 @@ def _rounds(differ: int, runs: int) -> str:
     )
 
 
-def _reasons(listed: list[str]) -> list[str]:
-    more = [f"and {len(listed) - MOST_REASONS} more lines"] if len(listed) > MOST_REASONS else []
+def _unexecuted(left_out: Sequence[Unexecuted]) -> dict[str, Any]:
+    """Evidence; ``waits_for``: the device on which the patch is judged again, where that may execute all that is left."""
+    found: dict[str, Any] = {"unexecuted": [str(part) for part in left_out]}
+    (device, *others) = {part.device for part in left_out}
+    return found | ({"waits_for": device} if device not in ("", devices.kind()) and not others else {})
+
+
+def _reasons(left_out: Sequence[Unexecuted]) -> list[str]:
+    more = [f"and {len(left_out) - MOST_REASONS} more lines"] if len(left_out) > MOST_REASONS else []
+    device = _unexecuted(left_out).get("waits_for")
+    waits = f"the patch waits, and is judged again by a daemon of this workspace where {device} is; to have the rest judged here, leave them out"
     return [
-        "no run of the gate executed these parts of the patch, so they were not judged; leave them out, or, if they are for another "
-        "device, propose them where that device is:",
-        *listed[:MOST_REASONS],
+        "no run of the gate executed these parts of the patch, so they were not judged; "
+        + (waits if device else "leave them out, or, if they are for another device, propose them where that device is")
+        + ":",
+        *[str(part) for part in left_out[:MOST_REASONS]],
         *more,
     ]
