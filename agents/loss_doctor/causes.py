@@ -35,6 +35,7 @@ class Findings:
     one_rank: bool = False  # is it replayed by another number of ranks than it was trained by?
     resumed: bool = False  # does the newest checkpoint lack the optimiser's moments?
     generation_begins: bool = False  # did new shards join where the anomaly began?
+    strange: bool = False  # does any of the window's documents stand out among those of the shards before?
     finished: bool = False  # no arm is left
     failed: bool = (
         False  # some arm could not be run: what it would have shown is not known, so nothing is called healthy
@@ -155,6 +156,11 @@ TABLE: tuple[Row, ...] = (
         "trained through from an earlier checkpoint it is gone: the newest checkpoint holds something wrong",
     ),
     (lambda f: bool(f.rate_clears), (RATE,), "no document is to blame, and a smaller step of the optimiser clears it"),
+    (
+        lambda f: f.finished and not f.failed and f.generation_begins and not f.low and f.strange,
+        (NEW_GENERATION, BAD_DATA),
+        "it began as new shards joined and nothing clears it, but documents stand out among those before: the shards may be mostly bad",
+    ),
     (
         lambda f: f.finished and not f.failed and f.generation_begins and not f.low,
         (NEW_GENERATION,),

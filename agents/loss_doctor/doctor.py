@@ -28,7 +28,7 @@ from agents.loss_doctor.arms import (
 )
 from agents.loss_doctor.causes import BAD_DATA, LOSS_MASK, SHARES, SPREAD, UNKNOWN, Findings, Naming, name
 from agents.loss_doctor.curves import StepPoint
-from agents.loss_doctor.suspects import smallest, suspects
+from agents.loss_doctor.suspects import smallest, strangers, suspects
 
 NOTICED = 8.0  # robust deviations: an anomaly of its own
 MOST_MASKS = 24  # replays in which documents are masked; guilty ones that are more than can be told apart by so many are not told
@@ -174,6 +174,7 @@ class _Consultation:
     def _documents(self) -> None:
         scores = self.bench.scores("newest")
         self.ranked = suspects(scores)
+        self.findings = replace(self.findings, strange=bool(strangers(scores)))
         if not self.ranked:
             return
         all_masked = self._masked(tuple(self.ranked))

@@ -36,6 +36,24 @@ def suspects(scores: Sequence[DocumentScore], most: float = 0.5) -> list[str]:
     return ranked[: max(1, int(most * len(window)))]
 
 
+def strangers(scores: Sequence[DocumentScore]) -> list[str]:
+    """Keys of the window's documents that stand out among those of the shards before, as ``suspects`` has it, however many they are.
+
+    Of a window that is mostly bad, the good ones stand out among all, or none.
+
+    >>> before = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100, in_window=False) for n in range(9)]
+    >>> window = [DocumentScore("fair", 2.0, 1.0), *(DocumentScore(f"bad{n}", 9.0, 30.0) for n in range(20))]
+    >>> len(strangers([*before, *window]))
+    20
+    """
+    before = [score for score in scores if not score.in_window]
+    return [
+        score.key
+        for score in scores
+        if score.in_window and outlying(score, before) > STANDS_OUT and not has_peers(score, before)
+    ]
+
+
 def has_peers(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
     """Are enough documents of the shards before about as odd, in the same direction, by loss and by gradient?
 

@@ -54,6 +54,7 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...] | None]] = [
     ({"fires": AGAIN | {"previous commit": False}}, ("code change",)),
     ({"fires": AGAIN, "masked_clears": False, "rate_clears": "rate × 0.1"}, ("rate",)),
     ({"fires": AGAIN, "finished": True, "generation_begins": True}, ("new generation",)),
+    ({"fires": AGAIN, "finished": True, "generation_begins": True, "strange": True}, ("new generation", "bad data")),
     ({"fires": AGAIN, "finished": True, "kind": "plateau"}, ("true plateau",)),
     ({"fires": AGAIN, "finished": True, "kind": "plateau", "failed": True}, ("unknown",)),
     ({"fires": AGAIN, "finished": True, "generation_begins": True, "failed": True}, ("unknown",)),
@@ -214,6 +215,18 @@ def test_an_arm_that_could_not_be_run_makes_nothing_healthy() -> None:
 
     assert diagnose(Breaking(lambda arm: True, DOCUMENTS)).causes == ("unknown",)
     assert diagnose(Breaking(lambda arm: True, [])).causes == ("new generation",)
+
+
+@pytest.mark.parametrize(("bad", "causes"), [(0, ("new generation",)), (20, ("new generation", "bad data"))])
+def test_a_shard_that_is_mostly_bad_is_not_closed_as_a_new_generation(bad: int, causes: tuple[str, ...]) -> None:
+    """Half of the window's documents are masked at most, so nothing clears it; and the bad ones, being most, are the usual ones."""
+    before = [DocumentScore(f"old-{n}", 2.0 + n / 100, 1.0 + n / 100, in_window=False) for n in range(10)]
+    window = [DocumentScore(f"good-{n}", 2.0, 1.0) for n in range(5)]
+    window += [DocumentScore(f"bad-{n}", 9.0 + n / 100, 20.0 + n / 100) for n in range(bad)]
+    mostly = lambda arm: sum(key.startswith("bad-") for key in arm.masked) < bad or not bad
+    bench = MadeUp(mostly, [*before, *window], facts={"generation_begins": 40})
+    found = diagnose(bench)
+    assert found.causes == causes and found.guilty == ()
 
 
 def test_a_spent_budget_is_unknown_or_what_is_known_by_then() -> None:
