@@ -39,7 +39,7 @@ def suspects(scores: Sequence[DocumentScore], most: float = 0.5) -> list[str]:
 def strangers(scores: Sequence[DocumentScore]) -> list[str]:
     """Keys of the window's documents that stand out among those of the shards before, as ``suspects`` has it, however many they are.
 
-    Of a window that is mostly bad, the good ones stand out among all, or none.
+    Of a window that is mostly bad, the good ones stand out among all, or none. Without documents of before every one is a stranger.
 
     >>> before = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100, in_window=False) for n in range(9)]
     >>> window = [DocumentScore("fair", 2.0, 1.0), *(DocumentScore(f"bad{n}", 9.0, 30.0) for n in range(20))]
@@ -47,11 +47,8 @@ def strangers(scores: Sequence[DocumentScore]) -> list[str]:
     20
     """
     before = [score for score in scores if not score.in_window]
-    return [
-        score.key
-        for score in scores
-        if score.in_window and outlying(score, before) > STANDS_OUT and not has_peers(score, before)
-    ]
+    odd = lambda score: not before or (outlying(score, before) > STANDS_OUT and not has_peers(score, before))
+    return [score.key for score in scores if score.in_window and odd(score)]
 
 
 def has_peers(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
