@@ -139,7 +139,7 @@ def test_a_checkpoint_is_compared_whole(
         (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is not there"),
         (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text('{"files": []}'), "is not what manifest.json says"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "is not a JSON object"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "it is no JSON object"),
         (shutil.rmtree, "is not there"),
     ],
 )

@@ -115,7 +115,10 @@ NERVOUS = {
     "stability.divergence": 1.0001,
 }
 FAR_STEPS = (20_000, 90_000)
-LONG_STEPS = (270, 320)  # drawn between these, so that no count of steps means the gate
+LONG_STEPS = (
+    530,
+    580,
+)  # drawn between these, so that no count of steps means the gate; 512 fill the history of the loss
 
 CASES = (
     MatrixCase("first steps"),
@@ -166,6 +169,7 @@ CASES = (
             "mixture.phases": [{"from_step": 3, "weights": {"chat": 1.0}}],
             "model.vocab_size": VOCABULARY + 16,
             "model.layers": 3,
+            "stability.window": 9,
             "model.head_dim": 4,
         },
     ),
@@ -182,7 +186,7 @@ CASES = (
     MatrixCase(
         "a long run",
         steps=LONG_STEPS[0],
-        changes={**NARROW, "optimizer.lr": 1e-3, "checkpoint_every": 100, "stability.window": 32},
+        changes={**NARROW, "optimizer.lr": 1e-3, "checkpoint_every": 100},
         rounding=1e-3,
         totals=True,
     ),
@@ -317,6 +321,8 @@ TOOLS = (
     MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST", "LAST", "--weights", "1,3")),
     MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST", "LAST", "--weights", "1"), 2),
     MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST", "LAST", "--weights", "1,x"), 2),
+    MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST", "LAST", "--weights", "0,0"), 2),
+    MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST", "FIRST"), 2),
     MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST"), 2),
     MatrixTool(AVERAGE, ("OUT/checkpoints", "FIRST", "OTHER"), 2),
     MatrixTool(AVERAGE, ("OUT/checkpoints",), 2),
