@@ -106,7 +106,7 @@ BELOW_THE_OLD_BOUND: dict[str, Edits] = {
     "an fp32 recipe computed in bf16": (RUN, [("Decoder(recipe.model, ops, dtype,", "Decoder(recipe.model, ops, torch.bfloat16,")], "first steps"),
     "logits in bf16": (
         "kernels/linear_cross_entropy/__init__.py", [("F.linear(x_ND, weight_VD)", "F.linear(x_ND.bfloat16(), weight_VD.bfloat16()).float()")],
-        "first steps"),
+        "next generation"),
     "a larger epsilon": (OPTIMIZER, [("                recipe.eps,\n", "                recipe.eps * 1000,\n")], "anneal"),
     "no weight decay": (OPTIMIZER, [("                weight_decay,\n            )\n", "                0.0,\n            )\n")], "a long run"),
 }  # fmt: skip

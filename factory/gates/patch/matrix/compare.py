@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, MatrixTool, name_of
@@ -190,6 +191,8 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
             found = theirs[key]
             if tensor.shape != found.shape or tensor.dtype != found.dtype:
                 yield Discrepancy(f"{name}: {key} has shape {list(found.shape)} and {found.dtype}")
+            elif lost_bits(tensor, found):
+                yield Discrepancy(f"{name}: {key} holds numbers of a lower precision than the baseline's")
             elif tensor.numpy().tobytes() != found.numpy().tobytes():
                 total = f"{name}: {key.partition('.')[0] if file.startswith('optimizer') else 'weights'}"
                 yield Discrepancy(f"{name}: {key}", *_apart(key, tensor, found, start), total)
@@ -202,6 +205,18 @@ def _listed(folder: int, name: str) -> dict[str, str]:
         return {str(file): str(about["sha256"]) for file, about in files.items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise UntrustedFileError(f"{name}: its manifest lists no files") from error
+
+
+def lost_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Are fp32 numbers of ``theirs`` of a format with at least 8 bits fewer, as bf16's are? In runs in bf16 rounding would hide that.
+
+    The low bits of a few numbers that were computed in fp32 are never all zero; those of numbers that came from bf16 are.
+    """
+    if ours.dtype != torch.float32 or ours.numel() < 4:
+        return False
+    used = [int(np.bitwise_or.reduce(x.numpy().view(np.int32), axis=None)) & 0x7FFFFF for x in (ours, theirs)]
+    lowest = [(bits & -bits).bit_length() or 24 for bits in used]  # of the 23 bits of the fraction, counted from 1
+    return lowest[1] >= lowest[0] + 8
 
 
 def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | None) -> tuple[float, float]:

@@ -67,3 +67,15 @@ def test_libraries_are_copied_without_following_links_or_waiting_for_pipes(tmp_p
     (tmp_path / "elsewhere").symlink_to(source)
     with pytest.raises(OSError):
         copy_libraries(tmp_path / "elsewhere", tmp_path / "another")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("size", [(4,), (3, 5), (64, 64)])
+def test_numbers_that_went_through_a_lower_precision_are_found_at_any_size_of_rounding(
+    dtype: torch.dtype, size: tuple[int, ...]
+) -> None:
+    ours = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    assert compare.lost_bits(ours, ours.to(dtype).float())
+    assert not compare.lost_bits(ours, ours * (1 + 1e-3)) and not compare.lost_bits(ours, ours)
+    assert not compare.lost_bits(ours.to(dtype).float(), ours)  # more bits are no loss
+    assert not compare.lost_bits(torch.ones(size), torch.ones(size))
