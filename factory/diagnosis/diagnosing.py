@@ -13,6 +13,7 @@ from agents.loss_doctor.curves import StepPoint, points
 from agents.loss_doctor.doctor import Diagnosis, diagnose
 from factory.audit.comparing import step_lines
 from factory.audit.replaying import WindowReplay, replay_segment
+from factory.code_loop.agent_runs import has_endpoint
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.launching import ranks
@@ -84,7 +85,7 @@ def diagnose_and_act(
     }
     detail: dict[str, Any] = (found.to_json() if found else empty) | {
         "why": why, "anomalies": list(span.anomalies), "segment": segment.id, "kind": span.kind, "onset": span.onset, "last": span.last,
-        "budget": budget,
+        "budget": budget, "to_word": has_endpoint(workspace),
     }  # fmt: skip
     undo = _blamed(workspace, ledger, segment, detail["causes"], progress)
     page = report.write(workspace, ledger, lead, detail, lines, found)
@@ -95,7 +96,7 @@ def diagnose_and_act(
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=policy_sha256(policy), subject_sha256=segment.code_commit,
                 outcome="reject", reasons=[f"anomaly {lead}, {' or '.join(detail['causes'])}: {why}"], evidence={"anomaly": lead, "undo": undo},
             )  # fmt: skip
-    _show_in_mlflow(workspace, ledger, segment, detail, page, progress)
+    show_in_mlflow(workspace, ledger, segment, detail, page, progress)
     done = acting.act(ledger, policy, lead)
     progress.line(
         f"  anomaly {lead} ({span.kind}, segment {segment.id}, steps {span.onset}–{span.last}): {' or '.join(detail['causes'])}; {done}"
@@ -117,7 +118,7 @@ def _blamed(
         return []
 
 
-def _show_in_mlflow(
+def show_in_mlflow(
     workspace: Workspace, ledger: Ledger, segment: SegmentRow, detail: Mapping[str, Any], page: Path, progress: Progress
 ) -> None:
     """The page at the segment's run, and the causes as a tag. It may fail: the diagnosis is in the ledger."""
