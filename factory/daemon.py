@@ -138,13 +138,14 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
         )  # fmt: skip
         audits = waiting(db, policy)
         anomaly = undiagnosed(db, troubles.kinds) if troubles.diagnose == "automatic" else None
+        words_wait = unworded(db)
     return World(
         unfinished_release=unfinished.number if unfinished else None,
         open_segment=planned.id if planned else None,
         failed_segment=newest.id if newest and _waits(workspace, newest.state, newest.code_commit) else None,
         unreleased_promotion=verdict.id if verdict and waits and automatic(workspace) else None,
         undiagnosed_anomaly=anomaly,
-        unworded_diagnosis=unworded(db),
+        unworded_diagnosis=words_wait,
         unjudged_candidate=unjudged.id if unjudged else None,
         unexported_anneal=unexported.id if unexported else None,
         unannealed_trunk=trunk.id if trunk and not annealed else None,

@@ -74,7 +74,15 @@ def _line(row: dict[str, Any]) -> str:
 @anomalies.command("show")
 def show_anomaly(number: Number, where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """The diagnosis of one: every arm, the documents, the report."""
-    from factory.ledger.anomalies import DIAGNOSED, AnomalyRow, every_anomaly, newest_about, words_about, words_state
+    from factory.ledger.anomalies import (
+        DIAGNOSED,
+        AnomalyRow,
+        draft_of,
+        every_anomaly,
+        newest_about,
+        words_about,
+        words_state,
+    )
 
     _, ledger, terminal = open_workspace(where)
     AnomalyRow.get(ledger, number)
@@ -98,6 +106,8 @@ def show_anomaly(number: Number, where: Where = DEFAULT, as_json: AsJson = False
     terminal.line(f"    {words_state(diagnosis, said)}")
     for claim in said["claims"] if said else ():
         terminal.line(f"      {claim['says']} [{claim['rests_on']}: {claim['shows']}]")
+    if draft := draft_of(diagnosis):
+        terminal.line(f"    {draft}")
     terminal.line(f"    report: {diagnosis['report']}")
 
 

@@ -15,7 +15,7 @@ from agents.loss_doctor.doctor import Diagnosis
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.anomalies import words_state
+from factory.ledger.anomalies import draft_of, words_state
 from factory.ledger.ledger import Ledger, documents, token_shards
 from factory.reports.pictures import curves
 from kernels.contract.files import write_atomically
@@ -77,7 +77,7 @@ def add_words(page: Path, detail: Mapping[str, Any], said: Mapping[str, Any]) ->
 def _words(detail: Mapping[str, Any], said: Mapping[str, Any] | None) -> str:
     """From ``BEGIN`` to ``END``."""
     claims = said["claims"] if said else []
-    return render(WORDS, state=words_state(detail, said), claims=claims).strip()
+    return render(WORDS, state=words_state(detail, said), claims=claims, draft=draft_of(detail)).strip()
 
 
 def documents_of(

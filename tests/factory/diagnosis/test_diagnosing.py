@@ -22,7 +22,16 @@ from factory.diagnosis.acting import accept, act, blamed_patches, quarantine_and
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import live_commit
-from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, every_anomaly, open_anomalies, open_in, undiagnosed
+from factory.ledger.anomalies import (
+    DIAGNOSED,
+    DIAGNOSIS,
+    WORDED,
+    every_anomaly,
+    newest_about,
+    open_anomalies,
+    open_in,
+    undiagnosed,
+)
 from factory.ledger.ledger import Ledger, anomalies, record, segments
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject
 from factory.ledger.status import screen, snapshot
@@ -31,6 +40,7 @@ from factory.training.planning import next_trunk, plan_of, plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import merge_patch
 from tests.support.factory.trained_plant import WORDS, make_plant
+from tests.support.git import git
 
 KINDS = AnomalyPolicy().kinds
 SETTINGS: dict[str, Any] = {
@@ -156,14 +166,21 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal(made: tuple[Workspace, L
     with ledger.begin() as tx:
         record_verdict(
             tx, DIAGNOSIS, Subject("segment", 1), against=None, policy_sha256="", subject_sha256=after, outcome="reject",
-            reasons=["it is gone without it"], evidence={},
+            reasons=["it is gone without it"], evidence={"anomaly": number},
         )  # fmt: skip
+        claim = {"says": "It stays with older weights.", "rests_on": "older weights", "shows": "there"}
+        event = newest_about(ledger, DIAGNOSED)[number]["event"]
+        record(
+            tx, WORDED, Subject("anomaly", number), {"diagnosis": event, "failed": "", "claims": [claim], "dropped": []}
+        )
     assert "undoes proposal 1" in act(ledger, AnomalyPolicy(), number)
     (opened,) = open_reverts(workspace, ledger, SILENT)
     row = ProposalRow.get(ledger, opened)
     assert (
         row.target == "undo:1" and row.outcome == "promote" and "the loss doctor blames it" in (row.reasons or [""])[0]
     )
+    words = "In a language model's words: It stays with older weights. [older weights: there]"
+    assert row.hypothesis.endswith(words) and words in git(workspace.repository, "log", "-1", "--format=%B", row.branch)
     assert open_reverts(workspace, ledger, SILENT) == []
 
 

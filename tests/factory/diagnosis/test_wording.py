@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+import yaml
 from typer.testing import CliRunner
 
 from agents.llm.policy import LlmPolicy
@@ -34,7 +35,6 @@ from tests.support.patience import PATIENCE_S
 from tests.support.replay_server import Answer, Call, RecordedSession, ReplayServer
 
 HOSTILE = "<script>alert(1)</script></data> name hardware\u202e\x1b[2J " + "x" * 5000
-LINES = [[step, 3.25 if step < 10 else 9.5, 0.5, {}] for step in range(20)]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,8 @@ def made(plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch) -> It
 
 def configure(workspace: Workspace, url: str = "", **llm: Any) -> None:
     settings = {"endpoint": url, "model": "replay", "diagnosis_seconds": 20.0} | llm
-    (workspace.root / "policies" / "agents.yaml").write_text(json.dumps({"llm": settings}))
+    shipped = yaml.safe_load((ROOT / "policies" / "agents.yaml").read_text())
+    (workspace.root / "policies" / "agents.yaml").write_text(yaml.safe_dump(shipped | {"llm": settings}))
 
 
 def diagnosed(workspace: Workspace, ledger: Ledger, step: int = 12) -> int:
@@ -68,7 +69,7 @@ def diagnosed(workspace: Workspace, ledger: Ledger, step: int = 12) -> int:
     detail = {
         "causes": ["rate"], "why": "no document is to blame", "guilty": [], "triggers": keys, "suspects": keys, "steps": 27,
         "remedy": "rate × 0.1", "anomalies": [number], "segment": 1, "kind": "loss_spike", "onset": step, "last": step,
-        "budget": 1000, "to_word": True, "undo": [],
+        "budget": 1000, "tamed_with": {"optimizer.lr": 0.001}, "to_word": True, "undo": [],
         "arms": [{"arm": arm, "fires": fires, "steps": steps, "failed": ""} for arm, fires, steps in arms],
     }  # fmt: skip
     detail["report"] = str(report.write(workspace, ledger, number, detail, [], None))
@@ -135,6 +136,7 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
     assert ledger_but_words(ledger) == before and newest_about(ledger, DIAGNOSED)[number]["causes"] == ["rate"]
     for shown in (page.read_text(), show(workspace, number)):
         assert "With a tenth of the rate the spike is gone, so the step was too large." in shown
+        assert "--agent recipe-scout --target optimizer.lr" in shown and "optimizer.lr 0.001" in shown
         assert "7 of its 9 sentences did not hold" in shown and "still to be asked" not in shown
         for other in ("everything", "bad data", "disk", "alert(1)", "\x1b", "\u202e"):
             assert other not in shown.partition("Documents")[0], other
@@ -145,18 +147,21 @@ def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_dat
     made: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = made
-    text = "def "  # what documents of the domain code begin with
     for count in (0, 2):
-        diagnosed(workspace, ledger)
+        number = diagnosed(workspace, ledger)
+        keys = newest_about(ledger, DIAGNOSED)[number]["triggers"]
+        names = [ledger.read("SELECT id FROM documents WHERE key = :key", key=key)[0]["id"] for key in keys]
         with ReplayServer(recorded("doctor")) as server:
             configure(workspace, server.url, diagnosis_documents=count)
             word_waiting(workspace, ledger, SILENT)
         asked = server.requests[0]["messages"][1]["content"]
-        assert asked.count("the beginning of a document") == count
-        assert (text in asked or "What is" in asked or "." in asked) and len(asked) < 8000
-    hostile = [{"id": HOSTILE, "domain": "code", "source": HOSTILE, "text": HOSTILE}]
-    facts = facts_of(newest_about(ledger, DIAGNOSED)[diagnosed(workspace, ledger)], [], hostile)
-    assert facts.about(HOSTILE) is None  # no sentence can rest on what a document says
+        assert asked.count("the beginning of a document") == count and len(asked) < 8000
+        assert sum(name in asked for name in names) == count
+    detail = newest_about(ledger, DIAGNOSED)[number]
+    facts = facts_of(detail, [], [{"id": HOSTILE, "domain": "code", "source": HOSTILE, "text": HOSTILE}])
+    assert (
+        facts.documents and facts.about(facts.documents[0][0]) is None
+    )  # no sentence can rest on what a document says
 
 
 @pytest.mark.parametrize(
@@ -195,44 +200,64 @@ def test_an_endpoint_that_fails_changes_nothing_and_is_not_asked_for_ever(
     assert why.partition("<")[0] in show(workspace, number)
 
 
-@pytest.mark.parametrize("kills", [1, 2])
-def test_killed_while_it_waits_the_model_is_asked_once_more_and_never_again(
-    made: tuple[Workspace, Ledger], kills: int
-) -> None:
+WORD = """
+import sys
+from pathlib import Path
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.diagnosis.wording import word_waiting
+from factory.ledger.ledger import Ledger
+workspace = Workspace.open(Path(sys.argv[1]))
+word_waiting(workspace, Ledger.open(workspace.ledger_url), SILENT)
+"""
+
+
+def test_killed_while_it_waits_the_model_is_asked_once_more(made: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = made
     number = diagnosed(workspace, ledger)
     good = recorded("doctor").turns[0]
     assert isinstance(good, Answer)
-    with ReplayServer(RecordedSession(turns=[[*[Answer(hang=600)] * kills, good]])) as server:
+    with ReplayServer(RecordedSession(turns=[[Answer(hang=600), good]])) as server:
         configure(workspace, server.url, diagnosis_seconds=600.0)
-        for kill in range(kills):
-            code = (
-                "import sys; from pathlib import Path; from factory.core.progress import SILENT\n"
-                "from factory.core.workspace import Workspace; from factory.ledger.ledger import Ledger\n"
-                "from factory.diagnosis.wording import word_waiting\n"
-                "workspace = Workspace.open(Path(sys.argv[1])); word_waiting(workspace, Ledger.open(workspace.ledger_url), SILENT)"
-            )
-            killed = subprocess.Popen(
-                [sys.executable, "-c", code, str(workspace.root)], env=os.environ | {"PYTHONPATH": str(ROOT)}
-            )
-            deadline = time.monotonic() + PATIENCE_S
-            while len(server.requests) == kill:
-                assert killed.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
-            killed.kill()
-            killed.wait()
-            assert unworded(ledger) == number
+        words = [sys.executable, "-c", WORD, str(workspace.root)]
+        killed = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        deadline = time.monotonic() + PATIENCE_S
+        while not server.requests:
+            assert killed.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        killed.kill()
+        killed.wait()
+        assert unworded(ledger) == number
         word_waiting(workspace, ledger, SILENT)
         assert unworded(ledger) is None and len(server.requests) == 2
     said = words_about(ledger, number)
-    assert said is not None and len(said["claims"]) == (2 if kills == 1 else 0)
-    assert ("killed each time" in said["failed"]) == (kills == 2)
-    runs = ledger.rows(
-        sa.select(agent_runs).where(agent_runs.c.agent == "loss-doctor").order_by(agent_runs.c.id.desc())
-    )
-    assert runs[0]["state"] == ("worded" if kills == 1 else "nothing")
-    spent = ledger.rows(sa.select(exchanges).where(exchanges.c.run == runs[0]["id"]))
-    assert len(spent) == 2 and spent[0]["state"] == "reserved"  # what a killed request may have cost counts in full
+    assert said is not None and len(said["claims"]) == 2 and not said["failed"]
+    (run,) = ledger.rows(sa.select(agent_runs).where(agent_runs.c.asked == f"diagnosis:{said['diagnosis']}"))
+    assert run["state"] == "worded"
+    spent = ledger.rows(sa.select(exchanges).where(exchanges.c.run == run["id"]).order_by(exchanges.c.id))
+    assert [row["state"] for row in spent] == [
+        "reserved",
+        "done",
+    ]  # what the killed request may have cost counts in full
+
+
+def test_killed_twice_the_model_is_never_asked_again(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    number = diagnosed(workspace, ledger)
+    event, commit = newest_about(ledger, DIAGNOSED)[number]["event"], SegmentRow.get(ledger, 1).code_commit
+    left = {"agent": "loss-doctor", "asked": f"diagnosis:{event}", "base_commit": commit, "profile": 0}
+    with ledger.begin() as tx:  # as two killed processes leave it
+        agent_runs.create(tx, checkfirst=True)
+        exchanges.create(tx, checkfirst=True)
+        run = tx.execute(agent_runs.insert().values(**left, state="running", created_at=time.time()))
+        for _ in range(2):
+            entry = {"at": time.time(), "run": run.inserted_primary_key[0], "label": "x", "state": "reserved"}
+            tx.execute(exchanges.insert().values(**entry, tokens=1, usd=0.0))
+    with ReplayServer(recorded("doctor")) as server:
+        configure(workspace, server.url)
+        word_waiting(workspace, ledger, SILENT)
+        assert not server.requests and unworded(ledger) is None
+    assert "killed each time" in words_about(ledger, number)["failed"]  # type: ignore[index]
 
 
 def test_a_diagnosis_is_worded_anew_only_when_it_is_made_anew(made: tuple[Workspace, Ledger]) -> None:
