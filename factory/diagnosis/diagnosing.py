@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agents.loss_doctor.arms import rate_arms
 from agents.loss_doctor.curves import StepPoint, points
 from agents.loss_doctor.doctor import Diagnosis, diagnose
 from factory.audit.comparing import step_lines
@@ -63,10 +64,13 @@ def diagnose_and_act(
     lead = span.anomalies[0]
     folder = workspace.root / "diagnoses" / f"{lead:05d}"
     found: Diagnosis | None = None
+    keys: dict[str, Any] = {}  # of the recipe, that clear it
     with progress.task(f"diagnosis of anomaly {lead} ({span.kind}, step {span.onset} of segment {segment.id})"):
         try:
             episode, notes = _episode(workspace, ledger, segment, span, lines)
-            found = diagnose(WindowBench(episode, folder, _runner(policy.wall_seconds), budget))
+            bench = WindowBench(episode, folder, _runner(policy.wall_seconds), budget)
+            found = diagnose(bench)
+            keys = next((dict(arm.recipe) for arm in rate_arms(bench.case()) if arm.name == found.remedy), {})
             why = "; ".join([found.why, *notes])
         except (FactoryError, TrainerError, UntrustedFileError, OSError) as error:
             why = str(error)
@@ -84,7 +88,7 @@ def diagnose_and_act(
     }
     detail: dict[str, Any] = (found.to_json() if found else empty) | {
         "why": why, "anomalies": list(span.anomalies), "segment": segment.id, "kind": span.kind, "onset": span.onset, "last": span.last,
-        "budget": budget,
+        "budget": budget, "override": {"keys": keys, "until": span.last + 1 + policy.rate_steps} if keys else None,
     }  # fmt: skip
     undo = _blamed(workspace, ledger, segment, detail["causes"], progress)
     page = report.write(workspace, ledger, lead, detail, lines, found)

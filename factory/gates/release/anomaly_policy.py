@@ -24,6 +24,10 @@ class AnomalyPolicy(StrictPolicy):
     """Time limit of one replay."""
     quarantine: Act = "automatic"
     """Documents that are guilty: masked in every later segment, and the segment that they spoiled rewound. ask: a person decides."""
+    rate: Act = "ask"
+    """Where the cause is the rate: the segment rewound, and trained again with what cleared the anomaly for ``rate_steps`` steps after it.
+    Once in one place; what is not enough then waits for a person. ask: a person decides, as the gate has not judged that recipe."""
+    rate_steps: Annotated[int, Field(gt=0)] = 100
     diagnose: Act = "automatic"
     """Does the daemon diagnose by itself? ask: 'factory diagnose'."""
 

@@ -27,7 +27,8 @@ from factory.ledger.ledger import Ledger, anomalies, record, segments
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject
 from factory.ledger.status import screen, snapshot
 from factory.ledger.writing import record_verdict
-from factory.training.planning import next_trunk, plan_of, plan_trunk
+from factory.training.overrides import RecipeOverride, override_of
+from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import merge_patch
 from tests.support.factory.trained_plant import WORDS, make_plant
@@ -55,7 +56,13 @@ def note(ledger: Ledger, segment: int, step: int, kind: str = "loss_spike") -> i
 
 
 def diagnosed(
-    ledger: Ledger, number: int, segment: int, causes: list[str], guilty: list[str], undo: Sequence[int] = ()
+    ledger: Ledger,
+    number: int,
+    segment: int,
+    causes: list[str],
+    guilty: list[str],
+    undo: Sequence[int] = (),
+    override: dict[str, Any] | None = None,
 ) -> None:
     detail = {
         "anomalies": [number],
@@ -67,6 +74,7 @@ def diagnosed(
         "arms": [],
         "report": "",
         "undo": list(undo),
+        "override": override,
     }
     with ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", number), detail)
@@ -126,6 +134,45 @@ def test_quarantined_documents_are_masked_and_what_they_spoiled_is_not_gone_on_f
     assert ledger.read("SELECT fate FROM documents WHERE key = :key", key=key)[0]["fate"] == "train"
     with pytest.raises(InputError, match="is closed"):
         quarantine_and_rewind(ledger, number, "bob")
+
+
+def test_a_rate_that_cleared_it_is_kept_for_a_while_once_and_the_recipe_stays_as_it_is(
+    made: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = made
+    usual = SegmentRow.get(ledger, 1).recipe_json["optimizer"]["lr"]
+    override = {"keys": {"optimizer.lr": usual / 10}, "until": 17}
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["rate"], [], override=override)
+    asked = act(ledger, AnomalyPolicy(), number)
+    assert asked.startswith("a person decides") and "until step 17" in asked and open_anomalies(ledger, KINDS)
+    automatic = AnomalyPolicy(rate="automatic")
+    assert act(ledger, automatic, number).startswith("segment 1 rewound; it is trained again with optimizer.lr")
+    assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
+    again = SegmentRow.get(ledger, plan_trunk(workspace, ledger))
+    assert (again.first_step, again.last_step, again.parent) == (0, 17, None)  # the recipe asks for 20
+    assert again.recipe_json["optimizer"]["lr"] == usual / 10
+    assert load_recipe(workspace).optimizer.lr == usual
+
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == again.id).values(state="done"))
+    other = note(ledger, again.id, 12)
+    diagnosed(ledger, other, again.id, ["rate"], [], override=override | {"keys": {"optimizer.lr": usual / 100}})
+    assert "a person decides" in act(ledger, automatic, other)  # it was done here once
+    assert "trained again" in accept(ledger, other, "ada")
+    assert override_of(ledger, "trunk", None) == RecipeOverride(
+        {"optimizer.lr": usual / 100}, 17, f"anomaly {other}: rate"
+    )
+    reject(ledger, other, "ada")
+    assert override_of(ledger, "trunk", None) is None
+
+
+def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(made: tuple[Workspace, Ledger]) -> None:
+    _, ledger = made
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["rate", "hardware"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
+    assert "trained again" not in act(ledger, AnomalyPolicy(rate="automatic"), number)
+    assert "closed" in accept(ledger, number, "ada") and override_of(ledger, "trunk", None) is None
 
 
 def test_the_commands_tell_what_there_is(made: tuple[Workspace, Ledger]) -> None:
