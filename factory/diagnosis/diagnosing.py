@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agents.core.untrusted import visible
 from agents.loss_doctor.arms import rate_arms
+from agents.loss_doctor.causes import HARDWARE, LAYOUT, UNKNOWN
 from agents.loss_doctor.curves import StepPoint, points
 from agents.loss_doctor.doctor import Diagnosis, diagnose
 from factory.audit.comparing import step_lines
@@ -29,7 +31,7 @@ from factory.gates.patch.training import for_one_rank
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
-from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, AnomalyRow
+from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
@@ -65,8 +67,12 @@ def diagnose_and_act(
     folder = workspace.root / "diagnoses" / f"{lead:05d}"
     found: Diagnosis | None = None
     keys: dict[str, Any] = {}  # of the recipe, that clear it
+    causes, why = [UNKNOWN], ""
     with progress.task(f"diagnosis of anomaly {lead} ({span.kind}, step {span.onset} of segment {segment.id})"):
         try:
+            if row.kind == REPLICAS_APART:
+                causes = [HARDWARE, LAYOUT]
+                raise FactoryError(_apart(row))
             episode, notes = _episode(workspace, ledger, segment, span, lines)
             bench = WindowBench(episode, folder, _runner(policy.wall_seconds), budget)
             found = diagnose(bench)
@@ -78,7 +84,7 @@ def diagnose_and_act(
             repository.remove_worktree(workspace.repository, _worktree(workspace, segment, ""))
             repository.remove_worktree(workspace.repository, _worktree(workspace, segment, "-previous"))
     empty: dict[str, Any] = {
-        "causes": ["unknown"],
+        "causes": causes,
         "guilty": [],
         "triggers": [],
         "suspects": [],
@@ -107,6 +113,12 @@ def diagnose_and_act(
     if found is not None:
         remove(folder)
     return detail | {"done": done}
+
+
+def _apart(row: AnomalyRow) -> str:
+    """Nothing is replayed for it: what a step computes was not wrong, the copies of its result were."""
+    weights = ", ".join(str(name) for name in (row.detail or {}).get("weights", ())) or "their names were not told"
+    return f"after step {row.step} the ranks held other bits of the same weights: {visible(weights, 600)}"
 
 
 def _blamed(
@@ -150,6 +162,8 @@ def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
 
 
 def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepPoint]) -> EpisodeSpan:
+    if row.kind == REPLICAS_APART:
+        return EpisodeSpan(row.kind, row.step, row.step, (row.id,))
     others = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=row.segment)
     for span in spans([Noted.of(other.id, other.step, other.kind, other.detail) for other in others], lines, begins):
         if row.id in span.anomalies:

@@ -12,6 +12,7 @@ from typing import Any
 
 from factory.ledger.rows import LedgerRow, Reads, SegmentRow, Subject
 
+REPLICAS_APART = "replicas_apart"  # of a segment's end: ranks held other bits of the same weights
 DIAGNOSED, CLOSED = "anomaly_diagnosed", "anomaly_closed"
 DIAGNOSIS = "diagnosis"  # gate of the verdict on a segment whose anomaly a patch is blamed for
 QUARANTINED, MARKED, REWOUND = "documents_quarantined", "release_marked", "segment_rewound"

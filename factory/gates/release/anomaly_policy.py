@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from agents.loss_doctor.curves import KINDS
 from factory.core.policy_file import StrictPolicy, load_policy
+from factory.ledger.anomalies import REPLICAS_APART
 
 Act = Literal["automatic", "ask"]
 
@@ -16,7 +17,9 @@ Act = Literal["automatic", "ask"]
 class AnomalyPolicy(StrictPolicy):
     """Every key is optional."""
 
-    kinds: list[str] = ["non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop"]
+    kinds: list[str] = [
+        "non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop", REPLICAS_APART
+    ]  # fmt: skip
     """That are diagnosed; while one of them is open, no candidate that contains it is released. Others are only recorded."""
     steps: Annotated[int, Field(ge=0)] = 1000
     """The budget of one diagnosis, in replayed steps."""
@@ -34,8 +37,9 @@ class AnomalyPolicy(StrictPolicy):
     @field_validator("kinds")
     @classmethod
     def _known(cls, kinds: list[str]) -> list[str]:
-        if unknown := sorted(set(kinds) - set(KINDS)):
-            raise ValueError(f"no diagnosis is about {unknown[0]!r}; possible: {', '.join(KINDS)}")
+        possible = (*KINDS, REPLICAS_APART)
+        if unknown := sorted(set(kinds) - set(possible)):
+            raise ValueError(f"no diagnosis is about {unknown[0]!r}; possible: {', '.join(possible)}")
         return kinds
 
     @classmethod

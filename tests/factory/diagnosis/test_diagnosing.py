@@ -22,13 +22,22 @@ from factory.diagnosis.acting import accept, act, blamed_patches, quarantine_and
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import live_commit
-from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, every_anomaly, open_anomalies, open_in, undiagnosed
-from factory.ledger.ledger import Ledger, anomalies, record, segments
+from factory.ledger.anomalies import (
+    DIAGNOSED,
+    DIAGNOSIS,
+    REPLICAS_APART,
+    every_anomaly,
+    open_anomalies,
+    open_in,
+    undiagnosed,
+)
+from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject
 from factory.ledger.status import screen, snapshot
 from factory.ledger.writing import record_verdict
 from factory.training.overrides import RecipeOverride, override_of
 from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
+from factory.training.segment_folder import record_done
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import merge_patch
 from tests.support.factory.trained_plant import WORDS, make_plant
@@ -165,6 +174,21 @@ def test_a_rate_that_cleared_it_is_kept_for_a_while_once_and_the_recipe_stays_as
     )
     reject(ledger, other, "ada")
     assert override_of(ledger, "trunk", None) is None
+
+
+def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    row = SegmentRow.get(ledger, 1)
+    with ledger.begin() as tx:
+        tx.execute(checkpoints.delete())
+    hostile = "\x1b[2Jembedding"
+    record_done(ledger, row, Path(row.folder), dict(row.result or {}) | {"replicas_apart": [hostile, 3]})
+    (found,) = [a for a in open_in(ledger, 1, KINDS) if a.kind == REPLICAS_APART]
+    assert undiagnosed(ledger, KINDS) == found.id
+    told = diagnose_and_act(workspace, ledger, found.id, SILENT)
+    assert told["causes"] == ["hardware", "layout"] and "embedding, 3" in told["why"] and "\x1b" not in told["why"]
+    assert told["done"].startswith("a person decides") and undiagnosed(ledger, KINDS) is None
+    assert [a.id for a in open_in(ledger, 1, KINDS)] == [found.id]
 
 
 def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(made: tuple[Workspace, Ledger]) -> None:
