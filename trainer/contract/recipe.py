@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -394,8 +395,5 @@ def with_keys(recipe: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
     changed = copy.deepcopy(dict(recipe))
     for path, value in keys.items():
         *outer, last = path.split(".")
-        inner = changed
-        for part in outer:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
+        reduce(lambda inner, part: inner.setdefault(part, {}), outer, changed)[last] = value
     return changed
