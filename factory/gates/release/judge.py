@@ -248,7 +248,7 @@ def _why(gain: MeasureGain | None, clusters_min: int) -> str:
     clusters = _number(gain.clusters)
     if clusters is None or clusters < clusters_min:
         return f"{0 if clusters is None else clusters:.0f} source documents, at least {clusters_min} are needed"
-    return "a number is missing or not finite"
+    return f"a number is missing or not finite, as bounds are of few source documents ({clusters:.0f}) that many guards share"
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from agents.loss_doctor.causes import TABLE
+from agents.loss_doctor.curves import KINDS as KINDS_OF_A_CURVE
 from factory.audit.reverts import open_reverts
 from factory.cli.app import app
 from factory.core.errors import ConfigError, InputError
@@ -41,6 +43,7 @@ from factory.training.segment_folder import record_done
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import merge_patch
 from tests.support.factory.trained_plant import WORDS, make_plant
+from tests.support.paths import ROOT
 
 KINDS = AnomalyPolicy().kinds
 SETTINGS: dict[str, Any] = {
@@ -189,6 +192,12 @@ def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(made: tupl
     assert told["causes"] == ["hardware", "layout"] and "embedding, 3" in told["why"] and "\x1b" not in told["why"]
     assert told["done"].startswith("a person decides") and undiagnosed(ledger, KINDS) is None
     assert [a.id for a in open_in(ledger, 1, KINDS)] == [found.id]
+
+
+def test_the_page_for_people_names_every_kind_and_every_cause() -> None:
+    page = (ROOT / "docs" / "ANOMALIES.md").read_text()
+    assert [kind for kind in (*KINDS_OF_A_CURVE, *KINDS) if f"`{kind}`" not in page] == []
+    assert [cause for _, causes, _ in TABLE for cause in causes if cause not in page] == []
 
 
 def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(made: tuple[Workspace, Ledger]) -> None:
