@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from factory.cli.app import app
 from factory.core.errors import ConfigError, InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe, reconcile
+from factory.daemon import next_action, observe
 from factory.diagnosis.acting import accept, act, blamed_patches, quarantine_and_rewind, reject
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.gates.release.anomaly_policy import AnomalyPolicy
@@ -42,15 +41,10 @@ from factory.training.planning import load_recipe, next_trunk, plan_of, plan_tru
 from factory.training.segment_folder import record_done
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import merge_patch
-from tests.support.factory.trained_plant import WORDS, make_plant
+from tests.support.factory.trained_plant import make_plant
 from tests.support.paths import ROOT
 
 KINDS = AnomalyPolicy().kinds
-SETTINGS: dict[str, Any] = {
-    "optimizer": {"lr": 1e-2},
-    "stability": {"window": 16, "noise_scale_every": 5},
-    "schedule": {"warmup_steps": 4, "trunk_steps": {"first": 40, "later": 12}, "anneal_steps": 6},
-}
 
 
 @pytest.fixture
@@ -245,34 +239,3 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal(made: tuple[Workspace, L
         row.target == "undo:1" and row.outcome == "promote" and "the loss doctor blames it" in (row.reasons or [""])[0]
     )
     assert open_reverts(workspace, ledger, SILENT) == []
-
-
-def write_poison(path: Path) -> None:
-    """A shard of good documents, and some of random letters."""
-    rng = random.Random(3)
-    call = lambda: f"    {rng.choice(WORDS)}_{rng.randint(0, 999)} = {rng.choice(WORDS)}({rng.randint(0, 9999)})"
-    texts = {f"code/new-{i}": "def new(value):\n" + "\n".join(call() for _ in range(12)) for i in range(60)}
-    for i in range(4):
-        texts[f"bad/{i}"] = "\n".join("".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=40)) for _ in range(25))
-    rows = [{"id": name, "text": text, "domain": "code", "source": name} for name, text in texts.items()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.mark.slow(
-    "a daemon's passes over a poisoned shard: several segments, and a dozen sandboxed replays for each of their anomalies"
-)
-def test_a_poisoned_shard_is_trained_on_named_quarantined_and_trained_past(tmp_path: Path) -> None:
-    workspace, ledger = make_plant(tmp_path, make_target(tmp_path / "target"), **SETTINGS)
-    write_poison(workspace.inbox / "poison.jsonl")
-    reconcile(workspace, ledger, SILENT, settle=0.0)
-    closed = [row for row in every_anomaly(ledger) if row["how"] == "quarantined"]
-    assert closed and all(row["causes"] == ["bad data"] for row in closed)
-    quarantined = ledger.read("SELECT id, rule FROM documents WHERE fate = 'quarantined'")
-    assert quarantined and all(row["id"].startswith("bad/") for row in quarantined)
-    states = [(row.kind, row.state) for row in SegmentRow.select(ledger)]
-    assert ("trunk", "rewound") in states and states[-1] == ("anneal", "done")
-    newest = SegmentRow.lineage(ledger, SegmentRow.select(ledger)[-1].id)
-    assert all(row.state == "done" for row in newest) and not open_in(ledger, newest[-1].id, KINDS)
-    page = next(workspace.reports.glob("anomaly-*.html")).read_text()
-    assert "bad data" in page and "bad/" in page and "<svg" in page
-    assert ledger.read("SELECT number FROM releases")
