@@ -74,7 +74,7 @@ def diagnose_and_act(
                 causes = [HARDWARE, LAYOUT]
                 raise FactoryError(_apart(row))
             episode, notes = _episode(workspace, ledger, segment, span, lines)
-            bench = WindowBench(episode, folder, _runner(policy.wall_seconds), budget)
+            bench = WindowBench(episode, folder, _runner(folder, policy.wall_seconds), budget)
             found = diagnose(bench)
             keys = next((dict(arm.recipe) for arm in rate_arms(bench.case()) if arm.name == found.remedy), {})
             why = "; ".join([found.why, *notes])
@@ -278,9 +278,19 @@ def _worktree(workspace: Workspace, segment: SegmentRow, which: str) -> Path:
     return workspace.worktrees / f"diagnosis-{segment.id}{which}"
 
 
-def _runner(wall_seconds: float) -> Runner:
+def _runner(folder: Path, wall_seconds: float) -> Runner:
+    """Replays of the same code share what they compiled: an arm of two steps need not wait for the compiler again."""
+
     def run(output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int) -> WindowReplay:
-        with devices.one():
-            return replay_segment(output, segment, spec, code, start, until, wall_seconds)
+        compiled, cache = folder / "compiled" / code.name, output / "cache"
+        compiled.parent.mkdir(parents=True, exist_ok=True)
+        if compiled.is_dir():
+            compiled.rename(cache)
+        try:
+            with devices.one():
+                return replay_segment(output, segment, spec, code, start, until, wall_seconds)
+        finally:
+            if cache.is_dir() and not cache.is_symlink():
+                cache.rename(compiled)
 
     return run
