@@ -12,6 +12,7 @@ from typing import Any
 
 from factory.ledger.rows import LedgerRow, Reads, SegmentRow, Subject
 
+REPLICAS_APART = "replicas_apart"  # of a segment's end: ranks held other bits of the same weights
 DIAGNOSED, CLOSED = "anomaly_diagnosed", "anomaly_closed"
 WORDED = "anomaly_worded"  # a language model said what a diagnosis shows, or why there are no such words
 DIAGNOSIS = "diagnosis"  # gate of the verdict on a segment whose anomaly a patch is blamed for
@@ -86,10 +87,10 @@ def words_state(diagnosis: Mapping[str, Any], said: Mapping[str, Any] | None) ->
 def draft_of(diagnosis: Mapping[str, Any]) -> str:
     """What a person may have proposed about a rate that is too high, with the command; '': nothing. The values are the replay's.
 
-    >>> draft_of({"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "tamed_with": {"optimizer.lr": 0.001}})
+    >>> draft_of({"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}})
     "Draft: optimizer.lr 0.001, as in 'rate × 0.1'. 'factory propose --agent recipe-scout --target optimizer.lr' has a value proposed and judged."
     """
-    tamed = diagnosis.get("tamed_with")
+    tamed = (diagnosis.get("override") or {}).get("keys")
     if not (tamed and diagnosis.get("to_word") and diagnosis["causes"] == ["rate"]):
         return ""
     written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in tamed.items()}

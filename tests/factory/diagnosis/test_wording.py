@@ -69,7 +69,7 @@ def diagnosed(workspace: Workspace, ledger: Ledger, step: int = 12) -> int:
     detail = {
         "causes": ["rate"], "why": "no document is to blame", "guilty": [], "triggers": keys, "suspects": keys, "steps": 27,
         "remedy": "rate × 0.1", "anomalies": [number], "segment": 1, "kind": "loss_spike", "onset": step, "last": step,
-        "budget": 1000, "tamed_with": {"optimizer.lr": 0.001}, "to_word": True, "undo": [],
+        "budget": 1000, "override": {"keys": {"optimizer.lr": 0.001}, "until": 40}, "to_word": True, "undo": [],
         "arms": [{"arm": arm, "fires": fires, "steps": steps, "failed": ""} for arm, fires, steps in arms],
     }  # fmt: skip
     detail["report"] = str(report.write(workspace, ledger, number, detail, [], None))
