@@ -19,7 +19,7 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
-from factory.ledger.anomalies import CLOSED, DIAGNOSED, MARKED, QUARANTINED, REWOUND, newest_about
+from factory.ledger.anomalies import ASKED, CLOSED, DIAGNOSED, MARKED, QUARANTINED, REWOUND, newest_about
 from factory.ledger.ledger import Ledger, documents, record, segments
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
 from factory.training.overrides import RecipeOverride, override_of, record_override
@@ -41,6 +41,9 @@ def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> str:
         spoiled = SegmentRow.get(ledger, found["segment"])
         if override_of(ledger, spoiled.kind, spoiled.parent) is None:
             return override_and_rewind(ledger, lead, "policy")
+    with ledger.begin() as tx:
+        asked = {"anomalies": found["anomalies"], "diagnosis": found["event"]}
+        record(tx, ASKED, Subject("anomaly", found["lead"]), asked)
     undone = _said(found)
     undone += "".join(f"; a proposal that undoes proposal {number} is opened" for number in found.get("undo", ()))
     return f"a person decides: 'factory anomalies accept {found['lead']}' or 'factory anomalies reject {found['lead']}'{undone}"

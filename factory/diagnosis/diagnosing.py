@@ -32,7 +32,7 @@ from factory.gates.patch.training import for_one_rank
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
-from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow
+from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow, newest_about, settled
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
@@ -61,6 +61,9 @@ def diagnose_and_act(
             f"a budget of {budget} replayed steps finds nothing: set 'steps' in policies/anomalies.yaml, or --steps, to 1 or more"
         )
     row = AnomalyRow.get(ledger, number)
+    recorded = newest_about(ledger, DIAGNOSED).get(number)
+    if recorded and number not in settled(ledger):  # killed before anything was done about it
+        return recorded | {"done": _done(ledger, policy, recorded, progress)}
     segment = SegmentRow.get(ledger, row.segment)
     lines = live_lines(ledger, segment)
     span = _span(ledger, row, segment.first_step, lines)
@@ -108,13 +111,18 @@ def diagnose_and_act(
                 outcome="reject", reasons=[f"anomaly {lead}, {' or '.join(detail['causes'])}: {why}"], evidence={"anomaly": lead, "undo": undo},
             )  # fmt: skip
     show_in_mlflow(workspace, ledger, segment, detail, page, progress)
-    done = acting.act(ledger, policy, lead)
-    progress.line(
-        f"  anomaly {lead} ({span.kind}, segment {segment.id}, steps {span.onset}–{span.last}): {' or '.join(detail['causes'])}; {done}"
-    )
+    done = _done(ledger, policy, detail | {"lead": lead}, progress)
     if found is not None:
         remove(folder)
     return detail | {"done": done}
+
+
+def _done(ledger: Ledger, policy: AnomalyPolicy, detail: Mapping[str, Any], progress: Progress) -> str:
+    """What the policy does about a diagnosis that is recorded."""
+    done = acting.act(ledger, policy, detail["lead"])
+    where = f"{detail['kind']}, segment {detail['segment']}, steps {detail['onset']}–{detail['last']}"
+    progress.line(f"  anomaly {detail['lead']} ({where}): {' or '.join(detail['causes'])}; {done}")
+    return done
 
 
 def _apart(row: AnomalyRow) -> str:

@@ -14,6 +14,7 @@ from factory.ledger.rows import LedgerRow, Reads, SegmentRow, Subject
 
 REPLICAS_APART = "replicas_apart"  # of a segment's end: ranks held other bits of the same weights
 DIAGNOSED, CLOSED = "anomaly_diagnosed", "anomaly_closed"
+ASKED = "anomaly_asked"  # a person is to decide about a diagnosis: the policy does nothing
 WORDED = "anomaly_worded"  # a language model said what a diagnosis shows, or why there are no such words
 DIAGNOSIS = "diagnosis"  # gate of the verdict on a segment whose anomaly a patch is blamed for
 QUARANTINED, MARKED, REWOUND = "documents_quarantined", "release_marked", "segment_rewound"
@@ -45,9 +46,18 @@ def open_anomalies(db: Reads, kinds: Collection[str]) -> list[AnomalyRow]:
     return [row for row in AnomalyRow.select(db) if row.kind in kinds and row.id not in closed]
 
 
-def undiagnosed(db: Reads, kinds: Collection[str]) -> int | None:
-    """The oldest open anomaly that no diagnosis is about, in a segment that still counts."""
+def settled(db: Reads) -> set[int]:
+    """Anomalies whose newest diagnosis led to something: they were closed, or a person is asked."""
+    asked = newest_about(db, ASKED)
     known = newest_about(db, DIAGNOSED)
+    return {n for n, found in known.items() if n in asked and asked[n]["diagnosis"] == found["event"]} | set(
+        newest_about(db, CLOSED)
+    )
+
+
+def undiagnosed(db: Reads, kinds: Collection[str]) -> int | None:
+    """The oldest open anomaly, in a segment that still counts, that no diagnosis is about, or about whose diagnosis nothing was done yet."""
+    known = settled(db)
     counts = {row.id for row in SegmentRow.select(db, "WHERE state = 'done'")}
     return next((row.id for row in open_anomalies(db, kinds) if row.id not in known and row.segment in counts), None)
 

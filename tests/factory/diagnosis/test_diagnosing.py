@@ -24,6 +24,7 @@ from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import live_commit
 from factory.ledger.anomalies import (
+    ASKED,
     DIAGNOSED,
     DIAGNOSIS,
     REPLICAS_APART,
@@ -76,6 +77,9 @@ def diagnosed(
     detail = {
         "anomalies": [number],
         "segment": segment,
+        "kind": "loss_spike",
+        "onset": 12,
+        "last": 12,
         "causes": causes,
         "guilty": guilty,
         "triggers": guilty,
@@ -203,6 +207,28 @@ def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(made: t
     diagnosed(ledger, number, 1, ["rate", "hardware"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
     assert "trained again" not in act(ledger, AnomalyPolicy(rate="automatic"), number)
     assert "closed" in accept(ledger, number, "ada") and override_of(ledger, "trunk", None) is None
+
+
+def test_killed_between_a_diagnosis_and_what_follows_it_the_next_pass_does_what_follows(
+    made: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = made
+    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["bad data"], [key])
+    assert undiagnosed(ledger, KINDS) == number
+    found = diagnose_and_act(workspace, ledger, number, SILENT)  # nothing is replayed again
+    assert found["why"] == "so it was" and found["done"] == "1 documents quarantined, segment 1 rewound"
+    assert undiagnosed(ledger, KINDS) is None and len(events(ledger, DIAGNOSED)) == 1
+
+    other = note(ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger)).id, 12)
+    diagnosed(ledger, other, 1, ["unknown"], [])
+    assert "a person decides" in diagnose_and_act(workspace, ledger, other, SILENT)["done"]
+    assert undiagnosed(ledger, KINDS) is None and len(events(ledger, ASKED)) == 1
+
+
+def events(ledger: Ledger, kind: str) -> list[dict[str, Any]]:
+    return ledger.read("SELECT id FROM events WHERE kind = :kind", kind=kind)
 
 
 def test_the_commands_tell_what_there_is(made: tuple[Workspace, Ledger]) -> None:

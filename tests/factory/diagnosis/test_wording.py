@@ -22,8 +22,10 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import Action, next_action, observe, perform
 from factory.diagnosis import report
+from factory.diagnosis.acting import act
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.diagnosis.wording import facts_of, word_waiting
+from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded, words_about
 from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record
 from factory.ledger.rows import SegmentRow, Subject
@@ -75,6 +77,7 @@ def diagnosed(workspace: Workspace, ledger: Ledger, step: int = 12) -> int:
     detail["report"] = str(report.write(workspace, ledger, number, detail, [], None))
     with ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", number), detail)
+    act(ledger, AnomalyPolicy(), number)
     return number
 
 
