@@ -15,6 +15,8 @@ LIKE_IT = (
     0.01  # share of the documents before, and never less than two, that are as odd: such a one is rare, and not bad
 )
 
+MANY = 0.1  # share of a sample of the shards that joined: what so many of them are like is those shards' kind
+
 
 def suspects(scores: Sequence[DocumentScore], most: float = 0.5) -> list[str]:
     """Keys of the window's documents that stand out among all that were scored, the worst first; at most that share of them.
@@ -27,13 +29,23 @@ def suspects(scores: Sequence[DocumentScore], most: float = 0.5) -> list[str]:
     ['bad']
     """
     window = [score for score in scores if score.in_window]
-    gone = {score.key: outlying(score, scores) for score in window}
-    before = [score for score in scores if not score.in_window]
+    gone = {score.key: outlying(score, [*window, *sample_before(scores)]) for score in window}
+    before = sample_before(scores)
     excused = {score.key for score in window if has_peers(score, before)}
     ranked = sorted(
         (key for key in gone if gone[key] > STANDS_OUT and key not in excused), key=lambda key: (-gone[key], key)
     )
     return ranked[: max(1, int(most * len(window)))]
+
+
+def ranking(scores: Sequence[DocumentScore]) -> list[str]:
+    """Keys of all of the window's documents, those that stand out most first.
+
+    >>> ranking([DocumentScore("fair", 2.0, 1.0), DocumentScore("calm", 2.0, 1.0), DocumentScore("bad", 9.0, 30.0)])
+    ['bad', 'calm', 'fair']
+    """
+    window = [score for score in scores if score.in_window]
+    return [score.key for score in sorted(window, key=lambda score: (-outlying(score, window), score.key))]
 
 
 def strangers(scores: Sequence[DocumentScore]) -> list[str]:
@@ -46,28 +58,81 @@ def strangers(scores: Sequence[DocumentScore]) -> list[str]:
     >>> len(strangers([*before, *window]))
     20
     """
-    before = [score for score in scores if not score.in_window]
-    odd = lambda score: not before or (outlying(score, before) > STANDS_OUT and not has_peers(score, before))
-    return [score.key for score in scores if score.in_window and odd(score)]
+    before = sample_before(scores)
+    return [score.key for score in scores if score.in_window and _strange(score, before)]
 
 
-def has_peers(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
-    """Are enough documents of the shards before about as odd, in the same direction, by loss and by gradient?
+def _strange(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
+    return not before or (outlying(score, before) > STANDS_OUT and not has_peers(score, before))
+
+
+def sample_before(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
+    """Those of the shards that were there before."""
+    return [score for score in scores if not score.in_window and not score.joined]
+
+
+def sample_joined(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
+    """Those of the shards that joined last, but for the window's."""
+    return [score for score in scores if not score.in_window and score.joined]
+
+
+def shards_kind(scores: Sequence[DocumentScore]) -> set[str]:
+    """Keys of the window's documents that many of the shards that joined are like: what is odd about them is those shards' kind.
+
+    A new form, or a shard that is mostly bad; either way no fault of single documents.
+
+    >>> window = [DocumentScore("odd", 6.0, 60.0, joined=True), DocumentScore("fair", 2.0, 20.0)]
+    >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
+    >>> joined = [DocumentScore(f"n{n}", 6.0 if n < 30 else 2.0, 60.0 if n < 30 else 20.0, 1, False, True) for n in range(90)]
+    >>> shards_kind([*window, *before, *joined]), shards_kind([*window, *before, *joined[28:]])
+    ({'odd'}, set())
+    """
+    before, joined = sample_before(scores), sample_joined(scores)
+    odd = [
+        score
+        for score in scores
+        if score.in_window and score.joined and before and outlying(score, before) > STANDS_OUT
+    ]
+    return {score.key for score in odd if joined and has_peers(score, joined, before, MANY)}
+
+
+def learnt(scores: Sequence[DocumentScore]) -> bool:
+    """Do so few of the shards that joined stand out among those before that they are no kind of their own any more?
+
+    >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
+    >>> joined = [DocumentScore(f"n{n}", 6.0 if n < 9 else 2.0, 20.0, 1, False, True) for n in range(90)]
+    >>> learnt([*before, *joined]), learnt([*before, *joined[1:40]])
+    (True, False)
+    """
+    before, joined = sample_before(scores), sample_joined(scores)
+    return bool(joined) and sum(_strange(score, before) for score in joined) <= MANY * len(joined)
+
+
+def has_peers(
+    score: DocumentScore,
+    among: Sequence[DocumentScore],
+    before: Sequence[DocumentScore] | None = None,
+    share: float = LIKE_IT,
+) -> bool:
+    """Are enough documents, a ``share`` of ``among``, about as odd, in the same direction, by loss and by gradient?
+
+    As far from what is usual ``before``, or among themselves.
 
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, 16, in_window=False) for n in range(150)]
     >>> before += [DocumentScore(f"hard{n}", 6.0, 60.0, 16, in_window=False) for n in range(3)]
     >>> [has_peers(DocumentScore("new", loss, gradient, 16), before) for loss, gradient in ((6.5, 60.0), (12.0, 60.0), (6.5, 200.0))]
     [True, False, False]
     """
-    if not before or not (math.isfinite(score.loss) and math.isfinite(score.gradient)):
+    if not among or not (math.isfinite(score.loss) and math.isfinite(score.gradient)):
         return False
+    usual = among if before is None else before
     # The norm of a sum of gradients grows with its number if they are alike, and with its root if they are not.
-    return any(_peers(score, before, power) >= max(2, LIKE_IT * len(before)) for power in (0.5, 1.0))
+    return any(_peers(score, among, usual, power) >= max(2, share * len(among)) for power in (0.5, 1.0))
 
 
-def _peers(score: DocumentScore, before: Sequence[DocumentScore], power: float) -> int:
+def _peers(score: DocumentScore, among: Sequence[DocumentScore], before: Sequence[DocumentScore], power: float) -> int:
     """How many lie about as far from the usual, in the same direction, by loss and by gradient / tokens^``power``."""
-    peers = list(before)
+    peers = list(among)
     measures: tuple[Callable[[DocumentScore], float], ...] = (lambda s: s.loss, lambda s: s.gradient / s.tokens**power)
     for of in measures:
         usual = median(of(other) for other in before)
