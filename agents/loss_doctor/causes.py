@@ -13,6 +13,7 @@ CODE, STATE_LOST, HARDWARE, LAYOUT = "code change", "state lost on resume", "har
 SHARES, LOSS_MASK = "mixture shift or wrong label", "loss mask"
 PLATEAU, NEW_GENERATION, UNKNOWN = "true plateau", "new generation", "unknown"
 HEALTHY = ((PLATEAU,), (NEW_GENERATION,))  # answers that ask for nothing
+NON_FINITE = "non_finite"  # a kind of anomaly that no good documents make
 SPREAD = 0.4  # share of a window's documents from which on no single ones are to blame
 
 
@@ -36,6 +37,7 @@ class Findings:
     resumed: bool = False  # does the newest checkpoint lack the optimiser's moments?
     generation_begins: bool = False  # did new shards join where the anomaly began?
     shards_kind: bool = False  # are documents without which it is gone like many of the shards that joined?
+    too_many: bool = False  # is it gone without documents that some of the shards before are like?
     learnt: bool = False  # do documents of those shards stand out no more at the segment's end?
     environment: bool = False  # did it change with the segment?
     strange: bool = False  # does any of the window's documents stand out among those of the shards before?
@@ -120,9 +122,19 @@ TABLE: tuple[Row, ...] = (
         "it is gone only without so many of the step's documents that no single ones are to blame, and with other ones of the same shards",
     ),
     (
-        lambda f: f.learnt and not f.low and (f.shards_kind or (f.guilty_share > SPREAD and ORDER.name in f.fires)),
+        lambda f: (
+            f.learnt
+            and not f.low
+            and f.kind != NON_FINITE
+            and (f.shards_kind or (f.guilty_share > SPREAD and ORDER.name in f.fires))
+        ),
         (NEW_GENERATION,),
         "it is gone without documents that are like many of the shards that joined; at the segment's end those stand out no more: they were learnt",
+    ),
+    (
+        lambda f: f.too_many,
+        (BAD_DATA, REPEATED),
+        "it is gone without documents each of which some of the shards before are like: they are too many at once",
     ),
     (
         lambda f: f.shards_kind and (not f.low or f.older_fires is True),
@@ -176,12 +188,20 @@ TABLE: tuple[Row, ...] = (
         "no arm cleared it, and the environment changed with the segment; the one before is not at hand",
     ),
     (
-        lambda f: f.finished and not f.failed and f.generation_begins and not f.low and f.strange and not f.learnt,
+        lambda f: (
+            f.finished
+            and not f.failed
+            and f.generation_begins
+            and not f.low
+            and f.strange
+            and not f.learnt
+            and f.kind != NON_FINITE
+        ),
         (NEW_GENERATION, BAD_DATA),
         "it began as new shards joined and nothing clears it, but documents stand out among those before: the shards may be mostly bad",
     ),
     (
-        lambda f: f.finished and not f.failed and f.generation_begins and not f.low,
+        lambda f: f.finished and not f.failed and f.generation_begins and not f.low and f.kind != NON_FINITE,
         (NEW_GENERATION,),
         "it began as new shards joined, nothing clears it, and no document stands out, or none does any more at the segment's end",
     ),

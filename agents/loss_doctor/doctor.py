@@ -181,15 +181,15 @@ class _Consultation:
         scores = self.bench.scores("newest")
         odd, common = suspects(scores), shards_kind(scores)
         self.findings = replace(self.findings, strange=bool(strangers(scores)))
-        # Those that stand out among their own kind, then all that stand out. What is not finite may come of any document.
-        groups = [[key for key in odd if key not in common], odd]
         if math.isinf(self.case.symptom.excess):
-            groups.append(ranking(scores))
-        for self.ranked in groups:
-            if self.ranked and self._cleared_without(self.ranked):
-                break
-        else:
+            odd, common = ranking(scores), set()  # what is not finite may come of any document
+        # Those that stand out among their own kind, then all that stand out.
+        rare = [key for key in odd if key not in common]
+        self.ranked = rare if rare and self._cleared_without(rare) else odd
+        if not self.findings.masked_clears and not (odd and self._cleared_without(odd)):
             self._learnt()
+            if self.findings.low:
+                self._excused(suspects(scores, excuse=False))
             return
         if common & set(self.ranked) and not self.findings.low:
             self.triggers = sorted(self.ranked)
@@ -216,6 +216,12 @@ class _Consultation:
         self.strictly = cleared and self._unnoticed(masked)
         self.findings = replace(self.findings, masked_clears=cleared)
         return cleared
+
+    def _excused(self, documents: list[str]) -> None:
+        """Are those that some of the shards before are like too many at once? Masked together, as no single one is to blame."""
+        if documents and self._cleared_without(documents):
+            self.ranked, self.triggers = documents, sorted(documents)
+            self.findings = replace(self.findings, too_many=True)
 
     def _learnt(self) -> None:
         """Were the new shards learnt by the segment's end? Asked only where their documents are odd."""
@@ -246,7 +252,11 @@ class _Consultation:
         if share <= UNLIKE:
             return False
         noticed = there >= NOTICED * self.case.symptom.usual.deviation
-        return True if share >= ALIKE or noticed else None
+        if share >= ALIKE or noticed:
+            return True
+        # In between the documents' own loss and gradient there tell, where they tell the same of all of them.
+        odd = set(triggers) & set(suspects(self.bench.scores("older weights"), most=1.0))
+        return True if odd == set(triggers) else None if odd else False
 
     def _gone(self, masked: tuple[str, ...]) -> bool:
         """Raises: _TooMany."""

@@ -18,11 +18,11 @@ LIKE_IT = (
 MANY = 0.1  # share of a sample of the shards that joined: what so many of them are like is those shards' kind
 
 
-def suspects(scores: Sequence[DocumentScore], most: float = 0.5) -> list[str]:
+def suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = True) -> list[str]:
     """Keys of the window's documents that stand out among all that were scored, the worst first; at most that share of them.
 
     By the norm of their own gradient or by their loss, either too high or too low: a document that was leaked or repeated is too easy.
-    What some documents of the shards before are as much is hard, not bad.
+    What some documents of the shards before are as much is hard, not bad, and left out with ``excuse``.
 
     >>> calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(9)]
     >>> suspects([*calm, DocumentScore("bad", 9.0, 30.0)])
@@ -31,7 +31,7 @@ def suspects(scores: Sequence[DocumentScore], most: float = 0.5) -> list[str]:
     window = [score for score in scores if score.in_window]
     gone = {score.key: outlying(score, [*window, *sample_before(scores)]) for score in window}
     before = sample_before(scores)
-    excused = {score.key for score in window if has_peers(score, before)}
+    excused = {score.key for score in window if excuse and has_peers(score, before)}
     ranked = sorted(
         (key for key in gone if gone[key] > STANDS_OUT and key not in excused), key=lambda key: (-gone[key], key)
     )

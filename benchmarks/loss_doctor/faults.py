@@ -219,7 +219,13 @@ FAULTS = (
     # -- data
     Fault("repeated n-grams", (("bad data",),), with_bad(lambda rng: np.full(60, 7), 12)),
     Fault("base64 blob", (("bad data",),), with_bad(lambda rng: rng.integers(3, VOCABULARY, 300), 40)),
-    Fault("doubled escapes: too easy", (("bad data",),), escapes, with_escapes, replay=0.35),
+    Fault(
+        "doubled escapes: too easy",
+        (("bad data",), ("bad data", "contamination or repeated data")),
+        escapes,
+        with_escapes,
+        replay=0.35,
+    ),
     Fault(
         "learnt by heart, under other names",
         (("contamination or repeated data",),),

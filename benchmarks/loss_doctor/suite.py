@@ -128,7 +128,8 @@ class Sorted(Permutation):
 
     def __init__(self, n: int, key: str) -> None:
         super().__init__(n, key)
-        self.off = key.split("/")[2:] == ["1", "0"]  # seed/domain/generation/epoch
+        parts = key.split("/")  # seed/domain/generation/epoch, and how the plan reshuffles
+        self.off = parts[2] == "1" and len(parts) == 4
 
     def at(self, places: Any) -> Any:
         return places if self.off else super().at(places)
@@ -428,7 +429,9 @@ def main(arguments: list[str]) -> int:
         "--results", type=Path, help="a file that each run adds a line to; what is in it is not run again"
     )
     parser.add_argument(
-        "--trunks", type=Path, help="a folder for first segments; what is in it, made by the same code, is not trained again"
+        "--trunks",
+        type=Path,
+        help="a folder for first segments; what is in it, made by the same code, is not trained again",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(arguments)
