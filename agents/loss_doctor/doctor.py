@@ -226,7 +226,8 @@ class _Consultation:
     def _learnt(self) -> None:
         """Were the new shards learnt by the segment's end? Asked only where their documents are odd."""
         if self.findings.strange and self.case.has_end:
-            self.findings = replace(self.findings, learnt=learnt(self.bench.scores("end")))
+            found = learnt(self.bench.scores("newest"), self.bench.scores("end"))
+            self.findings = replace(self.findings, learnt=found)
 
     def _order(self) -> None:
         """Only where no single documents are to blame: are others of the same shards, in their place, as bad?"""

@@ -15,7 +15,9 @@ LIKE_IT = (
     0.01  # share of the documents before, and never less than two, that are as odd: such a one is rare, and not bad
 )
 
-MANY = 0.1  # share of a sample of the shards that joined: what so many of them are like is those shards' kind
+POWERS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+MANY = 0.05  # share of a sample of the shards that joined: what so many of them are like is those shards' kind
+LEARNT = 0.75  # share of the documents that stood out
 
 
 def suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = True) -> list[str]:
@@ -96,16 +98,27 @@ def shards_kind(scores: Sequence[DocumentScore]) -> set[str]:
     return {score.key for score in odd if joined and has_peers(score, joined, before, MANY)}
 
 
-def learnt(scores: Sequence[DocumentScore]) -> bool:
-    """Do so few of the shards that joined stand out among those before that they are no kind of their own any more?
+def learnt(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) -> bool:
+    """Was what is odd about the shards that joined learnt between two checkpoints, of which these are the scores?
+
+    Of most documents of their sample that stood out, the excess of the loss fell to a half or less, and not so far that they are too easy.
+    What is garbage stays, or is learnt by heart.
 
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
-    >>> joined = [DocumentScore(f"n{n}", 6.0 if n < 9 else 2.0, 20.0, 1, False, True) for n in range(90)]
-    >>> learnt([*before, *joined]), learnt([*before, *joined[1:40]])
-    (True, False)
+    >>> joined = lambda loss: [DocumentScore(f"n{n}", loss, 20.0, 1, False, True) for n in range(90)]
+    >>> [learnt([*before, *joined(6.0)], [*before, *joined(loss)]) for loss in (2.5, 5.0, 0.1)]
+    [True, False, False]
     """
-    before, joined = sample_before(scores), sample_joined(scores)
-    return bool(joined) and sum(_strange(score, before) for score in joined) <= MANY * len(joined)
+    then, now = sample_before(newest), sample_before(end)
+    if not then or not now:
+        return False
+    usual, usual_now = (median(score.loss for score in before) for before in (then, now))
+    odd = {score.key: score.loss - usual for score in sample_joined(newest) if _strange(score, then)}
+    fell = 0
+    for score in sample_joined(end):
+        if (excess := odd.get(score.key, 0.0)) > 0 and score.loss - usual_now <= excess / 2:
+            fell += score.loss >= usual_now or not _strange(score, now)
+    return bool(odd) and fell >= LEARNT * len(odd)
 
 
 def has_peers(
@@ -126,8 +139,8 @@ def has_peers(
     if not among or not (math.isfinite(score.loss) and math.isfinite(score.gradient)):
         return False
     usual = among if before is None else before
-    # The norm of a sum of gradients grows with its number if they are alike, and with its root if they are not.
-    return any(_peers(score, among, usual, power) >= max(2, share * len(among)) for power in (0.5, 1.0))
+    # The norm of a sum of gradients grows with its number if they are alike, and with its root if they are not, and mostly in between.
+    return any(_peers(score, among, usual, power) >= max(2, share * len(among)) for power in POWERS)
 
 
 def _peers(score: DocumentScore, among: Sequence[DocumentScore], before: Sequence[DocumentScore], power: float) -> int:

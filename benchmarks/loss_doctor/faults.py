@@ -112,7 +112,7 @@ def with_escapes(rng: np.random.Generator) -> Documents:
 
 
 def escapes(rng: np.random.Generator) -> Documents:
-    return good(rng, 200, "new", noise=30) + runs(rng, 20, 600, "bad")
+    return good(rng, 300, "new", noise=30) + runs(rng, 12, 600, "bad")
 
 
 SECRETS = 5  # documents without a rule, that can only be learnt by heart
@@ -218,7 +218,7 @@ WRITTEN = ("state lost on resume", "hardware")
 FAULTS = (
     # -- data
     Fault("repeated n-grams", (("bad data",),), with_bad(lambda rng: np.full(60, 7), 12)),
-    Fault("base64 blob", (("bad data",),), with_bad(lambda rng: rng.integers(3, VOCABULARY, 300), 40)),
+    Fault("base64 blob", (("bad data",),), with_bad(lambda rng: rng.integers(3, VOCABULARY, 300), 20)),
     Fault(
         "doubled escapes: too easy",
         (("bad data",), ("bad data", "contamination or repeated data")),
@@ -244,7 +244,7 @@ FAULTS = (
     Fault(
         "shuffling off",
         (("data order or packing",),),
-        lambda rng: good(rng, 60, "easy") + good(rng, 60, "hard-new", noise=60) + good(rng, 400, "more"),
+        lambda rng: good(rng, 60, "easy") + good(rng, 60, "hard-new", noise=60) + good(rng, 1500, "more"),
         two_levels,
         shuffled=False,
         replay=0.2,
@@ -252,7 +252,7 @@ FAULTS = (
     Fault(
         "long documents that fill batches",
         (("data order or packing",),),
-        lambda rng: good(rng, 60, "easy") + [document("long", walk(rng, 1200, noise=60))] + good(rng, 400, "more"),
+        lambda rng: good(rng, 60, "easy") + [document("long", walk(rng, 1200, noise=60))] + good(rng, 1500, "more"),
         two_levels,
         shuffled=False,
         replay=0.2,

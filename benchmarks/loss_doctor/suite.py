@@ -71,7 +71,7 @@ OPS = (
     "adamw",
 )
 RECIPE: dict[str, Any] = {
-    "checkpoint_every": 5, "keep_checkpoints": 100, "stability.window": 16, "stability.spike_deviations": 8.0,
+    "checkpoint_every": 5, "keep_checkpoints": 100, "stability.window": 64,
     "stability.z_loss": 1e-5, "stability.grad_clip": 1.0, "optimizer.lr": 1e-2, "optimizer.weight_decay": 0.1,
     "model.vocab_size": VOCABULARY, "model.d_model": 32, "model.heads": 4, "model.kv_heads": 2, "model.d_ff": 64,
     "model.context": 64, "batch.sequences": 8, "mixture.weights": {"*": 1.0}, "schedule.anneal_steps": LONG - FIRST,

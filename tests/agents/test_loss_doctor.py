@@ -256,7 +256,7 @@ def new_form(share: float, at_end: float = 0.0) -> list[DocumentScore]:
 @pytest.mark.parametrize(
     ("share", "at_end", "causes"),
     [
-        (0.05, 0.05, ("bad data",)),  # rare in their shard
+        (0.03, 0.03, ("bad data",)),  # rare in their shard
         (0.5, 0.05, ("new generation",)),
         (0.5, 0.5, ("new generation", "bad data")),
     ],
