@@ -16,7 +16,8 @@ LIKE_IT = (
 )
 
 POWERS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-MANY = 0.05  # share of a sample of the shards that joined: what so many of them are like is those shards' kind
+# Share of a sample of the shards that joined, and never less than five: what so many of them are like is those shards' kind.
+MANY, LEAST_MANY = 0.05, 5
 LEARNT = 0.75  # share of the documents that stood out
 
 
@@ -95,7 +96,7 @@ def shards_kind(scores: Sequence[DocumentScore]) -> set[str]:
         for score in scores
         if score.in_window and score.joined and before and outlying(score, before) > STANDS_OUT
     ]
-    return {score.key for score in odd if joined and has_peers(score, joined, before, MANY)}
+    return {score.key for score in odd if joined and has_peers(score, joined, before, MANY, LEAST_MANY)}
 
 
 def learnt(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) -> bool:
@@ -126,8 +127,9 @@ def has_peers(
     among: Sequence[DocumentScore],
     before: Sequence[DocumentScore] | None = None,
     share: float = LIKE_IT,
+    least: int = 2,
 ) -> bool:
-    """Are enough documents, a ``share`` of ``among``, about as odd, in the same direction, by loss and by gradient?
+    """Are enough documents, a ``share`` of ``among`` and ``least`` of them, about as odd, in the same direction, by loss and by gradient?
 
     As far from what is usual ``before``, or among themselves.
 
@@ -140,7 +142,7 @@ def has_peers(
         return False
     usual = among if before is None else before
     # The norm of a sum of gradients grows with its number if they are alike, and with its root if they are not, and mostly in between.
-    return any(_peers(score, among, usual, power) >= max(2, share * len(among)) for power in POWERS)
+    return any(_peers(score, among, usual, power) >= max(least, share * len(among)) for power in POWERS)
 
 
 def _peers(score: DocumentScore, among: Sequence[DocumentScore], before: Sequence[DocumentScore], power: float) -> int:

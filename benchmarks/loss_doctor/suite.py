@@ -1,10 +1,12 @@
 """``python -m benchmarks.loss_doctor.suite``: the doctor on injected faults and healthy runs; prints the confusion matrix.
 
 Each fault: a run of 240 steps, a second segment of 40 in which the fault acts, its anomalies, a diagnosis. Each healthy run has 500 steps.
-A model of some 50,000 weights, in this process; replays are those of the factory, without its sandbox.
+A model of some 50,000 weights, in this process; replays are those of the factory, without its sandbox. Faults whose first segments are
+the same share one. It prints a line a run as it goes, and at the end the runs, true causes against named ones, and the aims.
 
     python -m benchmarks.loss_doctor.suite --results results.jsonl      goes on where it was stopped
-    python -m benchmarks.loss_doctor.suite --seeds 3 --only rate --arms
+    python -m benchmarks.loss_doctor.suite --seeds 3 --only rate --arms      what each replay showed, of faults with 'rate' in their name
+    python -m benchmarks.loss_doctor.suite --first-seed 10 --seeds 2         seeds that nothing was chosen by
     python -m benchmarks.loss_doctor.suite --results results.jsonl --json > summary.json
 """
 
@@ -34,7 +36,7 @@ import yaml
 from agents.loss_doctor.causes import HEALTHY
 from agents.loss_doctor.curves import StepPoint, points
 from agents.loss_doctor.doctor import diagnose
-from benchmarks.loss_doctor.faults import FAULTS, FIRST, LONG, VOCABULARY, Doing, Fault, good
+from benchmarks.loss_doctor.faults import ELSEWHERE, FAULTS, FIRST, LONG, VOCABULARY, Doing, Fault, good
 from factory.audit.replaying import WindowReplay
 from factory.diagnosis.bench import Episode, Runner, WindowBench
 from factory.diagnosis.diagnosing import NEW_FOR, previous_weights, was_otherwise
@@ -381,6 +383,7 @@ def summary(every: list[Tried]) -> dict[str, Any]:
         "bad_in_window": sum(len(t.bad) for t in every if t.expected == (("bad data",),)),
         "alarms": sum(not t.right for t in healthy),
         "healthy": len(healthy),
+        "closed": sum(t.right and bool(t.causes) for t in healthy),
         "median_cost": costs[len(costs) // 2] if costs else None,
     }
 
@@ -414,15 +417,18 @@ def report(every: list[Tried], arms: bool) -> list[str]:
         "",
         f"right cause: {told['right']} of {told['faults']}; abstained: {told['abstained']}; not noticed: {told['not_noticed']}",
         f"bad documents named: {told['bad_named']} of {told['bad_in_window']} in the windows; wrongly quarantined: {told['wrongly_quarantined']}",
-        f"healthy runs with an alarm: {told['alarms']} of {told['healthy']}",
+        f"healthy runs with an alarm: {told['alarms']} of {told['healthy']}; with an anomaly that was closed as healthy: {told['closed']}",
         f"median cost: {told['median_cost']:.1f} × the window's own steps" if told["median_cost"] else "no diagnosis",
+        "",
+        "never in the loss of one small run, so not tried here:",
+        *(f"  {fault:<50} {found}" for fault, found in ELSEWHERE),
     ]
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds each fault is tried with (1)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them (0)")
     parser.add_argument("--only", default="", help="faults whose name holds one of these, with commas between")
     parser.add_argument("--arms", action="store_true", help="show every arm")
     parser.add_argument(
@@ -441,17 +447,20 @@ def main(arguments: list[str]) -> int:
         [Tried.of_json(line) for line in read_lines(asked.results)] if asked.results and asked.results.exists() else []
     )
     known = {(tried.fault, tried.seed): tried for tried in held}
-    every = []
+    every: list[Tried] = []
+    chosen = [fault for fault in FAULTS if any(part in fault.name for part in asked.only.split(","))]
     trunks = asked.trunks or Path(tempfile.mkdtemp(prefix="loss-doctor-trunks-"))
     for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
-        for fault in (f for f in FAULTS if any(part in f.name for part in asked.only.split(","))):
+        for fault in chosen:
             if (fault.name, seed) not in known:
                 root = Path(tempfile.mkdtemp(prefix="loss-doctor-"))
                 try:
                     known[fault.name, seed] = try_fault(fault, seed, root, trunks)
                 finally:
                     shutil.rmtree(root)
-                print(f"{fault.name}, seed {seed}: {known[fault.name, seed].named}", file=sys.stderr, flush=True)
+                tried = known[fault.name, seed]
+                line = f"{len(every) + 1} of {len(chosen) * asked.seeds}: {fault.name}, seed {seed}: {tried.named}"
+                print(line + ("" if tried.right else " (WRONG)"), file=sys.stderr, flush=True)
                 if asked.results:
                     asked.results.parent.mkdir(parents=True, exist_ok=True)
                     with open(asked.results, "a") as file:
