@@ -442,6 +442,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    segment.matmul_rate = functools.cache(
+        segment.matmul_rate
+    )  # what MFU is a share of: measured once, not at the start of each replay
     commit()
     held = (
         [Tried.of_json(line) for line in read_lines(asked.results)] if asked.results and asked.results.exists() else []
