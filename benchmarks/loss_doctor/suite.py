@@ -43,6 +43,7 @@ from factory.diagnosis.diagnosing import NEW_FOR, previous_weights, was_otherwis
 from factory.diagnosis.episodes import EpisodeSpan, Noted, spans
 from factory.gates.patch.matrix.cases import recipe_with
 from factory.gates.release.anomaly_policy import AnomalyPolicy
+from trainer import segment as trainer_segment
 from trainer.__main__ import main as train
 from trainer.batch import Batch
 from trainer.contract.checkpoint import format as checkpoints
@@ -52,6 +53,7 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.permutation import Permutation
 from trainer.contract.data.token_shard import write_token_shard
 from trainer.contract.json_lines import read_lines
+from trainer.monitor.metrics import matmul_rate
 from trainer.optim.optimizer import Optimizer
 from trainer.run import Run
 
@@ -442,9 +444,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    segment.matmul_rate = functools.cache(
-        segment.matmul_rate
-    )  # what MFU is a share of: measured once, not at the start of each replay
+    trainer_segment.matmul_rate = functools.cache(matmul_rate)  # type: ignore[assignment]  # measured once, not for each replay
     commit()
     held = (
         [Tried.of_json(line) for line in read_lines(asked.results)] if asked.results and asked.results.exists() else []
