@@ -112,7 +112,7 @@ def with_escapes(rng: np.random.Generator) -> Documents:
 
 
 def escapes(rng: np.random.Generator) -> Documents:
-    return good(rng, 300, "new", noise=30) + runs(rng, 12, 600, "bad")
+    return good(rng, 200, "new", noise=30) + runs(rng, 20, 600, "bad")
 
 
 SECRETS = 5  # documents without a rule, that can only be learnt by heart
