@@ -96,7 +96,7 @@ def below(window: Window, value: float) -> float:
     6.7
     >>> usual.values.append(1.5)
     >>> round(below(usual, 1.5), 1)
-    10.8
+    13.5
     """
     center, deviation = window.center_and_deviation()
     count = max(1, (window.values.maxlen or 0) // RECENT_LOW)
