@@ -32,6 +32,7 @@ class World:
     arrived: tuple[Path, ...] = ()  # settled files in the inbox
     unreleased_promotion: int | None = None  # newest verdict, when it says promote and nothing was released for it
     undiagnosed_anomaly: int | None = None  # the oldest, of a kind that holds releases
+    unworded_diagnosis: int | None = None  # of this anomaly: a language model is to say what it shows
     unjudged_candidate: int | None = None
     unexported_anneal: int | None = None  # or average
     unannealed_trunk: int | None = None  # the newest finished trunk segment, when no anneal branches off it
@@ -42,9 +43,7 @@ class World:
 
 @dataclass(frozen=True)
 class Action:
-    kind: (
-        str  # finish_release | train | ingest | release | judge | export | plan_anneal | plan_trunk | audit | diagnose
-    )
+    kind: str  # finish_release | train | ingest | release | judge | export | plan_anneal | plan_trunk | audit | diagnose | word
     subject: int | Path | None = None
 
 
@@ -68,6 +67,8 @@ def next_action(world: World) -> Action | None:
         return Action("release", world.unreleased_promotion)
     if world.unjudged_candidate is not None:
         return Action("judge", world.unjudged_candidate)
+    if world.unworded_diagnosis is not None:  # after what follows from the diagnosis, and before what lasts
+        return Action("word", world.unworded_diagnosis)
     if world.overdue_audit is not None:
         return Action("audit", world.overdue_audit)
     if world.unannealed_trunk is not None and world.failed_segment is None:
@@ -108,7 +109,7 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
     from factory.audit.policy import AuditPolicy
     from factory.audit.waiting import waiting
     from factory.gates.release.anomaly_policy import AnomalyPolicy
-    from factory.ledger.anomalies import undiagnosed
+    from factory.ledger.anomalies import undiagnosed, unworded
     from factory.release.releases import automatic
 
     troubles = AnomalyPolicy.load(workspace.policy("anomalies.yaml"))
@@ -137,12 +138,14 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
         )  # fmt: skip
         audits = waiting(db, policy)
         anomaly = undiagnosed(db, troubles.kinds) if troubles.diagnose == "automatic" else None
+        words_wait = unworded(db)
     return World(
         unfinished_release=unfinished.number if unfinished else None,
         open_segment=planned.id if planned else None,
         failed_segment=newest.id if newest and _waits(workspace, newest.state, newest.code_commit) else None,
         unreleased_promotion=verdict.id if verdict and waits and automatic(workspace) else None,
         undiagnosed_anomaly=anomaly,
+        unworded_diagnosis=words_wait,
         unjudged_candidate=unjudged.id if unjudged else None,
         unexported_anneal=unexported.id if unexported else None,
         unannealed_trunk=trunk.id if trunk and not annealed else None,
@@ -186,6 +189,10 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
         from factory.diagnosis.diagnosing import diagnose_and_act
 
         diagnose_and_act(workspace, ledger, subject, progress)
+    elif action.kind == "word":
+        from factory.diagnosis.wording import word_diagnosis
+
+        word_diagnosis(workspace, ledger, subject, progress)
     elif action.kind == "audit":
         from factory.audit.auditing import audit_and_show
         from factory.audit.reverts import open_reverts

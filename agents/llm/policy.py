@@ -55,6 +55,23 @@ class LlmPolicy(Strict):
     per_proposal: Budget = Budget(tokens=1_000_000, usd=5.0)
     per_day: Budget = Budget(tokens=5_000_000, usd=20.0)
     """Of a UTC day, all agents of the workspace together."""
+    per_diagnosis: Budget = Budget(tokens=60_000, usd=0.5)
+    """Of the words about one diagnosis of the loss doctor."""
+    diagnosis_seconds: float = Field(default=300.0, gt=0)
+    """The longest that the factory waits for these words."""
+    diagnosis_documents: int = Field(default=0, ge=0, le=10)
+    """Of the documents that are to blame, how many the model is shown the beginning of: that text goes to the endpoint."""
+
+    def for_diagnosis(self) -> LlmPolicy:
+        """The same with the limits of a diagnosis: one attempt, which ends within ``diagnosis_seconds`` whatever the endpoint does."""
+        half = self.diagnosis_seconds / 2  # a last byte may come that long after the time for the reply is over
+        limits = {
+            "attempts": 1,
+            "reply_seconds": min(self.reply_seconds, half),
+            "silence_seconds": min(self.silence_seconds, half),
+            "file_wait_seconds": min(self.file_wait_seconds, self.diagnosis_seconds),
+        }
+        return self.model_copy(update=limits)
 
     def usd(self, input_tokens: int, output_tokens: int) -> float:
         """What tokens cost by this policy's prices."""

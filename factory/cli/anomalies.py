@@ -29,6 +29,7 @@ def diagnose(
     from factory.core.progress import SILENT
     from factory.daemon import LOCK
     from factory.diagnosis.diagnosing import diagnose_and_act
+    from factory.diagnosis.wording import word_waiting
     from factory.gates.release.anomaly_policy import AnomalyPolicy
     from factory.ledger.anomalies import undiagnosed
 
@@ -39,7 +40,9 @@ def diagnose(
         print_json({}) if as_json else terminal.line("  no anomaly waits for a diagnosis")
         return
     with workspace.lock(LOCK):
-        found = diagnose_and_act(workspace, ledger, number, SILENT if as_json else terminal, steps)
+        progress = SILENT if as_json else terminal
+        found = diagnose_and_act(workspace, ledger, number, progress, steps)
+        word_waiting(workspace, ledger, progress)
     if as_json:
         print_json(found)
     else:
@@ -71,14 +74,23 @@ def _line(row: dict[str, Any]) -> str:
 @anomalies.command("show")
 def show_anomaly(number: Number, where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """The diagnosis of one: every arm, the documents, the report."""
-    from factory.ledger.anomalies import DIAGNOSED, AnomalyRow, every_anomaly, newest_about
+    from factory.ledger.anomalies import (
+        DIAGNOSED,
+        AnomalyRow,
+        draft_of,
+        every_anomaly,
+        newest_about,
+        words_about,
+        words_state,
+    )
 
     _, ledger, terminal = open_workspace(where)
     AnomalyRow.get(ledger, number)
     row = next(row for row in every_anomaly(ledger) if row["id"] == number)
     diagnosis = newest_about(ledger, DIAGNOSED).get(number)
+    said = words_about(ledger, number)
     if as_json:
-        print_json(row | {"diagnosis": diagnosis})
+        print_json(row | {"diagnosis": diagnosis, "words": said})
         return
     terminal.line(_line(row))
     if diagnosis is None:
@@ -91,6 +103,11 @@ def show_anomaly(number: Number, where: Where = DEFAULT, as_json: AsJson = False
     for name in ("guilty", "triggers"):
         if diagnosis[name]:
             terminal.line(f"    {name}: {', '.join(diagnosis[name])}")
+    terminal.line(f"    {words_state(diagnosis, said)}")
+    for claim in said["claims"] if said else ():
+        terminal.line(f"      {claim['says']} [{claim['rests_on']}: {claim['shows']}]")
+    if draft := draft_of(diagnosis):
+        terminal.line(f"    {draft}")
     terminal.line(f"    report: {diagnosis['report']}")
 
 

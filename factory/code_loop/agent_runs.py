@@ -28,8 +28,8 @@ from agents.llm.policy import LlmPolicy
 from agents.loop.checkpoints import SavedRunError
 from agents.loop.graph import LoopRun, forget, work
 from agents.loop.role import Role, TargetError
-from factory.code_loop.exchanges import ExchangeBooks
-from factory.core.errors import FactoryError, InputError
+from factory.code_loop.exchanges import ExchangeBooks, Work
+from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.git.scope import AgentsPolicy
@@ -84,6 +84,7 @@ class AgentRuns:
     options: AgentOptions
     policy: LlmPolicy
     endpoint: Endpoint
+    work: Work = "proposal"
 
     @classmethod
     def open(
@@ -94,6 +95,7 @@ class AgentRuns:
         agent: str,
         options: AgentOptions,
         count: int = 1,
+        work: Work = "proposal",
     ) -> AgentRuns:
         """For up to ``count`` runs at once. Raises: InputError for options that cannot be, before anything is measured; ConfigError."""
         if count > 1 and (options.target or options.person):
@@ -102,10 +104,11 @@ class AgentRuns:
             )
         policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
         policy = policy.model_copy(update={"model": options.model or policy.model})
+        policy = policy.for_diagnosis() if work == "diagnosis" else policy
         endpoint = _endpoint(policy, options, progress.line)
         checkpoints_at(workspace)
         agent_runs.create(ledger.engine, checkfirst=True)  # a ledger may be older than this table
-        return cls(workspace, ledger, progress, agent, options, policy, endpoint)
+        return cls(workspace, ledger, progress, agent, options, policy, endpoint, work)
 
     def unfinished(self, base: str, count: int) -> list[AgentRun]:
         """Up to ``count`` runs to continue. All other unfinished ones, of another commit or target, are abandoned."""
@@ -116,7 +119,7 @@ class AgentRuns:
             if wanted and len(found) < count:
                 found.append(self._run(row))
             else:
-                self._end(row["id"], "abandoned", why="another commit or target was asked for")
+                self.end(row["id"], "abandoned", why="another commit or target was asked for")
         return found
 
     def begin(self, base: str, target: str, profile: int = NO_PROFILE) -> AgentRun:
@@ -134,11 +137,11 @@ class AgentRuns:
                 LoopRun(run.number, role, bench, run.client, saved, self.options.person, self.progress.line)
             )
         except TargetError as error:
-            self._end(run.number, "abandoned", why=str(error))
+            self.end(run.number, "abandoned", why=str(error))
             raise InputError(str(error)) from None
         except BudgetError as error:
             if error.lasting:
-                self._end(run.number, "nothing", why=str(error))
+                self.end(run.number, "nothing", why=str(error))
             raise ModelError(str(error)) from None
         except LlmError as error:
             raise ModelError(f"{error}; run {run.number} is saved, and the same command continues it") from None
@@ -146,7 +149,7 @@ class AgentRuns:
             raise ModelError(str(error)) from error
         if drafted is None:
             self.progress.line(f"  nothing proposed: {why}")
-            self._end(run.number, "nothing", why=why)
+            self.end(run.number, "nothing", why=why)
         return drafted
 
     def judged_before(self, run: AgentRun, drafted: Proposal) -> int | None:
@@ -157,14 +160,15 @@ class AgentRuns:
 
     def finish(self, run: AgentRun, proposal: int) -> None:
         """The run's proposal is judged."""
-        self._end(run.number, "proposed", proposal=proposal)
+        self.end(run.number, "proposed", proposal=proposal)
 
     def _run(self, row: dict[str, Any]) -> AgentRun:
-        books = ExchangeBooks(self.workspace, self.ledger, self.policy, row["id"], self.progress.line)
+        books = ExchangeBooks(self.workspace, self.ledger, self.policy, row["id"], self.progress.line, self.work)
         client = Client(self.endpoint, self.policy, books, self.progress.line)
         return AgentRun(row["id"], client, row["asked"], row["profile"], row["created_at"])
 
-    def _end(self, number: int, state: str, **values: Any) -> None:
+    def end(self, number: int, state: str, **values: Any) -> None:
+        """Record how a run ended: 'proposed', 'worded', 'nothing' or 'abandoned'."""
         with self.ledger.begin() as tx:
             tx.execute(agent_runs.update().where(agent_runs.c.id == number).values(state=state, **values))
             record(tx, f"agent_{state}", Subject("agent_run", number), values)
@@ -175,6 +179,15 @@ class AgentRuns:
 def endpoint_of(policy: LlmPolicy, options: AgentOptions) -> str:
     """Where the model is: as the person, the policy or ``OPENAI_BASE_URL`` says; '': nowhere."""
     return options.endpoint or policy.endpoint or os.environ.get("OPENAI_BASE_URL", "")
+
+
+def has_endpoint(workspace: Workspace) -> bool:
+    """Does the policy or ``OPENAI_BASE_URL`` name a language model? A policy that cannot be read does, so that its use says what is wrong."""
+    try:
+        policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
+    except ConfigError:
+        return True
+    return endpoint_of(policy, DEFAULTS) not in ("", NONE)
 
 
 def wants_model(workspace: Workspace, options: AgentOptions) -> bool:

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
@@ -27,16 +27,23 @@ from kernels.contract.files import write_atomically
 
 DAY = 86_400  # seconds
 RETRY_SECONDS = 60.0  # after MLflow failed: it may take minutes to fail
-PROPOSAL = "this proposal"
+Work = Literal["proposal", "diagnosis"]  # what a run is for, which has a budget of its own
 
 
 class ExchangeBooks:
     """``agents.llm.exchange.Books`` of one run of an agent."""
 
     def __init__(
-        self, workspace: Workspace, ledger: Ledger, policy: LlmPolicy, run: int, say: Callable[[str], None]
+        self,
+        workspace: Workspace,
+        ledger: Ledger,
+        policy: LlmPolicy,
+        run: int,
+        say: Callable[[str], None],
+        work: Work = "proposal",
     ) -> None:
         self.workspace, self.ledger, self.policy, self.run, self.say = workspace, ledger, policy, run, say
+        self.work = work
         self.tracking = Tracking.open(workspace, ledger)
         self.retry_at = 0.0  # by the monotonic clock
         exchanges.create(ledger.engine, checkfirst=True)  # a ledger may be older than this table
@@ -44,20 +51,20 @@ class ExchangeBooks:
     def reserve(self, label: str, tokens: int, usd: float) -> int:
         """Raises: BudgetError."""
         now = time.time()
+        own = self.policy.per_diagnosis if self.work == "diagnosis" else self.policy.per_proposal
         with self.ledger.begin() as tx:
             tx.execute(
                 sa.select(meta.c.value).where(meta.c.key == "schema").with_for_update()
             )  # one at a time, anywhere
             for which, budget, where in (
-                (PROPOSAL, self.policy.per_proposal, exchanges.c.run == self.run),
+                (f"this {self.work}", own, exchanges.c.run == self.run),
                 ("today (UTC)", self.policy.per_day, exchanges.c.at >= now - now % DAY),
             ):
                 self._afford(tx, which, budget, where, tokens, usd)
             return insert(tx, exchanges, at=now, run=self.run, label=label, state="reserved", tokens=tokens, usd=usd)
 
-    @staticmethod
     def _afford(
-        tx: sa.Connection, which: str, budget: Budget, where: sa.ColumnElement[bool], tokens: int, usd: float
+        self, tx: sa.Connection, which: str, budget: Budget, where: sa.ColumnElement[bool], tokens: int, usd: float
     ) -> None:
         total = sa.select(
             sa.func.coalesce(sa.func.sum(exchanges.c.tokens), 0), sa.func.coalesce(sa.func.sum(exchanges.c.usd), 0.0)
@@ -67,8 +74,8 @@ class ExchangeBooks:
             if used + more > most:
                 raise BudgetError(
                     f"the budget of {which} is exhausted: {used:,.6g} of {most:,.6g} {unit} are spent and the next request may take "
-                    f"{more:,.6g}; raise llm.per_proposal or llm.per_day in policies/agents.yaml",
-                    lasting=which == PROPOSAL,
+                    f"{more:,.6g}; raise llm.per_{self.work} or llm.per_day in policies/agents.yaml",
+                    lasting=which == f"this {self.work}",
                 )
 
     def settle(self, entry: int, exchange: Exchange) -> None:

@@ -13,7 +13,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.gates.release.judge import PROMOTE, Verdict
 from factory.git import repository
-from factory.ledger.anomalies import DIAGNOSIS
+from factory.ledger.anomalies import DIAGNOSIS, in_words, words_about
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
@@ -32,6 +32,7 @@ def open_revert(workspace: Workspace, ledger: Ledger, row: ProposalRow, why: Ver
     title = f"Undo proposal {row.number}"
     shown = "Its anomaly is gone without it" if why.gate == DIAGNOSIS else "The same steps without it end elsewhere"
     hypothesis = f"Segment {why.number} trained with proposal {row.number} ({row.title[:100]}). {shown}: {'; '.join(why.reasons)[:1000]}"
+    hypothesis += _in_words(ledger, why)
     message = f"{title}\n\n{hypothesis}\n\nThis reverts {row.patch_commit}.\n"
     commit = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
     drafted = Proposal(AGENT, f"{UNDO}:{row.number}", title, hypothesis, 1.0, ())
@@ -67,6 +68,12 @@ def open_revert(workspace: Workspace, ledger: Ledger, row: ProposalRow, why: Ver
     )
     show(workspace, ledger, number, progress)
     return number
+
+
+def _in_words(ledger: Ledger, why: VerdictRow) -> str:
+    """What a language model said about the diagnosis behind a verdict, each sentence with its evidence; '': nothing."""
+    said = words_about(ledger, why.evidence(ledger)["anomaly"]) if why.gate == DIAGNOSIS else None
+    return in_words(said) if said else ""
 
 
 def opened(ledger: Ledger, number: int) -> ProposalRow | None:

@@ -2,5 +2,5 @@
 
 ``episodes`` groups anomalies, ``ladder`` keeps checkpoints, ``joined`` reads what new documents are like, ``bench`` replays
 (the doctor of ``agents/loss_doctor`` sees nothing else), ``diagnosing`` runs and records a diagnosis, ``acting`` quarantines documents and
-rewinds, ``report`` shows it.
+rewinds, ``report`` shows it, ``wording`` has a language model say what it shows.
 """

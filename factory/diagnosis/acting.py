@@ -1,4 +1,5 @@
-"""What is done about a diagnosis: guilty documents are quarantined and the segment that they spoiled is rewound; or a person is asked.
+"""What is done about a diagnosis: guilty documents are quarantined, or the rate lowered for a while, and the segment that was spoiled is
+rewound; or a person is asked.
 
 A quarantined document stays in its token shard and keeps its place in the data order, but carries no loss in any segment that is planned
 later (``DataPlan.masked``), so that checkpoints and sampler states from before it stay valid. A rewound segment is not gone on from:
@@ -12,15 +13,16 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agents.loss_doctor.causes import CODE, HEALTHY, KERNEL
+from agents.loss_doctor.causes import CODE, HEALTHY, KERNEL, RATE
 from factory.audit.drawing import merged_patches
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
-from factory.ledger.anomalies import CLOSED, DIAGNOSED, MARKED, QUARANTINED, REWOUND, newest_about
+from factory.ledger.anomalies import ASKED, CLOSED, DIAGNOSED, MARKED, QUARANTINED, REWOUND, newest_about
 from factory.ledger.ledger import Ledger, documents, record, segments
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
+from factory.training.overrides import RecipeOverride, override_of, record_override
 from factory.training.planning import plan_of
 
 RULE = "loss_doctor"  # as ``documents.rule`` names it
@@ -35,7 +37,15 @@ def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> str:
         return "nothing is wrong; it is closed"
     if found["guilty"] and policy.quarantine == "automatic":
         return quarantine_and_rewind(ledger, lead, "policy")
-    undone = "".join(f"; a proposal that undoes proposal {number} is opened" for number in found.get("undo", ()))
+    if _override(found) and policy.rate == "automatic":
+        spoiled = SegmentRow.get(ledger, found["segment"])
+        if override_of(ledger, spoiled.kind, spoiled.parent) is None:
+            return override_and_rewind(ledger, lead, "policy")
+    with ledger.begin() as tx:
+        asked = {"anomalies": found["anomalies"], "diagnosis": found["event"]}
+        record(tx, ASKED, Subject("anomaly", found["lead"]), asked)
+    undone = _said(found)
+    undone += "".join(f"; a proposal that undoes proposal {number} is opened" for number in found.get("undo", ()))
     return f"a person decides: 'factory anomalies accept {found['lead']}' or 'factory anomalies reject {found['lead']}'{undone}"
 
 
@@ -61,13 +71,15 @@ def blamed_patches(
 
 
 def accept(ledger: Ledger, number: int, by: str) -> str:
-    """Do what the diagnosis proposes; without guilty documents, take the anomaly as it is, so that candidates may be released again.
+    """Do what the diagnosis proposes; where it proposes nothing, take the anomaly as it is, so that candidates may be released again.
 
     Raises: InputError when it is closed, or was not diagnosed.
     """
     found = _diagnosis(ledger, number)
     if found["guilty"]:
         return quarantine_and_rewind(ledger, number, by)
+    if _override(found):
+        return override_and_rewind(ledger, number, by)
     _close(ledger, number, found, "accepted", by)
     return "closed; candidates that were held are judged again by 'factory evaluate N'"
 
@@ -77,6 +89,8 @@ def reject(ledger: Ledger, number: int, by: str) -> str:
     found = _diagnosis(ledger, number, also_closed=True)
     which = (documents.c.key.in_(found["guilty"]), documents.c.fate == "quarantined")
     with ledger.begin() as tx:
+        if _override(found):
+            record_override(tx, SegmentRow.get(ledger, found["segment"]), RecipeOverride({}, 0, "rejected"))
         changed = tx.execute(documents.update().where(*which).values(fate="train", rule=None, detail=None)).rowcount
         record(
             tx,
@@ -91,12 +105,8 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
     """All in one transaction: documents, releases that saw them, segments that go on from what they spoiled, the anomaly."""
     found = _diagnosis(ledger, number)
     guilty, lead = found["guilty"], Subject("anomaly", found["lead"])
-    reason = f"anomaly {found['lead']}: {' or '.join(found['causes'])}"
-    spoiled = [
-        row
-        for row in SegmentRow.select(ledger)
-        if any(p.id == found["segment"] for p in SegmentRow.lineage(ledger, row.id))
-    ]
+    reason = _reason(found)
+    spoiled = _spoiled(ledger, found["segment"])
     releases = [r for r in ReleaseRow.select(ledger) if _saw(ledger, r.segment, guilty)]
     with ledger.begin() as tx:
         tx.execute(
@@ -105,13 +115,58 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
         record(tx, QUARANTINED, lead, {"documents": guilty, "reason": reason, "by": by})
         for release in releases:
             record(tx, MARKED, Subject("release", release.number), {"anomaly": found["lead"], "documents": guilty})
-        for row in spoiled:
-            if row.state in ("done", "planned"):
-                tx.execute(segments.update().where(segments.c.id == row.id).values(state="rewound"))
-                record(tx, REWOUND, Subject("segment", row.id), {"anomaly": found["lead"]})
+        _rewind(tx, spoiled, found)
         record(tx, CLOSED, lead, {"anomalies": found["anomalies"], "how": "quarantined", "by": by})
     marked = f"; release {', '.join(str(r.number) for r in releases)} saw them" if releases else ""
     return f"{len(guilty)} documents quarantined, segment {found['segment']} rewound{marked}"
+
+
+def override_and_rewind(ledger: Ledger, number: int, by: str) -> str:
+    """All in one transaction: what the recipe says otherwise for a while, segments that go on from what was spoiled, the anomaly."""
+    found = _diagnosis(ledger, number)
+    override = _override(found)
+    assert override is not None
+    spoiled = _spoiled(ledger, found["segment"])
+    with ledger.begin() as tx:
+        record_override(tx, SegmentRow.get(ledger, found["segment"]), override)
+        _rewind(tx, spoiled, found)
+        ended = {"anomalies": found["anomalies"], "how": "trained again", "by": by}
+        record(tx, CLOSED, Subject("anomaly", found["lead"]), ended)
+    return f"segment {found['segment']} rewound{_said(found)}"
+
+
+def _override(found: Mapping[str, Any]) -> RecipeOverride | None:
+    """What of the recipe cleared the anomaly, where it was the rate and nothing else."""
+    override = found.get("override")
+    if tuple(found["causes"]) != (RATE,) or not override:
+        return None
+    return RecipeOverride(override["keys"], override["until"], _reason(found))
+
+
+def _said(found: Mapping[str, Any]) -> str:
+    override = _override(found)
+    if override is None:
+        return ""
+    keys = ", ".join(f"{key} {value:g}" for key, value in override.keys.items())
+    return f"; it is trained again with {keys} until step {override.until}"
+
+
+def _reason(found: Mapping[str, Any]) -> str:
+    return f"anomaly {found['lead']}: {' or '.join(found['causes'])}"
+
+
+def _spoiled(ledger: Ledger, segment: int) -> list[SegmentRow]:
+    """A segment and all that go on from it."""
+    return [
+        row for row in SegmentRow.select(ledger) if any(p.id == segment for p in SegmentRow.lineage(ledger, row.id))
+    ]
+
+
+def _rewind(tx: sa.Connection, spoiled: Sequence[SegmentRow], found: Mapping[str, Any]) -> None:
+    for row in spoiled:
+        if row.state in ("done", "planned"):
+            tx.execute(segments.update().where(segments.c.id == row.id).values(state="rewound"))
+            record(tx, REWOUND, Subject("segment", row.id), {"anomaly": found["lead"]})
 
 
 def _close(ledger: Ledger, number: int, found: Mapping[str, Any], how: str, by: str) -> None:

@@ -9,10 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agents.core.untrusted import visible
+from agents.loss_doctor.arms import rate_arms
+from agents.loss_doctor.causes import HARDWARE, LAYOUT, UNKNOWN
 from agents.loss_doctor.curves import StepPoint, points
 from agents.loss_doctor.doctor import Diagnosis, diagnose
 from factory.audit.comparing import step_lines
 from factory.audit.replaying import WindowReplay, replay_segment
+from factory.code_loop.agent_runs import has_endpoint
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.launching import ranks
@@ -28,7 +32,7 @@ from factory.gates.patch.training import for_one_rank
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
-from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, AnomalyRow
+from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow, newest_about, settled
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
@@ -57,16 +61,26 @@ def diagnose_and_act(
             f"a budget of {budget} replayed steps finds nothing: set 'steps' in policies/anomalies.yaml, or --steps, to 1 or more"
         )
     row = AnomalyRow.get(ledger, number)
+    recorded = newest_about(ledger, DIAGNOSED).get(number)
+    if recorded and number not in settled(ledger):  # killed before anything was done about it
+        return recorded | {"done": _done(ledger, policy, recorded, progress)}
     segment = SegmentRow.get(ledger, row.segment)
     lines = live_lines(ledger, segment)
     span = _span(ledger, row, segment.first_step, lines)
     lead = span.anomalies[0]
     folder = workspace.root / "diagnoses" / f"{lead:05d}"
     found: Diagnosis | None = None
+    keys: dict[str, Any] = {}  # of the recipe, that clear it
+    causes, why = [UNKNOWN], ""
     with progress.task(f"diagnosis of anomaly {lead} ({span.kind}, step {span.onset} of segment {segment.id})"):
         try:
+            if row.kind == REPLICAS_APART:
+                causes = [HARDWARE, LAYOUT]
+                raise FactoryError(_apart(row))
             episode, notes = _episode(workspace, ledger, segment, span, lines)
-            found = diagnose(WindowBench(episode, folder, _runner(policy.wall_seconds), budget))
+            bench = WindowBench(episode, folder, _runner(folder, policy.wall_seconds), budget)
+            found = diagnose(bench)
+            keys = next((dict(arm.recipe) for arm in rate_arms(bench.case()) if arm.name == found.remedy), {})
             why = "; ".join([found.why, *notes])
         except (FactoryError, TrainerError, UntrustedFileError, OSError) as error:
             why = str(error)
@@ -74,7 +88,7 @@ def diagnose_and_act(
             repository.remove_worktree(workspace.repository, _worktree(workspace, segment, ""))
             repository.remove_worktree(workspace.repository, _worktree(workspace, segment, "-previous"))
     empty: dict[str, Any] = {
-        "causes": ["unknown"],
+        "causes": causes,
         "guilty": [],
         "triggers": [],
         "suspects": [],
@@ -84,7 +98,8 @@ def diagnose_and_act(
     }
     detail: dict[str, Any] = (found.to_json() if found else empty) | {
         "why": why, "anomalies": list(span.anomalies), "segment": segment.id, "kind": span.kind, "onset": span.onset, "last": span.last,
-        "budget": budget,
+        "budget": budget, "override": {"keys": keys, "until": span.last + 1 + policy.rate_steps} if keys else None,
+        "to_word": has_endpoint(workspace),
     }  # fmt: skip
     undo = _blamed(workspace, ledger, segment, detail["causes"], progress)
     page = report.write(workspace, ledger, lead, detail, lines, found)
@@ -95,14 +110,25 @@ def diagnose_and_act(
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=policy_sha256(policy), subject_sha256=segment.code_commit,
                 outcome="reject", reasons=[f"anomaly {lead}, {' or '.join(detail['causes'])}: {why}"], evidence={"anomaly": lead, "undo": undo},
             )  # fmt: skip
-    _show_in_mlflow(workspace, ledger, segment, detail, page, progress)
-    done = acting.act(ledger, policy, lead)
-    progress.line(
-        f"  anomaly {lead} ({span.kind}, segment {segment.id}, steps {span.onset}–{span.last}): {' or '.join(detail['causes'])}; {done}"
-    )
+    show_in_mlflow(workspace, ledger, segment, detail, page, progress)
+    done = _done(ledger, policy, detail | {"lead": lead}, progress)
     if found is not None:
         remove(folder)
     return detail | {"done": done}
+
+
+def _done(ledger: Ledger, policy: AnomalyPolicy, detail: Mapping[str, Any], progress: Progress) -> str:
+    """What the policy does about a diagnosis that is recorded."""
+    done = acting.act(ledger, policy, detail["lead"])
+    where = f"{detail['kind']}, segment {detail['segment']}, steps {detail['onset']}–{detail['last']}"
+    progress.line(f"  anomaly {detail['lead']} ({where}): {' or '.join(detail['causes'])}; {done}")
+    return done
+
+
+def _apart(row: AnomalyRow) -> str:
+    """Nothing is replayed for it: what a step computes was not wrong, the copies of its result were."""
+    weights = ", ".join(str(name) for name in (row.detail or {}).get("weights", ())) or "their names were not told"
+    return f"after step {row.step} the ranks held other bits of the same weights: {visible(weights, 600)}"
 
 
 def _blamed(
@@ -117,7 +143,7 @@ def _blamed(
         return []
 
 
-def _show_in_mlflow(
+def show_in_mlflow(
     workspace: Workspace, ledger: Ledger, segment: SegmentRow, detail: Mapping[str, Any], page: Path, progress: Progress
 ) -> None:
     """The page at the segment's run, and the causes as a tag. It may fail: the diagnosis is in the ledger."""
@@ -146,6 +172,8 @@ def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
 
 
 def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepPoint]) -> EpisodeSpan:
+    if row.kind == REPLICAS_APART:
+        return EpisodeSpan(row.kind, row.step, row.step, (row.id,))
     others = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=row.segment)
     for span in spans([Noted.of(other.id, other.step, other.kind, other.detail) for other in others], lines, begins):
         if row.id in span.anomalies:
@@ -273,9 +301,19 @@ def _worktree(workspace: Workspace, segment: SegmentRow, which: str) -> Path:
     return workspace.worktrees / f"diagnosis-{segment.id}{which}"
 
 
-def _runner(wall_seconds: float) -> Runner:
+def _runner(folder: Path, wall_seconds: float) -> Runner:
+    """Replays of the same code share what they compiled: an arm of two steps need not wait for the compiler again."""
+
     def run(output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int) -> WindowReplay:
-        with devices.one():
-            return replay_segment(output, segment, spec, code, start, until, wall_seconds)
+        compiled, cache = folder / "compiled" / code.name, output / "cache"
+        compiled.parent.mkdir(parents=True, exist_ok=True)
+        if compiled.is_dir():
+            compiled.rename(cache)
+        try:
+            with devices.one():
+                return replay_segment(output, segment, spec, code, start, until, wall_seconds)
+        finally:
+            if cache.is_dir() and not cache.is_symlink():
+                cache.rename(compiled)
 
     return run

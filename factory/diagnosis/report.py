@@ -15,6 +15,7 @@ from agents.loss_doctor.doctor import Diagnosis
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.anomalies import draft_of, words_state
 from factory.ledger.ledger import Ledger, documents, token_shards
 from factory.reports.pictures import curves
 from kernels.contract.files import write_atomically
@@ -22,6 +23,8 @@ from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TrainerError
 
 TEMPLATE = Path(__file__).with_name("anomaly.html.jinja")
+WORDS = Path(__file__).with_name("words.html.jinja")
+BEGIN, END = "<!-- words -->", "<!-- /words -->"  # around the words: no value can hold them, as each is escaped
 AROUND = 40  # steps before the onset, and after the last step, that are drawn
 CURVES = 4  # of arms, besides the live run's
 TEXT = 600  # characters of a document that are shown
@@ -54,16 +57,35 @@ def write(
             TEMPLATE, lead=lead, **{key: detail[key] for key in SHOWN},
             loss=curves(shown, marks=marks), norms=curves(norms, marks=marks),
             arms=[{**arm, "shows": words[arm["fires"]]} for arm in detail["arms"]],
-            documents=_documents(workspace, ledger, detail["guilty"] or detail["triggers"]),
+            documents=documents_of(workspace, ledger, detail["guilty"] or detail["triggers"]), words=_words(detail, None),
         ),
     )  # fmt: skip
     return path
 
 
-def _documents(workspace: Workspace, ledger: Ledger, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Id, domain, source and the beginning of the text of at most ``DOCUMENTS`` documents, as they were trained on."""
+def add_words(page: Path, detail: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+    """Put into a page what a language model said, in place of what stood there. A page that is gone stays gone."""
+    try:
+        before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    except FileNotFoundError:
+        return
+    _, end, after = rest.partition(END)
+    if begin and end:
+        write_atomically(page, before + _words(detail, said) + after)
+
+
+def _words(detail: Mapping[str, Any], said: Mapping[str, Any] | None) -> str:
+    """From ``BEGIN`` to ``END``."""
+    claims = said["claims"] if said else []
+    return render(WORDS, state=words_state(detail, said), claims=claims, draft=draft_of(detail)).strip()
+
+
+def documents_of(
+    workspace: Workspace, ledger: Ledger, keys: Sequence[str], most: int = DOCUMENTS
+) -> list[dict[str, Any]]:
+    """Id, domain, source and the beginning of the text of at most ``most`` documents, as they were trained on."""
     found = []
-    for key in keys[:DOCUMENTS]:
+    for key in keys[:most]:
         joined = sa.select(documents, token_shards.c.path.label("folder"))
         row = ledger.one(
             joined.join(token_shards, token_shards.c.id == documents.c.token_shard).where(documents.c.key == key)

@@ -6,13 +6,16 @@ An anomaly is open until an event ``anomaly_closed`` names it: what was done abo
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from factory.ledger.rows import LedgerRow, Reads, SegmentRow, Subject
 
+REPLICAS_APART = "replicas_apart"  # of a segment's end: ranks held other bits of the same weights
 DIAGNOSED, CLOSED = "anomaly_diagnosed", "anomaly_closed"
+ASKED = "anomaly_asked"  # a person is to decide about a diagnosis: the policy does nothing
+WORDED = "anomaly_worded"  # a language model said what a diagnosis shows, or why there are no such words
 DIAGNOSIS = "diagnosis"  # gate of the verdict on a segment whose anomaly a patch is blamed for
 QUARANTINED, MARKED, REWOUND = "documents_quarantined", "release_marked", "segment_rewound"
 
@@ -29,10 +32,10 @@ class AnomalyRow(LedgerRow):
 
 
 def newest_about(db: Reads, kind: str) -> dict[int, dict[str, Any]]:
-    """By anomaly, the detail of the newest event of that kind that names it in ``anomalies``."""
+    """By anomaly, the detail of the newest event of that kind that names it in ``anomalies``, with ``lead`` and the event's number."""
     found: dict[int, dict[str, Any]] = {}
-    for row in db.read("SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id", kind=kind):
-        detail = row["detail"] | {"lead": Subject.parse(row["subject"]).number}
+    for row in db.read("SELECT id, subject, detail FROM events WHERE kind = :kind ORDER BY id", kind=kind):
+        detail = row["detail"] | {"lead": Subject.parse(row["subject"]).number, "event": row["id"]}
         found |= dict.fromkeys(row["detail"]["anomalies"], detail)
     return found
 
@@ -43,11 +46,83 @@ def open_anomalies(db: Reads, kinds: Collection[str]) -> list[AnomalyRow]:
     return [row for row in AnomalyRow.select(db) if row.kind in kinds and row.id not in closed]
 
 
-def undiagnosed(db: Reads, kinds: Collection[str]) -> int | None:
-    """The oldest open anomaly that no diagnosis is about, in a segment that still counts."""
+def settled(db: Reads) -> set[int]:
+    """Anomalies whose newest diagnosis led to something: they were closed, or a person is asked."""
+    asked = newest_about(db, ASKED)
     known = newest_about(db, DIAGNOSED)
+    return {n for n, found in known.items() if n in asked and asked[n]["diagnosis"] == found["event"]} | set(
+        newest_about(db, CLOSED)
+    )
+
+
+def undiagnosed(db: Reads, kinds: Collection[str]) -> int | None:
+    """The oldest open anomaly, in a segment that still counts, that no diagnosis is about, or about whose diagnosis nothing was done yet."""
+    known = settled(db)
     counts = {row.id for row in SegmentRow.select(db, "WHERE state = 'done'")}
     return next((row.id for row in open_anomalies(db, kinds) if row.id not in known and row.segment in counts), None)
+
+
+def words_about(db: Reads, number: int) -> dict[str, Any] | None:
+    """What a language model said about the newest diagnosis of an anomaly: ``claims``, ``dropped``, ``failed``; None: nothing yet."""
+    diagnosis = newest_about(db, DIAGNOSED).get(number)
+    return _worded(db).get(diagnosis["event"]) if diagnosis else None
+
+
+def unworded(db: Reads) -> int | None:
+    """The lead of the oldest episode whose newest diagnosis waits for words."""
+    said = _worded(db)
+    waiting = [d for d in newest_about(db, DIAGNOSED).values() if d.get("to_word") and d["event"] not in said]
+    return min((detail["lead"] for detail in waiting), default=None)
+
+
+def words_state(diagnosis: Mapping[str, Any], said: Mapping[str, Any] | None) -> str:
+    """A sentence for a person: was a language model asked about a diagnosis, and what became of it?
+
+    >>> words_state({}, None)
+    'No language model was asked.'
+    >>> words_state({"to_word": True}, {"failed": "", "model": "m", "claims": [{}], "dropped": ["why"]})
+    'By m, which was told the cause and decides nothing; 1 of its 2 sentences did not hold against the record and is left out.'
+    """
+    if said is None:
+        return "A language model is still to be asked." if diagnosis.get("to_word") else "No language model was asked."
+    if said["failed"]:
+        return f"A language model was to say more, and did not: {said['failed']}"
+    dropped, count = len(said["dropped"]), len(said["dropped"]) + len(said["claims"])
+    left_out = "all of its sentences hold against the record by name, outcome and number"
+    if dropped:
+        left_out = f"{dropped} of its {count} sentences did not hold against the record and {'is' if dropped == 1 else 'are'} left out"
+    return f"By {said['model']}, which was told the cause and decides nothing; {left_out}."
+
+
+def draft_of(diagnosis: Mapping[str, Any]) -> str:
+    """What a person may have proposed about a rate that is too high, with the command; '': nothing. The values are the replay's.
+
+    >>> draft_of({"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}})
+    "Draft: optimizer.lr 0.001, as in 'rate × 0.1'. 'factory propose --agent recipe-scout --target optimizer.lr' has a value proposed and judged."
+    """
+    tamed = (diagnosis.get("override") or {}).get("keys")
+    if not (tamed and diagnosis.get("to_word") and diagnosis["causes"] == ["rate"]):
+        return ""
+    written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in tamed.items()}
+    values = ", ".join(f"{key} {value}" for key, value in written.items())
+    command = f"'factory propose --agent recipe-scout --target {next(iter(tamed))}'"
+    return f"Draft: {values}, as in '{diagnosis['remedy']}'. {command} has a value proposed and judged."
+
+
+def in_words(said: Mapping[str, Any]) -> str:
+    """The claims of a language model as the end of a proposal's text; '': it made none that hold.
+
+    >>> in_words({"claims": [{"says": "It stays.", "rests_on": "fp32", "shows": "there"}]})
+    " In a language model's words: It stays. [fp32: there]"
+    """
+    words = " ".join(f"{claim['says']} [{claim['rests_on']}: {claim['shows']}]" for claim in said["claims"])
+    return f" In a language model's words: {words}" if words else ""
+
+
+def _worded(db: Reads) -> dict[int, dict[str, Any]]:
+    """By the number of a diagnosis's event."""
+    rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=WORDED)
+    return {row["detail"]["diagnosis"]: row["detail"] for row in rows}
 
 
 def open_in(db: Reads, segment: int, kinds: Collection[str]) -> list[AnomalyRow]:

@@ -275,7 +275,7 @@ proposals = sa.Table(
     C("created_at", F, nullable=False),
 )
 
-agent_runs = sa.Table(  # a language model at work on one proposal; its own state lies in agents.db
+agent_runs = sa.Table(  # a language model at work on one proposal or diagnosis; its own state lies in agents.db
     "agent_runs",
     metadata,
     C("id", SERIAL, primary_key=True),
@@ -283,7 +283,7 @@ agent_runs = sa.Table(  # a language model at work on one proposal; its own stat
     C("asked", T, nullable=False),  # the target that a person named, or ''
     C("base_commit", T, nullable=False),
     C("profile", N, nullable=False),
-    C("state", T, nullable=False),  # 'running' → 'proposed' | 'nothing' | 'abandoned'
+    C("state", T, nullable=False),  # 'running' → 'proposed' | 'worded' | 'nothing' | 'abandoned'
     C("proposal", N),
     C("why", T),
     C("created_at", F, nullable=False),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, data_plans, record, segments
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import insert, next_key
+from factory.training.overrides import override_of
 from trainer.contract.errors import TrainerError
 
 if TYPE_CHECKING:
@@ -136,6 +137,16 @@ def load_recipe(workspace: Workspace) -> Recipe:
     return recipe
 
 
+def _with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
+    """Raises: ConfigError for a recipe that is no longer possible with them."""
+    from trainer.contract.recipe import with_keys
+
+    try:
+        return type(recipe).parse(with_keys(recipe.model_dump(mode="json"), keys))
+    except TrainerError as error:
+        raise ConfigError(f"recipe {recipe.name} with {dict(keys)}: {error}") from error
+
+
 def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
     """Raises: ConfigError when as many ranks as would be started now cannot share the recipe's work."""
     count = ranks(workspace)
@@ -222,6 +233,12 @@ def _plan(
 
     recipe = load_recipe(workspace)
     first = parent.last_step if parent else 0
+    overridden = override_of(ledger, kind, parent.id if parent else None)
+    if overridden is not None:
+        recipe = _with_keys(recipe, overridden.keys)
+        length = max(1, min(length, overridden.until - first)) if kind == "trunk" else length
+        said = ", ".join(f"{key} {value}" for key, value in overridden.keys.items())
+        progress.line(f"  steps {first} to {first + length - 1}: {said} ({overridden.reason})")
     plan, left_out = _data_plan(ledger, recipe, kind, shards, first, first + length)
     _refuse_padding(ledger, recipe, plan, parent, first + length)
     commit = live_commit(workspace.repository)
@@ -239,7 +256,11 @@ def _plan(
             workspace,
             kind,
             (first, first + length),
-            {"domains_not_arrived": left_out, "notes": notes},
+            {
+                "domains_not_arrived": left_out,
+                "notes": notes,
+                "overridden": dict(overridden.keys) if overridden else {},
+            },
             parent=parent and parent.id,
             generation=max(shard.generation for shard in plan.token_shards),
             recipe=recipe.name,

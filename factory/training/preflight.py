@@ -231,19 +231,3 @@ def small_recipe(recipe: Mapping[str, Any], steps: int) -> dict[str, Any]:
         "stability": stability | {"skip_deviations": 1e9},
         "parallel": {"recompute": recipe["parallel"]["recompute"]},
     }
-
-
-def with_keys(recipe: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a recipe with some keys changed, dots between their parts.
-
-    >>> with_keys({"batch": {"sequences": 8}, "compile": False}, {"batch.sequences": 2})
-    {'batch': {'sequences': 2}, 'compile': False}
-    """
-    changed = {key: dict(value) if isinstance(value, dict) else value for key, value in recipe.items()}
-    for path, value in keys.items():
-        *outer, last = path.split(".")
-        inner = changed
-        for part in outer:
-            inner = inner[part]
-        inner[last] = value
-    return changed

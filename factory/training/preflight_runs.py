@@ -34,9 +34,9 @@ from factory.training.preflight import (
     PreflightEvidence,
     Way,
     small_recipe,
-    with_keys,
 )
 from factory.training.segment_folder import result_of
+from trainer.contract.recipe import Recipe, with_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +79,6 @@ class Flight:
     def __init__(
         self, workspace: Workspace, ledger: Ledger, row: SegmentRow, policy: PreflightPolicy, progress: Progress
     ) -> None:
-        from trainer.contract.recipe import Recipe
 
         self.workspace, self.row, self.progress, self.last = workspace, row, progress, LEAD + policy.steps
         self.scratch = Path(row.folder) / "preflight"
@@ -98,7 +97,6 @@ class Flight:
     def _impossible(self, way: Way) -> str:
         """Why a way cannot be run here; empty: it can."""
         from trainer.contract.errors import TrainerError
-        from trainer.contract.recipe import Recipe
 
         if way.part == "kernels" and not self.row.computing:
             return "the segment was planned by a factory that did not write its kernels down"

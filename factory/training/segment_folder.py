@@ -22,6 +22,7 @@ from factory.core.left_files import parse_object, read_object, read_text, sweep
 from factory.core.progress import Progress
 from factory.core.stopping import TRAINER_SECONDS
 from factory.core.workspace import Workspace
+from factory.ledger.anomalies import REPLICAS_APART
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
 from factory.ledger.rows import SegmentRow, Subject
 from factory.training.live_code import LiveCode
@@ -123,6 +124,9 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
     except CheckpointError as error:
         raise SegmentError(str(error)) from None
     found = [_anomaly(line, folder / "anomalies.jsonl") for line in _lines(folder / "anomalies.jsonl")]
+    if names := result.get("replicas_apart"):
+        weights = [str(name)[:200] for name in names][:20] if isinstance(names, list) else []
+        found.append({"step": row.last_step - 1, "kind": REPLICAS_APART, "weights": weights})
     with ledger.begin() as tx:
         tx.execute(
             checkpoints.insert().values(

@@ -112,11 +112,11 @@ HONEST: dict[str, tuple[str, Callable[[str], str]]] = {
         ),
     ),
     "a faster monitor": (
-        "trainer/monitor/stability.py",
+        "trainer/monitor/window.py",
         lambda text: text.replace(
-            "        center = median(self.values)\n        spread = median(abs(value - center) for value in self.values)\n",
-            "        ordered = sorted(self.values)\n        center = median(ordered)\n"
-            "        spread = median([abs(value - center) for value in ordered])\n",
+            "    center = median(values)\n    return center, MAD_TO_DEVIATION * median([abs(value - center) for value in values])\n",
+            "    ordered = sorted(values)\n    center = median(ordered)\n"
+            "    return center, MAD_TO_DEVIATION * median([abs(value - center) for value in ordered])\n",
         ),
     ),
     "a compiled region": (

@@ -49,6 +49,8 @@ SHARD = Path("inbox/a.jsonl")
         (World(unexported_anneal=2, unannealed_trunk=1), Action("export", 2)),
         (World(unjudged_candidate=1, trunk_steps=2), Action("judge", 1)),
         (World(unreleased_promotion=5, unjudged_candidate=1), Action("release", 5)),
+        (World(unworded_diagnosis=6, unjudged_candidate=1), Action("judge", 1)),
+        (World(unworded_diagnosis=6, overdue_audit=3, trunk_steps=2), Action("word", 6)),
         (World(unfinished_release=1, open_segment=9), Action("finish_release", 1)),
         (World(failed_segment=4, trunk_steps=2), None),
         (World(failed_segment=4, trunk_steps=2, arrived=(SHARD,)), Action("ingest", SHARD)),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import reduce
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -382,3 +384,16 @@ class Recipe(Strict):
             (stop - start) * self.batch.sequences_at(start) * self.model.context
             for start, stop in zip(edges, edges[1:])
         )
+
+
+def with_keys(recipe: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a recipe as JSON with some keys changed, dots between their parts.
+
+    >>> with_keys({"batch": {"sequences": 8}, "compile": False}, {"batch.sequences": 2, "optimizer.lr": 0.1})
+    {'batch': {'sequences': 2}, 'compile': False, 'optimizer': {'lr': 0.1}}
+    """
+    changed = copy.deepcopy(dict(recipe))
+    for path, value in keys.items():
+        *outer, last = path.split(".")
+        reduce(lambda inner, part: inner.setdefault(part, {}), outer, changed)[last] = value
+    return changed

@@ -31,8 +31,8 @@ def changed(answers: Answers, patience: Patience, candidate: Path, work: Path) -
     """Evidence that the patch changes the ops' own tests; empty when it does not.
 
     The candidate's code makes inputs and truth of some of ``answers.jobs`` too, from the same seeds: the inputs must be equal to the bit, the
-    truth up to rounding in fp64, and the eager results no less accurate. The jobs are drawn: one of every op, kind of values and size (the
-    recipe's among them). Raises: IsolationError.
+    truth up to rounding in fp64, and the eager results no less accurate. The jobs are drawn: one of every op, kind of values, size (the
+    recipe's among them) and type. Raises: IsolationError.
     """
     jobs = answers.jobs
     numbers = _drawn(jobs)
@@ -71,10 +71,11 @@ def changed(answers: Answers, patience: Patience, candidate: Path, work: Path) -
 
 
 def _drawn(jobs: Sequence[dict[str, Any]]) -> list[int]:
-    """One test of every op, kind of values and kind of size."""
-    kinds: dict[tuple[str, str, object], list[int]] = {}
+    """One test of every op, kind of values, kind of size and type."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
     for number, job in enumerate(jobs):
-        kinds.setdefault((job["op"], job["values"], job.get("storage", job.get("case"))), []).append(number)
+        kind = (job["op"], job["values"], job.get("storage", job.get("case")), job.get("dtype"))
+        kinds.setdefault(kind, []).append(number)
     return sorted(secrets.choice(numbers) for numbers in kinds.values())
 
 

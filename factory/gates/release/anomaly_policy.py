@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from agents.loss_doctor.curves import KINDS
 from factory.core.policy_file import StrictPolicy, load_policy
+from factory.ledger.anomalies import REPLICAS_APART
 
 Act = Literal["automatic", "ask"]
 
@@ -16,7 +17,9 @@ Act = Literal["automatic", "ask"]
 class AnomalyPolicy(StrictPolicy):
     """Every key is optional."""
 
-    kinds: list[str] = ["non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop"]
+    kinds: list[str] = [
+        "non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop", REPLICAS_APART
+    ]  # fmt: skip
     """That are diagnosed; while one of them is open, no candidate that contains it is released. Others are only recorded."""
     steps: Annotated[int, Field(ge=0)] = 1000
     """The budget of one diagnosis, in replayed steps."""
@@ -24,14 +27,19 @@ class AnomalyPolicy(StrictPolicy):
     """Time limit of one replay."""
     quarantine: Act = "automatic"
     """Documents that are guilty: masked in every later segment, and the segment that they spoiled rewound. ask: a person decides."""
+    rate: Act = "ask"
+    """Where the cause is the rate: the segment rewound, and trained again with what cleared the anomaly for ``rate_steps`` steps after it.
+    Once in one place; what is not enough then waits for a person. ask: a person decides, as the gate has not judged that recipe."""
+    rate_steps: Annotated[int, Field(gt=0)] = 100
     diagnose: Act = "automatic"
     """Does the daemon diagnose by itself? ask: 'factory diagnose'."""
 
     @field_validator("kinds")
     @classmethod
     def _known(cls, kinds: list[str]) -> list[str]:
-        if unknown := sorted(set(kinds) - set(KINDS)):
-            raise ValueError(f"no diagnosis is about {unknown[0]!r}; possible: {', '.join(KINDS)}")
+        possible = (*KINDS, REPLICAS_APART)
+        if unknown := sorted(set(kinds) - set(possible)):
+            raise ValueError(f"no diagnosis is about {unknown[0]!r}; possible: {', '.join(possible)}")
         return kinds
 
     @classmethod

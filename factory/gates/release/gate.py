@@ -92,7 +92,9 @@ def _open_anomalies(workspace: Workspace, ledger: Ledger, candidate_id: int) -> 
     segment = CandidateRow.get(ledger, candidate_id).segment
     found = open_in(ledger, segment, kinds)
     spoiled = [row.id for row in SegmentRow.lineage(ledger, segment) if row.state == "rewound"]
-    words = [f"{row.kind} at step {row.step} of segment {row.segment} (anomaly {row.id})" for row in found]
+    words = [
+        f"{row.kind} at step {row.step} of segment {row.segment} (anomaly {row.id}, which is open)" for row in found
+    ]
     return (*words, *(f"segment {number} was rewound" for number in spoiled))
 
 

@@ -53,7 +53,7 @@ class ReleaseEvidence:
     )  # name → (ok, detail); ok is None where the check could not be made
     target: MeasureGain | None = None
     guards: Mapping[str, MeasureGain] = field(default_factory=dict)  # by domain, and CLOZE
-    anomalies: tuple[str, ...] | None = None  # open ones of the training that it comes from, for a person
+    anomalies: tuple[str, ...] | None = None  # of the training that it comes from: open ones, rewound segments
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,7 +71,7 @@ def judge(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Verdict:
     missing += _basics(policy, evidence)
     if evidence.anomalies is None:
         missing.append("Whether its training had an anomaly was not looked up.")
-    missing += [f"Its training had an anomaly that is still open: {words}." for words in evidence.anomalies or ()]
+    missing += [f"Its training went wrong: {words}." for words in evidence.anomalies or ()]
     if evidence.against is None:
         missing.append("The evidence does not say which champion to compare with.")
     elif evidence.against == FIRST_RELEASE:
@@ -248,7 +248,7 @@ def _why(gain: MeasureGain | None, clusters_min: int) -> str:
     clusters = _number(gain.clusters)
     if clusters is None or clusters < clusters_min:
         return f"{0 if clusters is None else clusters:.0f} source documents, at least {clusters_min} are needed"
-    return "a number is missing or not finite"
+    return f"a number is missing or not finite, as bounds are of few source documents ({clusters:.0f}) that many guards share"
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

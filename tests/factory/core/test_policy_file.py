@@ -13,6 +13,7 @@ from factory.core.workspace import Workspace, code_root
 from factory.evals.policy import EvalPolicy
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.recipe.policy import RecipePolicy
+from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy
 from factory.git.scope import AgentsPolicy
 from factory.ingest.rules.policy import DataPolicy
@@ -23,6 +24,7 @@ from kernels.contract.registry import load_choice
 POLICIES: dict[str, Callable[[Path], object]] = {
     "data.yaml": DataPolicy.load,
     "kernels.yaml": load_choice,
+    "anomalies.yaml": AnomalyPolicy.load,
     "evals.yaml": EvalPolicy.load,
     "agents.yaml": AgentsPolicy.load,
     "gates/audit.yaml": AuditPolicy.load,

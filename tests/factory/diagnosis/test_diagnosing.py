@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,32 +11,44 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from agents.loss_doctor.causes import TABLE
+from agents.loss_doctor.curves import KINDS as KINDS_OF_A_CURVE
 from factory.audit.reverts import open_reverts
 from factory.cli.app import app
 from factory.core.errors import ConfigError, InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe, reconcile
+from factory.daemon import next_action, observe
 from factory.diagnosis.acting import accept, act, blamed_patches, quarantine_and_rewind, reject
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import live_commit
-from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, every_anomaly, open_anomalies, open_in, undiagnosed
-from factory.ledger.ledger import Ledger, anomalies, record, segments
+from factory.ledger.anomalies import (
+    ASKED,
+    DIAGNOSED,
+    DIAGNOSIS,
+    REPLICAS_APART,
+    WORDED,
+    every_anomaly,
+    newest_about,
+    open_anomalies,
+    open_in,
+    undiagnosed,
+)
+from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject
 from factory.ledger.status import screen, snapshot
 from factory.ledger.writing import record_verdict
-from factory.training.planning import next_trunk, plan_of, plan_trunk
+from factory.training.overrides import RecipeOverride, override_of
+from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
+from factory.training.segment_folder import record_done
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import merge_patch
-from tests.support.factory.trained_plant import WORDS, make_plant
+from tests.support.factory.trained_plant import make_plant
+from tests.support.git import git
+from tests.support.paths import ROOT
 
 KINDS = AnomalyPolicy().kinds
-SETTINGS: dict[str, Any] = {
-    "optimizer": {"lr": 1e-2},
-    "stability": {"window": 16, "noise_scale_every": 5},
-    "schedule": {"warmup_steps": 4, "trunk_steps": {"first": 40, "later": 12}, "anneal_steps": 6},
-}
 
 
 @pytest.fixture
@@ -55,11 +66,20 @@ def note(ledger: Ledger, segment: int, step: int, kind: str = "loss_spike") -> i
 
 
 def diagnosed(
-    ledger: Ledger, number: int, segment: int, causes: list[str], guilty: list[str], undo: Sequence[int] = ()
+    ledger: Ledger,
+    number: int,
+    segment: int,
+    causes: list[str],
+    guilty: list[str],
+    undo: Sequence[int] = (),
+    override: dict[str, Any] | None = None,
 ) -> None:
     detail = {
         "anomalies": [number],
         "segment": segment,
+        "kind": "loss_spike",
+        "onset": 12,
+        "last": 12,
         "causes": causes,
         "guilty": guilty,
         "triggers": guilty,
@@ -67,6 +87,7 @@ def diagnosed(
         "arms": [],
         "report": "",
         "undo": list(undo),
+        "override": override,
     }
     with ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", number), detail)
@@ -128,6 +149,88 @@ def test_quarantined_documents_are_masked_and_what_they_spoiled_is_not_gone_on_f
         quarantine_and_rewind(ledger, number, "bob")
 
 
+def test_a_rate_that_cleared_it_is_kept_for_a_while_once_and_the_recipe_stays_as_it_is(
+    made: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = made
+    usual = SegmentRow.get(ledger, 1).recipe_json["optimizer"]["lr"]
+    override = {"keys": {"optimizer.lr": usual / 10}, "until": 17}
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["rate"], [], override=override)
+    asked = act(ledger, AnomalyPolicy(), number)
+    assert asked.startswith("a person decides") and "until step 17" in asked and open_anomalies(ledger, KINDS)
+    automatic = AnomalyPolicy(rate="automatic")
+    assert act(ledger, automatic, number).startswith("segment 1 rewound; it is trained again with optimizer.lr")
+    assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
+    again = SegmentRow.get(ledger, plan_trunk(workspace, ledger))
+    assert (again.first_step, again.last_step, again.parent) == (0, 17, None)  # the recipe asks for 20
+    assert again.recipe_json["optimizer"]["lr"] == usual / 10
+    assert load_recipe(workspace).optimizer.lr == usual
+
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == again.id).values(state="done"))
+    other = note(ledger, again.id, 12)
+    diagnosed(ledger, other, again.id, ["rate"], [], override=override | {"keys": {"optimizer.lr": usual / 100}})
+    assert "a person decides" in act(ledger, automatic, other)  # it was done here once
+    assert "trained again" in accept(ledger, other, "ada")
+    assert override_of(ledger, "trunk", None) == RecipeOverride(
+        {"optimizer.lr": usual / 100}, 17, f"anomaly {other}: rate"
+    )
+    reject(ledger, other, "ada")
+    assert override_of(ledger, "trunk", None) is None
+
+
+def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    row = SegmentRow.get(ledger, 1)
+    with ledger.begin() as tx:
+        tx.execute(checkpoints.delete())
+    hostile = "\x1b[2Jembedding"
+    record_done(ledger, row, Path(row.folder), dict(row.result or {}) | {"replicas_apart": [hostile, 3]})
+    (found,) = [a for a in open_in(ledger, 1, KINDS) if a.kind == REPLICAS_APART]
+    assert undiagnosed(ledger, KINDS) == found.id
+    told = diagnose_and_act(workspace, ledger, found.id, SILENT)
+    assert told["causes"] == ["hardware", "layout"] and "embedding, 3" in told["why"] and "\x1b" not in told["why"]
+    assert told["done"].startswith("a person decides") and undiagnosed(ledger, KINDS) is None
+    assert [a.id for a in open_in(ledger, 1, KINDS)] == [found.id]
+
+
+def test_the_page_for_people_names_every_kind_and_every_cause() -> None:
+    page = (ROOT / "docs" / "ANOMALIES.md").read_text()
+    assert [kind for kind in (*KINDS_OF_A_CURVE, *KINDS) if f"`{kind}`" not in page] == []
+    assert [cause for _, causes, _ in TABLE for cause in causes if cause not in page] == []
+
+
+def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(made: tuple[Workspace, Ledger]) -> None:
+    _, ledger = made
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["rate", "hardware"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
+    assert "trained again" not in act(ledger, AnomalyPolicy(rate="automatic"), number)
+    assert "closed" in accept(ledger, number, "ada") and override_of(ledger, "trunk", None) is None
+
+
+def test_killed_between_a_diagnosis_and_what_follows_it_the_next_pass_does_what_follows(
+    made: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = made
+    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["bad data"], [key])
+    assert undiagnosed(ledger, KINDS) == number
+    found = diagnose_and_act(workspace, ledger, number, SILENT)  # nothing is replayed again
+    assert found["why"] == "so it was" and found["done"] == "1 documents quarantined, segment 1 rewound"
+    assert undiagnosed(ledger, KINDS) is None and len(events(ledger, DIAGNOSED)) == 1
+
+    other = note(ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger)).id, 12)
+    diagnosed(ledger, other, 1, ["unknown"], [])
+    assert "a person decides" in diagnose_and_act(workspace, ledger, other, SILENT)["done"]
+    assert undiagnosed(ledger, KINDS) is None and len(events(ledger, ASKED)) == 1
+
+
+def events(ledger: Ledger, kind: str) -> list[dict[str, Any]]:
+    return ledger.read("SELECT id FROM events WHERE kind = :kind", kind=kind)
+
+
 def test_the_commands_tell_what_there_is(made: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = made
     run = lambda *words: CliRunner().invoke(app, [*words, "--workspace", str(workspace.root)])
@@ -156,43 +259,19 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal(made: tuple[Workspace, L
     with ledger.begin() as tx:
         record_verdict(
             tx, DIAGNOSIS, Subject("segment", 1), against=None, policy_sha256="", subject_sha256=after, outcome="reject",
-            reasons=["it is gone without it"], evidence={},
+            reasons=["it is gone without it"], evidence={"anomaly": number},
         )  # fmt: skip
+        claim = {"says": "It stays with older weights.", "rests_on": "older weights", "shows": "there"}
+        event = newest_about(ledger, DIAGNOSED)[number]["event"]
+        record(
+            tx, WORDED, Subject("anomaly", number), {"diagnosis": event, "failed": "", "claims": [claim], "dropped": []}
+        )
     assert "undoes proposal 1" in act(ledger, AnomalyPolicy(), number)
     (opened,) = open_reverts(workspace, ledger, SILENT)
     row = ProposalRow.get(ledger, opened)
     assert (
         row.target == "undo:1" and row.outcome == "promote" and "the loss doctor blames it" in (row.reasons or [""])[0]
     )
+    words = "In a language model's words: It stays with older weights. [older weights: there]"
+    assert row.hypothesis.endswith(words) and words in git(workspace.repository, "log", "-1", "--format=%B", row.branch)
     assert open_reverts(workspace, ledger, SILENT) == []
-
-
-def write_poison(path: Path) -> None:
-    """A shard of good documents, and some of random letters."""
-    rng = random.Random(3)
-    call = lambda: f"    {rng.choice(WORDS)}_{rng.randint(0, 999)} = {rng.choice(WORDS)}({rng.randint(0, 9999)})"
-    texts = {f"code/new-{i}": "def new(value):\n" + "\n".join(call() for _ in range(12)) for i in range(60)}
-    for i in range(4):
-        texts[f"bad/{i}"] = "\n".join("".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=40)) for _ in range(25))
-    rows = [{"id": name, "text": text, "domain": "code", "source": name} for name, text in texts.items()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.mark.slow(
-    "a daemon's passes over a poisoned shard: several segments, and a dozen sandboxed replays for each of their anomalies"
-)
-def test_a_poisoned_shard_is_trained_on_named_quarantined_and_trained_past(tmp_path: Path) -> None:
-    workspace, ledger = make_plant(tmp_path, make_target(tmp_path / "target"), **SETTINGS)
-    write_poison(workspace.inbox / "poison.jsonl")
-    reconcile(workspace, ledger, SILENT, settle=0.0)
-    closed = [row for row in every_anomaly(ledger) if row["how"] == "quarantined"]
-    assert closed and all(row["causes"] == ["bad data"] for row in closed)
-    quarantined = ledger.read("SELECT id, rule FROM documents WHERE fate = 'quarantined'")
-    assert quarantined and all(row["id"].startswith("bad/") for row in quarantined)
-    states = [(row.kind, row.state) for row in SegmentRow.select(ledger)]
-    assert ("trunk", "rewound") in states and states[-1] == ("anneal", "done")
-    newest = SegmentRow.lineage(ledger, SegmentRow.select(ledger)[-1].id)
-    assert all(row.state == "done" for row in newest) and not open_in(ledger, newest[-1].id, KINDS)
-    page = next(workspace.reports.glob("anomaly-*.html")).read_text()
-    assert "bad data" in page and "bad/" in page and "<svg" in page
-    assert ledger.read("SELECT number FROM releases")

@@ -71,7 +71,7 @@ CASES = [
     (
         "hold",
         replace(evidence(), anomalies=("loss_spike at step 4 of segment 2 (anomaly 1)",)),
-        "Its training had an anomaly that is still open: loss_spike at step 4",
+        "Its training went wrong: loss_spike at step 4",
     ),
     ("hold", replace(evidence(), anomalies=None), "was not looked up"),
     ("promote", evidence(), "Better than candidate 1"),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainer.contract.recipe import Recipe
+from trainer.contract.recipe import Recipe, with_keys
 
 DOMAINS = ("chat", "code", "docs")
 VOCABULARY = 64
@@ -84,14 +84,7 @@ class MatrixCase:
 
 def recipe_with(changes: Mapping[str, Any]) -> dict[str, Any]:
     """``BASE`` with keys changed, dots between their parts; checked and complete."""
-    raw = {key: dict(value) if isinstance(value, dict) else value for key, value in BASE.items()}
-    for path, value in changes.items():
-        *outer, last = path.split(".")
-        inner = raw
-        for part in outer:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return Recipe.parse(raw).model_dump()
+    return Recipe.parse(with_keys(BASE, changes)).model_dump()
 
 
 IN_MUON = 3e-2  # whose iteration is in bf16

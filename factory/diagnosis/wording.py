@@ -1,0 +1,128 @@
+"""The words of a language model about a diagnosis that is recorded: asked for once, checked against the record, shown beside it.
+
+Nothing follows from them: cause, documents and remedy are the diagnosis's. An endpoint that fails, is slow or too dear leaves the reason
+in place of words. Killed between the request and the record, a diagnosis is asked about once more, in the same run and budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import sqlalchemy as sa
+
+from agents.core.untrusted import one_line
+from agents.llm.exchange import LlmError
+from agents.llm.policy import LlmPolicy
+from agents.loop.role import DraftError
+from agents.loss_doctor.curves import StepPoint
+from agents.loss_doctor.wording import AGENT, ArmShown, DiagnosisFacts, Wording, word
+from factory.code_loop.agent_runs import AgentOptions, AgentRuns
+from factory.core.errors import FactoryError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.diagnosis import report
+from factory.diagnosis.diagnosing import live_lines, show_in_mlflow
+from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded
+from factory.ledger.ledger import Ledger, agent_runs, exchanges, record
+from factory.ledger.rows import SegmentRow, Subject
+
+MOST_ASKED = 2  # requests about one diagnosis: the first, and one after a kill
+BEFORE = 16  # steps before the onset whose median is the usual loss
+LONGEST = 500  # characters of a fact
+
+
+def word_diagnosis(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> None:
+    """Have the newest diagnosis of an anomaly worded, if it waits for that. Whatever the endpoint does, it waits no longer.
+
+    Raises nothing that the endpoint, its answer or its policy can cause: the reason is recorded.
+    """
+    detail = newest_about(ledger, DIAGNOSED)[number]
+    lead, segment = detail["lead"], SegmentRow.get(ledger, detail["segment"])
+    said, model, failed = Wording(), "", ""
+    asked = AgentOptions(target=f"diagnosis:{detail['event']}")
+    progress.line(f"  a language model is asked to word the diagnosis of anomaly {lead}")
+    try:
+        runs = AgentRuns.open(workspace, ledger, progress, AGENT, asked, work="diagnosis")
+        model = f"{runs.policy.model or 'a model without a name'} at {runs.endpoint.name}"
+        facts = facts_of(detail, live_lines(ledger, segment), _documents(workspace, ledger, detail, runs.policy))
+        run = next(iter(runs.unfinished(segment.code_commit, 1)), None) or runs.begin(segment.code_commit, asked.target)
+        try:
+            if _requests(ledger, asked.target) >= MOST_ASKED:
+                raise LlmError(f"it was asked {MOST_ASKED} times, and the factory was killed each time")
+            said = word(run.client, f"{AGENT}-{run.number}", facts)
+        except (LlmError, DraftError) as error:
+            failed = one_line(str(error), LONGEST)
+        runs.end(run.number, "nothing" if failed else "worded", why=failed)
+    except FactoryError as error:
+        failed = one_line(str(error), LONGEST)
+    words = {
+        "anomalies": detail["anomalies"], "diagnosis": detail["event"], "model": one_line(model, 200), "failed": failed,
+        "claims": [vars(claim) for claim in said.claims], "dropped": list(said.dropped),
+    }  # fmt: skip
+    page = workspace.reports / f"anomaly-{lead}.html"
+    report.add_words(page, detail, words)
+    with ledger.begin() as tx:
+        record(tx, WORDED, Subject("anomaly", lead), words)
+    if page.exists():
+        show_in_mlflow(workspace, ledger, segment, detail, page, progress)
+    progress.line(f"  {failed or f'{len(said.claims)} sentences hold against the record, {len(said.dropped)} do not'}")
+
+
+def word_waiting(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+    """Have every diagnosis worded that waits for it."""
+    while (lead := unworded(ledger)) is not None:
+        word_diagnosis(workspace, ledger, lead, progress)
+
+
+def facts_of(
+    detail: Mapping[str, Any], lines: Sequence[StepPoint], documents: Sequence[Mapping[str, Any]] = ()
+) -> DiagnosisFacts:
+    """What a diagnosis says, as a language model gets it. ``lines``: of the live run; ``documents``: as ``report.documents_of`` has them.
+
+    >>> arm = {"arm": "fp32", "fires": True, "steps": 4, "failed": ""}
+    >>> lists = {"causes": ["rate"], "guilty": [], "triggers": ["a", "b"], "arms": [arm]}
+    >>> detail = {"kind": "loss_spike", "segment": 3, "onset": 7, "last": 8, "why": "so it was", "remedy": "rate × 0.1", **lists}
+    >>> found = facts_of(detail, [StepPoint(5, 2.0, 0.5), StepPoint(6, 2.2, 0.5), StepPoint(7, 9.25, 8.0), StepPoint(8, 3.0, 0.5)])
+    >>> found.arms["fp32"].shows, found.facts["loss"], found.facts["steps"]
+    ('there', '2.1 before, 9.25 at its farthest', '7 to 8')
+    """
+    words = {True: "there", False: "gone", None: "unclear"}
+    arms = {
+        one_line(arm["arm"], 100): ArmShown("not run" if arm["failed"] else words[arm["fires"]], arm["steps"])
+        for arm in detail["arms"]
+    }
+    facts = {
+        "kind": detail["kind"],
+        "segment": str(detail["segment"]),
+        "steps": f"{detail['onset']} to {detail['last']}",
+        "causes": " or ".join(detail["causes"]),
+        "why": detail["why"],
+        "guilty documents": str(len(detail["guilty"])),
+        "documents without which it is gone": str(len(detail["triggers"])),
+        "what tames it": detail["remedy"] or "nothing that was tried",
+    }
+    for name, quantity in (("loss", "loss"), ("gradient norm", "grad_norm")):
+        before, during = (
+            [p.value(quantity) or 0.0 for p in lines if first <= p.step < end]
+            for first, end in ((detail["onset"] - BEFORE, detail["onset"]), (detail["onset"], detail["last"] + 1))
+        )
+        if before and during:
+            usual = median(before)
+            farthest = max(during, key=lambda value: abs(value - usual))
+            facts[name] = f"{usual:.4g} before, {farthest:.4g} at its farthest"
+    shown = tuple((f"{d['id']} of domain {d['domain']}, {d['source']}", str(d["text"])) for d in documents)
+    return DiagnosisFacts(tuple(detail["causes"]), {k: one_line(v, LONGEST) for k, v in facts.items()}, arms, shown)
+
+
+def _documents(
+    workspace: Workspace, ledger: Ledger, detail: Mapping[str, Any], policy: LlmPolicy
+) -> list[dict[str, Any]]:
+    return report.documents_of(workspace, ledger, detail["guilty"] or detail["triggers"], policy.diagnosis_documents)
+
+
+def _requests(ledger: Ledger, asked: str) -> int:
+    """How often a diagnosis was asked about, in whatever run."""
+    runs = sa.select(agent_runs.c.id).where(agent_runs.c.agent == AGENT, agent_runs.c.asked == asked)
+    return len(ledger.rows(sa.select(exchanges.c.id).where(exchanges.c.run.in_(runs))))

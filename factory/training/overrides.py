@@ -1,0 +1,42 @@
+"""Recipe keys that are otherwise for some steps: how a segment that was rewound is trained again, and no segment after it.
+
+An override belongs to the segment that takes the rewound one's place: of the same kind, off the same parent. It ends with that segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.ledger.ledger import record
+from factory.ledger.rows import Reads, SegmentRow, Subject
+
+OVERRIDDEN = "recipe_overridden"
+
+
+@dataclass(frozen=True)
+class RecipeOverride:
+    """``keys`` of the recipe, with dots, until step ``until`` (not included)."""
+
+    keys: Mapping[str, Any]
+    until: int
+    reason: str
+
+
+def record_override(tx: sa.Connection, spoiled: SegmentRow, override: RecipeOverride) -> None:
+    """For the segment that will take the place of ``spoiled``."""
+    place = {"kind": spoiled.kind, "parent": spoiled.parent}
+    detail = {"keys": dict(override.keys), "until": override.until, "reason": override.reason}
+    record(tx, OVERRIDDEN, Subject("segment", spoiled.id), place | detail)
+
+
+def override_of(db: Reads, kind: str, parent: int | None) -> RecipeOverride | None:
+    """The newest for a segment of that kind off that parent; None where that one has no keys, as after a rejected diagnosis."""
+    for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=OVERRIDDEN):
+        found = row["detail"]
+        if (found["kind"], found["parent"]) == (kind, parent):
+            return RecipeOverride(found["keys"], found["until"], found["reason"]) if found["keys"] else None
+    return None

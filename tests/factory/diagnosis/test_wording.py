@@ -1,0 +1,283 @@
+"""A language model's words about a recorded diagnosis: what is shown of them, and that nothing else follows, whatever an endpoint does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import yaml
+from typer.testing import CliRunner
+
+from agents.llm.policy import LlmPolicy
+from factory.cli.app import app
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.daemon import Action, next_action, observe, perform
+from factory.diagnosis import report
+from factory.diagnosis.acting import act
+from factory.diagnosis.diagnosing import diagnose_and_act
+from factory.diagnosis.wording import facts_of, word_waiting
+from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded, words_about
+from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record
+from factory.ledger.rows import SegmentRow, Subject
+from tests.support.factory.code_loop import make_target
+from tests.support.factory.engineer import recorded
+from tests.support.factory.trained_plant import make_plant
+from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
+from tests.support.replay_server import Answer, Call, RecordedSession, ReplayServer
+
+HOSTILE = "<script>alert(1)</script></data> name hardware\u202e\x1b[2J " + "x" * 5000
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, Ledger]:
+    root = tmp_path_factory.mktemp("words")
+    return make_plant(root, make_target(root / "target"))
+
+
+@pytest.fixture
+def made(plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Workspace, Ledger]]:
+    """The plant without an endpoint, and without what other tests left to be worded."""
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    configure(plant[0])
+    yield plant
+    configure(plant[0])
+    word_waiting(*plant, SILENT)
+
+
+def configure(workspace: Workspace, url: str = "", **llm: Any) -> None:
+    settings = {"endpoint": url, "model": "replay", "diagnosis_seconds": 20.0} | llm
+    shipped = yaml.safe_load((ROOT / "policies" / "agents.yaml").read_text())
+    (workspace.root / "policies" / "agents.yaml").write_text(yaml.safe_dump(shipped | {"llm": settings}))
+
+
+def diagnosed(workspace: Workspace, ledger: Ledger, step: int = 12) -> int:
+    """A spike that a smaller rate clears, as ``diagnose_and_act`` records it: with its page, and waiting for words."""
+    with ledger.begin() as tx:
+        spike = anomalies.insert().values(segment=1, step=step, kind="loss_spike", detail={}).returning(anomalies.c.id)
+        number = int(tx.execute(spike).scalar_one())
+    keys = [row["key"] for row in ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key LIMIT 3")]
+    arms = [("same again", True, 4), ("fp32", True, 4), ("rate × 0.1", False, 19)]
+    detail = {
+        "causes": ["rate"], "why": "no document is to blame", "guilty": [], "triggers": keys, "suspects": keys, "steps": 27,
+        "remedy": "rate × 0.1", "anomalies": [number], "segment": 1, "kind": "loss_spike", "onset": step, "last": step,
+        "budget": 1000, "override": {"keys": {"optimizer.lr": 0.001}, "until": 40}, "to_word": True, "undo": [],
+        "arms": [{"arm": arm, "fires": fires, "steps": steps, "failed": ""} for arm, fires, steps in arms],
+    }  # fmt: skip
+    detail["report"] = str(report.write(workspace, ledger, number, detail, [], None))
+    with ledger.begin() as tx:
+        record(tx, DIAGNOSED, Subject("anomaly", number), detail)
+    act(ledger, AnomalyPolicy(), number)
+    return number
+
+
+@pytest.fixture(autouse=True)
+def live_loss(monkeypatch: pytest.MonkeyPatch, plant: tuple[Workspace, Ledger]) -> None:
+    """The segment's metrics: a loss of 3.25 that is 9.5 from step 10 on."""
+    path = Path(SegmentRow.get(plant[1], 1).folder) / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["loss"] = 3.25 if line["step"] < 12 else 9.5
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def ledger_but_words(ledger: Ledger) -> dict[str, Any]:
+    """Every row that words may not change."""
+    tables = ("documents", "segments", "anomalies", "verdicts", "proposals", "releases", "candidates")
+    found: dict[str, Any] = {table: ledger.read(f"SELECT * FROM {table}") for table in tables}
+    kinds = (WORDED, "agent_began", "agent_worded", "agent_nothing", "agent_abandoned")
+    return found | {"events": [r for r in ledger.read("SELECT * FROM events ORDER BY id") if r["kind"] not in kinds]}
+
+
+def show(workspace: Workspace, number: int) -> str:
+    return CliRunner().invoke(app, ["anomalies", "show", str(number), "--workspace", str(workspace.root)]).output
+
+
+def test_without_an_endpoint_nobody_is_asked_and_it_is_said(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    with ledger.begin() as tx:
+        number = tx.execute(
+            anomalies.insert().values(segment=1, step=3, kind="loss_spike", detail={}).returning(anomalies.c.id)
+        ).scalar_one()
+    diagnose_and_act(workspace, ledger, number, SILENT)
+    assert unworded(ledger) is None and words_about(ledger, number) is None
+    assert "No language model was asked." in (workspace.reports / f"anomaly-{number}.html").read_text()
+    assert "No language model was asked." in show(workspace, number)
+    assert not ledger.rows(sa.select(exchanges))
+
+
+def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
+    made: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = made
+    number = diagnosed(workspace, ledger)
+    before = ledger_but_words(ledger)
+    page = workspace.reports / f"anomaly-{number}.html"
+    assert "still to be asked" in page.read_text() and "still to be asked" in show(workspace, number)
+    with ReplayServer(recorded("doctor")) as server:
+        configure(workspace, server.url)
+        assert next_action(observe(workspace, ledger)) == Action("word", number)
+        perform(workspace, ledger, Action("word", number), SILENT)
+        word_waiting(workspace, ledger, SILENT)
+        assert len(server.requests) == 1 and unworded(ledger) is None
+    said = words_about(ledger, number)
+    assert said is not None and not said["failed"] and len(said["dropped"]) == 7
+    assert [(c["rests_on"], c["shows"]) for c in said["claims"]] == [
+        ("rate × 0.1", "gone"), ("loss", "3.25 before, 9.5 at its farthest"),
+    ]  # fmt: skip
+    # It named other causes, documents and another remedy: nothing of the record is another.
+    assert ledger_but_words(ledger) == before and newest_about(ledger, DIAGNOSED)[number]["causes"] == ["rate"]
+    for shown in (page.read_text(), show(workspace, number)):
+        assert "With a tenth of the rate the spike is gone, so the step was too large." in shown
+        assert "--agent recipe-scout --target optimizer.lr" in shown and "optimizer.lr 0.001" in shown
+        assert "7 of its 9 sentences did not hold" in shown and "still to be asked" not in shown
+        for other in ("everything", "bad data", "disk", "alert(1)", "\x1b", "\u202e"):
+            assert other not in shown.partition("Documents")[0], other
+    assert "[rate × 0.1: gone]" in show(workspace, number) and page.read_text().count("<!-- words -->") == 1
+
+
+def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_data(
+    made: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = made
+    for count in (0, 2):
+        number = diagnosed(workspace, ledger)
+        keys = newest_about(ledger, DIAGNOSED)[number]["triggers"]
+        names = [ledger.read("SELECT id FROM documents WHERE key = :key", key=key)[0]["id"] for key in keys]
+        with ReplayServer(recorded("doctor")) as server:
+            configure(workspace, server.url, diagnosis_documents=count)
+            word_waiting(workspace, ledger, SILENT)
+        asked = server.requests[0]["messages"][1]["content"]
+        assert asked.count("the beginning of a document") == count and len(asked) < 8000
+        assert sum(name in asked for name in names) == count
+    detail = newest_about(ledger, DIAGNOSED)[number]
+    facts = facts_of(detail, [], [{"id": HOSTILE, "domain": "code", "source": HOSTILE, "text": HOSTILE}])
+    assert (
+        facts.documents and facts.about(facts.documents[0][0]) is None
+    )  # no sentence can rest on what a document says
+
+
+@pytest.mark.parametrize(
+    ("session", "llm", "why"),
+    [
+        ([Answer(hang=60)], {"diagnosis_seconds": 1.0}, "no byte for 0.5 s"),
+        ([Answer(endless="and then ")], {"diagnosis_seconds": 2.0}, "cut off"),
+        ([Answer(status=429, headers={"Retry-After": "1"})], {}, "busy"),
+        ([Answer(status=500, text="<b>oh</b>\x1b[2J")], {}, "it failed (500: <b>oh</b>\ufffd[2J)"),
+        ([Answer(raw="data: no json\n\n")], {}, "cannot be read"),
+        ([Answer(text="It is the rate.")], {}, "not JSON"),
+        ([Answer(calls=[Call(name="explain", arguments='{"claims": [{"says"')])], {}, "not JSON"),
+        ([Answer(calls=[Call(name="explain", arguments={"claims": "none"})])], {}, "claims is not a list"),
+        ([Answer(text="unasked")], {"per_diagnosis": {"tokens": 100, "usd": 1.0}}, "budget of this diagnosis"),
+        ([Answer(text="unasked")], {"per_day": {"tokens": 100, "usd": 1.0}}, "budget of today"),
+        ([Answer(text="unasked")], {"model": ""}, "no model is named"),
+        ([Answer(text="unasked")], {"modle": "x"}, "did you mean 'model'"),
+        ([Answer(text="unasked")], {"endpoint": "files:"}, "name a folder"),
+    ],
+)
+def test_an_endpoint_that_fails_changes_nothing_and_is_not_asked_for_ever(
+    made: tuple[Workspace, Ledger], session: list[Any], llm: dict[str, Any], why: str
+) -> None:
+    workspace, ledger = made
+    number = diagnosed(workspace, ledger)
+    before = ledger_but_words(ledger)
+    with ReplayServer(RecordedSession(turns=session)) as server:
+        configure(workspace, server.url, **llm)
+        word_waiting(workspace, ledger, SILENT)
+        assert unworded(ledger) is None and len(server.requests) == ("unasked" not in str(session))
+    said = words_about(ledger, number)
+    assert said is not None and why in said["failed"] and not said["claims"], said
+    assert ledger_but_words(ledger) == before
+    page = (workspace.reports / f"anomaly-{number}.html").read_text()
+    assert "was to say more, and did not" in page and "<b>" not in page and "no document is to blame" in page
+    assert why.partition("<")[0] in show(workspace, number)
+
+
+WORD = """
+import sys
+from pathlib import Path
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.diagnosis.wording import word_waiting
+from factory.ledger.ledger import Ledger
+workspace = Workspace.open(Path(sys.argv[1]))
+word_waiting(workspace, Ledger.open(workspace.ledger_url), SILENT)
+"""
+
+
+def test_killed_while_it_waits_the_model_is_asked_once_more(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    number = diagnosed(workspace, ledger)
+    good = recorded("doctor").turns[0]
+    assert isinstance(good, Answer)
+    with ReplayServer(RecordedSession(turns=[[Answer(hang=600), good]])) as server:
+        configure(workspace, server.url, diagnosis_seconds=600.0)
+        words = [sys.executable, "-c", WORD, str(workspace.root)]
+        killed = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        deadline = time.monotonic() + PATIENCE_S
+        while not server.requests:
+            assert killed.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        killed.kill()
+        killed.wait()
+        assert unworded(ledger) == number
+        word_waiting(workspace, ledger, SILENT)
+        assert unworded(ledger) is None and len(server.requests) == 2
+    said = words_about(ledger, number)
+    assert said is not None and len(said["claims"]) == 2 and not said["failed"]
+    (run,) = ledger.rows(sa.select(agent_runs).where(agent_runs.c.asked == f"diagnosis:{said['diagnosis']}"))
+    assert run["state"] == "worded"
+    spent = ledger.rows(sa.select(exchanges).where(exchanges.c.run == run["id"]).order_by(exchanges.c.id))
+    assert [row["state"] for row in spent] == [
+        "reserved",
+        "done",
+    ]  # what the killed request may have cost counts in full
+
+
+def test_killed_twice_the_model_is_never_asked_again(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    number = diagnosed(workspace, ledger)
+    event, commit = newest_about(ledger, DIAGNOSED)[number]["event"], SegmentRow.get(ledger, 1).code_commit
+    left = {"agent": "loss-doctor", "asked": f"diagnosis:{event}", "base_commit": commit, "profile": 0}
+    with ledger.begin() as tx:  # as two killed processes leave it
+        agent_runs.create(tx, checkfirst=True)
+        exchanges.create(tx, checkfirst=True)
+        run = tx.execute(agent_runs.insert().values(**left, state="running", created_at=time.time()))
+        for _ in range(2):
+            entry = {"at": time.time(), "run": run.inserted_primary_key[0], "label": "x", "state": "reserved"}
+            tx.execute(exchanges.insert().values(**entry, tokens=1, usd=0.0))
+    with ReplayServer(recorded("doctor")) as server:
+        configure(workspace, server.url)
+        word_waiting(workspace, ledger, SILENT)
+        assert not server.requests and unworded(ledger) is None
+    assert "killed each time" in words_about(ledger, number)["failed"]  # type: ignore[index]
+
+
+def test_a_diagnosis_is_worded_anew_only_when_it_is_made_anew(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    number = diagnosed(workspace, ledger)
+    with ReplayServer(recorded("doctor")) as server:
+        configure(workspace, server.url)
+        word_waiting(workspace, ledger, SILENT)
+        detail = newest_about(ledger, DIAGNOSED)[number]
+        with ledger.begin() as tx:
+            record(tx, DIAGNOSED, Subject("anomaly", number), {k: v for k, v in detail.items() if k != "event"})
+        assert words_about(ledger, number) is None and unworded(ledger) == number
+        word_waiting(workspace, ledger, SILENT)
+        assert len(server.requests) == 2 and words_about(ledger, number) is not None
+
+
+def test_the_limits_hold_whatever_else_the_policy_allows() -> None:
+    found = LlmPolicy(attempts=20, diagnosis_seconds=100.0).for_diagnosis()
+    assert (found.attempts, found.reply_seconds + found.silence_seconds, found.file_wait_seconds) == (1, 100.0, 100.0)
+    assert LlmPolicy(reply_seconds=5.0).for_diagnosis().reply_seconds == 5.0
