@@ -196,6 +196,13 @@ class _Consultation:
             self.findings = replace(self.findings, shards_kind=True)
             self._learnt()
             return
+        if self.findings.low and self.case.has_older:
+            self.triggers = sorted(self.ranked)
+            if (
+                self._misbehave_elsewhere() is False
+            ):  # learnt since: nothing is quarantined for it, so which ones exactly is not asked
+                self.findings = replace(self.findings, older_fires=False)
+                return
         try:
             self.triggers = sorted(smallest(self.ranked, self._gone))
         except _TooMany:

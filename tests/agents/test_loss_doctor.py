@@ -303,6 +303,24 @@ def test_too_many_easy_documents_are_not_told_apart() -> None:
     assert found.triggers == tuple(f"easy-{n}" for n in range(5))
 
 
+def test_documents_that_were_learnt_since_are_not_told_apart() -> None:
+    window = [DocumentScore(f"easy-{n}", 0.1, 0.1) for n in range(8)] + [
+        DocumentScore(f"d{n}", 2.0 + n / 100, 1.0) for n in range(30)
+    ]
+    low = Symptom.seen("loss_drop", CALM, [StepPoint(40, 0.5, 0.5)])
+    easy = {f"easy-{n}" for n in range(8)}
+    bench = MadeUp(
+        lambda arm: arm.start != "older weights" and not easy <= set(arm.masked),
+        window,
+        facts={"symptom": low, "kind": "loss_drop"},
+        height=0.5,
+        live=0.5,
+    )
+    found = diagnose(bench)
+    assert found.causes == ("contamination or repeated data",) and found.guilty == () and set(found.triggers) == easy
+    assert sum("masked" in arm for arm in bench.ran) == 2
+
+
 def test_an_environment_that_changed_is_asked_about_where_there_is_the_one_before() -> None:
     changed = {"has_previous_commit": False, "environment_changed": "torch 1 → 2"}
     at_hand = MadeUp(lambda arm: not arm.previous_environment, facts=changed | {"has_previous_environment": True})
