@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -66,6 +67,9 @@ class DocumentScore:
     tokens: int = 1  # that carry loss
     in_window: bool = True  # False: of a sample, for comparison
     joined: bool = False  # is it of the shards that joined last?
+    by_frequency: float = (
+        math.inf
+    )  # nats a token of one who knows only how frequent each token is among all that are scored
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ POWERS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 # Share of a sample of the shards that joined, and never less than five: what so many of them are like is those shards' kind.
 MANY, LEAST_MANY = 0.05, 5
 LEARNT = 0.75  # share of the documents that stood out
+FAR_BETTER = 0.8  # of the loss of one who knows only how frequent tokens are
 
 
 def suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = True) -> list[str]:
@@ -102,24 +103,21 @@ def shards_kind(scores: Sequence[DocumentScore]) -> set[str]:
 def learnt(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) -> bool:
     """Was what is odd about the shards that joined learnt between two checkpoints, of which these are the scores?
 
-    Of most documents of their sample that stood out, the excess of the loss fell to a half or less, and not so far that they are too easy.
-    What is garbage stays, or is learnt by heart.
+    Most documents of their sample that stood out are predicted better than before, far better than by the frequency of their tokens, which
+    is all that can be learnt of garbage, and are not so easy that they were learnt by heart.
 
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
-    >>> joined = lambda loss: [DocumentScore(f"n{n}", loss, 20.0, 1, False, True) for n in range(90)]
-    >>> [learnt([*before, *joined(6.0)], [*before, *joined(loss)]) for loss in (2.5, 5.0, 0.1)]
+    >>> joined = lambda loss: [DocumentScore(f"n{n}", loss, 20.0, 1, False, True, 5.5) for n in range(90)]
+    >>> [learnt([*before, *joined(6.0)], [*before, *joined(loss)]) for loss in (3.5, 5.2, 0.1)]
     [True, False, False]
     """
     then, now = sample_before(newest), sample_before(end)
     if not then or not now:
         return False
-    usual, usual_now = (median(score.loss for score in before) for before in (then, now))
-    odd = {score.key: score.loss - usual for score in sample_joined(newest) if _strange(score, then)}
-    fell = 0
-    for score in sample_joined(end):
-        if (excess := odd.get(score.key, 0.0)) > 0 and score.loss - usual_now <= excess / 2:
-            fell += score.loss >= usual_now or not _strange(score, now)
-    return bool(odd) and fell >= LEARNT * len(odd)
+    usual = median(score.loss for score in now)
+    odd = {score.key: score.loss for score in sample_joined(newest) if _strange(score, then)}
+    better = [s for s in sample_joined(end) if s.loss < min(odd.get(s.key, 0.0), FAR_BETTER * s.by_frequency)]
+    return bool(odd) and sum(s.loss >= usual or not _strange(s, now) for s in better) >= LEARNT * len(odd)
 
 
 def has_peers(

@@ -291,6 +291,9 @@ def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
         if (key, True) not in pieces:
             pieces[key, False].append(piece)
     joined = last_joined(order)
+    every = [order.streams[piece.stream].tokens(piece).astype(np.int64) for parts in pieces.values() for piece in parts]
+    counts = np.bincount(np.concatenate(every), minlength=int(episode.spec["recipe"]["model"]["vocab_size"])) + 1.0
+    nats_of = -np.log(counts / counts.sum())
     found = []
     for (key, in_window), parts in sorted(pieces.items()):
         scored = []
@@ -304,7 +307,8 @@ def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
             nats, norm = model.gradient_norm(scored)
             count = sum(int(targets.sum()) for _, targets in scored)
             new = any(piece.stream in joined for piece in parts)
-            found.append(DocumentScore(key, nats / count, norm, count, in_window, new))
+            by_frequency = sum(float(nats_of[tokens[1:][targets]].sum()) for tokens, targets in scored) / count
+            found.append(DocumentScore(key, nats / count, norm, count, in_window, new, by_frequency))
     return found
 
 

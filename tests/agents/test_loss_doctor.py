@@ -250,7 +250,7 @@ def new_form(share: float, at_end: float = 0.0) -> list[DocumentScore]:
     window += [DocumentScore(f"fair-{n}", *fair) for n in range(8)]
     before = [DocumentScore(f"old-{n}", *fair, in_window=False) for n in range(100)]
     kind = lambda n: odd if n < 100 * (at_end or share) else fair
-    return [*window, *before, *(DocumentScore(f"new-{n}", *kind(n), in_window=False, joined=True) for n in range(100))]
+    return [*window, *before, *(DocumentScore(f"new-{n}", *kind(n), 1, False, True, 6.5) for n in range(100))]
 
 
 @pytest.mark.parametrize(
