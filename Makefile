@@ -42,7 +42,8 @@ bench: setup-dev
 bench-report: setup-dev
 	@$(BIN)/python -m benchmarks.ops.kernel_report
 
-# The loss doctor on injected faults and healthy runs: the confusion matrix. Ten minutes a seed on idle cores; goes on where it was stopped.
+# The loss doctor on injected faults and healthy runs: a line a run, then the confusion matrix. Five minutes a seed on an idle core; goes on
+# where it was stopped. One fault alone, and what each replay showed: python -m benchmarks.loss_doctor.suite --help
 doctor-suite: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.loss_doctor.suite --seeds 3 --results workspace/doctor-suite.jsonl
 

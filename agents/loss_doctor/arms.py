@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -10,7 +11,8 @@ from agents.loss_doctor.curves import StepPoint, Symptom
 
 # Where an arm starts: the newest checkpoint before the onset; the onset itself, which the first replay leaves a checkpoint at; an earlier
 # checkpoint, from which it trains through; or the weights of an earlier one put at the onset, so that the same documents meet another state.
-Start = Literal["newest", "onset", "earlier", "older weights"]
+# ``end``, the newest checkpoint after the window, is for scores alone.
+Start = Literal["newest", "onset", "earlier", "older weights", "end"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Arm:
     masked: tuple[str, ...] = ()  # documents whose loss weighs nothing
     reference_kernels: bool = False
     previous_commit: bool = False
+    previous_environment: bool = False  # the libraries of the segment before
     previous_mixture: bool = False  # the shares of the domains that were in force before
     reshuffled: int = 0  # above 0: other documents of the same shards are next
     start: Start = "newest"
@@ -32,6 +35,7 @@ AGAIN = (Arm("same again", start="onset"), Arm("same again, twice", start="newes
 FP32 = Arm("fp32", {"precision": "fp32"})
 KERNELS = Arm("reference kernels", reference_kernels=True)
 COMMIT = Arm("previous commit", previous_commit=True)
+ENVIRONMENT = Arm("previous environment", previous_environment=True)
 EARLIER = Arm("earlier checkpoint", start="earlier")
 MIXTURE = Arm("previous mixture", previous_mixture=True)
 ORDER = Arm("other documents", reshuffled=1, start="onset")
@@ -61,7 +65,11 @@ class DocumentScore:
     loss: float  # nats a supervised token
     gradient: float  # norm of the gradient of its summed loss: its part in the step's gradient
     tokens: int = 1  # that carry loss
-    in_window: bool = True  # False: of the shards that were there before, for comparison
+    in_window: bool = True  # False: of a sample, for comparison
+    joined: bool = False  # is it of the shards that joined last?
+    by_frequency: float = (
+        math.inf
+    )  # nats a token of one who knows only how frequent each token is among all that are scored
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,9 @@ class AnomalyCase:
     live: tuple[StepPoint, ...] = ()  # of the live run, from the newest checkpoint to the last step
     all_reference: bool = False  # does every op already use its reference?
     has_previous_commit: bool = False
+    has_previous_environment: bool = False
+    environment_changed: str = ""  # what of it differs from the segment before: 'torch 2.11 → 2.13'
+    has_end: bool = False  # is there a checkpoint after the window?
     has_previous_mixture: bool = False  # did the shares of the domains change within the window's reach?
     has_earlier: bool = False  # is there a checkpoint of the segment before the newest one?
     has_older: bool = False  # is there any before it?
@@ -114,7 +125,7 @@ class ReplayBench(Protocol):
         """Replay the window. Raises: BudgetSpent."""
 
     def scores(self, start: Start) -> Sequence[DocumentScore]:
-        """Of every document of the window's steps, and of a sample of those before, at the newest checkpoint or with the older weights."""
+        """Of every document of the window's steps, and of samples of the shards that joined last and of those before."""
 
     def joined(self) -> Sequence[Joined]:
         """Of each domain, what the shards that joined last bring into the window; none where none joined."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from agents.loss_doctor.arms import AS_BEFORE, COMMIT, EARLIER, FP32, KERNELS, MICRO, MIXTURE, ORDER
+from agents.loss_doctor.arms import AS_BEFORE, COMMIT, EARLIER, ENVIRONMENT, FP32, KERNELS, MICRO, MIXTURE, ORDER
 
 BAD_DATA, DATA_AND_STATE, REPEATED = "bad data", "data × state", "contamination or repeated data"
 ORDER_OR_PACKING, RATE, PRECISION, KERNEL = "data order or packing", "rate", "numeric precision", "faulty kernel"
@@ -13,6 +13,7 @@ CODE, STATE_LOST, HARDWARE, LAYOUT = "code change", "state lost on resume", "har
 SHARES, LOSS_MASK = "mixture shift or wrong label", "loss mask"
 PLATEAU, NEW_GENERATION, UNKNOWN = "true plateau", "new generation", "unknown"
 HEALTHY = ((PLATEAU,), (NEW_GENERATION,))  # answers that ask for nothing
+NON_FINITE = "non_finite"  # a kind of anomaly that no good documents make
 SPREAD = 0.4  # share of a window's documents from which on no single ones are to blame
 
 
@@ -35,6 +36,10 @@ class Findings:
     one_rank: bool = False  # is it replayed by another number of ranks than it was trained by?
     resumed: bool = False  # does the newest checkpoint lack the optimiser's moments?
     generation_begins: bool = False  # did new shards join where the anomaly began?
+    shards_kind: bool = False  # are documents without which it is gone like many of the shards that joined?
+    too_many: bool = False  # is it gone without documents that some of the shards before are like?
+    learnt: bool = False  # do documents of those shards stand out no more at the segment's end?
+    environment: bool = False  # did it change with the segment?
     strange: bool = False  # does any of the window's documents stand out among those of the shards before?
     finished: bool = False  # no arm is left
     failed: bool = (
@@ -100,6 +105,7 @@ TABLE: tuple[Row, ...] = (
     ),
     (lambda f: f.rate_clears == AS_BEFORE, (RATE,), "it is gone with the optimiser and schedule of the segment before"),
     (lambda f: f.cleared(COMMIT.name), (CODE,), "it is gone with the code of the segment before"),
+    (lambda f: f.cleared(ENVIRONMENT.name), (CODE,), "it is gone in the environment of the segment before"),
     (
         lambda f: f.joined_clears == LOSS_MASK,
         (LOSS_MASK,),
@@ -114,6 +120,26 @@ TABLE: tuple[Row, ...] = (
         lambda f: bool(f.masked_clears) and f.guilty_share > SPREAD and f.cleared(ORDER.name),
         (ORDER_OR_PACKING,),
         "it is gone only without so many of the step's documents that no single ones are to blame, and with other ones of the same shards",
+    ),
+    (
+        lambda f: (
+            f.learnt
+            and not f.low
+            and f.kind != NON_FINITE
+            and (f.shards_kind or (f.guilty_share > SPREAD and ORDER.name in f.fires))
+        ),
+        (NEW_GENERATION,),
+        "it is gone without documents that are like many of the shards that joined; at the segment's end those stand out no more: they were learnt",
+    ),
+    (
+        lambda f: f.too_many,
+        (BAD_DATA, REPEATED),
+        "it is gone without documents each of which some of the shards before are like: they are too many at once",
+    ),
+    (
+        lambda f: f.shards_kind and (not f.low or f.older_fires is True),
+        (NEW_GENERATION, BAD_DATA),
+        "it is gone without documents that are like many of the shards that joined: the shards' kind, and no single documents' fault",
     ),
     (
         lambda f: bool(f.masked_clears) and f.guilty_share > SPREAD and ORDER.name in f.fires,
@@ -157,14 +183,27 @@ TABLE: tuple[Row, ...] = (
     ),
     (lambda f: bool(f.rate_clears), (RATE,), "no document is to blame, and a smaller step of the optimiser clears it"),
     (
-        lambda f: f.finished and not f.failed and f.generation_begins and not f.low and f.strange,
+        lambda f: f.finished and f.environment and ENVIRONMENT.name not in f.fires,
+        (CODE, UNKNOWN),
+        "no arm cleared it, and the environment changed with the segment; the one before is not at hand",
+    ),
+    (
+        lambda f: (
+            f.finished
+            and not f.failed
+            and f.generation_begins
+            and not f.low
+            and f.strange
+            and not f.learnt
+            and f.kind != NON_FINITE
+        ),
         (NEW_GENERATION, BAD_DATA),
         "it began as new shards joined and nothing clears it, but documents stand out among those before: the shards may be mostly bad",
     ),
     (
-        lambda f: f.finished and not f.failed and f.generation_begins and not f.low,
+        lambda f: f.finished and not f.failed and f.generation_begins and not f.low and f.kind != NON_FINITE,
         (NEW_GENERATION,),
-        "it began as new shards joined, nothing clears it, and no document stands out",
+        "it began as new shards joined, nothing clears it, and no document stands out, or none does any more at the segment's end",
     ),
     (
         lambda f: f.finished and not f.failed and f.kind == "plateau",

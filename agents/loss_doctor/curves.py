@@ -154,6 +154,9 @@ class Symptom:
         >>> spike.contrast([StepPoint(8, 6.0, 1.0), StepPoint(9, 2.2, 1.0)], [StepPoint(8, 3.5, 1.0), StepPoint(9, 2.1, 1.0)])
         2.5
         """
+        if self.kind == "non_finite":
+            odd, left = (math.isinf(self.excess_of(window, self.usual)) for window in (shown, without))
+            return math.inf if odd and not left else 0.0
         other = {point.step: point.value(self.quantity) for point in without}
         sign = -1.0 if self.low else 1.0
         both = [(point.value(self.quantity), other.get(point.step)) for point in shown]

@@ -12,6 +12,7 @@ from agents.loss_doctor.arms import (
     AGAIN,
     COMMIT,
     EARLIER,
+    ENVIRONMENT,
     FP32,
     KERNELS,
     MIXTURE,
@@ -26,9 +27,9 @@ from agents.loss_doctor.arms import (
     all_at_once,
     rate_arms,
 )
-from agents.loss_doctor.causes import BAD_DATA, LOSS_MASK, SHARES, SPREAD, UNKNOWN, Findings, Naming, name
+from agents.loss_doctor.causes import BAD_DATA, CODE, LOSS_MASK, SHARES, SPREAD, UNKNOWN, Findings, Naming, name
 from agents.loss_doctor.curves import StepPoint
-from agents.loss_doctor.suspects import smallest, strangers, suspects
+from agents.loss_doctor.suspects import learnt, ranking, shards_kind, smallest, strangers, suspects
 
 NOTICED = 8.0  # robust deviations: an anomaly of its own
 MOST_MASKS = 24  # replays in which documents are masked; guilty ones that are more than can be told apart by so many are not told
@@ -91,6 +92,7 @@ class _Consultation:
             resumed=self.case.resumed_at is not None,
             one_rank=self.case.one_rank,
             generation_begins=self._began_with_new_shards(),
+            environment=bool(self.case.environment_changed),
         )
 
     def _began_with_new_shards(self) -> bool:
@@ -111,6 +113,8 @@ class _Consultation:
         self.findings = replace(self.findings, finished=True)
         naming = name(self.findings)
         assert naming is not None
+        if naming.causes == (CODE, UNKNOWN):
+            naming = replace(naming, why=f"{naming.why}: {self.case.environment_changed}")
         failed = [f"{o.arm}: {o.failed}" for o in self.outcomes if o.failed]
         return replace(naming, why=f"{naming.why} (not run: {'; '.join(failed)})") if failed else naming
 
@@ -162,6 +166,8 @@ class _Consultation:
     def _commit(self) -> None:
         if self.case.has_previous_commit:
             self._tried(COMMIT)
+        if name(self.findings) is None and self.case.has_previous_environment:
+            self._tried(ENVIRONMENT)
 
     def _joined(self) -> None:
         """Documents that joined with new shards, and whose labels or masks are odd, are masked all at once."""
@@ -173,17 +179,30 @@ class _Consultation:
 
     def _documents(self) -> None:
         scores = self.bench.scores("newest")
-        self.ranked = suspects(scores)
+        odd, common = suspects(scores), shards_kind(scores)
         self.findings = replace(self.findings, strange=bool(strangers(scores)))
-        if not self.ranked:
+        if math.isinf(self.case.symptom.excess):
+            odd, common = ranking(scores), set()  # what is not finite may come of any document
+        # Those that stand out among their own kind, then all that stand out.
+        rare = [key for key in odd if key not in common]
+        self.ranked = rare if rare and self._cleared_without(rare) else odd
+        if not self.findings.masked_clears and not (odd and self._cleared_without(odd)):
+            self._learnt()
+            if self.findings.low:
+                self._excused(suspects(scores, excuse=False))
             return
-        all_masked = self._masked(tuple(self.ranked))
-        self.findings = replace(self.findings, masked_clears=all_masked.fires is False)
-        cleared = all_masked.fires is False
-        # As little is left as masking all leaves: the smallest set should not leave a smaller spike for the next time.
-        self.strictly = cleared and self._unnoticed(all_masked)
-        if not cleared:
+        if common & set(self.ranked) and not self.findings.low:
+            self.triggers = sorted(self.ranked)
+            self.findings = replace(self.findings, shards_kind=True)
+            self._learnt()
             return
+        if self.findings.low and self.case.has_older:
+            self.triggers = sorted(self.ranked)
+            if (
+                self._misbehave_elsewhere() is False
+            ):  # learnt since: nothing is quarantined for it, so which ones exactly is not asked
+                self.findings = replace(self.findings, older_fires=False)
+                return
         try:
             self.triggers = sorted(smallest(self.ranked, self._gone))
         except _TooMany:
@@ -191,8 +210,31 @@ class _Consultation:
             return
         in_window = sum(score.in_window for score in scores)
         self.findings = replace(self.findings, guilty_share=len(self.triggers) / max(1, in_window))
-        if self.findings.guilty_share <= SPREAD and self.case.has_older:
-            self.findings = replace(self.findings, older_fires=self._misbehave_elsewhere())
+        if self.findings.guilty_share > SPREAD:
+            self._learnt()
+        elif self.case.has_older:
+            of_shards = bool(common & set(self.triggers))
+            self.findings = replace(self.findings, shards_kind=of_shards, older_fires=self._misbehave_elsewhere())
+
+    def _cleared_without(self, documents: list[str]) -> bool:
+        masked = self._masked(tuple(documents))
+        cleared = masked.fires is False
+        # As little is left as masking all leaves: the smallest set should not leave a smaller spike for the next time.
+        self.strictly = cleared and self._unnoticed(masked)
+        self.findings = replace(self.findings, masked_clears=cleared)
+        return cleared
+
+    def _excused(self, documents: list[str]) -> None:
+        """Are those that some of the shards before are like too many at once? Masked together, as no single one is to blame."""
+        if documents and self._cleared_without(documents):
+            self.ranked, self.triggers = documents, sorted(documents)
+            self.findings = replace(self.findings, too_many=True)
+
+    def _learnt(self) -> None:
+        """Were the new shards learnt by the segment's end? Asked only where their documents are odd."""
+        if self.findings.strange and self.case.has_end:
+            found = learnt(self.bench.scores("newest"), self.bench.scores("end"))
+            self.findings = replace(self.findings, learnt=found)
 
     def _order(self) -> None:
         """Only where no single documents are to blame: are others of the same shards, in their place, as bad?"""
@@ -218,7 +260,11 @@ class _Consultation:
         if share <= UNLIKE:
             return False
         noticed = there >= NOTICED * self.case.symptom.usual.deviation
-        return True if share >= ALIKE or noticed else None
+        if share >= ALIKE or noticed:
+            return True
+        # In between the documents' own loss and gradient there tell, where they tell the same of all of them.
+        odd = set(triggers) & set(suspects(self.bench.scores("older weights"), most=1.0))
+        return True if odd == set(triggers) else None if odd else False
 
     def _gone(self, masked: tuple[str, ...]) -> bool:
         """Raises: _TooMany."""

@@ -15,25 +15,41 @@ LIKE_IT = (
     0.01  # share of the documents before, and never less than two, that are as odd: such a one is rare, and not bad
 )
 
+POWERS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+# Share of a sample of the shards that joined, and never less than five: what so many of them are like is those shards' kind.
+MANY, LEAST_MANY = 0.05, 5
+LEARNT = 0.75  # share of the documents that stood out
+FAR_BETTER = 0.8  # of the loss of one who knows only how frequent tokens are
 
-def suspects(scores: Sequence[DocumentScore], most: float = 0.5) -> list[str]:
+
+def suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = True) -> list[str]:
     """Keys of the window's documents that stand out among all that were scored, the worst first; at most that share of them.
 
     By the norm of their own gradient or by their loss, either too high or too low: a document that was leaked or repeated is too easy.
-    What some documents of the shards before are as much is hard, not bad.
+    What some documents of the shards before are as much is hard, not bad, and left out with ``excuse``.
 
     >>> calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(9)]
     >>> suspects([*calm, DocumentScore("bad", 9.0, 30.0)])
     ['bad']
     """
     window = [score for score in scores if score.in_window]
-    gone = {score.key: outlying(score, scores) for score in window}
-    before = [score for score in scores if not score.in_window]
-    excused = {score.key for score in window if has_peers(score, before)}
+    gone = {score.key: outlying(score, [*window, *sample_before(scores)]) for score in window}
+    before = sample_before(scores)
+    excused = {score.key for score in window if excuse and has_peers(score, before)}
     ranked = sorted(
         (key for key in gone if gone[key] > STANDS_OUT and key not in excused), key=lambda key: (-gone[key], key)
     )
     return ranked[: max(1, int(most * len(window)))]
+
+
+def ranking(scores: Sequence[DocumentScore]) -> list[str]:
+    """Keys of all of the window's documents, those that stand out most first.
+
+    >>> ranking([DocumentScore("fair", 2.0, 1.0), DocumentScore("calm", 2.0, 1.0), DocumentScore("bad", 9.0, 30.0)])
+    ['bad', 'calm', 'fair']
+    """
+    window = [score for score in scores if score.in_window]
+    return [score.key for score in sorted(window, key=lambda score: (-outlying(score, window), score.key))]
 
 
 def strangers(scores: Sequence[DocumentScore]) -> list[str]:
@@ -46,28 +62,90 @@ def strangers(scores: Sequence[DocumentScore]) -> list[str]:
     >>> len(strangers([*before, *window]))
     20
     """
-    before = [score for score in scores if not score.in_window]
-    odd = lambda score: not before or (outlying(score, before) > STANDS_OUT and not has_peers(score, before))
-    return [score.key for score in scores if score.in_window and odd(score)]
+    before = sample_before(scores)
+    return [score.key for score in scores if score.in_window and _strange(score, before)]
 
 
-def has_peers(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
-    """Are enough documents of the shards before about as odd, in the same direction, by loss and by gradient?
+def _strange(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
+    return not before or (outlying(score, before) > STANDS_OUT and not has_peers(score, before))
+
+
+def sample_before(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
+    """Those of the shards that were there before."""
+    return [score for score in scores if not score.in_window and not score.joined]
+
+
+def sample_joined(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
+    """Those of the shards that joined last, but for the window's."""
+    return [score for score in scores if not score.in_window and score.joined]
+
+
+def shards_kind(scores: Sequence[DocumentScore]) -> set[str]:
+    """Keys of the window's documents that many of the shards that joined are like: what is odd about them is those shards' kind.
+
+    A new form, or a shard that is mostly bad; either way no fault of single documents.
+
+    >>> window = [DocumentScore("odd", 6.0, 60.0, joined=True), DocumentScore("fair", 2.0, 20.0)]
+    >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
+    >>> joined = [DocumentScore(f"n{n}", 6.0 if n < 30 else 2.0, 60.0 if n < 30 else 20.0, 1, False, True) for n in range(90)]
+    >>> shards_kind([*window, *before, *joined]), shards_kind([*window, *before, *joined[28:]])
+    ({'odd'}, set())
+    """
+    before, joined = sample_before(scores), sample_joined(scores)
+    odd = [
+        score
+        for score in scores
+        if score.in_window and score.joined and before and outlying(score, before) > STANDS_OUT
+    ]
+    return {score.key for score in odd if joined and has_peers(score, joined, before, MANY, LEAST_MANY)}
+
+
+def learnt(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) -> bool:
+    """Was what is odd about the shards that joined learnt between two checkpoints, of which these are the scores?
+
+    Most documents of their sample that stood out are predicted better than before, far better than by the frequency of their tokens, which
+    is all that can be learnt of garbage, and are not so easy that they were learnt by heart.
+
+    >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
+    >>> joined = lambda loss: [DocumentScore(f"n{n}", loss, 20.0, 1, False, True, 5.5) for n in range(90)]
+    >>> [learnt([*before, *joined(6.0)], [*before, *joined(loss)]) for loss in (3.5, 5.2, 0.1)]
+    [True, False, False]
+    """
+    then, now = sample_before(newest), sample_before(end)
+    if not then or not now:
+        return False
+    usual = median(score.loss for score in now)
+    odd = {score.key: score.loss for score in sample_joined(newest) if _strange(score, then)}
+    better = [s for s in sample_joined(end) if s.loss < min(odd.get(s.key, 0.0), FAR_BETTER * s.by_frequency)]
+    return bool(odd) and sum(s.loss >= usual or not _strange(s, now) for s in better) >= LEARNT * len(odd)
+
+
+def has_peers(
+    score: DocumentScore,
+    among: Sequence[DocumentScore],
+    before: Sequence[DocumentScore] | None = None,
+    share: float = LIKE_IT,
+    least: int = 2,
+) -> bool:
+    """Are enough documents, a ``share`` of ``among`` and ``least`` of them, about as odd, in the same direction, by loss and by gradient?
+
+    As far from what is usual ``before``, or among themselves.
 
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, 16, in_window=False) for n in range(150)]
     >>> before += [DocumentScore(f"hard{n}", 6.0, 60.0, 16, in_window=False) for n in range(3)]
     >>> [has_peers(DocumentScore("new", loss, gradient, 16), before) for loss, gradient in ((6.5, 60.0), (12.0, 60.0), (6.5, 200.0))]
     [True, False, False]
     """
-    if not before or not (math.isfinite(score.loss) and math.isfinite(score.gradient)):
+    if not among or not (math.isfinite(score.loss) and math.isfinite(score.gradient)):
         return False
-    # The norm of a sum of gradients grows with its number if they are alike, and with its root if they are not.
-    return any(_peers(score, before, power) >= max(2, LIKE_IT * len(before)) for power in (0.5, 1.0))
+    usual = among if before is None else before
+    # The norm of a sum of gradients grows with its number if they are alike, and with its root if they are not, and mostly in between.
+    return any(_peers(score, among, usual, power) >= max(least, share * len(among)) for power in POWERS)
 
 
-def _peers(score: DocumentScore, before: Sequence[DocumentScore], power: float) -> int:
+def _peers(score: DocumentScore, among: Sequence[DocumentScore], before: Sequence[DocumentScore], power: float) -> int:
     """How many lie about as far from the usual, in the same direction, by loss and by gradient / tokens^``power``."""
-    peers = list(before)
+    peers = list(among)
     measures: tuple[Callable[[DocumentScore], float], ...] = (lambda s: s.loss, lambda s: s.gradient / s.tokens**power)
     for of in measures:
         usual = median(of(other) for other in before)

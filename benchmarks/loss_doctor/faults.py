@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -29,6 +29,7 @@ class Doing:
     reference: bool
     precision: str
     faulty_code: bool
+    changed_environment: bool  # is it not that of the segment before?
     accumulates: bool  # are there several micro-batches?
     documents: frozenset[str]  # of the batch, that carry loss
     updates: int  # that the weights have had
@@ -51,6 +52,9 @@ class Fault:
         None  # changes the checkpoint that the second segment starts from (model and optimiser tensors)
     )
     shuffled: bool = True  # False: documents that join come in the order of their shard, until they are reshuffled
+    dependency: Literal["", "at hand", "gone"] = (
+        ""  # one changed with the second segment; is the environment before it left?
+    )
     kind: str = "trunk"  # of the second segment
     last: int = 0  # its last step; 0: LAST
 
@@ -136,7 +140,15 @@ def chats(rng: np.random.Generator, count: int, name: str, masked: str = "right"
         mask = np.arange(len(tokens)) > 20
         found.append(
             document(
-                f"{name}-{i}", tokens, "chat", {"right": mask, "dropped": np.ones_like(mask), "other": ~mask}[masked]
+                f"{name}-{i}",
+                tokens,
+                "chat",
+                {
+                    "right": mask,
+                    "dropped": np.ones_like(mask),
+                    "other": ~mask,
+                    "last": np.arange(len(tokens)) == len(tokens) - 1,
+                }[masked],
             )
         )
     return found
@@ -188,6 +200,13 @@ def one_moment(tensors: dict[str, Tensor], rng: np.random.Generator) -> None:
     flat[int(rng.integers(len(flat)))] = 2.0**18
 
 
+def underflow(tensors: dict[str, Tensor], rng: np.random.Generator) -> None:
+    """Second moments below the smallest normal number of fp16 become zero."""
+    for key, tensor in tensors.items():
+        if key.startswith("exp_avg_sq."):
+            tensor[tensor < 2.0**-14] = 0.0
+
+
 def nan(gradients: dict[str, Tensor], rng: np.random.Generator) -> None:
     gradients["blocks.1.gate"].view(-1)[0] = float("nan")
 
@@ -199,8 +218,14 @@ WRITTEN = ("state lost on resume", "hardware")
 FAULTS = (
     # -- data
     Fault("repeated n-grams", (("bad data",),), with_bad(lambda rng: np.full(60, 7), 12)),
-    Fault("base64 blob", (("bad data",),), with_bad(lambda rng: rng.integers(3, VOCABULARY, 300), 40)),
-    Fault("doubled escapes: too easy", (("bad data",),), escapes, with_escapes, replay=0.35),
+    Fault("base64 blob", (("bad data",),), with_bad(lambda rng: rng.integers(3, VOCABULARY, 300), 20)),
+    Fault(
+        "doubled escapes: too easy",
+        (("bad data",), ("bad data", "contamination or repeated data")),
+        escapes,
+        with_escapes,
+        replay=0.35,
+    ),
     Fault(
         "learnt by heart, under other names",
         (("contamination or repeated data",),),
@@ -219,7 +244,7 @@ FAULTS = (
     Fault(
         "shuffling off",
         (("data order or packing",),),
-        lambda rng: good(rng, 60, "easy") + good(rng, 60, "hard-new", noise=60) + good(rng, 400, "more"),
+        lambda rng: good(rng, 60, "easy") + good(rng, 60, "hard-new", noise=60) + good(rng, 1500, "more"),
         two_levels,
         shuffled=False,
         replay=0.2,
@@ -227,7 +252,7 @@ FAULTS = (
     Fault(
         "long documents that fill batches",
         (("data order or packing",),),
-        lambda rng: good(rng, 60, "easy") + [document("long", walk(rng, 1200, noise=60))] + good(rng, 400, "more"),
+        lambda rng: good(rng, 60, "easy") + [document("long", walk(rng, 1200, noise=60))] + good(rng, 1500, "more"),
         two_levels,
         shuffled=False,
         replay=0.2,
@@ -249,9 +274,48 @@ FAULTS = (
     ),
     Fault("chat mask dropped", (("loss mask",),), lambda rng: chats(rng, 600, "new", "dropped"), chat_and_code),
     Fault("chat mask on the questions", (("loss mask",),), lambda rng: chats(rng, 600, "new", "other"), chat_and_code),
+    Fault(
+        "a NaN row",
+        (("bad data",),),
+        with_bad(lambda rng: walk(rng, 30), 12),
+        injects=lambda d: any(key.startswith("bad-") for key in d.documents),
+        act=nan,
+    ),
+    Fault(
+        "fully masked row: NaN of its mean",
+        (("bad data",), ("loss mask",)),
+        lambda rng: chats(rng, 600, "new") + chats(rng, 12, "bad", "last"),
+        chat_and_code,
+        injects=lambda d: any(key.startswith("bad-") for key in d.documents),
+        act=nan,
+    ),
+    Fault(
+        "good documents of a form that is new: a third of their shard",
+        (("new generation",), ("new generation", "bad data"), ("data × state",)),
+        lambda rng: good(rng, 400, "new") + good(rng, 200, "form", step=11),
+        replay=0.5,
+    ),
+    Fault(
+        "a shard that is mostly bad",
+        (("new generation", "bad data"), ("bad data",)),
+        lambda rng: good(rng, 100, "new") + [document(f"bad-{i}", rng.integers(3, VOCABULARY, 60)) for i in range(400)],
+    ),
     # -- recipe and state
+    Fault("rate × 10", (("rate",),), later={"optimizer.lr": 0.1}),
     Fault("rate × 300", (("rate",),), later={"optimizer.lr": 3.0}),
     Fault("rate × 30, clipping lost", (("rate",),), later={"optimizer.lr": 0.3, "stability.grad_clip": 1e6}),
+    Fault(
+        "no warm-up: cut short at 240 of 4000 steps",
+        (("rate",),),
+        recipe={"optimizer.lr": 0.2, "schedule.warmup_steps": 4000, "schedule.trunk_steps.first": 4000},
+        later={"schedule.warmup_steps": 0},
+    ),
+    Fault(
+        "β2 too high: 0.9999 for 240 steps, then 0.95",
+        (("rate",),),
+        recipe={"optimizer.beta2": 0.9999},
+        later={"optimizer.beta2": 0.95},
+    ),
     Fault(
         "moments lost on resume",
         (("state lost on resume",),),
@@ -297,6 +361,29 @@ FAULTS = (
         act=nan,
     ),
     Fault(
+        "underflow of second moments, as in fp16",
+        (("numeric precision",),),
+        None,
+        None,
+        {"precision": "bf16"},
+        injects=lambda d: d.step >= AT and d.precision == "bf16",
+        act=underflow,
+    ),
+    Fault(
+        "a changed dependency, the one before at hand",
+        (("code change",),),
+        injects=lambda d: d.step >= FIRST and d.changed_environment,
+        act=ROTTEN,
+        dependency="at hand",
+    ),
+    Fault(
+        "a changed dependency, the one before gone",
+        (("code change", "unknown"),),
+        injects=lambda d: d.step >= FIRST and d.changed_environment,
+        act=ROTTEN,
+        dependency="gone",
+    ),
+    Fault(
         "wrong denominator under accumulation",
         (("layout",),),
         None,
@@ -327,4 +414,13 @@ FAULTS = (
         lambda rng: two_domains(rng) + chats(rng, 500, "chat"),
         last=LONG,
     ),
+)
+PREFLIGHT = "the preflight refuses it: pytest tests/factory/training/test_preflight.py"
+ELSEWHERE = (  # what never shows in the loss of a small run on one rank, and what finds it
+    ("equal seeds on tensor ranks", PREFLIGHT),
+    ("replicas that drift apart", PREFLIGHT),
+    ("one rank that does not clip", PREFLIGHT),
+    ("a wrong denominator that is small", PREFLIGHT),
+    ("a wrong backward that is small", PREFLIGHT),
+    ("held-out text in training", "ingest leaves it out: pytest tests/factory/ingest/test_document_rules.py"),
 )

@@ -29,7 +29,7 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint, name_of
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.document_stream import Piece, generation_of
+from trainer.contract.data.document_stream import Piece, Stream, generation_of
 from trainer.contract.recipe import Recipe
 
 # (output folder, segment folder, spec, code, start, until) → how it ended; ``factory.audit.replaying.replay_segment`` but for its limit.
@@ -61,6 +61,8 @@ class Episode:
         default_factory=dict
     )  # keys of the optimiser and schedule of the segment before
     one_rank: bool = False  # was it trained by several?
+    end: Path | None = None  # the newest checkpoint of the segment, after the window
+    environment_changed: str = ""  # what of it differs from the segment before
 
     @property
     def until(self) -> int:
@@ -95,6 +97,7 @@ class WindowBench:
     folder: Path
     run_trainer: Runner
     budget: int  # steps that may be replayed in all
+    run_before: Runner | None = None  # trains in the environment of the segment before
     replayed: int = field(default=0)
 
     def case(self) -> AnomalyCase:
@@ -108,6 +111,9 @@ class WindowBench:
             live=tuple(p for p in found.lines if found.newest[0] <= p.step < found.until),
             all_reference=set(found.kernels.values()) == {"reference"},
             has_previous_commit=found.previous_code is not None,
+            has_previous_environment=self.run_before is not None,
+            environment_changed=found.environment_changed,
+            has_end=found.end is not None,
             has_earlier=len(found.in_segment()) > 1,
             has_older=found.older() is not None,
             resumed_at=found.newest[0] if moments_are_lost(found.newest[1]) else None,
@@ -162,6 +168,9 @@ class WindowBench:
         episode = self.episode
         if start == "earlier":
             return episode.in_segment()[-2][1]
+        if start == "end":
+            assert episode.end is not None
+            return episode.end
         if start == "newest" or (start == "onset" and episode.newest[0] == episode.onset):
             return episode.newest[1]
         at_onset = self.folder / "onset" / name_of(episode.onset)
@@ -183,7 +192,8 @@ class WindowBench:
             spec["initial_checkpoint"] = str(start)
         write_spec(segment, spec)
         code = episode.previous_code if arm.previous_commit and episode.previous_code else episode.code
-        ended = self.run_trainer(output, segment, spec, code, start, until)
+        run = self.run_before if arm.previous_environment and self.run_before else self.run_trainer
+        ended = run(output, segment, spec, code, start, until)
         steps = until - first
         if ended.failed:
             remove(output)
@@ -230,7 +240,8 @@ class WindowBench:
 
     # -- documents -----------------------------------------------------------------------------------------------------
     def scores(self, start: Start) -> list[DocumentScore]:
-        """Of every document of the window's steps, the episode's last included, and of ``SAMPLE`` of the shards before."""
+        """Of every document of the window's steps, the episode's last included, of ``SAMPLE`` of the shards before, and of as many of
+        those that joined last."""
         path = self._start(start)
         stored = self.folder / f"scores-{start.replace(' ', '-')}.json"
         if stored.exists():
@@ -267,18 +278,22 @@ def order_at(episode: Episode, step: int) -> DataOrder:
 
 
 def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
-    """Loss and gradient norm of each document of an episode's steps, of what was trained on of it, and of some of the generations
-    before the newest, at a checkpoint. On the CPU."""
+    """Loss and gradient norm of each document of an episode's steps, of what was trained on of it, and of some others (``samples``), at a
+    checkpoint. On the CPU."""
     model = reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
     order = order_at(episode, episode.onset)
     pieces: dict[tuple[str, bool], list[Piece]] = defaultdict(list)
     while order.step < episode.until:
         for piece in (piece for row in order.next_rows() for piece in row):
             pieces[order.streams[piece.stream].key(piece.document), True].append(piece)
-    for piece in sample(order, SAMPLE):
+    for piece in samples(order, SAMPLE):
         key = order.streams[piece.stream].key(piece.document)
         if (key, True) not in pieces:
             pieces[key, False].append(piece)
+    joined = last_joined(order)
+    every = [order.streams[piece.stream].tokens(piece).astype(np.int64) for parts in pieces.values() for piece in parts]
+    counts = np.bincount(np.concatenate(every), minlength=int(episode.spec["recipe"]["model"]["vocab_size"])) + 1.0
+    nats_of = -np.log(counts / counts.sum())
     found = []
     for (key, in_window), parts in sorted(pieces.items()):
         scored = []
@@ -291,17 +306,37 @@ def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
         if scored:
             nats, norm = model.gradient_norm(scored)
             count = sum(int(targets.sum()) for _, targets in scored)
-            found.append(DocumentScore(key, nats / count, norm, count, in_window))
+            new = any(piece.stream in joined for piece in parts)
+            by_frequency = sum(float(nats_of[tokens[1:][targets]].sum()) for tokens, targets in scored) / count
+            found.append(DocumentScore(key, nats / count, norm, count, in_window, new, by_frequency))
     return found
 
 
-def sample(order: DataOrder, count: int) -> list[Piece]:
-    """About so many pieces, evenly chosen, of the generations before the newest; of all where there is one only."""
-    newest = max(map(generation_of, order.streams))
-    streams = [s for name, s in order.streams.items() if generation_of(name) < newest] or list(order.streams.values())
-    share = min(1.0, count / sum(stream.pieces for stream in streams))
-    places = [(s, int(p)) for s in streams for p in np.linspace(0, s.pieces - 1, max(1, int(share * s.pieces)))]
-    return [stream.piece_at(place) for stream, place in places]
+def last_joined(order: DataOrder) -> set[str]:
+    """Names of the streams of the newest generation; none where there is one only."""
+    newest, oldest = (end(map(generation_of, order.streams)) for end in (max, min))
+    return {name for name in order.streams if generation_of(name) == newest > oldest}
+
+
+def samples(order: DataOrder, count: int) -> list[Piece]:
+    """The first piece of about so many documents, evenly chosen, of the newest generation, and of as many of those before it."""
+    joined, found = last_joined(order), []
+    for new in (True, False):
+        streams = [stream for name, stream in order.streams.items() if (name in joined) == new]
+        share = min(1.0, count / max(1, sum(len(stream.length) for stream in streams)))
+        for stream in streams:
+            length = len(stream.length)
+            chosen = np.linspace(0, length - 1, max(1, int(share * length))).astype(int)
+            found += [first_piece(stream, int(index)) for index in chosen if stream.length[index] > 1]
+    return found
+
+
+def first_piece(stream: Stream, document: int) -> Piece:
+    """What a row holds of a document's beginning."""
+    shard, first = int(stream.shard[document]), int(stream.start[document])
+    positions = min(stream.context, int(stream.length[document]) - 1)
+    supervised = stream.supervised(shard, first, positions)
+    return Piece(stream.name, 0, document, 0, positions, supervised, shard, first)
 
 
 def _bits(tensors: str, curve: Sequence[StepPoint]) -> str:

@@ -227,12 +227,14 @@ def _episode(
     if begins is not None and not begins <= span.onset <= begins + NEW_FOR:
         begins = None
     recent = parent is not None and span.onset <= segment.first_step + NEW_FOR
+    after = [path for step, path in sorted(every.items()) if step > span.last and not checkpoints.find_fault(path)]
     episode = Episode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.kind(), lines=lines, rungs=sound, code=code,
         kernels=dict(segment.computing["kernels"]) if segment.computing else {},
         previous_code=previous, generation_begins=begins, where=span.where, one_rank=ranks(workspace) > 1,
         previous_weights=previous_weights(spec["data_plan"], plan_of(ledger, parent) if parent and recent else None, span.onset, span.last),
         was_otherwise=was_otherwise(segment.recipe_json, parent.recipe_json) if parent and recent else {},
+        end=after[-1] if after else None, environment_changed=environment_changed(segment.computing, parent.computing if parent else None),
     )  # fmt: skip
     return episode, notes
 
@@ -266,6 +268,17 @@ def previous_weights(
             return then
     then = DataPlan.from_json(before).weights_at(onset) if before else now
     return then if then != now else None
+
+
+def environment_changed(computing: Mapping[str, Any] | None, before: Mapping[str, Any] | None) -> str:
+    """What libraries a segment was trained with that its parent was not; '' where they are the same, or were not written down.
+
+    >>> environment_changed({"machine": {"torch": "2.13", "driver": "580"}}, {"machine": {"torch": "2.11", "driver": "580"}})
+    'torch 2.11 → 2.13'
+    """
+    now, then = ((found or {}).get("machine", {}) for found in (computing, before))
+    keys = [key for key in ("torch", "triton", "driver") if key in now and key in then]
+    return ", ".join(f"{key} {then[key]} → {now[key]}" for key in keys if now[key] != then[key])
 
 
 def was_otherwise(recipe: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

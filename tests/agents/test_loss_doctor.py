@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,9 +53,20 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...] | None]] = [
     ({"fires": AGAIN | {"earlier checkpoint": False}, "resumed": True}, ("state lost on resume",)),
     ({"fires": AGAIN | {"earlier checkpoint": False}}, ("state lost on resume", "hardware")),
     ({"fires": AGAIN | {"previous commit": False}}, ("code change",)),
+    ({"fires": AGAIN | {"previous environment": False}}, ("code change",)),
+    ({"fires": AGAIN, "finished": True, "environment": True}, ("code change", "unknown")),
+    ({"fires": AGAIN | {"previous environment": True}, "finished": True, "environment": True}, ("unknown",)),
+    ({"fires": AGAIN, "masked_clears": True, "shards_kind": True}, ("new generation", "bad data")),
+    ({"fires": AGAIN, "masked_clears": True, "shards_kind": True, "learnt": True}, ("new generation",)),
+    ({"fires": AGAIN, "masked_clears": True, "shards_kind": True, "learnt": True, "kind": "non_finite"}, ("new generation", "bad data")),
+    ({"fires": AGAIN, "masked_clears": True, "shards_kind": True, "low": True, "older_fires": True}, ("new generation", "bad data")),
+    ({"fires": AGAIN, "masked_clears": True, "shards_kind": True, "low": True, "older_fires": False}, ("contamination or repeated data",)),
+    ({"fires": AGAIN, "masked_clears": True, "too_many": True, "low": True}, ("bad data", "contamination or repeated data")),
     ({"fires": AGAIN, "masked_clears": False, "rate_clears": "rate × 0.1"}, ("rate",)),
     ({"fires": AGAIN, "finished": True, "generation_begins": True}, ("new generation",)),
+    ({"fires": AGAIN, "finished": True, "generation_begins": True, "kind": "non_finite"}, ("unknown",)),
     ({"fires": AGAIN, "finished": True, "generation_begins": True, "strange": True}, ("new generation", "bad data")),
+    ({"fires": AGAIN, "finished": True, "generation_begins": True, "strange": True, "learnt": True}, ("new generation",)),
     ({"fires": AGAIN, "finished": True, "kind": "plateau"}, ("true plateau",)),
     ({"fires": AGAIN, "finished": True, "kind": "plateau", "failed": True}, ("unknown",)),
     ({"fires": AGAIN, "finished": True, "generation_begins": True, "failed": True}, ("unknown",)),
@@ -89,6 +101,8 @@ class MadeUp:
     failing: str = ""
     joining: Sequence[Joined] = ()
     live: float = 6.0
+    height: float = 6.0  # of the spike in replays
+    at_end: Sequence[DocumentScore] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     ran: list[str] = field(default_factory=list)
 
@@ -97,7 +111,7 @@ class MadeUp:
         case = AnomalyCase(
             "loss_spike", 40, 40, spike, RECIPE, has_previous_commit=True, has_earlier=self.older, has_older=self.older
         )
-        return replace(case, live=(StepPoint(40, self.live, 0.5),), **self.facts)
+        return replace(case, live=(StepPoint(40, self.live, 0.5),), has_end=self.at_end is not None, **self.facts)
 
     def run(self, arm: Arm) -> ArmOutcome:
         if self.budget <= 0:
@@ -108,10 +122,10 @@ class MadeUp:
             return ArmOutcome(arm.name, None, failed=self.failing)
         spikes = self.spikes(arm)
         bits = str(random.random()) if self.noisy else "same"
-        return ArmOutcome(arm.name, spikes, 1, bits, (StepPoint(40, 6.0 if spikes else 2.1, 0.5),))
+        return ArmOutcome(arm.name, spikes, 1, bits, (StepPoint(40, self.height if spikes else 2.1, 0.5),))
 
     def scores(self, start: Start) -> Sequence[DocumentScore]:
-        return self.scored
+        return self.at_end or () if start == "end" else self.scored
 
     def joined(self) -> Sequence[Joined]:
         return self.joining
@@ -227,6 +241,92 @@ def test_a_shard_that_is_mostly_bad_is_not_closed_as_a_new_generation(bad: int, 
     bench = MadeUp(mostly, [*before, *window], facts={"generation_begins": 40})
     found = diagnose(bench)
     assert found.causes == causes and found.guilty == ()
+
+
+def new_form(share: float, at_end: float = 0.0) -> list[DocumentScore]:
+    """A window of 12 documents, four of which are odd, and samples: so large a share of the shards that joined are as odd as those are."""
+    odd, fair = (6.0, 60.0), (2.0, 20.0)
+    window = [DocumentScore(f"odd-{n}", *(fair if at_end else odd), joined=True) for n in range(4)]
+    window += [DocumentScore(f"fair-{n}", *fair) for n in range(8)]
+    before = [DocumentScore(f"old-{n}", *fair, in_window=False) for n in range(100)]
+    kind = lambda n: odd if n < 100 * (at_end or share) else fair
+    return [*window, *before, *(DocumentScore(f"new-{n}", *kind(n), 1, False, True, 6.5) for n in range(100))]
+
+
+@pytest.mark.parametrize(
+    ("share", "at_end", "causes"),
+    [
+        (0.03, 0.03, ("bad data",)),  # rare in their shard
+        (0.5, 0.05, ("new generation",)),
+        (0.5, 0.5, ("new generation", "bad data")),
+    ],
+)
+def test_documents_that_many_of_their_shard_are_like_are_not_quarantined(
+    share: float, at_end: float, causes: tuple[str, ...]
+) -> None:
+    """Masking them clears it, and they do the same with older weights: as good documents of a form that is new do."""
+    bench = MadeUp(
+        lambda arm: not {f"odd-{n}" for n in range(4)} <= set(arm.masked),
+        new_form(share),
+        at_end=new_form(share, at_end),
+        facts={"generation_begins": 40},
+    )
+    found = diagnose(bench)
+    assert found.causes == causes and bool(found.guilty) == (causes == ("bad data",))
+
+
+def test_what_is_not_finite_may_come_of_a_document_that_does_not_stand_out() -> None:
+    calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(30)]
+    spike = Symptom.seen("non_finite", CALM, [StepPoint(40, math.inf, math.inf)])
+    bench = MadeUp(
+        lambda arm: "d7" not in arm.masked, calm, facts={"symptom": spike, "kind": "non_finite"}, height=math.inf
+    )
+    found = diagnose(bench)
+    assert found.causes == ("bad data",) and found.guilty == ("d7",)
+
+
+def test_too_many_easy_documents_are_not_told_apart() -> None:
+    easy, fair = (0.1, 0.1), (2.0, 1.0)
+    before = [DocumentScore(f"old-{n}", *(easy if n < 20 else fair), in_window=False) for n in range(100)]
+    window = [DocumentScore(f"easy-{n}", *easy, joined=True) for n in range(5)]
+    window += [DocumentScore(f"fair-{n}", *fair) for n in range(20)]
+    low = Symptom.seen("loss_drop", CALM, [StepPoint(40, 0.5, 0.5)])
+    bench = MadeUp(
+        lambda arm: not {f"easy-{n}" for n in range(5)} <= set(arm.masked),
+        [*window, *before],
+        facts={"symptom": low, "kind": "loss_drop"},
+        height=0.5,
+        live=0.5,
+    )
+    found = diagnose(bench)
+    assert found.causes == ("bad data", "contamination or repeated data") and found.guilty == ()
+    assert found.triggers == tuple(f"easy-{n}" for n in range(5))
+
+
+def test_documents_that_were_learnt_since_are_not_told_apart() -> None:
+    window = [DocumentScore(f"easy-{n}", 0.1, 0.1) for n in range(8)] + [
+        DocumentScore(f"d{n}", 2.0 + n / 100, 1.0) for n in range(30)
+    ]
+    low = Symptom.seen("loss_drop", CALM, [StepPoint(40, 0.5, 0.5)])
+    easy = {f"easy-{n}" for n in range(8)}
+    bench = MadeUp(
+        lambda arm: arm.start != "older weights" and not easy <= set(arm.masked),
+        window,
+        facts={"symptom": low, "kind": "loss_drop"},
+        height=0.5,
+        live=0.5,
+    )
+    found = diagnose(bench)
+    assert found.causes == ("contamination or repeated data",) and found.guilty == () and set(found.triggers) == easy
+    assert sum("masked" in arm for arm in bench.ran) == 2
+
+
+def test_an_environment_that_changed_is_asked_about_where_there_is_the_one_before() -> None:
+    changed = {"has_previous_commit": False, "environment_changed": "torch 1 → 2"}
+    at_hand = MadeUp(lambda arm: not arm.previous_environment, facts=changed | {"has_previous_environment": True})
+    assert diagnose(at_hand).causes == ("code change",) and at_hand.ran[-1] == "previous environment"
+    found = diagnose(MadeUp(lambda arm: True, facts=changed))
+    assert found.causes == ("code change", "unknown") and found.why.endswith("torch 1 → 2")
 
 
 def test_a_spent_budget_is_unknown_or_what_is_known_by_then() -> None:

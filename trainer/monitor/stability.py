@@ -19,6 +19,7 @@ from trainer.monitor.window import Window, onset
 MOST_BLOCKS = 64  # that a run's course is kept in
 MAY_FALL, FALLS = 1.0, 3.0  # standard errors of a fall: below the first begins a plateau, above the second ends it
 RECENT_SHARE = 4  # a fourth of the run so far is what a plateau is judged by
+RECENT_LOW = 8  # an eighth of a window: the steps whose mean is judged together where a loss is too low
 TRACE_WINDOWS = 2  # that an anomaly's onset is looked for in
 
 
@@ -83,6 +84,25 @@ class LossHistory:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.blocks, self.partial = list(state["blocks"]), list(state["partial"])
         self.windows, self.seen = state["windows"], state["seen"]
+
+
+def below(window: Window, value: float) -> float:
+    """Robust deviations by which the next value lies below the window, or twice those of the mean of the last eighth of it: a
+    loss that is too low stays low while the documents that cause it last, and a mean of several steps varies less.
+
+    >>> usual = Window(16)
+    >>> usual.restore([2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.1, 1.9, 2.0, 2.0, 2.1, 1.9, 2.05, 1.95, 2.0])
+    >>> round(below(usual, 1.5), 1)
+    6.7
+    >>> usual.values.append(1.5)
+    >>> round(below(usual, 1.5), 1)
+    13.5
+    """
+    center, deviation = window.center_and_deviation()
+    count = max(1, (window.values.maxlen or 0) // RECENT_LOW)
+    recent = [*list(window.values)[len(window.values) - count + 1 :], value]
+    mean = 2 * (center - fmean(recent)) / deviation if count > 1 else 0.0
+    return max((center - value) / deviation, mean)
 
 
 class DomainWindows:
@@ -163,7 +183,7 @@ class Detector(Hook):
                     yield Anomaly(step, "skipped_outlier", value, center, above, True)
                 elif above > self.recipe.spike_deviations:
                     yield Anomaly(step, kind, value, center, above, skipped)
-                elif kind == "loss_spike" and -above > self.recipe.spike_deviations:
+                elif kind == "loss_spike" and below(window, value) > self.recipe.spike_deviations:
                     yield Anomaly(step, "loss_drop", value, center, above, skipped)
             window.values.append(value)
 

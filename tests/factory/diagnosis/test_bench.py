@@ -16,7 +16,7 @@ import torch
 from agents.loss_doctor.arms import AGAIN, OLDER, Arm, BudgetSpent
 from agents.loss_doctor.curves import points
 from agents.loss_doctor.doctor import diagnose
-from agents.loss_doctor.suspects import suspects
+from agents.loss_doctor.suspects import shards_kind, suspects
 from factory.audit.replaying import WindowReplay
 from factory.diagnosis.bench import Episode, WindowBench, graft, moments_are_lost
 from factory.diagnosis.ladder import NEWEST, LadderKeeper, rungs
@@ -113,7 +113,9 @@ def test_the_documents_that_stand_out_are_the_bad_ones(live: Live) -> None:
     episode = live.episode()
     in_batch = next(a["documents"] for a in live.anomalies if a["step"] == episode.onset)
     assert [score.key for score in scores if score.in_window] == in_batch
-    assert sum(not score.in_window for score in scores) > 100  # of the generation before
+    samples = [[s for s in scores if not s.in_window and s.joined == new] for new in (True, False)]
+    assert all(len(sample) > 100 for sample in samples)  # of the shards that joined, and of those before
+    assert {s.joined for s in scores if s.key.startswith("bad-")} == {True} and not shards_kind(scores)
     bad = {key for key in in_batch if key.startswith("bad-")}
     assert bad and set(suspects(scores)[: len(bad)]) == bad
 
