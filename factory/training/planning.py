@@ -259,7 +259,7 @@ def _plan(
             {
                 "domains_not_arrived": left_out,
                 "notes": notes,
-                "overridden": dict(overridden.keys) if overridden else {},
+                **({"overridden": dict(overridden.keys)} if overridden else {}),
             },
             parent=parent and parent.id,
             generation=max(shard.generation for shard in plan.token_shards),
