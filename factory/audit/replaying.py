@@ -102,11 +102,19 @@ class Replays:
 
 
 def replay_segment(
-    output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int, wall_seconds: float
+    output: Path,
+    segment: Path,
+    spec: Mapping[str, Any],
+    code: Path,
+    start: Path,
+    until: int,
+    wall_seconds: float,
+    python: str = "",
 ) -> WindowReplay:
     """Train in the sandbox with ``code``, in a folder that is ready to run, until there is a checkpoint of step ``until``.
 
-    ``output`` holds the folder and may be written; ``start`` is where it goes on from. Raises: IsolationError.
+    ``output`` holds the folder and may be written; ``start`` is where it goes on from; ``python``: the interpreter of another environment.
+    Raises: IsolationError.
     """
     size = sum(file.stat().st_size for file in start.iterdir())
     limits = Limits(
@@ -116,13 +124,14 @@ def replay_segment(
         output=max(Limits.output, 8 * size),
     )
     shards = [Path(shard["path"]) for shard in spec["data_plan"]["token_shards"]]
+    environments = [Path(path).parent.parent for path in (python, os.path.realpath(python))] if python else []
     watcher = _Watcher(segment, name_of(until))
     watcher.start()
     try:
         result = sandbox.run(
-            [sys.executable, "-m", "trainer", str(segment)],
+            [python or sys.executable, "-m", "trainer", str(segment)],
             output=output,
-            readonly=[code, start, *shards],
+            readonly=[code, start, *shards, *environments],
             cwd=code,
             limits=limits,
             enough=watcher.enough,

@@ -30,7 +30,7 @@ from trainer.contract.checkpoint.format import Checkpoint, name_of
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.document_stream import Piece, Stream, generation_of
-from trainer.contract.recipe import Recipe
+from trainer.contract.recipe import Recipe, with_keys
 
 # (output folder, segment folder, spec, code, start, until) → how it ended; ``factory.audit.replaying.replay_segment`` but for its limit.
 Runner = Callable[[Path, Path, Mapping[str, Any], Path, Path, int], WindowReplay]
@@ -98,6 +98,7 @@ class WindowBench:
     run_trainer: Runner
     budget: int  # steps that may be replayed in all
     run_before: Runner | None = None  # trains in the environment of the segment before
+    told: Callable[[float, str], None] = lambda steps, arm: None  # of each arm: steps since the last call, and its name
     replayed: int = field(default=0)
 
     def case(self) -> AnomalyCase:
@@ -128,6 +129,7 @@ class WindowBench:
         """Raises: BudgetSpent; IsolationError."""
         name = hashlib.sha256(repr(arm).encode()).hexdigest()[:12]
         done = self.folder / f"{name}.json"
+        self.told(0, arm.name)
         if (outcome := _stored(done)) is None:
             first = self._first(arm.start)
             approach = self.episode.onset - self.episode.newest[0] if arm == AGAIN[0] else 0
@@ -145,6 +147,7 @@ class WindowBench:
                 outcome = replace(outcome, steps=steps, curve=curve, bits=_bits(outcome.bits, curve))
             _store(done, outcome)
         self.replayed += outcome.steps
+        self.told(outcome.steps, "")
         return outcome
 
     def _approach(self) -> ArmOutcome:
@@ -216,13 +219,7 @@ class WindowBench:
 
     def _spec(self, arm: Arm, segment: Path, until: int) -> dict[str, Any]:
         spec = json.loads(json.dumps(dict(self.episode.spec)))
-        recipe = spec["recipe"] | {"checkpoint_every": until, "keep_checkpoints": 2}
-        for path, value in arm.recipe.items():
-            *outer, last = path.split(".")
-            inner = recipe
-            for part in outer:
-                inner = inner[part]
-            inner[last] = value
+        recipe = with_keys(spec["recipe"], {"checkpoint_every": until, "keep_checkpoints": 2, **arm.recipe})
         if arm.masked:
             plan = DataPlan.from_json(spec["data_plan"]).masking(arm.masked)
             spec["data_plan"] = json.loads(plan.to_json())
@@ -246,6 +243,7 @@ class WindowBench:
         stored = self.folder / f"scores-{start.replace(' ', '-')}.json"
         if stored.exists():
             return [DocumentScore(*row) for row in json.loads(stored.read_text())]
+        self.told(0, f"documents scored, {start}")
         found = score_documents(self.episode, path)
         stored.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(stored, json.dumps([astuple(score) for score in found]))

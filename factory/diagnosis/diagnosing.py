@@ -5,6 +5,7 @@ Killed at any moment, the same call goes on: replays that ended are read again.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,18 @@ def diagnose_and_act(
     found: Diagnosis | None = None
     keys: dict[str, Any] = {}  # of the recipe, that clear it
     causes, why = [UNKNOWN], ""
-    with progress.task(f"diagnosis of anomaly {lead} ({span.kind}, step {span.onset} of segment {segment.id})"):
+    title = f"diagnosis of anomaly {lead} ({span.kind}, step {span.onset} of segment {segment.id}), replayed steps"
+    with progress.task(title, budget) as told:
         try:
             if row.kind == REPLICAS_APART:
                 causes = [HARDWARE, LAYOUT]
                 raise FactoryError(_apart(row))
             episode, notes = _episode(workspace, ledger, segment, span, lines)
-            bench = WindowBench(episode, folder, _runner(folder, policy.wall_seconds), budget)
+            bench = WindowBench(episode, folder, _runner(folder, policy.wall_seconds), budget, told=told.advance)
+            if policy.previous_python and not os.access(policy.previous_python, os.X_OK):
+                notes.append(f"previous_python in policies/anomalies.yaml, {policy.previous_python}, cannot be run")
+            elif policy.previous_python and episode.environment_changed:
+                bench.run_before = _runner(folder, policy.wall_seconds, policy.previous_python)
             found = diagnose(bench)
             keys = next((dict(arm.recipe) for arm in rate_arms(bench.case()) if arm.name == found.remedy), {})
             why = "; ".join([found.why, *notes])
@@ -301,17 +307,17 @@ def _worktree(workspace: Workspace, segment: SegmentRow, which: str) -> Path:
     return workspace.worktrees / f"diagnosis-{segment.id}{which}"
 
 
-def _runner(folder: Path, wall_seconds: float) -> Runner:
+def _runner(folder: Path, wall_seconds: float, python: str = "") -> Runner:
     """Replays of the same code share what they compiled: an arm of two steps need not wait for the compiler again."""
 
     def run(output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int) -> WindowReplay:
-        compiled, cache = folder / "compiled" / code.name, output / "cache"
+        compiled, cache = folder / "compiled" / (code.name + "-before" * bool(python)), output / "cache"
         compiled.parent.mkdir(parents=True, exist_ok=True)
         if compiled.is_dir():
             compiled.rename(cache)
         try:
             with devices.one():
-                return replay_segment(output, segment, spec, code, start, until, wall_seconds)
+                return replay_segment(output, segment, spec, code, start, until, wall_seconds, python)
         finally:
             if cache.is_dir() and not cache.is_symlink():
                 cache.rename(compiled)

@@ -23,6 +23,8 @@ class AnomalyPolicy(StrictPolicy):
     """That are diagnosed; while one of them is open, no candidate that contains it is released. Others are only recorded."""
     steps: Annotated[int, Field(ge=0)] = 1000
     """The budget of one diagnosis, in replayed steps."""
+    previous_python: str = ""
+    """Where libraries changed with a segment: the interpreter of the environment before, which a replay is made in; '': none is at hand."""
     wall_seconds: Annotated[float, Field(gt=0)] = 3600.0
     """Time limit of one replay."""
     quarantine: Act = "automatic"

@@ -36,7 +36,7 @@ from factory.gates.training_start import find_start
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals, verdicts
 from factory.sandbox.sandbox import Result
-from tests.support.factory.code_loop import Made, make
+from tests.support.factory.code_loop import Made, fewer_steps, make
 from tests.support.factory.engineer import profile, recorded
 from tests.support.git import git
 from tests.support.patience import PATIENCE_S
@@ -339,7 +339,7 @@ def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(ma
 def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> None:
     policy(made, attempts=2)
     run = begun(made, "qk_norm_rope")
-    with ReplayServer(recorded("rotated")) as server:
+    with ReplayServer(recorded("rotated")) as server, fewer_steps(made.workspace):
         process = command(made, "--endpoint", server.url, "--target", "qk_norm_rope")
         said, wrong = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, wrong

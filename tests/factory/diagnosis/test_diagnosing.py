@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import venv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ from factory.training.planning import load_recipe, next_trunk, plan_of, plan_tru
 from factory.training.segment_folder import record_done
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import merge_patch
-from tests.support.factory.trained_plant import make_plant
+from tests.support.factory.trained_plant import make_plant, train_anneal
 from tests.support.git import git
 from tests.support.paths import ROOT
 
@@ -207,6 +209,34 @@ def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(made: t
     diagnosed(ledger, number, 1, ["rate", "hardware"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
     assert "trained again" not in act(ledger, AnomalyPolicy(rate="automatic"), number)
     assert "closed" in accept(ledger, number, "ada") and override_of(ledger, "trunk", None) is None
+
+
+@pytest.mark.slow("a second environment, and replays in the sandbox, two of them in it")
+@pytest.mark.parametrize("broken", [True, False])
+def test_where_libraries_changed_the_window_is_replayed_with_those_of_before(
+    made: tuple[Workspace, Ledger], tmp_path: Path, broken: bool
+) -> None:
+    """The other environment has the packages of this one; a broken one shows that it is what ran."""
+    workspace, ledger = made
+    venv.create(tmp_path / "before", symlinks=True, with_pip=False)
+    (packages,) = (tmp_path / "before").glob("lib/python*/site-packages")
+    (packages / "packages.pth").write_text("\n".join(path for path in sys.path if "site-packages" in path))
+    if broken:
+        (packages / "sitecustomize.py").write_text("raise SystemExit('an older environment')\n")
+    policy = (ROOT / "policies" / "anomalies.yaml").read_text()
+    (workspace.root / "policies" / "anomalies.yaml").write_text(
+        f"{policy}previous_python: {tmp_path / 'before' / 'bin' / 'python'}\n"
+    )
+    segment = train_anneal(workspace, ledger)
+    with ledger.begin() as tx:
+        older = dict(SegmentRow.get(ledger, 1).computing or {})
+        older["machine"] |= {"torch": "0.1"}
+        tx.execute(segments.update().where(segments.c.id == 1).values(computing=older))
+    first = SegmentRow.get(ledger, segment).first_step
+    found = diagnose_and_act(workspace, ledger, note(ledger, segment, first + 1), SILENT, steps=9)
+    (arm,) = [arm for arm in found["arms"] if arm["arm"] == "previous environment"]
+    assert ("an older environment" in arm["failed"]) == broken, arm
+    assert (arm["failed"] == "") == (not broken) and found["causes"] != ["code change"], found
 
 
 def test_killed_between_a_diagnosis_and_what_follows_it_the_next_pass_does_what_follows(

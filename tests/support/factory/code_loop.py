@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +60,19 @@ class Made:
             path.name for path in self.workspace.worktrees.iterdir() if not re.fullmatch("live-[0-9a-f]{12}", path.name)
         ]
         return odd + (["a registered worktree"] if worktrees > 2 else [])
+
+
+@contextmanager
+def fewer_steps(workspace: Workspace) -> Iterator[None]:
+    """Where a gate run is to compare weights, and not to time anything."""
+    policy = workspace.policy("gates/patch.yaml")
+    text = policy.read_text()
+    assert "steps: 200" in text
+    policy.write_text(text.replace("steps: 200", "steps: 50"))
+    try:
+        yield
+    finally:
+        policy.write_text(text)
 
 
 def make_target(folder: Path) -> Path:
