@@ -18,7 +18,7 @@ class AnomalyPolicy(StrictPolicy):
     """Every key is optional."""
 
     kinds: list[str] = [
-        "non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop", REPLICAS_APART
+        "non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop", "skipped_outlier", REPLICAS_APART
     ]  # fmt: skip
     """That are diagnosed; while one of them is open, no candidate that contains it is released. Others are only recorded."""
     steps: Annotated[int, Field(ge=0)] = 1000

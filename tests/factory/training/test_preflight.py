@@ -182,6 +182,16 @@ BACKWARD = (
     "        return dq_BTHK, dk_BTGK, dv_BTGK, None",
     "        return dq_BTHK, dk_BTGK * 0.99, dv_BTGK, None",
 )
+REPEATED = (
+    "trainer/run.py",
+    'state=state["sampler"] if state is not None and not restarts else None,\n        )\n',
+    "state=None,\n        )\n        if state is not None:\n            self.order.step = state['step']\n",
+)
+FORGOTTEN = (
+    "trainer/run.py",
+    "self.optimizer.load_state_tensors(optimizer)",
+    "self.optimizer.load_state_tensors({key: 0 * tensor for key, tensor in optimizer.items()})",
+)
 SEEDS = (
     "trainer/model/transformer.py",
     "local(parameter).copy_(Region.of(parameter).cut(self._drawn(name, parameter.shape, seed)))",
@@ -220,6 +230,14 @@ def test_a_wrong_backward_of_a_kernel_is_found(hangar: Hangar) -> None:
     hangar.edit(*BACKWARD)
     outcome, reason = hangar.fly("kernels")
     assert outcome == "reject" and "reference kernels and the chosen ones differ" in reason, reason
+
+
+@SLOW
+@pytest.mark.parametrize("fault", [REPEATED, FORGOTTEN], ids=["data that are read again", "moments"])
+def test_what_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, str, str]) -> None:
+    hangar.edit(*fault)
+    outcome, reason = hangar.fly("resume")
+    assert outcome == "reject" and "a resumed run and a straight one differ" in reason, reason
 
 
 @pytest.mark.parametrize(
