@@ -17,10 +17,10 @@ from agents.loss_doctor.causes import TABLE
 from agents.loss_doctor.curves import KINDS as KINDS_OF_A_CURVE
 from factory.audit.reverts import open_reverts
 from factory.cli.app import app
-from factory.core.errors import ConfigError, InputError
+from factory.core.errors import ConfigError, InputError, SegmentError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe
+from factory.daemon import Action, next_action, observe
 from factory.diagnosis.acting import accept, act, blamed_patches, quarantine_and_rewind, reject
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.gates.release.anomaly_policy import AnomalyPolicy
@@ -37,12 +37,13 @@ from factory.ledger.anomalies import (
     open_in,
     undiagnosed,
 )
-from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
+from factory.ledger.ledger import Ledger, anomalies, candidates, checkpoints, record, segments
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject
 from factory.ledger.status import screen, snapshot
 from factory.ledger.writing import record_verdict
+from factory.release.releases import release
 from factory.training.overrides import RecipeOverride, override_of
-from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
+from factory.training.planning import load_recipe, next_trunk, plan_anneal, plan_of, plan_trunk
 from factory.training.segment_folder import record_done
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import merge_patch
@@ -197,6 +198,56 @@ def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(made: tupl
     assert [a.id for a in open_in(ledger, 1, KINDS)] == [found.id]
 
 
+HOSTILE = {
+    "no step": '{"loss": 1.0}',
+    "far apart": '{"step": 2, "loss": 1e308, "grad_norm": 1e308}\n{"step": 3, "loss": -1e308, "grad_norm": -1e308}',
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_metrics_end_in_a_diagnosis_and_do_not_stop_the_daemon(
+    made: tuple[Workspace, Ledger], line: str
+) -> None:
+    workspace, ledger = made
+    with (Path(SegmentRow.get(ledger, 1).folder) / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    number = note(ledger, 1, 4)
+    found = diagnose_and_act(workspace, ledger, number, SILENT)
+    assert found["causes"] == ["unknown"] and undiagnosed(ledger, KINDS) is None
+    assert ("without a step" in found["why"]) == (line == HOSTILE["no step"]), found["why"]
+
+
+def test_an_anomaly_that_no_trainer_notes_is_refused(made: tuple[Workspace, Ledger]) -> None:
+    _, ledger = made
+    row = SegmentRow.get(ledger, 1)
+    path = Path(row.folder) / "anomalies.jsonl"
+    with ledger.begin() as tx:
+        tx.execute(checkpoints.delete())
+    for step, kind in (
+        (-1, "loss_spike"),
+        (20, "loss_spike"),
+        (10**17, "loss_spike"),
+        (True, "plateau"),
+        (3, "\x1b[2J"),
+    ):
+        path.write_text(json.dumps({"step": step, "kind": kind}) + "\n")
+        with pytest.raises(SegmentError, match="cannot be read: an anomaly"):
+            record_done(ledger, row, Path(row.folder), dict(row.result or {}))
+    path.write_text(json.dumps({"step": 19, "kind": "loss_spike"}) + "\n")
+    record_done(ledger, row, Path(row.folder), dict(row.result or {}))
+    assert [(a["step"], a["kind"]) for a in every_anomaly(ledger)] == [(19, "loss_spike")]
+
+
+def test_what_is_closed_is_not_diagnosed_again(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["unknown"], [])
+    accept(ledger, number, "ada")
+    with pytest.raises(InputError, match="is closed: accepted by ada"):
+        diagnose_and_act(workspace, ledger, number, SILENT)
+    assert len(events(ledger, DIAGNOSED)) == 1
+
+
 def test_the_page_for_people_names_every_kind_and_every_cause() -> None:
     page = (ROOT / "docs" / "ANOMALIES.md").read_text()
     assert [kind for kind in (*KINDS_OF_A_CURVE, *KINDS) if f"`{kind}`" not in page] == []
@@ -275,7 +326,10 @@ def test_the_commands_tell_what_there_is(made: tuple[Workspace, Ledger]) -> None
     assert every_anomaly(ledger)[-1]["how"] == "accepted"
 
 
-def test_a_patch_that_is_blamed_is_undone_by_a_proposal(made: tuple[Workspace, Ledger]) -> None:
+@pytest.mark.parametrize("rejected", [False, True])
+def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_it(
+    made: tuple[Workspace, Ledger], rejected: bool
+) -> None:
     workspace, ledger = made
     before = live_commit(workspace.repository)
     text = (workspace.repository / "trainer/run.py").read_text()
@@ -297,6 +351,10 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal(made: tuple[Workspace, L
             tx, WORDED, Subject("anomaly", number), {"diagnosis": event, "failed": "", "claims": [claim], "dropped": []}
         )
     assert "undoes proposal 1" in act(ledger, AnomalyPolicy(), number)
+    if rejected:
+        reject(ledger, number, "ada")
+        assert open_reverts(workspace, ledger, SILENT) == []
+        return
     (opened,) = open_reverts(workspace, ledger, SILENT)
     row = ProposalRow.get(ledger, opened)
     assert (
