@@ -248,6 +248,72 @@ def test_what_is_closed_is_not_diagnosed_again(made: tuple[Workspace, Ledger]) -
     assert len(events(ledger, DIAGNOSED)) == 1
 
 
+def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_not_blame_them_again(
+    made: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = made
+    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
+    fate = lambda: ledger.read("SELECT fate FROM documents WHERE key = :key", key=key)[0]["fate"]
+    asked, done = note(ledger, 1, 2), note(ledger, 1, 12)
+    diagnosed(ledger, asked, 1, ["bad data"], [key])
+    diagnosed(ledger, done, 1, ["bad data"], [key])
+    act(ledger, AnomalyPolicy(), done)
+    assert reject(ledger, asked, "ada") == "closed" and fate() == "quarantined"  # for the other one
+    assert "trained on again" in reject(ledger, done, "ada") and fate() == "train"
+    again = plan_trunk(workspace, ledger)
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
+    next_one = note(ledger, again, 12)
+    diagnosed(ledger, next_one, again, ["bad data"], [key])
+    assert "a person decides" in act(ledger, AnomalyPolicy(), next_one) and fate() == "train"
+    accept(ledger, next_one, "ada")
+    assert fate() == "quarantined"
+
+
+def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    override = {"keys": {"optimizer.lr": 1e-4}, "until": 17}
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["rate"], [], override=override)
+    automatic = AnomalyPolicy(rate="automatic")
+    act(ledger, automatic, number)
+    reject(ledger, number, "ada")
+    again = plan_trunk(workspace, ledger)
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
+    other = note(ledger, again, 12)
+    diagnosed(ledger, other, again, ["rate"], [], override=override)
+    assert "a person decides" in act(ledger, automatic, other) and override_of(ledger, "trunk", None) is None
+
+
+def test_accepting_what_was_found_in_a_segment_whose_place_is_taken_overrides_nothing(
+    made: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = made
+    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
+    spoiled, late = note(ledger, 1, 2), note(ledger, 1, 12)
+    diagnosed(ledger, spoiled, 1, ["bad data"], [key])
+    diagnosed(ledger, late, 1, ["rate"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
+    act(ledger, AnomalyPolicy(), late)
+    act(ledger, AnomalyPolicy(), spoiled)
+    plan_trunk(workspace, ledger)
+    assert accept(ledger, late, "ada").startswith("closed") and override_of(ledger, "trunk", None) is None
+
+
+def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
+    failed = plan_anneal(workspace, ledger)
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == failed).values(state="failed"))
+    assert observe(workspace, ledger).failed_segment == failed
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["bad data"], [key])
+    accept(ledger, number, "ada")
+    assert observe(workspace, ledger).failed_segment is None
+    assert next_action(observe(workspace, ledger)) == Action("plan_trunk")
+
+
 def test_the_page_for_people_names_every_kind_and_every_cause() -> None:
     page = (ROOT / "docs" / "ANOMALIES.md").read_text()
     assert [kind for kind in (*KINDS_OF_A_CURVE, *KINDS) if f"`{kind}`" not in page] == []
