@@ -300,6 +300,27 @@ def test_accepting_what_was_found_in_a_segment_whose_place_is_taken_overrides_no
     assert accept(ledger, late, "ada").startswith("closed") and override_of(ledger, "trunk", None) is None
 
 
+def test_what_was_promoted_and_is_rewound_before_its_release_is_not_released(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    anneal = plan_anneal(workspace, ledger)
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == anneal).values(state="done"))
+        held = {"checkpoint": "c", "export_path": str(workspace.root), "export_sha256": "e", "created_at": 0.0}
+        tx.execute(candidates.insert().values(id=1, segment=anneal, **held))
+        verdict = record_verdict(
+            tx, "release", Subject("candidate", 1), against=None, policy_sha256="", subject_sha256="e", outcome="promote",
+            reasons=[], evidence={},
+        )  # fmt: skip
+    assert observe(workspace, ledger).unreleased_promotion == verdict
+    number = note(ledger, 1, 12, "grad_norm_jump")  # of a kind that holds nothing: 'factory diagnose' was asked for
+    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
+    diagnosed(ledger, number, 1, ["bad data"], [key])
+    act(ledger, AnomalyPolicy(), number)
+    assert observe(workspace, ledger).unreleased_promotion is None
+    with pytest.raises(InputError, match="segment 1 was rewound"):
+        release(workspace, ledger, verdict, approved_by="ada")
+
+
 def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(made: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = made
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
