@@ -109,7 +109,7 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
     from factory.audit.policy import AuditPolicy
     from factory.audit.waiting import waiting
     from factory.gates.release.anomaly_policy import AnomalyPolicy
-    from factory.ledger.anomalies import undiagnosed, unworded
+    from factory.ledger.anomalies import rewound_in, undiagnosed, unworded
     from factory.release.releases import automatic
 
     troubles = AnomalyPolicy.load(workspace.policy("anomalies.yaml"))
@@ -135,7 +135,7 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
         verdict = VerdictRow.first(db, "WHERE gate = 'release' ORDER BY id DESC")
         waits = verdict and verdict.outcome == "promote" and not ReleaseRow.select(
             db, "WHERE verdict = :verdict", verdict=verdict.id
-        )  # fmt: skip
+        ) and not rewound_in(db, CandidateRow.get(db, verdict.number).segment)  # fmt: skip
         audits = waiting(db, policy)
         anomaly = undiagnosed(db, troubles.kinds) if troubles.diagnose == "automatic" else None
         words_wait = unworded(db)

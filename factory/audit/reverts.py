@@ -7,7 +7,7 @@ from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS, record_once
 from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS
+from factory.ledger.anomalies import CLOSED, DIAGNOSED, DIAGNOSIS, REJECTED, newest_about
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ProposalRow, Subject, VerdictRow
 
@@ -55,8 +55,10 @@ def _to_undo(ledger: Ledger) -> list[tuple[ProposalRow, VerdictRow]]:
             )
             if row.state == "approved" and why is not None and opened(ledger, number) is None:
                 found[number] = (row, why)
+    closed = newest_about(ledger, CLOSED)
     for event in ledger.read(sql, kind=DIAGNOSED):
-        for number in event["detail"].get("undo", ()):
+        end = closed.get(Subject.parse(event["subject"]).number)
+        for number in event["detail"].get("undo", ()) if not end or end["how"] != REJECTED else ():
             row, why = (
                 ProposalRow.get(ledger, number),
                 VerdictRow.newest(ledger, DIAGNOSIS, Subject("segment", event["detail"]["segment"])),

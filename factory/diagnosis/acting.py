@@ -19,10 +19,10 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
-from factory.ledger.anomalies import ASKED, CLOSED, DIAGNOSED, MARKED, QUARANTINED, REWOUND, newest_about
+from factory.ledger.anomalies import ASKED, CLOSED, DIAGNOSED, MARKED, QUARANTINED, REJECTED, REWOUND, newest_about
 from factory.ledger.ledger import Ledger, documents, record, segments
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
-from factory.training.overrides import RecipeOverride, override_of, record_override
+from factory.training.overrides import RecipeOverride, record_override, was_overridden
 from factory.training.planning import plan_of
 
 RULE = "loss_doctor"  # as ``documents.rule`` names it
@@ -35,11 +35,11 @@ def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> str:
     if tuple(found["causes"]) in HEALTHY:
         _close(ledger, lead, found, "healthy", "policy")
         return "nothing is wrong; it is closed"
-    if found["guilty"] and policy.quarantine == "automatic":
+    if found["guilty"] and policy.quarantine == "automatic" and not _defended(ledger) & set(found["guilty"]):
         return quarantine_and_rewind(ledger, lead, "policy")
     if _override(found) and policy.rate == "automatic":
         spoiled = SegmentRow.get(ledger, found["segment"])
-        if override_of(ledger, spoiled.kind, spoiled.parent) is None:
+        if not was_overridden(ledger, spoiled.kind, spoiled.parent):
             return override_and_rewind(ledger, lead, "policy")
     with ledger.begin() as tx:
         asked = {"anomalies": found["anomalies"], "diagnosis": found["event"]}
@@ -78,7 +78,7 @@ def accept(ledger: Ledger, number: int, by: str) -> str:
     found = _diagnosis(ledger, number)
     if found["guilty"]:
         return quarantine_and_rewind(ledger, number, by)
-    if _override(found):
+    if _override(found) and not _replaced(ledger, found["segment"]):
         return override_and_rewind(ledger, number, by)
     _close(ledger, number, found, "accepted", by)
     return "closed; candidates that were held are judged again by 'factory evaluate N'"
@@ -87,7 +87,8 @@ def accept(ledger: Ledger, number: int, by: str) -> str:
 def reject(ledger: Ledger, number: int, by: str) -> str:
     """The diagnosis is wrong: nothing is done, or what was done to documents is undone, and the anomaly is closed. Raises: InputError."""
     found = _diagnosis(ledger, number, also_closed=True)
-    which = (documents.c.key.in_(found["guilty"]), documents.c.fate == "quarantined")
+    its_own = documents.c.detail.startswith(f"anomaly {found['lead']}: ", autoescape=True)  # another's stay as they are
+    which = (documents.c.key.in_(found["guilty"]), documents.c.fate == "quarantined", its_own)
     with ledger.begin() as tx:
         if _override(found):
             record_override(tx, SegmentRow.get(ledger, found["segment"]), RecipeOverride({}, 0, "rejected"))
@@ -96,7 +97,7 @@ def reject(ledger: Ledger, number: int, by: str) -> str:
             tx,
             CLOSED,
             Subject("anomaly", found["lead"]),
-            {"anomalies": found["anomalies"], "how": "rejected", "by": by},
+            {"anomalies": found["anomalies"], "how": REJECTED, "by": by, "documents": found["guilty"]},
         )
     return f"closed; {changed} documents are trained on again" if changed else "closed"
 
@@ -135,6 +136,12 @@ def override_and_rewind(ledger: Ledger, number: int, by: str) -> str:
     return f"segment {found['segment']} rewound{_said(found)}"
 
 
+def _defended(ledger: Ledger) -> set[str]:
+    """Documents that a person said are not to blame: they are quarantined again by a person alone."""
+    ended = [row["detail"] for row in ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=CLOSED)]
+    return {key for end in ended if end["how"] == REJECTED for key in end.get("documents", ())}
+
+
 def _override(found: Mapping[str, Any]) -> RecipeOverride | None:
     """What of the recipe cleared the anomaly, where it was the rate and nothing else."""
     override = found.get("override")
@@ -162,9 +169,18 @@ def _spoiled(ledger: Ledger, segment: int) -> list[SegmentRow]:
     ]
 
 
+def _replaced(ledger: Ledger, segment: int) -> bool:
+    """Was a segment rewound, and has another one taken its place? Then nothing is trained again for what it showed."""
+    spoiled = SegmentRow.get(ledger, segment)
+    later = SegmentRow.select(ledger, "WHERE id > :id AND kind = :kind", id=segment, kind=spoiled.kind)
+    return spoiled.state == "rewound" and any(row.parent == spoiled.parent for row in later)
+
+
 def _rewind(tx: sa.Connection, spoiled: Sequence[SegmentRow], found: Mapping[str, Any]) -> None:
     for row in spoiled:
-        if row.state in ("done", "planned"):
+        if (
+            row.state != "rewound"
+        ):  # a failed one too: training would wait for a person to mend what nothing goes on from
             tx.execute(segments.update().where(segments.c.id == row.id).values(state="rewound"))
             record(tx, REWOUND, Subject("segment", row.id), {"anomaly": found["lead"]})
 

@@ -33,7 +33,7 @@ from factory.gates.patch.training import for_one_rank
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
-from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow, newest_about, settled
+from factory.ledger.anomalies import CLOSED, DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow, newest_about, settled
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
@@ -65,8 +65,15 @@ def diagnose_and_act(
     recorded = newest_about(ledger, DIAGNOSED).get(number)
     if recorded and number not in settled(ledger):  # killed before anything was done about it
         return recorded | {"done": _done(ledger, policy, recorded, progress)}
+    if end := newest_about(ledger, CLOSED).get(number):
+        raise InputError(f"anomaly {number} is closed: {end['how']} by {end['by']}")
     segment = SegmentRow.get(ledger, row.segment)
-    lines = live_lines(ledger, segment)
+    lines: list[StepPoint] = []
+    unreadable = ""
+    try:
+        lines = live_lines(ledger, segment)
+    except InputError as error:
+        unreadable = str(error)
     span = _span(ledger, row, segment.first_step, lines)
     lead = span.anomalies[0]
     folder = workspace.root / "diagnoses" / f"{lead:05d}"
@@ -79,6 +86,8 @@ def diagnose_and_act(
             if row.kind == REPLICAS_APART:
                 causes = [HARDWARE, LAYOUT]
                 raise FactoryError(_apart(row))
+            if unreadable:
+                raise InputError(unreadable)
             episode, notes = _episode(workspace, ledger, segment, span, lines)
             bench = WindowBench(episode, folder, _runner(folder, policy.wall_seconds), budget, told=told.advance)
             if policy.previous_python and not os.access(policy.previous_python, os.X_OK):
@@ -164,7 +173,7 @@ def show_in_mlflow(
 
 
 def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
-    """Of a segment and those that it goes on from: all that is still on disk, by step."""
+    """Of a segment and those that it goes on from: all that is still on disk, by step. Raises: InputError."""
     lines: list[dict[str, Any]] = []
     for row in SegmentRow.lineage(ledger, segment.id):
         if row.kind != "average" and Path(row.folder).is_dir():
@@ -172,7 +181,7 @@ def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
                 lines += [
                     line for line in step_lines(Path(row.folder), "metrics.jsonl") if line["step"] < row.last_step
                 ]
-            except UntrustedFileError as error:
+            except (UntrustedFileError, OSError) as error:
                 raise InputError(f"segment {row.id}: {error}") from error
     return points(lines)
 

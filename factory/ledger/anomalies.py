@@ -14,6 +14,7 @@ from factory.ledger.rows import LedgerRow, Reads, SegmentRow, Subject
 
 REPLICAS_APART = "replicas_apart"  # of a segment's end: ranks held other bits of the same weights
 DIAGNOSED, CLOSED = "anomaly_diagnosed", "anomaly_closed"
+REJECTED = "rejected"  # as an anomaly was closed: a person says that its diagnosis is wrong
 ASKED = "anomaly_asked"  # a person is to decide about a diagnosis: the policy does nothing
 WORDED = "anomaly_worded"  # a language model said what a diagnosis shows, or why there are no such words
 DIAGNOSIS = "diagnosis"  # gate of the verdict on a segment whose anomaly a patch is blamed for
@@ -129,6 +130,11 @@ def open_in(db: Reads, segment: int, kinds: Collection[str]) -> list[AnomalyRow]
     """The open anomalies of a segment and of all that it goes on from."""
     lineage = {row.id for row in SegmentRow.lineage(db, segment)}
     return [row for row in open_anomalies(db, kinds) if row.segment in lineage]
+
+
+def rewound_in(db: Reads, segment: int) -> list[int]:
+    """Which of a segment and of all that it goes on from were rewound: it stays spoiled, whatever became of the anomaly."""
+    return [row.id for row in SegmentRow.lineage(db, segment) if row.state == "rewound"]
 
 
 def every_anomaly(db: Reads) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from factory.core.errors import InputError
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.gates.release.policy import ReleasePolicy
+from factory.ledger.anomalies import rewound_in
 from factory.ledger.ledger import Ledger, record, releases
 from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
 from factory.ledger.writing import insert, next_key
@@ -314,11 +315,15 @@ def _promotion(ledger: Ledger, verdict_id: int) -> VerdictRow:
 
 
 def _check_current(ledger: Ledger, verdict: VerdictRow) -> None:
-    """Raises: InputError when the candidate was judged again since, or the champion is another one than then."""
+    """Raises: InputError when the candidate was judged again since, its training was rewound, or the champion is another one than then."""
     newest = newest_verdict(ledger, verdict.number)
     if newest.id != verdict.id:
         raise InputError(
             f"verdict {verdict.id} on {verdict.subject} is out of date: verdict {newest.id} says {newest.outcome!r}"
+        )
+    if spoiled := rewound_in(ledger, CandidateRow.get(ledger, verdict.number).segment):
+        raise InputError(
+            f"{verdict.subject} is not released: its training went wrong, segment {spoiled[0]} was rewound"
         )
     _check_champion(ledger, verdict)
 

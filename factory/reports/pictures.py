@@ -9,6 +9,7 @@ from agents.core.pages import number, text
 
 Points = Sequence[tuple[float, float]]
 BINS = 240  # points of a curve
+LARGEST = 1e100
 
 
 def legend(colours: Mapping[str, str]) -> str:
@@ -102,7 +103,8 @@ def curves(lines: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = 
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Can it be drawn? Beyond ``LARGEST`` the distance between two values may be infinite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _binned(points: Points) -> list[tuple[float, float]]:

@@ -35,8 +35,16 @@ def record_override(tx: sa.Connection, spoiled: SegmentRow, override: RecipeOver
 
 def override_of(db: Reads, kind: str, parent: int | None) -> RecipeOverride | None:
     """The newest for a segment of that kind off that parent; None where that one has no keys, as after a rejected diagnosis."""
-    for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=OVERRIDDEN):
-        found = row["detail"]
-        if (found["kind"], found["parent"]) == (kind, parent):
-            return RecipeOverride(found["keys"], found["until"], found["reason"]) if found["keys"] else None
-    return None
+    found = _newest(db, kind, parent)
+    return RecipeOverride(found["keys"], found["until"], found["reason"]) if found and found["keys"] else None
+
+
+def was_overridden(db: Reads, kind: str, parent: int | None) -> bool:
+    """Was there ever one for such a segment, or a person's word that there shall be none?"""
+    return _newest(db, kind, parent) is not None
+
+
+def _newest(db: Reads, kind: str, parent: int | None) -> dict[str, Any] | None:
+    rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=OVERRIDDEN)
+    found = (row["detail"] for row in rows)
+    return next((detail for detail in found if (detail["kind"], detail["parent"]) == (kind, parent)), None)

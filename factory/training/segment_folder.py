@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from kernels.contract.files import write_atomically
 
 EXPORT, AVERAGE = "trainer.contract.checkpoint.export", "trainer.tools.average"
 RESULT_KEYS = {"last_step": int, "checkpoint": str, "manifest_sha256": str}
+KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an anomaly: people read it in a terminal
 MOVED = {EXPORT: "trainer.export", AVERAGE: "trainer.average"}  # names before there was trainer/contract
 MAX_ATTEMPTS = 3
 
@@ -123,7 +125,7 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
         read_manifest(path)
     except CheckpointError as error:
         raise SegmentError(str(error)) from None
-    found = [_anomaly(line, folder / "anomalies.jsonl") for line in _lines(folder / "anomalies.jsonl")]
+    found = [_anomaly(line, folder / "anomalies.jsonl", row) for line in _lines(folder / "anomalies.jsonl")]
     if names := result.get("replicas_apart"):
         weights = [str(name)[:200] for name in names][:20] if isinstance(names, list) else []
         found.append({"step": row.last_step - 1, "kind": REPLICAS_APART, "weights": weights})
@@ -173,9 +175,11 @@ def _lines(path: Path) -> list[str]:
     return [line for line in read_text(path).splitlines() if line.strip()] if path.exists() else []
 
 
-def _anomaly(line: str, path: Path) -> dict[str, Any]:
-    """Raises: SegmentError."""
+def _anomaly(line: str, path: Path, row: SegmentRow) -> dict[str, Any]:
+    """Raises: SegmentError, also for a step that is none of the segment's: a diagnosis would look for it for ever."""
     found = parse_object(line, path)
-    if not isinstance(found.get("step"), int) or not isinstance(found.get("kind"), str):
+    if type(found.get("step")) is not int or not KIND.fullmatch(str(found.get("kind"))):
         raise SegmentError(f"{path} cannot be read: an anomaly without step or kind")
+    if not row.first_step <= found["step"] < row.last_step:
+        raise SegmentError(f"{path} cannot be read: an anomaly at step {found['step']}, which is none of the segment's")
     return found

@@ -21,9 +21,9 @@ from factory.evals.suite import Suite
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.judge import FIRST_RELEASE, MeasureGain, ReleaseEvidence, judge
 from factory.gates.release.policy import ReleasePolicy
-from factory.ledger.anomalies import open_in
+from factory.ledger.anomalies import open_in, rewound_in
 from factory.ledger.ledger import Ledger, record, verdicts
-from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, champion
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
 from factory.ledger.writing import record_verdict
 from kernels.contract.files import finite
 
@@ -87,15 +87,14 @@ def gather(
 
 
 def _open_anomalies(workspace: Workspace, ledger: Ledger, candidate_id: int) -> tuple[str, ...]:
-    """Of the training that a candidate comes from; a segment that was rewound stays spoiled, whatever became of its anomaly."""
+    """Of the training that a candidate comes from: what is open, and what was rewound."""
     kinds = AnomalyPolicy.load(workspace.policy("anomalies.yaml")).kinds
     segment = CandidateRow.get(ledger, candidate_id).segment
     found = open_in(ledger, segment, kinds)
-    spoiled = [row.id for row in SegmentRow.lineage(ledger, segment) if row.state == "rewound"]
     words = [
         f"{row.kind} at step {row.step} of segment {row.segment} (anomaly {row.id}, which is open)" for row in found
     ]
-    return (*words, *(f"segment {number} was rewound" for number in spoiled))
+    return (*words, *(f"segment {number} was rewound" for number in rewound_in(ledger, segment)))
 
 
 def _gain(bounds: Bounds) -> MeasureGain:

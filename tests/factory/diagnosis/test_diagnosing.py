@@ -17,10 +17,10 @@ from agents.loss_doctor.causes import TABLE
 from agents.loss_doctor.curves import KINDS as KINDS_OF_A_CURVE
 from factory.audit.reverts import open_reverts
 from factory.cli.app import app
-from factory.core.errors import ConfigError, InputError
+from factory.core.errors import ConfigError, InputError, SegmentError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe
+from factory.daemon import Action, next_action, observe
 from factory.diagnosis.acting import accept, act, blamed_patches, quarantine_and_rewind, reject
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.gates.release.anomaly_policy import AnomalyPolicy
@@ -37,12 +37,13 @@ from factory.ledger.anomalies import (
     open_in,
     undiagnosed,
 )
-from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
+from factory.ledger.ledger import Ledger, anomalies, candidates, checkpoints, record, segments
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject
 from factory.ledger.status import screen, snapshot
 from factory.ledger.writing import record_verdict
+from factory.release.releases import release
 from factory.training.overrides import RecipeOverride, override_of
-from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
+from factory.training.planning import load_recipe, next_trunk, plan_anneal, plan_of, plan_trunk
 from factory.training.segment_folder import record_done
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import merge_patch
@@ -197,6 +198,143 @@ def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(made: tupl
     assert [a.id for a in open_in(ledger, 1, KINDS)] == [found.id]
 
 
+HOSTILE = {
+    "no step": '{"loss": 1.0}',
+    "far apart": '{"step": 2, "loss": 1e308, "grad_norm": 1e308}\n{"step": 3, "loss": -1e308, "grad_norm": -1e308}',
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_metrics_end_in_a_diagnosis_and_do_not_stop_the_daemon(
+    made: tuple[Workspace, Ledger], line: str
+) -> None:
+    workspace, ledger = made
+    with (Path(SegmentRow.get(ledger, 1).folder) / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    number = note(ledger, 1, 4)
+    found = diagnose_and_act(workspace, ledger, number, SILENT)
+    assert found["causes"] == ["unknown"] and undiagnosed(ledger, KINDS) is None
+    assert ("without a step" in found["why"]) == (line == HOSTILE["no step"]), found["why"]
+
+
+def test_an_anomaly_that_no_trainer_notes_is_refused(made: tuple[Workspace, Ledger]) -> None:
+    _, ledger = made
+    row = SegmentRow.get(ledger, 1)
+    path = Path(row.folder) / "anomalies.jsonl"
+    with ledger.begin() as tx:
+        tx.execute(checkpoints.delete())
+    for step, kind in (
+        (-1, "loss_spike"),
+        (20, "loss_spike"),
+        (10**17, "loss_spike"),
+        (True, "plateau"),
+        (3, "\x1b[2J"),
+    ):
+        path.write_text(json.dumps({"step": step, "kind": kind}) + "\n")
+        with pytest.raises(SegmentError, match="cannot be read: an anomaly"):
+            record_done(ledger, row, Path(row.folder), dict(row.result or {}))
+    path.write_text(json.dumps({"step": 19, "kind": "loss_spike"}) + "\n")
+    record_done(ledger, row, Path(row.folder), dict(row.result or {}))
+    assert [(a["step"], a["kind"]) for a in every_anomaly(ledger)] == [(19, "loss_spike")]
+
+
+def test_what_is_closed_is_not_diagnosed_again(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["unknown"], [])
+    accept(ledger, number, "ada")
+    with pytest.raises(InputError, match="is closed: accepted by ada"):
+        diagnose_and_act(workspace, ledger, number, SILENT)
+    assert len(events(ledger, DIAGNOSED)) == 1
+
+
+def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_not_blame_them_again(
+    made: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = made
+    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
+    fate = lambda: ledger.read("SELECT fate FROM documents WHERE key = :key", key=key)[0]["fate"]
+    asked, done = note(ledger, 1, 2), note(ledger, 1, 12)
+    diagnosed(ledger, asked, 1, ["bad data"], [key])
+    diagnosed(ledger, done, 1, ["bad data"], [key])
+    act(ledger, AnomalyPolicy(), done)
+    assert reject(ledger, asked, "ada") == "closed" and fate() == "quarantined"  # for the other one
+    assert "trained on again" in reject(ledger, done, "ada") and fate() == "train"
+    again = plan_trunk(workspace, ledger)
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
+    next_one = note(ledger, again, 12)
+    diagnosed(ledger, next_one, again, ["bad data"], [key])
+    assert "a person decides" in act(ledger, AnomalyPolicy(), next_one) and fate() == "train"
+    accept(ledger, next_one, "ada")
+    assert fate() == "quarantined"
+
+
+def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    override = {"keys": {"optimizer.lr": 1e-4}, "until": 17}
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["rate"], [], override=override)
+    automatic = AnomalyPolicy(rate="automatic")
+    act(ledger, automatic, number)
+    reject(ledger, number, "ada")
+    again = plan_trunk(workspace, ledger)
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
+    other = note(ledger, again, 12)
+    diagnosed(ledger, other, again, ["rate"], [], override=override)
+    assert "a person decides" in act(ledger, automatic, other) and override_of(ledger, "trunk", None) is None
+
+
+def test_accepting_what_was_found_in_a_segment_whose_place_is_taken_overrides_nothing(
+    made: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = made
+    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
+    spoiled, late = note(ledger, 1, 2), note(ledger, 1, 12)
+    diagnosed(ledger, spoiled, 1, ["bad data"], [key])
+    diagnosed(ledger, late, 1, ["rate"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
+    act(ledger, AnomalyPolicy(), late)
+    act(ledger, AnomalyPolicy(), spoiled)
+    plan_trunk(workspace, ledger)
+    assert accept(ledger, late, "ada").startswith("closed") and override_of(ledger, "trunk", None) is None
+
+
+def test_what_was_promoted_and_is_rewound_before_its_release_is_not_released(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    anneal = plan_anneal(workspace, ledger)
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == anneal).values(state="done"))
+        held = {"checkpoint": "c", "export_path": str(workspace.root), "export_sha256": "e", "created_at": 0.0}
+        tx.execute(candidates.insert().values(id=1, segment=anneal, **held))
+        verdict = record_verdict(
+            tx, "release", Subject("candidate", 1), against=None, policy_sha256="", subject_sha256="e", outcome="promote",
+            reasons=[], evidence={},
+        )  # fmt: skip
+    assert observe(workspace, ledger).unreleased_promotion == verdict
+    number = note(ledger, 1, 12, "grad_norm_jump")  # of a kind that holds nothing: 'factory diagnose' was asked for
+    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
+    diagnosed(ledger, number, 1, ["bad data"], [key])
+    act(ledger, AnomalyPolicy(), number)
+    assert observe(workspace, ledger).unreleased_promotion is None
+    with pytest.raises(InputError, match="segment 1 was rewound"):
+        release(workspace, ledger, verdict, approved_by="ada")
+
+
+def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(made: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = made
+    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
+    failed = plan_anneal(workspace, ledger)
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == failed).values(state="failed"))
+    assert observe(workspace, ledger).failed_segment == failed
+    number = note(ledger, 1, 12)
+    diagnosed(ledger, number, 1, ["bad data"], [key])
+    accept(ledger, number, "ada")
+    assert observe(workspace, ledger).failed_segment is None
+    assert next_action(observe(workspace, ledger)) == Action("plan_trunk")
+
+
 def test_the_page_for_people_names_every_kind_and_every_cause() -> None:
     page = (ROOT / "docs" / "ANOMALIES.md").read_text()
     assert [kind for kind in (*KINDS_OF_A_CURVE, *KINDS) if f"`{kind}`" not in page] == []
@@ -275,7 +413,10 @@ def test_the_commands_tell_what_there_is(made: tuple[Workspace, Ledger]) -> None
     assert every_anomaly(ledger)[-1]["how"] == "accepted"
 
 
-def test_a_patch_that_is_blamed_is_undone_by_a_proposal(made: tuple[Workspace, Ledger]) -> None:
+@pytest.mark.parametrize("rejected", [False, True])
+def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_it(
+    made: tuple[Workspace, Ledger], rejected: bool
+) -> None:
     workspace, ledger = made
     before = live_commit(workspace.repository)
     text = (workspace.repository / "trainer/run.py").read_text()
@@ -297,6 +438,10 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal(made: tuple[Workspace, L
             tx, WORDED, Subject("anomaly", number), {"diagnosis": event, "failed": "", "claims": [claim], "dropped": []}
         )
     assert "undoes proposal 1" in act(ledger, AnomalyPolicy(), number)
+    if rejected:
+        reject(ledger, number, "ada")
+        assert open_reverts(workspace, ledger, SILENT) == []
+        return
     (opened,) = open_reverts(workspace, ledger, SILENT)
     row = ProposalRow.get(ledger, opened)
     assert (
