@@ -113,7 +113,8 @@ def show_anomaly(number: Number, where: Where = DEFAULT, as_json: AsJson = False
 
 @anomalies.command("accept")
 def accept_diagnosis(number: Number, where: Where = DEFAULT) -> None:
-    """Do what the diagnosis proposes (quarantine and rewind), or take the anomaly as it is where nothing is to be done; close it."""
+    """Do what the diagnosis proposes (quarantine and rewind, or rewind and train with another rate for a while); where it proposes nothing,
+    take the anomaly as it is. Close it."""
     from factory.diagnosis.acting import accept
 
     _decide(accept, number, where)
@@ -121,7 +122,8 @@ def accept_diagnosis(number: Number, where: Where = DEFAULT) -> None:
 
 @anomalies.command("reject")
 def reject_diagnosis(number: Number, where: Where = DEFAULT) -> None:
-    """The diagnosis is wrong: documents that were quarantined for it are trained on again from the next segment on; close it."""
+    """The diagnosis is wrong: documents that were quarantined for it are trained on again from the next segment on, and a rate that was
+    lowered for it is not. Close it."""
     from factory.diagnosis.acting import reject
 
     _decide(reject, number, where)

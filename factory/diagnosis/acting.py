@@ -25,6 +25,7 @@ from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
 from factory.training.overrides import RecipeOverride, record_override, was_overridden
 from factory.training.planning import plan_of
 
+AT_ONCE = 16  # steps from an episode's onset in which what is new about shards shows
 RULE = "loss_doctor"  # as ``documents.rule`` names it
 OF_KERNELS = ("kernels/", "policies/kernels.yaml")
 
@@ -32,7 +33,7 @@ OF_KERNELS = ("kernels/", "policies/kernels.yaml")
 def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> str:
     """Do what the policy says about the diagnosis of an anomaly; returns a line for a person."""
     found = _diagnosis(ledger, lead)
-    if tuple(found["causes"]) in HEALTHY:
+    if tuple(found["causes"]) in HEALTHY and _at_once(found):
         _close(ledger, lead, found, "healthy", "policy")
         return "nothing is wrong; it is closed"
     if found["guilty"] and policy.quarantine == "automatic" and not _defended(ledger) & set(found["guilty"]):
@@ -134,6 +135,12 @@ def override_and_rewind(ledger: Ledger, number: int, by: str) -> str:
         ended = {"anomalies": found["anomalies"], "how": "trained again", "by": by}
         record(tx, CLOSED, Subject("anomaly", found["lead"]), ended)
     return f"segment {found['segment']} rewound{_said(found)}"
+
+
+def _at_once(found: Mapping[str, Any]) -> bool:
+    """Are all of the episode's anomalies near its onset? Those later, of which nothing was replayed, are not closed with it as healthy."""
+    first, last = found["noted"]
+    return bool(found["onset"] - AT_ONCE <= first and last <= found["onset"] + AT_ONCE)
 
 
 def _defended(ledger: Ledger) -> set[str]:

@@ -44,6 +44,7 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
 
+PATIENCE_SECONDS = 600.0  # beyond many times what the longest replay took
 NEW_FOR = 16  # steps after a change in which an anomaly's onset may be its effect
 
 
@@ -113,6 +114,7 @@ def diagnose_and_act(
     }
     detail: dict[str, Any] = (found.to_json() if found else empty) | {
         "why": why, "anomalies": list(span.anomalies), "segment": segment.id, "kind": span.kind, "onset": span.onset, "last": span.last,
+        "noted": list(span.noted),
         "budget": budget, "override": {"keys": keys, "until": span.last + 1 + policy.rate_steps} if keys else None,
         "to_word": has_endpoint(workspace),
     }  # fmt: skip
@@ -188,7 +190,7 @@ def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
 
 def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepPoint]) -> EpisodeSpan:
     if row.kind == REPLICAS_APART:
-        return EpisodeSpan(row.kind, row.step, row.step, (row.id,))
+        return EpisodeSpan(row.kind, row.step, row.step, (row.id,), noted=(row.step, row.step))
     others = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=row.segment)
     for span in spans([Noted.of(other.id, other.step, other.kind, other.detail) for other in others], lines, begins):
         if row.id in span.anomalies:
@@ -317,7 +319,11 @@ def _worktree(workspace: Workspace, segment: SegmentRow, which: str) -> Path:
 
 
 def _runner(folder: Path, wall_seconds: float, python: str = "") -> Runner:
-    """Replays of the same code share what they compiled: an arm of two steps need not wait for the compiler again."""
+    """Replays of the same code share what they compiled: an arm of two steps need not wait for the compiler again.
+
+    After the first that ended a replay is stopped much sooner than the policy allows: one that hangs in every arm would take days.
+    """
+    ended: list[float] = []  # seconds
 
     def run(output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int) -> WindowReplay:
         compiled, cache = folder / "compiled" / (code.name + "-before" * bool(python)), output / "cache"
@@ -326,7 +332,10 @@ def _runner(folder: Path, wall_seconds: float, python: str = "") -> Runner:
             compiled.rename(cache)
         try:
             with devices.one():
-                return replay_segment(output, segment, spec, code, start, until, wall_seconds, python)
+                limit = min(wall_seconds, PATIENCE_SECONDS + 20 * max(ended)) if ended else wall_seconds
+                found = replay_segment(output, segment, spec, code, start, until, limit, python)
+                ended.extend([] if found.failed else [found.seconds])
+                return found
         finally:
             if cache.is_dir() and not cache.is_symlink():
                 cache.rename(compiled)

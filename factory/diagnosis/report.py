@@ -91,7 +91,7 @@ def documents_of(
             joined.join(token_shards, token_shards.c.id == documents.c.token_shard).where(documents.c.key == key)
         )
         if row is not None:
-            told = {name: row[name] or "" for name in ("id", "domain", "source")}
+            told = {name: visible(str(row[name] or ""), 300) for name in ("id", "domain", "source")}
             found.append({"key": key, **told, "text": _text(workspace, Path(row["folder"]), key)})
     return found
 

@@ -138,12 +138,13 @@ def rewound_in(db: Reads, segment: int) -> list[int]:
 
 
 def every_anomaly(db: Reads) -> list[dict[str, Any]]:
-    """All, oldest first, with ``state``: open, diagnosed or closed; ``causes`` and ``how`` it was closed."""
+    """All, oldest first, with ``state``: open, diagnosed, closed, or rewound with its segment; ``causes`` and ``how`` it was closed."""
     diagnosed, closed = newest_about(db, DIAGNOSED), newest_about(db, CLOSED)
+    rewound = {row.id for row in SegmentRow.select(db, "WHERE state = 'rewound'")}
     found = []
     for row in AnomalyRow.select(db):
         diagnosis, end = diagnosed.get(row.id), closed.get(row.id)
-        state = "closed" if end else "diagnosed" if diagnosis else "open"
+        state = "closed" if end else "rewound" if row.segment in rewound else "diagnosed" if diagnosis else "open"
         found.append(
             row.only("id segment step kind")
             | {

@@ -153,10 +153,10 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[str]:
     lines = []
     for row in facts["anomalies"]:
         if row["id"] == row["lead"]:
-            asks = "" if row["state"] == "closed" else f"; 'factory anomalies show {row['id']}'"
+            asks = "" if row["state"] in ("closed", "rewound") else f"; 'factory anomalies show {row['id']}'"
             lines.append(
                 f"anomaly {row['id']} {row['kind']} at step {row['step']} of segment {row['segment']}: {' or '.join(row['causes'])}; "
-                f"{row['how'] or 'open'}{asks}"
+                f"{row['how'] or row['state'].replace('diagnosed', 'open')}{asks}"
             )
     for mark in facts["marked_releases"]:
         count = len(mark["detail"]["documents"])

@@ -76,12 +76,14 @@ def diagnosed(
     guilty: list[str],
     undo: Sequence[int] = (),
     override: dict[str, Any] | None = None,
+    noted: tuple[int, int] | None = None,
 ) -> None:
     detail = {
         "anomalies": [number],
         "segment": segment,
         "kind": "loss_spike",
         "onset": 12,
+        "noted": [12, 12] if noted is None else list(noted),
         "last": 12,
         "causes": causes,
         "guilty": guilty,
@@ -397,6 +399,16 @@ def test_killed_between_a_diagnosis_and_what_follows_it_the_next_pass_does_what_
 
 def events(ledger: Ledger, kind: str) -> list[dict[str, Any]]:
     return ledger.read("SELECT id FROM events WHERE kind = :kind", kind=kind)
+
+
+def test_what_was_not_replayed_is_not_closed_as_healthy(made: tuple[Workspace, Ledger]) -> None:
+    _, ledger = made
+    near, far = note(ledger, 1, 12), note(ledger, 1, 13)
+    diagnosed(ledger, near, 1, ["new generation"], [], noted=(12, 14))
+    diagnosed(ledger, far, 1, ["new generation"], [], noted=(12, 40))
+    assert act(ledger, AnomalyPolicy(), near) == "nothing is wrong; it is closed"
+    assert "a person decides" in act(ledger, AnomalyPolicy(), far)
+    assert [row.id for row in open_anomalies(ledger, KINDS)] == [far]
 
 
 def test_the_commands_tell_what_there_is(made: tuple[Workspace, Ledger]) -> None:
