@@ -120,8 +120,9 @@ def diagnose_and_act(
     }  # fmt: skip
     undo = _blamed(workspace, ledger, segment, detail["causes"], progress)
     page = report.write(workspace, ledger, lead, detail, lines, found)
+    detail |= {"report": str(page), "undo": undo}
     with ledger.begin() as tx:
-        record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail | {"report": str(page), "undo": undo}))
+        record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail))
         if undo:
             record_verdict(
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=policy_sha256(policy), subject_sha256=segment.code_commit,
