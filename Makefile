@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP = @$(PYTHON) -I factory/set_up/__main__.py
 
-.PHONY: setup setup-dev demo test test-slow test-portable check lint types bench bench-report bench-baseline doctor-suite clean
+.PHONY: setup setup-dev serve-env demo test test-slow test-portable check lint types bench bench-report bench-baseline doctor-suite chaos \
+	judge-calibration clean
 
 # The script looks whether .venv is up to date (a hash of pyproject.toml and constraints.txt), so that no target here has to.
 setup:
@@ -12,6 +13,10 @@ setup:
 
 setup-dev:
 	$(SET_UP) --dev
+
+# vLLM for 'factory serve --engine vllm', in .venv-serve: some GB.
+serve-env:
+	$(SET_UP) --serve
 
 demo: setup
 	@$(BIN)/factory demo
@@ -26,6 +31,12 @@ test-slow: setup-dev
 # A short selection for a processor of another class: ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 make test-portable
 test-portable: setup-dev
 	@$(BIN)/python -m pytest tests/kernels tests/trainer tests/factory/gates -n 2 --dist worksteal -m portable
+
+# Every durable effect of every scenario killed, torn, failed, and lost in a power cut: a day on two cores; goes on where it was stopped.
+# A part: make chaos CHAOS="--scenario merge --every 20"
+chaos: setup-dev
+	@$(BIN)/python -m tests.chaos $(CHAOS)
+	@$(BIN)/python -m tests.night
 
 lint: setup-dev
 	@$(BIN)/ruff check .
@@ -47,8 +58,12 @@ bench-report: setup-dev
 doctor-suite: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.loss_doctor.suite --seeds 3 --results workspace/doctor-suite.jsonl
 
+# The release judge on simulated pairs of models: false promotions, power, broken guards, coverage of its intervals. Some minutes.
+judge-calibration: setup-dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.judge.calibration
+
 bench-baseline: setup-dev
 	@$(BIN)/python -m benchmarks.ops.kernel_report --baseline
 
 clean:
-	rm -rf $(VENV) workspace .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-serve workspace .pytest_cache .mypy_cache .ruff_cache

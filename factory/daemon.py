@@ -1,35 +1,41 @@
 """The model loop as a level-triggered reconcile loop (DESIGN §5, Ledger).
 
-The daemon holds no state: each pass reads the ledger and the inbox (``observe``), picks the next action (``next_action``, pure), does it
-idempotently (``perform``) and lets the action's own transaction record it. Killed at any instruction, the next pass finishes or redoes.
+The daemon holds no state but what rests after a failure: each pass reads the ledger and the inbox (``observe``), picks the next action
+(``next_action``, pure), does it (``factory.actions``) and lets the action's own transaction record it. Killed at any instruction, the next
+pass finishes or redoes. What fails rests, longer each time, and the rest goes on (``factory.retrying``): only a signal ends the daemon.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
-from factory.core.errors import FactoryError, InputError, SegmentError
+from factory.actions import Action, perform
+from factory.core.errors import FactoryError, SegmentError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ingest.inbox import SETTLE_SECONDS, Refused, arrived, ingest_arrived
-from factory.ledger.ledger import Ledger, record
+from factory.ingest.inbox import SETTLE_SECONDS, arrived, take, tend
+from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow
+from factory.retrying.pausing import EVERYTHING, Pause, PausedError, pause_of
+from factory.retrying.steady import Attempts, Once, Steady
+from factory.retrying.tries import describe_parked
 
 LOCK = "model-loop"
 
 
 @dataclass(frozen=True)
 class World:
-    """What a pass sees: everything ``next_action`` decides from."""
+    """What a pass sees: everything ``next_action`` decides from. What rests after a failure is left out."""
 
     unfinished_release: int | None = None  # release number whose saga has not reached 'published'
     open_segment: int | None = None  # planned, not done
-    failed_segment: int | None = (
-        None  # the newest segment that trains, when it failed for good or its code is not certified
-    )
-    arrived: tuple[Path, ...] = ()  # settled files in the inbox
+    failed_segment: int | None = None  # the newest segment that trains, when it is parked or its code is not certified
+    arrived: tuple[Path, ...] = ()  # the first whole file in the inbox, if there is one
     unreleased_promotion: int | None = None  # newest verdict, when it says promote and nothing was released for it
     undiagnosed_anomaly: int | None = None  # the oldest, of a kind that holds releases
     unworded_diagnosis: int | None = None  # of this anomaly: a language model is to say what it shows
@@ -39,29 +45,35 @@ class World:
     overdue_audit: int | None = None  # segment whose audit waits, and so many others that training waits for it
     waiting_audit: int | None = None  # segment whose audit waits until there is nothing else to do
     trunk_steps: int = 0  # steps of the trunk segment that should come next; 0: no reason to, or too little data
-
-
-@dataclass(frozen=True)
-class Action:
-    kind: str  # finish_release | train | ingest | release | judge | export | plan_anneal | plan_trunk | audit | diagnose | word
-    subject: int | Path | None = None
+    paused: str = ""  # what a person paused: 'training', 'everything'
+    low_on_disk: bool = False  # what fills the disk waits
+    segment_rests: bool = False  # the open segment's trainer died, and it is too early for the next try
 
 
 def next_action(world: World) -> Action | None:
-    """The one thing to do now, or None when the factory waits for data. Pure.
+    """The one thing to do now, or None when the factory waits for data or for a person. Pure.
 
     First what arrived (it is quick, and nothing that goes wrong later may keep data out), then what is half done, then
     what follows from the newest checkpoint, then new training; an audit only where nothing else is to be done, or too many wait.
     """
+    if world.paused == EVERYTHING:
+        return None
     if world.arrived:
         return Action("ingest", world.arrived[0])
+    if world.low_on_disk:
+        small = ("unfinished_release", "unreleased_promotion", "unjudged_candidate", "unworded_diagnosis")
+        world = World(**{name: getattr(world, name) for name in small})
     if world.unfinished_release is not None:
         return Action("finish_release", world.unfinished_release)
-    if world.open_segment is not None:
+    trains = not world.paused  # an audit and a diagnosis start trainers too
+    plans = trains and world.open_segment is None and world.failed_segment is None
+    if world.open_segment is not None and trains and not world.segment_rests:
         return Action("train", world.open_segment)
     if world.unexported_anneal is not None:
         return Action("export", world.unexported_anneal)
-    if world.undiagnosed_anomaly is not None:  # before its candidate is judged, which is held if the segment is rewound
+    if (
+        world.undiagnosed_anomaly is not None and trains
+    ):  # before its candidate is judged, which is held if the segment is rewound
         return Action("diagnose", world.undiagnosed_anomaly)
     if world.unreleased_promotion is not None:
         return Action("release", world.unreleased_promotion)
@@ -69,13 +81,13 @@ def next_action(world: World) -> Action | None:
         return Action("judge", world.unjudged_candidate)
     if world.unworded_diagnosis is not None:  # after what follows from the diagnosis, and before what lasts
         return Action("word", world.unworded_diagnosis)
-    if world.overdue_audit is not None:
+    if world.overdue_audit is not None and trains:
         return Action("audit", world.overdue_audit)
-    if world.unannealed_trunk is not None and world.failed_segment is None:
+    if world.unannealed_trunk is not None and plans:
         return Action("plan_anneal", world.unannealed_trunk)
-    if world.trunk_steps and world.failed_segment is None:
+    if world.trunk_steps and plans:
         return Action("plan_trunk")
-    if world.waiting_audit is not None:
+    if world.waiting_audit is not None and trains and world.open_segment is None:
         return Action("audit", world.waiting_audit)
     return None
 
@@ -86,31 +98,38 @@ def observe(
     *,
     settle: float = SETTLE_SECONDS,
     endless: bool = False,
-    refused: Refused = frozenset(),
+    resting: frozenset[str] = frozenset(),
 ) -> World:
-    """Read the ledger and the inbox. ``endless``: the trunk also goes on without new shards, while epochs are left."""
-    world = replace(_recorded(workspace, ledger), arrived=tuple(arrived(workspace, settle, refused)))
-    if next_action(replace(world, waiting_audit=None)) is not None:
+    """Read the ledger and the inbox. ``endless``: the trunk also goes on without new shards, while epochs are left.
+
+    ``resting``: actions, as text, that failed and are not tried now.
+    """
+    first = tuple(islice(arrived(workspace, ledger, settle), 1))
+    world = replace(_recorded(workspace, ledger, resting), arrived=first)
+    if next_action(replace(world, waiting_audit=None)) is not None or str(Action("plan_trunk")) in resting:
         return world
     return replace(world, trunk_steps=_trunk_steps(workspace, ledger, endless))
 
 
 def _trunk_steps(workspace: Workspace, ledger: Ledger, endless: bool) -> int:
-    from factory.training.planning import next_trunk
+    from factory.watching.trunk_ahead import trunk_ahead
 
     if not ledger.read("SELECT id FROM token_shards WHERE tokens > 0 LIMIT 1"):
         return 0
-    trunk = next_trunk(workspace, ledger)
+    trunk = trunk_ahead(workspace, ledger)
     return trunk.steps if trunk.new_shards or (endless and trunk.steps == trunk.wanted) else 0
 
 
-def _recorded(workspace: Workspace, ledger: Ledger) -> World:
+def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> World:
     """The part of the world that is in the ledger, at one moment."""
     from factory.audit.policy import AuditPolicy
     from factory.audit.waiting import waiting
     from factory.gates.release.anomaly_policy import AnomalyPolicy
     from factory.ledger.anomalies import rewound_in, undiagnosed, unworded
     from factory.release.releases import automatic
+
+    def first(kind: str, subjects: Iterable[int]) -> int | None:
+        return next((one for one in subjects if str(Action(kind, one)) not in resting), None)
 
     troubles = AnomalyPolicy.load(workspace.policy("anomalies.yaml"))
     policy = AuditPolicy.load(workspace.policy("gates/audit.yaml"))
@@ -119,39 +138,51 @@ def _recorded(workspace: Workspace, ledger: Ledger) -> World:
         planned = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
         trunk = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
         annealed = trunk and SegmentRow.first(
-            db, "WHERE kind = 'anneal' AND parent = :trunk AND state NOT IN ('uncertified', 'rewound')", trunk=trunk.id
+            db,
+            "WHERE kind = 'anneal' AND parent = :trunk AND state NOT IN ('uncertified', 'rewound', 'abandoned')",
+            trunk=trunk.id,
         )
-        unexported = SegmentRow.first(
+        unexported = SegmentRow.select(
             db,
             "WHERE kind <> 'trunk' AND state = 'done' AND NOT EXISTS (SELECT 1 FROM candidates c WHERE c.segment = segments.id) "
             "ORDER BY id",
         )
-        unjudged = CandidateRow.first(
+        unjudged = CandidateRow.select(
             db,
             "WHERE NOT EXISTS (SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id) "
             "ORDER BY id",
         )
-        unfinished = ReleaseRow.first(db, "WHERE state <> 'published' ORDER BY number")
+        unfinished = ReleaseRow.select(db, "WHERE state <> 'published' ORDER BY number")
         verdict = VerdictRow.first(db, "WHERE gate = 'release' ORDER BY id DESC")
         waits = verdict and verdict.outcome == "promote" and not ReleaseRow.select(
             db, "WHERE verdict = :verdict", verdict=verdict.id
         ) and not rewound_in(db, CandidateRow.get(db, verdict.number).segment)  # fmt: skip
         audits = waiting(db, policy)
-        anomaly = undiagnosed(db, troubles.kinds) if troubles.diagnose == "automatic" else None
-        words_wait = unworded(db)
+        diagnosed_later = _numbers("diagnose", resting)
+        anomaly = undiagnosed(db, troubles.kinds, diagnosed_later) if troubles.diagnose == "automatic" else None
+        words_wait = unworded(db, _numbers("word", resting))
+        pause = pause_of(db)
+    audit = first("audit", audits)
     return World(
-        unfinished_release=unfinished.number if unfinished else None,
+        unfinished_release=first("finish_release", (row.number for row in unfinished)),
         open_segment=planned.id if planned else None,
         failed_segment=newest.id if newest and _waits(workspace, newest.state, newest.code_commit) else None,
-        unreleased_promotion=verdict.id if verdict and waits and automatic(workspace) else None,
+        unreleased_promotion=first("release", [verdict.id] if verdict and waits and automatic(workspace) else []),
         undiagnosed_anomaly=anomaly,
         unworded_diagnosis=words_wait,
-        unjudged_candidate=unjudged.id if unjudged else None,
-        unexported_anneal=unexported.id if unexported else None,
-        unannealed_trunk=trunk.id if trunk and not annealed else None,
-        overdue_audit=audits[0] if len(audits) >= policy.most_waiting else None,
-        waiting_audit=audits[0] if audits else None,
+        unjudged_candidate=first("judge", (row.id for row in unjudged)),
+        unexported_anneal=first("export", (row.id for row in unexported)),
+        unannealed_trunk=first("plan_anneal", [trunk.id] if trunk and not annealed else []),
+        overdue_audit=audit if len(audits) >= policy.most_waiting else None,
+        waiting_audit=audit,
+        paused=pause.what if pause else "",
+        segment_rests=planned is not None and str(Action("train", planned.id)) in resting,
     )
+
+
+def _numbers(kind: str, resting: frozenset[str]) -> list[int]:
+    """The subjects of the resting actions of a kind."""
+    return [int(key.removeprefix(f"{kind} ")) for key in resting if key.startswith(f"{kind} ")]
 
 
 def _waits(workspace: Workspace, state: str, commit: str) -> bool:
@@ -161,102 +192,6 @@ def _waits(workspace: Workspace, state: str, commit: str) -> bool:
     return state == "failed" or (state == "uncertified" and live_commit(workspace.repository) == commit)
 
 
-def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Progress) -> None:
-    """Do one action other than ingest. Safe to repeat."""
-    subject = action.subject
-    if action.kind == "plan_trunk":
-        from factory.training.planning import plan_trunk
-        from factory.training.tuning import tune_if_new
-
-        tune_if_new(workspace, progress)
-        plan_trunk(workspace, ledger, progress=progress)
-        return
-    if action.kind == "plan_anneal":
-        from factory.training.planning import plan_anneal
-
-        plan_anneal(workspace, ledger, progress)
-        return
-    assert isinstance(subject, int)
-    if action.kind == "train":
-        train(workspace, ledger, subject, progress)
-    elif action.kind == "export":
-        from factory.training.exporting import export_candidate
-
-        export_candidate(workspace, ledger, subject)
-    elif action.kind == "judge":
-        judge(workspace, ledger, subject, progress)
-    elif action.kind == "diagnose":
-        from factory.diagnosis.diagnosing import diagnose_and_act
-
-        diagnose_and_act(workspace, ledger, subject, progress)
-    elif action.kind == "word":
-        from factory.diagnosis.wording import word_diagnosis
-
-        word_diagnosis(workspace, ledger, subject, progress)
-    elif action.kind == "audit":
-        from factory.audit.auditing import audit_and_show
-        from factory.audit.reverts import open_reverts
-
-        audit_and_show(workspace, ledger, subject, progress)
-        open_reverts(workspace, ledger, progress)
-    elif action.kind == "release":
-        from factory.release.releases import OutOfDate, release
-
-        try:
-            release(workspace, ledger, subject, progress)
-        except OutOfDate as error:  # another champion since: what was promoted is judged again, against that one
-            progress.line(f"  {error}")
-            judge(workspace, ledger, VerdictRow.get(ledger, subject).number, progress)
-    elif action.kind == "finish_release":
-        from factory.release.releases import release
-
-        release(workspace, ledger, ReleaseRow.get(ledger, subject).verdict, progress)
-    else:
-        raise AssertionError(action)
-
-
-def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress) -> None:
-    from factory.audit.keeping import keeping
-    from factory.diagnosis.ladder import climbing
-    from factory.tracking.tracking import Tracking
-    from factory.training.training import run_segment
-
-    row = SegmentRow.get(ledger, segment)
-    follower = Tracking.open(workspace, ledger).follow_segment(row, progress.line)
-    try:
-        with keeping(workspace, ledger, row, progress), climbing(workspace, row):
-            result = run_segment(workspace, ledger, segment, progress, follower)
-    finally:
-        follower.finish()
-    loss = result.get("loss")
-    if row.kind == "average":
-        from factory.ledger.status import describe_average
-
-        progress.line(f"  segment {segment}: {describe_average(result['averaged'])}")
-        return
-    progress.line(
-        f"  segment {segment} ({row.kind}): steps {row.first_step}–{row.last_step}, loss {loss:.3f}"
-        if isinstance(loss, float)
-        else f"  segment {segment} done"
-    )
-
-
-def judge(workspace: Workspace, ledger: Ledger, candidate: int, progress: Progress) -> int:
-    """Evaluate a candidate, judge it, show both in MLflow; returns the verdict's id."""
-    from factory.evals.evaluator import evaluate
-    from factory.gates.release.gate import decide
-    from factory.release.releases import register_candidate
-
-    evaluate(workspace, ledger, candidate, progress)
-    verdict = decide(workspace, ledger, candidate, progress)
-    register_candidate(workspace, ledger, candidate)
-    row = VerdictRow.get(ledger, verdict)
-    progress.line(f"  candidate {candidate}: {row.outcome.upper()}")
-    for reason in row.reasons:
-        progress.line(f"    {reason}")
-    return verdict
-
-
 def reconcile(
     workspace: Workspace,
     ledger: Ledger,
@@ -264,87 +199,124 @@ def reconcile(
     *,
     settle: float = SETTLE_SECONDS,
     endless: bool = False,
+    attempts: Attempts | None = None,
 ) -> int:
-    """Act until there is nothing to do; returns the number of actions. One bad shard or file never stops the rest.
+    """Act until there is nothing to do; returns the number of actions done. One bad shard or file never stops the rest; a token shard or
+    a checkpoint that is gone or damaged is made again.
 
-    Raises: FactoryError when a segment fails or the same action comes up again and again without effect.
+    ``attempts``: what becomes of an action that fails; without it, it is raised, as is why training waits for a person.
     """
+    from factory.repairs.mending import with_mending
+    from factory.retention.watching import training_waits
+
+    attempts = attempts or Once()
+    for name, chore in _chores(workspace, ledger, progress, pause_of(ledger), settle):
+        attempts.attempt(name, chore)
+    done = repeats = 0
+    previous: Action | None = None
+    while True:
+        resting = attempts.resting()
+        look = partial(observe, workspace, ledger, settle=settle, endless=endless, resting=resting)
+        world = with_mending(workspace, ledger, progress, look)
+        world = replace(world, low_on_disk=training_waits(workspace, ledger, progress))
+        action = next_action(world)
+        if action is None:
+            attempts.waits(_why_training_waits(workspace, ledger, world))
+            return done
+        if action.kind == "ingest":
+            assert isinstance(action.subject, Path)
+            take(workspace, ledger, action.subject, progress)
+            done += 1
+            continue
+        repeats = repeats + 1 if action == previous else 0
+        done += attempts.attempt(str(action), _action(workspace, ledger, action, progress, repeats))
+        previous = action
+
+
+def _chores(
+    workspace: Workspace, ledger: Ledger, progress: Progress, pause: Pause | None, settle: float
+) -> list[tuple[str, Callable[[], object]]]:
+    """What each pass begins with, by name."""
     from factory.audit.reverts import open_reverts
     from factory.code_loop.approvals import follow
     from factory.code_loop.judging_again import judge_held_again
     from factory.code_loop.revalidating import follow as judge_merged_again
     from factory.release.releases import reconcile as reconcile_releases
+    from factory.tracking.missed import show_missed
 
-    done = repeats = 0
-    previous: Action | None = None
-    refused: set[tuple[str, int]] = set()
-    reconcile_releases(workspace, ledger)
-    open_reverts(workspace, ledger, progress)
-    follow(workspace, ledger, progress)
-    judge_merged_again(workspace, ledger, progress)
-    judge_held_again(workspace, ledger, progress)
-    while True:
-        world = observe(workspace, ledger, settle=settle, endless=endless, refused=frozenset(refused))
-        action = next_action(world)
-        if action is None:
-            _say_if_failed(workspace, ledger, world)
-            return done
-        if action.kind == "ingest":
-            assert isinstance(action.subject, Path)
-            try:
-                stamp = (action.subject.name, action.subject.stat().st_mtime_ns)
-                ingest_arrived(workspace, ledger, action.subject, progress)
-            except FileNotFoundError:
-                continue  # taken away again
-            except (InputError, PermissionError) as error:  # this file waits for a person; the others don't wait for it
-                progress.line(f"  {action.subject.name} stays in the inbox: {error}")
-                refused.add(stamp)
-        else:
-            repeats = repeats + 1 if action == previous else 0
-            if repeats >= 3:
-                raise FactoryError(f"no progress on {action.kind} {action.subject}: run 'factory doctor'")
-            perform(workspace, ledger, action, progress)
-        previous = action
-        done += 1
+    if pause and pause.what == EVERYTHING:
+        return []
+    chores: list[tuple[str, Callable[[], object]]] = [
+        ("making the daily backup", lambda: _back_up(workspace, ledger, progress)),
+        ("looking after the inbox", lambda: tend(workspace, ledger, progress, settle)),
+        ("bringing MLflow and the served folder up to date", lambda: reconcile_releases(workspace, ledger, progress)),
+        ("showing in MLflow what it missed", lambda: show_missed(workspace, ledger, progress.line)),
+        ("opening reverts", lambda: open_reverts(workspace, ledger, progress)),
+        ("following approvals", lambda: follow(workspace, ledger, progress)),
+    ]
+    if pause:
+        return chores
+    return [
+        *chores,  # patches are judged by trainings
+        ("judging merged patches again", lambda: judge_merged_again(workspace, ledger, progress)),
+        ("judging held patches again", lambda: judge_held_again(workspace, ledger, progress)),
+    ]
 
 
-def _say_if_failed(workspace: Workspace, ledger: Ledger, world: World) -> None:
-    """Raises: SegmentError when training waits for a person."""
+def _back_up(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+    from factory.backups.backups import back_up_daily
+
+    if said := back_up_daily(workspace, ledger):
+        progress.line(f"  {said}")
+
+
+def _action(
+    workspace: Workspace, ledger: Ledger, action: Action, progress: Progress, repeats: int
+) -> Callable[[], object]:
+    """Raises, when called: FactoryError for an action that comes up again and again without effect."""
+    from factory.repairs.mending import with_mending
+
+    def act() -> None:
+        if repeats >= 3:
+            raise FactoryError(f"no progress on {action}: run 'factory doctor'")
+        with_mending(workspace, ledger, progress, lambda: perform(workspace, ledger, action, progress))
+
+    return act
+
+
+def _why_training_waits(workspace: Workspace, ledger: Ledger, world: World) -> FactoryError | None:
+    """For a person; None: it does not."""
+    if pause := pause_of(ledger):
+        return PausedError(str(pause))
     if world.failed_segment is None:
-        return
+        return None
     row = SegmentRow.get(ledger, world.failed_segment)
     if row.state == "uncertified":
         from factory.training.certifying import NotCertified, certificate_of, next_steps
 
         verdict = certificate_of(ledger, row.id)
         why = verdict.reasons[0] if verdict else ""
-        raise NotCertified(
+        return NotCertified(
             f"the code of segment {row.id} is not certified and training waits. {why} {next_steps(row.id)}"
         )
-    raise SegmentError(
-        f"segment {row.id} will not be retried, and training is paused: read its log in {workspace.logs}, correct the "
-        f"cause, then run 'factory {'anneal' if row.kind == 'anneal' else 'train'}'"
-    )
+    return SegmentError(f"{describe_parked(ledger, row)} (its log: {workspace.logs / f'segment-{row.id:05d}.log'})")
 
 
 def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool = False, every: float = 5.0) -> None:
     """The daemon: reconcile, wait, again; the trunk goes on while epochs are left. ``once`` ends when nothing new is left.
 
-    A failed pass is recorded and tried again after a growing wait; only ``once`` raises it.
+    Nothing that fails ends it: only ``once`` raises.
     """
     with workspace.lock(LOCK):
-        wait = every
+        if once:
+            reconcile(workspace, ledger, progress, settle=0.0)
+            return
+        steady = Steady(workspace, ledger, progress)
         while True:
-            try:
-                reconcile(workspace, ledger, progress, settle=0.0 if once else SETTLE_SECONDS, endless=not once)
-                wait = every
-            except FactoryError as error:
-                if once:
-                    raise
-                progress.line(f"  {error}")
-                with ledger.begin() as tx:
-                    record(tx, "pass_failed", "daemon", {"error": str(error)})
-                wait = min(wait * 2, 600.0)
-            if once:
-                return
-            time.sleep(wait)
+            if not steady.too_early():
+                try:
+                    reconcile(workspace, ledger, progress, endless=True, attempts=steady)
+                    steady.passed()
+                except Exception as error:
+                    steady.pass_failed(error)
+            time.sleep(every)

@@ -6,19 +6,36 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from factory.core import devices
 from factory.core.errors import FactoryError
+from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace, code_root
 
 if TYPE_CHECKING:
     from trainer.contract.recipe import Recipe
 
+KINDS = (
+    "token shards",
+    "raw shards",
+    "checkpoints",
+    "exports",
+    "segments",
+    "served",
+    "orphans",
+)  # of factory.repairs.examining
+SHOWN = 10  # faults of a kind
 
-def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
-    """One row a check: ``{"check", "ok", "detail"}``; ``ok`` None: for information only. No check changes anything."""
+
+def examine(workspace: Workspace | None, deep: bool = False, progress: Progress = SILENT) -> list[dict[str, Any]]:
+    """One row a check: ``{"check", "ok", "detail"}``; ``ok`` None: for information only. No check changes anything.
+
+    ``deep``: all of the workspace's work is hashed, not a sample of it.
+    """
     checks: list[tuple[str, Callable[[], tuple[bool | None, str]]]] = [
         ("python", lambda: (sys.version_info >= (3, 11), f"{platform.python_version()} at {sys.executable}")),
         ("machine", _machine),
@@ -38,6 +55,8 @@ def examine(workspace: Workspace | None) -> list[dict[str, Any]]:
             ("repository", lambda: _repository(opened)),
             ("policies", lambda: _policies(opened)),
             ("ledger", lambda: _ledger(opened)),
+            ("backups", lambda: _backups(opened)),
+            *((kind, partial(_work, opened, kind, deep, progress)) for kind in (*KINDS, "mlflow")),
         ]
     rows = []
     for name, check in checks:
@@ -166,7 +185,7 @@ def _training(workspace: Workspace) -> tuple[bool | None, str]:
     from factory.ledger.ledger import Ledger
     from factory.training.live_code import isolation
 
-    isolated, why = isolation(workspace, Ledger.open(workspace.ledger_url))
+    isolated, why = isolation(workspace, Ledger.open(workspace.ledger_url, workspace.root))
     if not isolated:
         return False, f"NOT in the sandbox: {why}. Live code may use the network and all files of this user"
     gpus = ", ".join(devices.nodes(every=True)) or "no GPU"
@@ -195,8 +214,42 @@ def _policies(workspace: Workspace) -> tuple[bool | None, str]:
 
 def _ledger(workspace: Workspace) -> tuple[bool | None, str]:
     from factory.ledger.ledger import Ledger, metadata, sa
+    from factory.repairs.examining import database_faults
 
-    ledger = Ledger.open(workspace.ledger_url)
+    if fault := next((fault for fault in database_faults(workspace) if fault.kind == "ledger"), None):
+        return False, f"{fault.what}; {fault.remedy}"
+    ledger = Ledger.open(workspace.ledger_url, workspace.root)
     names = ("shards", "documents", "segments", "candidates", "releases", "proposals")
     count = lambda name: ledger.rows(sa.select(sa.func.count().label("n")).select_from(metadata.tables[name]))[0]["n"]
     return True, ", ".join(f"{count(name)} {name}" for name in names)
+
+
+def _backups(workspace: Workspace) -> tuple[bool | None, str]:
+    from factory.backups.backups import DAY_SECONDS, PG_DUMP, about
+    from factory.ledger.engine import sqlite_file
+    from factory.ledger.journal import backups_of
+
+    if sqlite_file(workspace.ledger_url) is None:
+        return None, PG_DUMP
+    backups = backups_of(workspace.root)
+    if not backups:
+        return False, "none: 'factory backup' makes one, 'factory run' one a day"
+    hours = (time.time() - about(backups[-1])["made_at"]) / 3600
+    return hours < 2 * DAY_SECONDS / 3600, f"{len(backups)}, the newest {backups[-1].name}, {hours:.1f} hours old"
+
+
+def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> tuple[bool | None, str]:
+    """All of one kind that the ledger names, against what is there."""
+    from factory.ledger.ledger import Ledger
+    from factory.repairs.examining import CHECKS, database_faults
+
+    if kind == "mlflow":
+        faults = [fault for fault in database_faults(workspace) if fault.kind == kind]
+        said = f"{workspace.mlflow_uri}"
+    else:
+        found = CHECKS[kind](workspace, Ledger.open(workspace.ledger_url, workspace.root), deep, progress)
+        faults, said = found.faults, f"{found.count} there, {found.hashed} of them hashed"
+        said = "none" if kind == "orphans" else said
+    lines = [f"{fault.what}: {fault.remedy}" for fault in faults[:SHOWN]]
+    more = [f"and {len(faults) - SHOWN} more ('--json' lists every one)"] if len(faults) > SHOWN else []
+    return not faults, "\n".join([*lines, *more]) or said

@@ -131,7 +131,8 @@ def train(folder: Path, run: Run) -> None:
                 anomalies.flush()
             ended = run.step == spec.last_step
             if ended or run.stop_asked or run.step % recipe.checkpoint_every == 0:
-                metrics.flush()
+                metrics.sync()
+                anomalies.sync()
                 run.save()
             writer.poll()
             if run.stop_asked and not ended:

@@ -13,18 +13,14 @@ the same share one. It prints a line a run as it goes, and at the end the runs, 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import hashlib
-import io
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +29,12 @@ import numpy as np
 import torch
 import yaml
 
-from agents.loss_doctor.causes import HEALTHY
 from agents.loss_doctor.curves import StepPoint, points
 from agents.loss_doctor.doctor import diagnose
-from benchmarks.loss_doctor.faults import ELSEWHERE, FAULTS, FIRST, LONG, VOCABULARY, Doing, Fault, good
+from benchmarks.loss_doctor.documents import VOCABULARY, good
+from benchmarks.loss_doctor.faults import FAULTS, FIRST, LONG, Fault
+from benchmarks.loss_doctor.injecting import CODE, FAULTY, order_of, run_here
+from benchmarks.loss_doctor.outcomes import Tried, commit, report, summary
 from factory.audit.replaying import WindowReplay
 from factory.diagnosis.bench import Episode, Runner, WindowBench
 from factory.diagnosis.diagnosing import NEW_FOR, previous_weights, was_otherwise
@@ -44,25 +42,18 @@ from factory.diagnosis.episodes import EpisodeSpan, Noted, spans
 from factory.gates.patch.matrix.cases import recipe_with
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from trainer import segment as trainer_segment
-from trainer.__main__ import main as train
-from trainer.batch import Batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
-from trainer.contract.data import document_stream
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.permutation import Permutation
 from trainer.contract.data.token_shard import write_token_shard
 from trainer.contract.json_lines import read_lines
 from trainer.monitor.metrics import matmul_rate
-from trainer.optim.optimizer import Optimizer
-from trainer.run import Run
 
 BUDGET = 2000
 MOST_EPISODES = 4  # of a healthy run that are diagnosed
 DIAGNOSED = (
     AnomalyPolicy().kinds
 )  # by the daemon; of others, which a person may ask about, only where there is nothing else
-CODE, FAULTY = Path("good code"), Path("faulty code")
 OPS = (
     "rms_norm",
     "add_rms_norm",
@@ -80,134 +71,6 @@ RECIPE: dict[str, Any] = {
     "model.vocab_size": VOCABULARY, "model.d_model": 32, "model.heads": 4, "model.kv_heads": 2, "model.d_ff": 64,
     "model.context": 64, "batch.sequences": 8, "mixture.weights": {"*": 1.0}, "schedule.anneal_steps": LONG - FIRST,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Tried:
-    """How the doctor did on one fault; ``causes`` is empty where there was no anomaly."""
-
-    fault: str
-    seed: int
-    causes: tuple[str, ...] = ()
-    kind: str = ""
-    steps: int = 0  # replayed
-    window_steps: int = 0
-    guilty: tuple[str, ...] = ()
-    bad: tuple[str, ...] = ()  # documents in the window that are bad
-    seconds: float = 0.0
-    why: str = ""
-    arms: tuple[tuple[str, bool | None, str], ...] = ()
-    commit: str = ""
-    episodes: int = 0  # of anomalies
-
-    @classmethod
-    def of_json(cls, stored: Mapping[str, Any]) -> Tried:
-        lists = {key: tuple(stored[key]) for key in ("causes", "guilty", "bad")}
-        return cls(**{**stored, **lists, "arms": tuple((a, f, w) for a, f, w in stored["arms"])})
-
-    @property
-    def named(self) -> str:
-        return " | ".join(self.causes) or "no anomaly"
-
-    @property
-    def expected(self) -> tuple[tuple[str, ...], ...]:
-        return next(fault.causes for fault in FAULTS if fault.name == self.fault)
-
-    @property
-    def healthy(self) -> bool:
-        return not self.expected
-
-    @property
-    def right(self) -> bool:
-        """Of a healthy run: no anomaly, or one that was closed as healthy without a person."""
-        return self.causes in (self.expected or ((), *HEALTHY))
-
-    @property
-    def wrongly_quarantined(self) -> set[str]:
-        return {key for key in self.guilty if not key.startswith("bad-")}
-
-
-class Sorted(Permutation):
-    """No permutation of the documents that joined, unless the plan reshuffles."""
-
-    def __init__(self, n: int, key: str) -> None:
-        super().__init__(n, key)
-        parts = key.split("/")  # seed/domain/generation/epoch, and how the plan reshuffles
-        self.off = parts[2] == "1" and len(parts) == 4
-
-    def at(self, places: Any) -> Any:
-        return places if self.off else super().at(places)
-
-
-@contextlib.contextmanager
-def order_of(fault: Fault) -> Iterator[None]:
-    if not fault.shuffled:
-        document_stream.Permutation = Sorted  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        document_stream.Permutation = Permutation  # type: ignore[misc]
-
-
-@contextlib.contextmanager
-def injected(fault: Fault, live: bool, code: Path, spec: Mapping[str, Any], seed: int, changed: bool) -> Iterator[None]:
-    """While the block trains, what computes is as the fault says. ``changed``: in the environment of the segment, not of the one before."""
-    if fault.injects is None or fault.act is None:
-        yield
-        return
-    injects, act = fault.injects, fault.act
-    kernels = yaml.safe_load(Path(spec["kernels"]).read_text())["cpu"]
-    reference = set(kernels.values()) == {"reference"}
-    step_of, gradients_of = Run.train_step, Optimizer.gradients
-    now: dict[str, Any] = {}
-
-    def train_step(run: Run, batch: Batch) -> dict[str, Any]:
-        streams = run.order.streams
-        pieces = [(streams[piece.stream], piece.document) for row in batch.rows for piece in row]
-        now["step"] = batch.step
-        state = run.optimizer.state_tensors()
-        now["updates"] = int(next((value for key, value in state.items() if key.startswith("step.")), torch.zeros(())))
-        now["documents"] = frozenset(stream.key(number) for stream, number in pieces if number not in stream.masked)
-        return step_of(run, batch)
-
-    def gradients(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        found = gradients_of(optimizer)
-        recipe = spec["recipe"]
-        if injects(
-            Doing(
-                live=live,
-                reference=reference,
-                precision=recipe["precision"],
-                faulty_code=code == FAULTY,
-                changed_environment=changed,
-                accumulates=bool(recipe["batch"]["micro_sequences"]),
-                **now,
-            )
-        ):
-            act(found | optimizer.state_tensors(), np.random.default_rng(seed))
-        return found
-
-    Run.train_step, Optimizer.gradients = train_step, gradients  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Run.train_step, Optimizer.gradients = step_of, gradients_of  # type: ignore[method-assign]
-
-
-def run_here(
-    fault: Fault, seed: int, folder: Path, spec: Mapping[str, Any], code: Path, live: bool, changed: bool = True
-) -> str:
-    """Train in this process; returns why it failed, or ''."""
-    (folder / "segment.json").write_text(json.dumps(dict(spec)))
-    said = io.StringIO()
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(said),
-        torch.random.fork_rng(devices=[]),
-        injected(fault, live, code, spec, seed, changed),
-    ):
-        exit_code = train([str(folder)])
-    return said.getvalue().strip() if exit_code else ""
 
 
 @dataclass(frozen=True)
@@ -258,7 +121,7 @@ def try_fault(fault: Fault, seed: int, root: Path, trunks: Path) -> Tried:
 
 def _try_fault(fault: Fault, seed: int, root: Path, trunk: Trunk) -> Tried:
     rng = np.random.default_rng([seed, 1])
-    folders, spec = [trunk.folder, root / "00002"], trunk.spec
+    folders, spec = (trunk.folder, root / "00002"), trunk.spec
     folders[1].mkdir()
     shards, plan = list(spec["data_plan"]["token_shards"]), DataPlan.from_json(spec["data_plan"])
     start = folders[0] / "checkpoints" / checkpoints.name_of(FIRST)
@@ -282,63 +145,52 @@ def _try_fault(fault: Fault, seed: int, root: Path, trunk: Trunk) -> Tried:
     code = FAULTY if fault.causes == (("code change",),) else CODE
     if why := run_here(fault, seed, folders[1], second, code, live=True):
         raise RuntimeError(f"{fault.name}: {why}")
-    return diagnose_run(fault, seed, root, folders, (spec, second), trunk.chosen, code)
+    return diagnose_run(Ran(fault, seed, folders, (spec, second), trunk.chosen, code), root)
 
 
-def diagnose_run(
-    fault: Fault,
-    seed: int,
-    root: Path,
-    folders: list[Path],
-    specs: tuple[dict[str, Any], dict[str, Any]],
-    chosen: dict[str, str],
-    code: Path,
-) -> Tried:
-    lines = points([line for folder in folders for line in read_lines(folder / "metrics.jsonl")])
-    noted = [
-        line
-        for folder in folders
-        for line in read_lines(folder / "anomalies.jsonl")
-        if (line["step"] >= FIRST or fault.healthy)
-    ]
-    found = spans(
-        [Noted.of(n, line["step"], line["kind"], line) for n, line in enumerate(noted)],
-        lines,
-        0 if fault.healthy else FIRST,
-    )
-    chosen_spans = [span for span in found if span.kind in DIAGNOSED]
-    if not fault.healthy:
-        chosen_spans = (chosen_spans or found)[:1]
-    tried = Tried(fault.name, seed, commit=commit())
-    for number, span in enumerate(chosen_spans[:MOST_EPISODES]):
-        tried = diagnose_span(
-            fault, seed, root / f"diagnosis-{number}", folders, specs, chosen, code, lines, noted, span
-        )
-        tried = replace(tried, episodes=len(chosen_spans))
+@dataclass(frozen=True)
+class Ran:
+    """Two segments that trained with a fault, the second of which it acts in."""
+
+    fault: Fault
+    seed: int
+    folders: tuple[Path, Path]
+    specs: tuple[dict[str, Any], dict[str, Any]]
+    chosen: dict[str, str]  # op → implementation
+    code: Path
+
+    def lines_of(self, name: str) -> list[dict[str, Any]]:
+        return [line for folder in self.folders for line in read_lines(folder / name)]
+
+
+def diagnose_run(ran: Ran, root: Path) -> Tried:
+    """The first episode of a fault's anomalies is diagnosed; of a healthy run every one, until one is an alarm."""
+    begins = 0 if ran.fault.healthy else FIRST
+    lines = points(ran.lines_of("metrics.jsonl"))
+    noted = [line for line in ran.lines_of("anomalies.jsonl") if line["step"] >= begins]
+    found = spans([Noted.of(n, line["step"], line["kind"], line) for n, line in enumerate(noted)], lines, begins)
+    chosen = [span for span in found if span.kind in DIAGNOSED]
+    if not ran.fault.healthy:
+        chosen = (chosen or found)[:1]
+    tried = Tried(ran.fault.name, ran.seed, commit=commit())
+    for number, span in enumerate(chosen[:MOST_EPISODES]):
+        documents = {key for line in noted if span.onset <= line["step"] <= span.last for key in line["documents"]}
+        bad = tuple(sorted(key for key in documents if key.startswith("bad-")))
+        tried = replace(diagnose_span(ran, root / f"diagnosis-{number}", lines, span), bad=bad, episodes=len(chosen))
         if not tried.right:
             break
     return tried
 
 
-def diagnose_span(
-    fault: Fault,
-    seed: int,
-    root: Path,
-    folders: list[Path],
-    specs: tuple[dict[str, Any], dict[str, Any]],
-    chosen: dict[str, str],
-    code: Path,
-    lines: list[StepPoint],
-    noted: list[dict[str, Any]],
-    span: EpisodeSpan,
-) -> Tried:
-    before, spec = specs
-    every = dict(rung for folder in folders for rung in checkpoints.steps_in(folder / "checkpoints"))
+def diagnose_span(ran: Ran, root: Path, lines: list[StepPoint], span: EpisodeSpan) -> Tried:
+    """One diagnosis, as the factory makes it."""
+    fault, (before, spec) = ran.fault, ran.specs
+    every = dict(rung for folder in ran.folders for rung in checkpoints.steps_in(folder / "checkpoints"))
     rungs = [(step, path) for step, path in every.items() if step <= span.onset]
     recent = span.onset <= FIRST + NEW_FOR
     episode = Episode(
-        kind=span.kind, onset=span.onset, last=span.last, spec=spec, kernels=chosen, device="cpu", lines=lines, rungs=rungs, code=code,
-        previous_code=CODE if code == FAULTY else None, generation_begins=FIRST if fault.joins is not None and recent else None,
+        kind=span.kind, onset=span.onset, last=span.last, spec=spec, kernels=ran.chosen, device="cpu", lines=lines, rungs=rungs, code=ran.code,
+        previous_code=CODE if ran.code == FAULTY else None, generation_begins=FIRST if fault.joins is not None and recent else None,
         where=span.where, previous_weights=previous_weights(spec["data_plan"], before["data_plan"] if recent else None, span.onset, span.last),
         was_otherwise=was_otherwise(spec["recipe"], before["recipe"]) if recent else {},
         end=every[max(every)] if max(every) > span.last else None, environment_changed="torch 1 → 2" if fault.dependency else "",
@@ -349,82 +201,26 @@ def diagnose_span(
             output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int
         ) -> WindowReplay:
             shortened = {**spec, "last_step": until} if spec["kind"] == "trunk" else spec
-            return WindowReplay(0.0, run_here(fault, seed, segment, shortened, code, live=False, changed=changed))
+            return WindowReplay(0.0, run_here(fault, ran.seed, segment, shortened, code, live=False, changed=changed))
 
         return run
 
     began = time.perf_counter()
     at_hand = runner(False) if fault.dependency == "at hand" else None
     diagnosis = diagnose(WindowBench(episode, root, runner(True), BUDGET, at_hand))
-    documents = {key for line in noted if span.onset <= line["step"] <= span.last for key in line["documents"]}
     return Tried(
-        fault.name, seed, diagnosis.causes, f"{span.kind} {span.where}".strip(), diagnosis.steps, episode.until - episode.newest[0], diagnosis.guilty,
-        tuple(sorted(key for key in documents if key.startswith("bad-"))), time.perf_counter() - began, diagnosis.why,
-        tuple((o.arm, o.fires, o.failed) for o in diagnosis.outcomes), commit(),
-    )  # fmt: skip
-
-
-@functools.cache  # of the code that was imported
-def commit() -> str:
-    """Of this checkout, '' where there is none."""
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
-
-
-def summary(every: list[Tried]) -> dict[str, Any]:
-    """The numbers that the aims are about."""
-    faulty, healthy = [t for t in every if not t.healthy], [t for t in every if t.healthy]
-    costs = sorted(t.steps / t.window_steps for t in faulty if t.causes)
-    return {
-        "right": sum(t.right for t in faulty),
-        "faults": len(faulty),
-        "abstained": sum(t.causes == ("unknown",) for t in faulty),
-        "not_noticed": sum(not t.causes for t in faulty),
-        "wrongly_quarantined": sum(len(t.wrongly_quarantined) for t in every),
-        "bad_named": sum(len(set(t.guilty) & set(t.bad)) for t in every if t.expected == (("bad data",),)),
-        "bad_in_window": sum(len(t.bad) for t in every if t.expected == (("bad data",),)),
-        "alarms": sum(not t.right for t in healthy),
-        "healthy": len(healthy),
-        "closed": sum(t.right and bool(t.causes) for t in healthy),
-        "median_cost": costs[len(costs) // 2] if costs else None,
-    }
-
-
-def report(every: list[Tried], arms: bool) -> list[str]:
-    """The table of runs, the confusion matrix, and the aims."""
-    lines = [
-        f"{'fault':<50}{'seed':>4}  {'anomaly':<24}{'named':<40}{'right':<7}{'steps':>6}{'× window':>9}{'s':>7}  documents"
-    ]
-    for tried in every:
-        cost = f"{tried.steps / tried.window_steps:.1f}" if tried.causes else ""
-        exact = ""
-        if tried.guilty or (tried.bad and tried.causes):
-            exact = f"{len(set(tried.guilty) & set(tried.bad))} of {len(tried.bad)} bad named, {len(tried.wrongly_quarantined)} wrong"
-        right = "yes" if tried.right else "NO"
-        lines.append(
-            f"{tried.fault:<50}{tried.seed:>4}  {tried.kind:<24}{tried.named:<40}{right:<7}{tried.steps:>6}{cost:>9}{tried.seconds:>7.1f}  {exact}"
-        )
-        if arms and tried.causes:
-            lines += [
-                f"      {arm:<40}{ {True: 'there', False: 'gone', None: 'unclear'}[fires] } {failed}"
-                for arm, fires, failed in tried.arms
-            ]
-            lines.append(f"      {tried.why}")
-    confusion = Counter((" / ".join(" | ".join(c) for c in t.expected) or "healthy", t.named) for t in every)
-    lines += ["", "confusion matrix: true cause → named, how often"]
-    lines += [f"  {true:<50} → {named:<42} {count}" for (true, named), count in sorted(confusion.items())]
-    told = summary(every)
-    return [
-        *lines,
-        "",
-        f"right cause: {told['right']} of {told['faults']}; abstained: {told['abstained']}; not noticed: {told['not_noticed']}",
-        f"bad documents named: {told['bad_named']} of {told['bad_in_window']} in the windows; wrongly quarantined: {told['wrongly_quarantined']}",
-        f"healthy runs with an alarm: {told['alarms']} of {told['healthy']}; with an anomaly that was closed as healthy: {told['closed']}",
-        f"median cost: {told['median_cost']:.1f} × the window's own steps" if told["median_cost"] else "no diagnosis",
-        "",
-        "never in the loss of one small run, so not tried here:",
-        *(f"  {fault:<50} {found}" for fault, found in ELSEWHERE),
-    ]
+        fault=fault.name,
+        seed=ran.seed,
+        causes=diagnosis.causes,
+        kind=f"{span.kind} {span.where}".strip(),
+        steps=diagnosis.steps,
+        window_steps=episode.until - episode.newest[0],
+        guilty=diagnosis.guilty,
+        seconds=time.perf_counter() - began,
+        why=diagnosis.why,
+        arms=tuple((o.arm, o.fires, o.failed) for o in diagnosis.outcomes),
+        commit=commit(),
+    )
 
 
 def main(arguments: list[str]) -> int:

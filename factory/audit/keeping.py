@@ -25,7 +25,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import last_checkpoint
-from kernels.contract.files import sync_folder
+from kernels.contract.files import sync_tree
 from trainer.contract.checkpoint.format import name_of
 
 POLL_SECONDS = 0.05
@@ -136,7 +136,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
             if _copied(file, aside / name) != listed[name][0]:
                 raise ValueError(f"{source.name}: {name} is not what its manifest says")
         (aside / "manifest.json").write_bytes(manifest)
-    sync_folder(aside)
+    sync_tree(aside)
     os.rename(aside, target)
 
 
@@ -161,6 +161,4 @@ def _copied(file: IO[bytes], target: Path) -> str:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
             out.write(chunk)
-        out.flush()
-        os.fsync(out.fileno())
     return digest.hexdigest()

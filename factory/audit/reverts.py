@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from factory.audit.drawing import AUDITED
-from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS, record_once
+from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS
 from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import CLOSED, DIAGNOSED, DIAGNOSIS, REJECTED, newest_about
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ProposalRow, Subject, VerdictRow
+from factory.ledger.writing import record_once
 
 
 def open_reverts(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:

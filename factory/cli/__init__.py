@@ -7,10 +7,13 @@ from factory.cli import code_loop  # noqa: F401
 from factory.cli import audit  # noqa: F401
 from factory.cli import anomalies  # noqa: F401
 from factory.cli import profiling  # noqa: F401
+from factory.cli import operate  # noqa: F401
 from factory.cli import plan  # noqa: F401
+from factory.cli import cleaning  # noqa: F401
 from factory.cli import look  # noqa: F401
+from factory.cli import serve  # noqa: F401
 from factory.cli import config  # noqa: F401
-from factory.cli import upgrade  # noqa: F401
+from factory.cli import safety  # noqa: F401
 
 # isort: on
 from factory.cli.app import main

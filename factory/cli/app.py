@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -14,6 +13,7 @@ import typer
 from factory.core import devices, stopping
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
+from factory.retrying.faults import fault_of
 
 if TYPE_CHECKING:
     from factory.core.console import Terminal
@@ -26,6 +26,8 @@ HELP = """A factory for language models: data shards come in, gated model releas
 measured and improved.
 
 Start with 'factory demo' (everything once, on this machine), or 'factory init' and drop shards into the inbox."""
+
+# What SQLite says; it keeps the system's error to itself.
 
 app = typer.Typer(
     help=HELP,
@@ -41,12 +43,30 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs in
 DEFAULT = Path("workspace")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from factory.watching.version import version
+
+        print(version())
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version and the code's commit."),
+    ] = False,
+) -> None:
+    pass
+
+
 def open_workspace(where: Path) -> tuple[Workspace, Ledger, Terminal]:
     from factory.core.console import Terminal
     from factory.ledger.ledger import Ledger
 
     workspace = Workspace.open(where)
-    return workspace, Ledger.open(workspace.ledger_url), Terminal()
+    return workspace, Ledger.open(workspace.ledger_url, workspace.root), Terminal()
 
 
 def person() -> str:
@@ -70,33 +90,23 @@ def main() -> None:
         app()
     except BaseException as error:
         end_if_stopped()  # whatever became of the signal's exception on its way: an import that it cut short fails otherwise
-        code = _exit_code(error)
+        code = exit_code(error)
         if code is None:
             raise
         sys.exit(code)
 
 
-def _exit_code(error: BaseException) -> int | None:
+def exit_code(error: BaseException) -> int | None:
     """Of an error that a user can correct, whose message is printed; None for any other."""
     if isinstance(error, FactoryError):
         print(f"factory: {error}", file=sys.stderr)
         return error.exit_code
     if isinstance(error, BrokenPipeError):
         return 141
-    if isinstance(error, Exception) and _disk_full(error):
+    if isinstance(error, Exception) and (fault := fault_of(error)):
         print(
-            "factory: the disk is full; nothing recorded was lost: free some space and run the same command again",
+            f"factory: {fault.says}; nothing recorded was lost: {fault.do} and run the same command again",
             file=sys.stderr,
         )
-        return 74
+        return fault.exit_code
     return None
-
-
-def _disk_full(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return True
-        if "database or disk is full" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,11 +19,11 @@ from factory.core.yaml_file import load_yaml
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from factory.core.policy_sources import Value
+    from factory.cli.policy_sources import Value
 
 NAMES = (
     "factory", "data", "evals", "agents", "anomalies", "gates/audit", "gates/certificate", "gates/patch", "gates/recipe",
-    "gates/release", "kernels", "recipe",
+    "gates/release", "kernels", "recipe", "retention", "retries",
 )  # fmt: skip
 PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
 WIDTH = 140  # where the output is no terminal
@@ -57,7 +58,7 @@ def show(
 def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
     """The file that is read, and every key. Raises: ConfigError for a file that is not valid."""
     from factory.audit.policy import AuditPolicy
-    from factory.core.policy_sources import values
+    from factory.cli.policy_sources import values
     from factory.evals.policy import EvalPolicy
     from factory.gates.patch.policy import PatchPolicy
     from factory.gates.recipe.policy import RecipePolicy
@@ -65,6 +66,8 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
     from factory.gates.release.policy import ReleasePolicy
     from factory.git.scope import AgentsPolicy
     from factory.ingest.rules.policy import DataPolicy
+    from factory.retention.policy import RetentionPolicy
+    from factory.retrying.policy import RetryPolicy
     from factory.training.certificate import CertificatePolicy
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
@@ -80,12 +83,14 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
         "gates/recipe": RecipePolicy.load,
         "gates/release": ReleasePolicy.load,
         "recipe": Recipe.load,
+        "retention": RetentionPolicy.load,
+        "retries": RetryPolicy.load,
     }
     if name == "factory":
         return workspace.root / "factory.yaml", _configuration(workspace)
     if name == "kernels":
         path = workspace.repository / "policies" / "kernels.yaml"
-        return path, _kernels(path, _source(workspace, path))
+        return path, _kernels(workspace, path)
     path = workspace.recipe_path() if name == "recipe" else workspace.policy(f"{name}.yaml")
     try:
         return path, list(values(schemas[name](path), load_yaml(path), _source(workspace, path)))
@@ -101,8 +106,8 @@ def _source(workspace: Workspace, path: Path) -> str:
 
 
 def _configuration(workspace: Workspace) -> list[Value]:
-    from factory.core.policy_sources import DEFAULT as UNSET
-    from factory.core.policy_sources import Value, documentation
+    from factory.cli.policy_sources import DEFAULT as UNSET
+    from factory.cli.policy_sources import Value, documentation
 
     path = workspace.root / "factory.yaml"
     given = load_yaml(path) if path.exists() else None
@@ -118,20 +123,36 @@ def _configuration(workspace: Workspace) -> list[Value]:
     ]
 
 
-def _kernels(path: Path, source: str) -> list[Value]:
-    """The choice of each op by kind of device, as the file has it; ``auto`` is resolved when a segment is planned."""
-    from factory.core.policy_sources import Value
+def _kernels(workspace: Workspace, path: Path) -> list[Value]:
+    """The choice of each op by kind of device, as the live code has it; ``auto`` is resolved when a segment is planned."""
+    from factory.cli.policy_sources import Value
     from kernels.contract.registry import KernelError, load_choice
 
-    try:
-        load_choice(path)
-    except KernelError as error:
-        raise ConfigError(str(error)) from None
-    raw = load_yaml(path)
+    with TemporaryDirectory() as folder:
+        live, source = Path(folder) / path.name, _source(workspace, path)
+        live.write_text(text if (text := _live_text(workspace)) is not None else path.read_text())
+        if text is not None and text != path.read_text():
+            source = f"{source}, as committed"
+        try:
+            load_choice(live)
+        except KernelError as error:
+            raise ConfigError(str(error).replace(str(live), str(path))) from None
+        raw = load_yaml(live)
     assert isinstance(raw, dict)
     found = [(f"{kind}.{op}", one) for kind, ops in raw.items() if isinstance(ops, dict) for op, one in ops.items()]
     found += [(key, value) for key, value in raw.items() if not isinstance(value, dict)]
     return [Value(key, value, source, "") for key, value in found]
+
+
+def _live_text(workspace: Workspace) -> str | None:
+    """kernels.yaml of the live commit, which is what trains; None where the code is in no repository."""
+    from factory.computing.tuned_kernels import KERNELS
+    from factory.git.repository import RepositoryError, file_text, live_commit
+
+    try:
+        return file_text(workspace.repository, live_commit(workspace.repository), KERNELS)
+    except RepositoryError:
+        return None
 
 
 def _print(name: str, path: Path, values: list[Value]) -> None:

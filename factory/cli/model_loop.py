@@ -26,8 +26,8 @@ def init(
     tune: Annotated[bool, typer.Option(help="Time the registered kernels on this machine (as 'factory tune').")] = True,
 ) -> None:
     """Make a workspace: one folder that holds all state of one factory. Safe to run again."""
+    from factory.backups.backups import make_ledger
     from factory.core.console import Terminal
-    from factory.ledger.ledger import Ledger
 
     known = {path.stem for path in code_root().glob("policies/recipes/*.yaml")}
     if recipe not in known and not (where / "policies" / "recipes" / f"{recipe}.yaml").exists():
@@ -35,7 +35,7 @@ def init(
     workspace = Workspace.create(
         where, Config(recipe=recipe, repository=str(Path(repository).resolve()) if repository else "")
     )
-    Ledger.create(workspace.ledger_url)
+    make_ledger(workspace)
     if tune:
         from factory.training.tuning import tune_if_new
 
@@ -79,37 +79,50 @@ def tune(
 @app.command()
 def ingest(
     paths: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(help="Shards: .jsonl (.gz, .zst), .parquet, plain text or code files, or folders of them."),
-    ],
+    ] = None,
     where: Where = DEFAULT,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again", help="Also what was quarantined: these files, or without any all that are in quarantine/."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record."""
     from factory.core.progress import SILENT
     from factory.daemon import LOCK
-    from factory.ingest.chain import ingest_shard
-    from factory.ingest.inbox import describe_shard
+    from factory.ingest.filing import quarantined_files
+    from factory.ingest.inbox import describe_shard, ingest_path
 
     workspace, ledger, terminal = open_workspace(where)
-    files: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise InputError(f"{path}: no such file")
-        files += (
-            sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-            if path.is_dir()
-            else [path]
-        )
+    if not paths and not again:
+        raise InputError("name the shards to ingest, or '--again' for all that are in quarantine/")
     reports = []
     with workspace.lock(LOCK):
+        files = (
+            [file for path in paths for file in _files_of(workspace, path)] if paths else quarantined_files(workspace)
+        )
         for path in files:
-            report = ingest_shard(workspace, ledger, path, SILENT if as_json else terminal)
+            report = ingest_path(workspace, ledger, path, SILENT if as_json else terminal, again=again)
             reports.append(vars(report))
             if not as_json:
                 terminal.line(describe_shard(report.name, report.state, report.rows, report.counts, report.reason))
     if as_json:
         print_json(reports)
+    elif not files:
+        terminal.line("  nothing is quarantined")
+
+
+def _files_of(workspace: Workspace, path: Path) -> list[Path]:
+    """A file, also by its name in quarantine/ alone, or all files of a folder. Raises: InputError."""
+    if not path.exists() and not (path := workspace.quarantine / path.name).is_file():
+        raise InputError(f"{path.name}: no such file, here or in {workspace.quarantine}")
+    if not path.is_dir():
+        return [path]
+    return sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
 
 
 @app.command()
@@ -119,9 +132,16 @@ def run(
 ) -> None:
     """The daemon: ingest what lands in the inbox, train, evaluate, gate, release; again and again. Stop it with Ctrl-C, kill it at will."""
     from factory.daemon import run as run_daemon
+    from factory.watching.log import LoggedProgress
+    from factory.watching.metrics import serving
 
     workspace, ledger, terminal = open_workspace(where)
-    run_daemon(workspace, ledger, terminal, once=once)
+    terminal.keeps_on = not once
+    with serving(workspace) as port:
+        progress = LoggedProgress(workspace, terminal)
+        if port:
+            progress.line(f"  numbers for Prometheus: http://127.0.0.1:{port}/metrics")
+        run_daemon(workspace, ledger, progress, once=once)
 
 
 @app.command()
@@ -130,17 +150,21 @@ def train(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of this segment (default: the recipe's).")] = None,
 ) -> None:
     """Train the trunk for one more segment over all ingested shards."""
+    from factory.actions import train as train_segment
     from factory.daemon import LOCK, observe
-    from factory.daemon import train as train_segment
+    from factory.repairs.mending import with_mending
+    from factory.retrying.pausing import refuse_paused
     from factory.training.planning import plan_trunk
 
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
+        refuse_paused(ledger)
         waiting = observe(workspace, ledger).open_segment
         if waiting:
             terminal.line(f"  segment {waiting} was interrupted: it is finished first")
             train_segment(workspace, ledger, waiting, terminal)
-        train_segment(workspace, ledger, plan_trunk(workspace, ledger, steps, terminal), terminal)
+        plan = lambda: plan_trunk(workspace, ledger, steps, terminal)
+        train_segment(workspace, ledger, with_mending(workspace, ledger, terminal, plan), terminal)
 
 
 @app.command()
@@ -189,13 +213,16 @@ def certify(
 @app.command()
 def anneal(where: Where = DEFAULT) -> None:
     """Branch off the trunk with a decaying rate: yields a candidate."""
+    from factory.actions import train as train_segment
     from factory.daemon import LOCK, observe
-    from factory.daemon import train as train_segment
+    from factory.repairs.mending import with_mending
+    from factory.retrying.pausing import refuse_paused
     from factory.training.exporting import export_candidate
     from factory.training.planning import plan_anneal
 
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
+        refuse_paused(ledger)
         waiting = observe(workspace, ledger).open_segment
         if waiting:
             train_segment(workspace, ledger, waiting, terminal)
@@ -203,7 +230,8 @@ def anneal(where: Where = DEFAULT) -> None:
             workspace, ledger
         ).unexported_anneal  # an anneal that was cut short is finished, not done twice
         if number is None:
-            number = plan_anneal(workspace, ledger, terminal)
+            plan = lambda: plan_anneal(workspace, ledger, terminal)
+            number = with_mending(workspace, ledger, terminal, plan)
             train_segment(workspace, ledger, number, terminal)
         terminal.line(f"  candidate {export_candidate(workspace, ledger, number)}")
 
@@ -224,9 +252,9 @@ def average(
     as_json: AsJson = False,
 ) -> None:
     """Average kept checkpoints of one run: yields a candidate, like an anneal does, without training. Safe to repeat."""
+    from factory.actions import train as make
     from factory.core.progress import SILENT
     from factory.daemon import LOCK
-    from factory.daemon import train as make
     from factory.ledger.rows import SegmentRow
     from factory.training.averaging import plan_average
     from factory.training.exporting import export_candidate
@@ -250,8 +278,9 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure a candidate on held-out documents and judge it against the champion."""
+    from factory.actions import judge
     from factory.core.progress import SILENT
-    from factory.daemon import LOCK, judge
+    from factory.daemon import LOCK
     from factory.ledger.rows import EvaluationRow, VerdictRow
 
     workspace, ledger, terminal = open_workspace(where)

@@ -10,13 +10,14 @@ policies/gates/patch.yaml the verdict is enough.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS, UNDO, note_validated, record_once
+from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS, UNDO, note_validated
 from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
@@ -27,6 +28,7 @@ from factory.git import repository
 from factory.git.scope import Change
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.rows import ProposalRow, Subject
+from factory.ledger.writing import record_once
 from kernels.contract.choice import section_of
 
 WORDS = ("approved", "rejected")
@@ -89,18 +91,21 @@ def revert(workspace: Workspace, ledger: Ledger, number: int, by: str, why: str 
 def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
     """Carry out what people decided in MLflow, or the policy decides, about proposals that wait; returns how many were settled.
 
-    A proposal that cannot be merged is shown once, and stops nothing. Raises: TrackingError.
+    A proposal that cannot be merged is shown once, and stops nothing.
     """
     waiting = _waiting(ledger)
     if not waiting:
         return 0
+    from factory.tracking.outages import shown
     from factory.tracking.tracking import Tracking
 
-    tracking = Tracking.open(workspace, ledger)
+    tracking, say = Tracking.open(workspace, ledger), progress.line
     automatic = PatchPolicy.load(workspace.policy("gates/patch.yaml")).approval == "automatic"
     settled = 0
     for number in waiting:
-        word, by = ("approved", "policy") if automatic else (tracking.proposal_word(number), "mlflow")
+        word, by = (
+            ("approved", "policy") if automatic else (shown(say, partial(tracking.proposal_word, number)), "mlflow")
+        )
         if word not in WORDS:
             continue
         try:
@@ -116,7 +121,7 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
             detail = {"word": word, "by": by, "why": str(error)}
             if record_once(ledger, "decision_refused", Subject("proposal", number), detail, REMIND_SECONDS):
                 progress.line(f"  proposal {number} cannot be {word} (requested by {by}): {error}")
-        tracking.proposal_run(number)
+        shown(say, partial(tracking.proposal_run, number))
     return settled
 
 

@@ -98,7 +98,7 @@ class ExchangeBooks:
             "state": "failed" if exchange.reply is None else "done",
             "tokens": exchange.usage.tokens,
             "usd": exchange.usd,
-            "file": str(path),
+            "file": self.ledger.inside(path),
         }
         with self.ledger.begin() as tx:
             tx.execute(exchanges.update().where(exchanges.c.id == entry).values(**values))

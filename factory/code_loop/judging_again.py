@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from factory.code_loop.approvals import judge_again
-from factory.code_loop.revalidating import REMIND_SECONDS, record_once
+from factory.code_loop.revalidating import REMIND_SECONDS
 from factory.core import devices
 from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.progress import Progress
@@ -23,6 +23,7 @@ from factory.gates.patience import missing_alone, ran_out
 from factory.git import repository
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ProposalRow, Subject, VerdictRow
+from factory.ledger.writing import record_once
 
 
 def judge_held_again(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:

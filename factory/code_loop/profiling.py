@@ -97,7 +97,7 @@ def profile(
         remove(folder)
         raise
     summary = {key: value for key, value in found.items() if isinstance(value, (str, int, float, bool))}
-    path = str(folder / "profile.json")
+    path = ledger.inside(folder / "profile.json")
     with ledger.begin() as tx:
         number = insert(tx, profiles, code_commit=commit, path=path, summary=summary, created_at=time.time())
         record(tx, "profiled", Subject("profile", number), {"commit": commit})

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import time
 from collections.abc import Sequence
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -28,6 +25,7 @@ from factory.gates.training_start import Start, find_start
 from factory.git import repository
 from factory.ledger.ledger import Ledger, anomalies, events, record
 from factory.ledger.rows import ProposalRow, Subject, VerdictRow
+from factory.ledger.writing import record_once
 from kernels.contract.machine import here
 
 AGENT = "revalidator"
@@ -143,22 +141,6 @@ def validated(ledger: Ledger, number: int) -> list[dict[str, str]]:
 def note_validated(ledger: Ledger, number: int, start: Start) -> None:
     with ledger.begin() as tx:
         record(tx, VALIDATED, Subject("proposal", number), surroundings(ledger, start))
-
-
-def record_once(
-    ledger: Ledger, kind: str, subject: Subject | str, detail: dict[str, Any], again_after: float = math.inf
-) -> bool:
-    """Record an event unless the newest one of its kind and subject is the same, and younger than ``again_after`` seconds.
-
-    Returns whether it was recorded.
-    """
-    sql = "SELECT at, detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
-    newest = ledger.read(sql, kind=kind, subject=str(subject))
-    if newest and newest[0]["detail"] == detail and time.time() - newest[0]["at"] < again_after:
-        return False
-    with ledger.begin() as tx:
-        record(tx, kind, subject, detail)
-    return True
 
 
 def _merged(ledger: Ledger) -> list[ProposalRow]:

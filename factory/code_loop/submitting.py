@@ -153,7 +153,7 @@ def record_judged(
             "commit": commit,
             "patch_sha256": patch_sha256,
             "verdict": verdict,
-            "report": str(report),
+            "report": ledger.inside(report),
         }
         tx.execute(proposals.update().where(proposals.c.number == number).values(**values))
 

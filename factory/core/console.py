@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -80,13 +81,17 @@ class Terminal:
         self.bars: Progress | None = None
         self._tasks, self._lock = 0, threading.Lock()
         self.last_line_at = time.monotonic()  # when the last line was printed
+        self.keeps_on = (
+            False  # a line that cannot be printed (a full disk, a reader that is gone) is dropped, and is no error
+        )
 
     def line(self, text: str) -> None:
         """Print a line; control characters (an agent may have written the text) are shown as �."""
         self.last_line_at = time.monotonic()
-        self.console.print(visible(text, LONGEST_LINE), markup=False, soft_wrap=True)
-        if not self.console.is_terminal:
-            sys.stdout.flush()
+        with contextlib.suppress(*((OSError,) if self.keeps_on else ())):
+            self.console.print(visible(text, LONGEST_LINE), markup=False, soft_wrap=True)
+            if not self.console.is_terminal:
+                sys.stdout.flush()
 
     def heading(self, text: str) -> None:
         self.console.print(f"\n[bold]{text}[/bold]", soft_wrap=True)

@@ -46,6 +46,16 @@ class SegmentError(FactoryError):
     exit_code = 5
 
 
+class WaitingError(FactoryError):
+    """Nothing failed: what was asked for waits for a person."""
+
+
+class DiskFullError(SegmentError):
+    """A trainer ended because the disk is full: no failure of its own, and its last checkpoint is whole."""
+
+    exit_code = 74
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the nearest known word, or the list of known words when none is near."""
     names = sorted(known)

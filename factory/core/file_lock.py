@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -37,3 +38,15 @@ def file_lock(path: Path, patience: float = 0.0) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def holders(path: Path) -> list[int]:
+    """The other processes that have a lock's file open, as far as this user may see them: its holder, and those that wait for it."""
+    found = []
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            for descriptor in os.scandir(f"/proc/{process}/fd"):
+                if int(process) != os.getpid() and os.readlink(descriptor.path) == os.path.abspath(path):
+                    found.append(int(process))
+                    break
+    return sorted(found)

@@ -17,6 +17,7 @@ from factory.core.yaml_file import load_yaml
 
 VERSION = 1
 TRAINING_SANDBOX = ("auto", "required", "off")
+GIVEN = ("inbox", "policies", "logs")  # a person may put something there before there is a factory
 FOLDERS = (
     "inbox",
     "shards",
@@ -50,6 +51,8 @@ class Config:
     launcher: str = ""
     """What starts the ranks in place of torchrun on this machine, for several machines that share the workspace:
     ``srun --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500``."""
+    metrics_port: int = 0
+    """Where the daemon shows its numbers to Prometheus, on 127.0.0.1; 0: nowhere."""
     training_sandbox: str = "auto"
     """Whether training runs in the sandbox. auto: where one can be made; elsewhere, or by a launcher, only until a patch that an agent wrote
     is merged. required: or not at all. off: never, with a warning."""
@@ -141,13 +144,17 @@ class Workspace:
             return cls.open(root)
         if root.exists() and not root.is_dir():
             raise WorkspaceError(f"{root} is a file: name a folder")
-        if root.exists() and any(path.name not in (".demo", "checkpoints", *FOLDERS) for path in root.iterdir()):
+        if left := work_in(root):
+            raise WorkspaceError(
+                f"{root} has no factory.yaml, but holds a factory's {', '.join(left)}: 'factory restore --workspace {root}' puts it "
+                "back; for a new factory name an empty folder"
+            )
+        if root.exists() and any(path.name not in (".demo", *FOLDERS) for path in root.iterdir()):
             raise WorkspaceError(f"{root} is not empty and is not a workspace: name an empty folder")
         config = config or Config()
         try:
             for folder in FOLDERS:
                 (root / folder).mkdir(parents=True, exist_ok=True)
-            (root / "root").write_text(f"{root}\n")
             _write_config(root / "factory.yaml", config)
         except OSError as error:
             raise WorkspaceError(f"{root} cannot be made: {error.strerror}") from error
@@ -161,18 +168,17 @@ class Workspace:
         if not os.access(root, os.R_OK | os.X_OK) and root.exists():
             raise WorkspaceError(f"{root} cannot be read: this user has no permission")
         if not path.exists():
+            if left := work_in(root):
+                raise WorkspaceError(
+                    f"{path} is gone, but {root} holds a factory's {', '.join(left)}: 'factory restore --workspace {root}' puts it "
+                    "back from the newest backup"
+                )
             raise WorkspaceError(f"no workspace at {root}: run 'factory init --workspace {root}', or set FACTORY_HOME")
         config = _read_config(path)
         if config.version != VERSION:
             raise WorkspaceError(
                 f"{root} is a workspace of version {config.version}; this factory reads version {VERSION}: "
                 f"use the {'newer ' if config.version > VERSION else ''}factory that made it"
-            )
-        made = root / "root"
-        if made.exists() and (old := made.read_text().strip()) != str(root):
-            raise WorkspaceError(
-                f"{root} was made at {old}, and its ledger names files there: move it back, or start a new workspace and "
-                "ingest the same shards"
             )
         return cls(root, config)
 
@@ -190,6 +196,13 @@ class Workspace:
                     f"{self.root} is in use: process {holder} holds {name}.lock; wait for it, or stop it first"
                 ) from None
             yield
+
+
+def work_in(root: Path) -> list[str]:
+    """What of a factory's work lies in a folder, by name; nothing in one that ``create`` has just made, or did not finish."""
+    listed = ["ledger.db", "mlflow.db", "backups", "checkpoints", *(name for name in FOLDERS if name not in GIVEN)]
+    there = [name for name in listed if (root / name).exists()]
+    return [name for name in there if not (root / name).is_dir() or any((root / name).iterdir())]
 
 
 def _write_config(path: Path, config: Config) -> None:
@@ -214,4 +227,6 @@ def _read_config(path: Path) -> Config:
         raise ConfigError(f"{path}: training_sandbox: there is no {chosen!r}{nearest(chosen, TRAINING_SANDBOX)}")
     if isinstance(ranks := data.get("ranks", 0), bool) or ranks < 0:
         raise ConfigError(f"{path}: ranks: expected a number of ranks, got {ranks!r}")
+    if isinstance(port := data.get("metrics_port", 0), bool) or not 0 <= port <= 65535:
+        raise ConfigError(f"{path}: metrics_port: expected a port, 1 to 65535, or 0 for none; got {port!r}")
     return Config(**data)

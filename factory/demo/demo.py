@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from factory import daemon
+from factory.backups.backups import make_ledger
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.console import Terminal
@@ -59,14 +60,14 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
     root.mkdir(parents=True, exist_ok=True)
     (root / MARK).touch()
     workspace = Workspace.create(root, Config(repository=CODE))
-    ledger = Ledger.create(workspace.ledger_url)
+    ledger = make_ledger(workspace)
     with workspace.lock(daemon.LOCK):
         corpus = _corpus(workspace, terminal, minutes)
         first = [path for path in corpus if path.stem.endswith("-00")]
         terminal.heading("2  First shards arrive: ingest")
         _arrive(workspace, ledger, first)
         ingesting = time.monotonic()
-        for path in arrived(workspace, settle=0.0):
+        for path in arrived(workspace, ledger, settle=0.0):
             ingest_arrived(workspace, ledger, path, terminal)
         if not workspace.repository.exists():
             terminal.heading("3  How fast is this machine? The model and its steps are chosen to fit")

@@ -108,8 +108,8 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
     found = _diagnosis(ledger, number)
     guilty, lead = found["guilty"], Subject("anomaly", found["lead"])
     reason = _reason(found)
-    spoiled = _spoiled(ledger, found["segment"])
-    releases = [r for r in ReleaseRow.select(ledger) if _saw(ledger, r.segment, guilty)]
+    spoiled = spoiled_by(ledger, found["segment"])
+    releases = [r for r in ReleaseRow.select(ledger) if saw(ledger, r.segment, guilty)]
     with ledger.begin() as tx:
         tx.execute(
             documents.update().where(documents.c.key.in_(guilty)).values(fate="quarantined", rule=RULE, detail=reason)
@@ -117,7 +117,7 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
         record(tx, QUARANTINED, lead, {"documents": guilty, "reason": reason, "by": by})
         for release in releases:
             record(tx, MARKED, Subject("release", release.number), {"anomaly": found["lead"], "documents": guilty})
-        _rewind(tx, spoiled, found)
+        mark_rewound(tx, spoiled, {"anomaly": found["lead"]})
         record(tx, CLOSED, lead, {"anomalies": found["anomalies"], "how": "quarantined", "by": by})
     marked = f"; release {', '.join(str(r.number) for r in releases)} saw them" if releases else ""
     return f"{len(guilty)} documents quarantined, segment {found['segment']} rewound{marked}"
@@ -128,10 +128,10 @@ def override_and_rewind(ledger: Ledger, number: int, by: str) -> str:
     found = _diagnosis(ledger, number)
     override = _override(found)
     assert override is not None
-    spoiled = _spoiled(ledger, found["segment"])
+    spoiled = spoiled_by(ledger, found["segment"])
     with ledger.begin() as tx:
         record_override(tx, SegmentRow.get(ledger, found["segment"]), override)
-        _rewind(tx, spoiled, found)
+        mark_rewound(tx, spoiled, {"anomaly": found["lead"]})
         ended = {"anomalies": found["anomalies"], "how": "trained again", "by": by}
         record(tx, CLOSED, Subject("anomaly", found["lead"]), ended)
     return f"segment {found['segment']} rewound{_said(found)}"
@@ -169,7 +169,7 @@ def _reason(found: Mapping[str, Any]) -> str:
     return f"anomaly {found['lead']}: {' or '.join(found['causes'])}"
 
 
-def _spoiled(ledger: Ledger, segment: int) -> list[SegmentRow]:
+def spoiled_by(ledger: Ledger, segment: int) -> list[SegmentRow]:
     """A segment and all that go on from it."""
     return [
         row for row in SegmentRow.select(ledger) if any(p.id == segment for p in SegmentRow.lineage(ledger, row.id))
@@ -183,13 +183,14 @@ def _replaced(ledger: Ledger, segment: int) -> bool:
     return spoiled.state == "rewound" and any(row.parent == spoiled.parent for row in later)
 
 
-def _rewind(tx: sa.Connection, spoiled: Sequence[SegmentRow], found: Mapping[str, Any]) -> None:
+def mark_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mapping[str, Any]) -> None:
+    """In the caller's transaction. ``detail``: of the events."""
     for row in spoiled:
         if (
             row.state != "rewound"
         ):  # a failed one too: training would wait for a person to mend what nothing goes on from
             tx.execute(segments.update().where(segments.c.id == row.id).values(state="rewound"))
-            record(tx, REWOUND, Subject("segment", row.id), {"anomaly": found["lead"]})
+            record(tx, REWOUND, Subject("segment", row.id), dict(detail))
 
 
 def _close(ledger: Ledger, number: int, found: Mapping[str, Any], how: str, by: str) -> None:
@@ -207,7 +208,7 @@ def _diagnosis(ledger: Ledger, number: int, also_closed: bool = False) -> dict[s
     return found
 
 
-def _saw(ledger: Ledger, segment: int, keys: list[str]) -> bool:
+def saw(ledger: Ledger, segment: int, keys: list[str]) -> bool:
     """Could a segment, or one that it goes on from, train on one of these documents?"""
     holding = ledger.rows(sa.select(documents.c.token_shard).where(documents.c.key.in_(keys)).distinct())
     wanted = {row["token_shard"] for row in holding}

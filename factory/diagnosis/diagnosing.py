@@ -120,7 +120,7 @@ def diagnose_and_act(
     }  # fmt: skip
     undo = _blamed(workspace, ledger, segment, detail["causes"], progress)
     page = report.write(workspace, ledger, lead, detail, lines, found)
-    detail |= {"report": str(page), "undo": undo}
+    detail |= {"report": ledger.inside(page), "undo": undo}
     with ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail))
         if undo:
@@ -170,7 +170,9 @@ def show_in_mlflow(
 
     try:
         with waiting_lock(workspace, "tracking"):
-            Tracking.open(workspace, ledger).segment_diagnosed(segment, detail["causes"], detail["why"], page)
+            newest = ledger.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=DIAGNOSED)[0]["id"]
+            event = detail.get("event", newest)
+            Tracking.open(workspace, ledger).segment_diagnosed(segment, event, detail["causes"], detail["why"], page)
     except FactoryError as error:
         progress.line(f"  MLflow does not show the diagnosis of segment {segment.id}: {error}")
 

@@ -13,13 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from factory.audit.keeping import POLL_SECONDS, copy_checkpoint
-from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ledger.rows import SegmentRow
 from trainer.contract.checkpoint.format import name_of, steps_in
 
 NEWEST = 3
-SEGMENTS = 4  # newest segments whose ladders are kept
 
 
 def ladder_of(workspace: Workspace, segment: int) -> Path:
@@ -48,7 +46,7 @@ def rungs(steps: Collection[int], every: int) -> list[int]:
 
 @contextmanager
 def climbing(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
-    """While the block trains a segment, keep its ladder. Training never fails because of that."""
+    """While the block trains a segment, keep its ladder. Training never fails because of that. Retention removes old ladders."""
     if row.kind == "average":
         yield
         return
@@ -61,8 +59,6 @@ def climbing(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
     finally:
         keeper.over.set()
         keeper.join()
-        for old in sorted(ladder_of(workspace, row.id).parent.glob("[0-9]*"))[:-SEGMENTS]:
-            remove(old)
 
 
 class LadderKeeper(threading.Thread):

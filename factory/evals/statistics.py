@@ -1,132 +1,143 @@
-"""Paired comparison of two candidates on the same items: a bootstrap over source documents (clusters).
+"""Paired comparison of two candidates on the same items: t intervals whose errors are clustered by source document.
 
-Items of one source (its code, its docs, its chat pairs) rise and fall together, so whole sources are drawn again, not items. A measure is
-a ratio of sums (nats over bytes; right answers over questions) and its gain is champion minus candidate for costs, candidate minus
-champion for scores: positive is better. Bounds are percentile bounds at levels widened for few clusters ("expanded percentile", Hesterberg
-2015, §3.5). The seed is the suite's hash, so that it cannot be chosen.
+Items of one source (its code, its docs, its chat pairs) rise and fall together, so whole sources count, not items. A measure is a ratio of
+sums (nats over bytes; right answers over questions) and its gain is champion minus candidate for costs, candidate minus champion for scores:
+positive is better. Its standard error is that of a ratio over clusters, each residual divided by one minus its cluster's share ("CR3",
+Bell & McCaffrey 2002), and its degrees of freedom are the effective number of clusters, 1/Σp² of their shares p, less one (Carter, Schnepel &
+Steigerwald 2017): a source that holds half of the bytes is not one of many. ``make judge-calibration`` prints how often such an
+interval holds the truth. A bootstrap of sources does as well where they are of a size, and worse where one holds most (``docs/LOG.md``).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
 from factory.evals.tasks import EvalItem
 
-REPLICATES = 10_000
 CLOZE = "cloze"
+POWER = 0.8  # with which a gain is called detectable
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """One measure's gain. ``lower`` and ``upper`` are one-sided bounds by number of hypotheses shared with (Holm): 1, 2, … ."""
+class Gain:
+    """How much better than the champion one measure is. What is None or not finite was not measured."""
 
-    gain: float
-    clusters: int
-    low95: float  # the two-sided 95 % interval, for people
-    high95: float
-    lower: dict[int, float]
-    upper: dict[int, float]
+    gain: float | None = None
+    error: float | None = None  # standard
+    clusters: int | None = None  # source documents
+    effective: float | None = None  # as many clusters of the same size say as much
+
+    def bound(self, level: float, above: bool = False) -> float | None:
+        """The one-sided bound below or above the gain, which is on the wrong side of the truth with chance ``level``."""
+        if not (_finite(self.gain) and _finite(self.error) and _finite(self.effective)):
+            return None
+        assert self.gain is not None and self.error is not None and self.effective is not None
+        if self.effective <= 1 or self.error < 0 or not 0 < level < 1:
+            return None
+        width = _quantile(1 - level, self.effective - 1) * self.error
+        return self.gain + width if above else self.gain - width
+
+    def detectable(self, level: float) -> float | None:
+        """The gain that a bound at ``level`` would have shown to be above zero with 80 %."""
+        if self.bound(level) is None:
+            return None
+        assert self.error is not None and self.effective is not None
+        return (_quantile(1 - level, self.effective - 1) + _quantile(POWER, self.effective - 1)) * self.error
 
 
 def compare(
-    candidate: Sequence[EvalItem],
-    champion: Sequence[EvalItem],
-    weights: Mapping[str, float],
-    suite_sha256: str,
-    alpha: float,
-) -> tuple[Bounds, dict[str, Bounds]] | None:
-    """(target, {measure: bounds}) where measures are the domains (bits per byte) and 'cloze' (share right); None when items differ.
+    candidate: Sequence[EvalItem], champion: Sequence[EvalItem], weights: Mapping[str, float]
+) -> tuple[Gain, dict[str, Gain]] | None:
+    """(target, {measure: gain}) where measures are the domains (bits per byte) and 'cloze' (share right); None when items differ.
 
-    weights: of each domain's gain in the target; domains not named count 0; empty: all the same. alpha: one-sided level of one bound.
+    weights: of each domain's gain in the target; domains not named count 0; empty: all the same.
+
+    >>> one = [EvalItem("bpb", f"{i}", "code", f"source{i}", 100.0 + i, 100.0) for i in range(4)]
+    >>> other = [EvalItem("bpb", f"{i}", "code", f"source{i}", 110.0, 100.0) for i in range(4)]
+    >>> target, guards = compare(one, other, {})
+    >>> round(target.gain, 4), round(target.error, 4), target.clusters, round(target.effective, 6), target == guards["code"]
+    (0.1226, 0.0108, 4, 4.0, True)
     """
     ours = {(item.task, item.item): item for item in candidate if item.task in ("bpb", CLOZE)}
     theirs = {(item.task, item.item): item for item in champion if item.task in ("bpb", CLOZE)}
     if not ours or ours.keys() != theirs.keys() or any(ours[key].weight != theirs[key].weight for key in ours):
         return None
     measures = sorted({_measure(item) for item in ours.values()})
-    domains = [measure for measure in measures if measure != CLOZE]
+    share_M = np.array([0.0 if m == CLOZE else weights.get(m, 0.0) if weights else 1.0 for m in measures])
+    if share_M.sum() <= 0:
+        return None
     clusters = sorted({item.cluster for item in ours.values()})
     row = {name: index for index, name in enumerate(clusters)}
     column = {name: index for index, name in enumerate(measures)}
-    sums_CM3 = np.zeros((len(clusters), len(measures), 3))  # ours, theirs, weight
+    better_CM, weight_CM = np.zeros((2, len(clusters), len(measures)))
     for key in sorted(ours):
         place = row[ours[key].cluster], column[_measure(ours[key])]
-        sums_CM3[place] += (ours[key].value, theirs[key].value, ours[key].weight)
-    scale_M = np.array([-1.0 if measure == CLOZE else 1 / math.log(2) for measure in measures])
-    draws_RC = np.random.default_rng(int(suite_sha256[:16], 16)).multinomial(
-        len(clusters), np.full(len(clusters), 1 / len(clusters)), REPLICATES
-    )
-    drawn_RM3 = (draws_RC @ sums_CM3.reshape(len(clusters), -1)).reshape(REPLICATES, len(measures), 3)
-    gain_RM, gain_M = _gain(drawn_RM3) * scale_M, _gain(sums_CM3.sum(0)) * scale_M
-    share_M = np.array([0.0 if m == CLOZE else weights.get(m, 0.0) if weights else 1.0 for m in measures])
-    if not domains or share_M.sum() <= 0:
-        return None
-    share_M = share_M / share_M.sum()
+        better_CM[place] += theirs[key].value - ours[key].value
+        weight_CM[place] += ours[key].weight
+    better_CM *= np.array([-1.0 if measure == CLOZE else 1 / math.log(2) for measure in measures])
+    each = {name: _gain(better_CM, weight_CM, np.eye(len(measures))[i]) for name, i in column.items()}
+    return _gain(better_CM, weight_CM, share_M / share_M.sum()), each
+
+
+def _gain(
+    better_CM: npt.NDArray[np.float64], weight_CM: npt.NDArray[np.float64], share_M: npt.NDArray[np.float64]
+) -> Gain:
+    """Of the measures, each with its share, together."""
     used = share_M > 0
-    target_R, target = gain_RM[:, used] @ share_M[used], float(gain_M[used] @ share_M[used])
-    count_M = (sums_CM3[:, :, 2] > 0).sum(0)
-    guards = {
-        m: _bounds(gain_RM[:, i], float(gain_M[i]), int(count_M[i]), alpha, len(measures)) for m, i in column.items()
-    }
-    return _bounds(target_R, target, len(clusters), alpha, 1), guards
+    better_CM, weight_CM, share_M = better_CM[:, used], weight_CM[:, used], share_M[used]
+    total_M = weight_CM.sum(0)
+    with np.errstate(invalid="ignore", divide="ignore"):  # a measure of one cluster has no error
+        gain_M = better_CM.sum(0) / total_M
+        residual_CM = (better_CM - gain_M * weight_CM) / total_M / (1 - weight_CM / total_M)
+    influence_C = residual_CM @ share_M
+    part_C = (weight_CM / total_M) @ share_M
+    return Gain(
+        float(gain_M @ share_M),
+        float(np.sqrt((influence_C**2).sum())),
+        int((weight_CM.sum(1) > 0).sum()),
+        float(1 / (part_C**2).sum()),
+    )
 
 
-def holm(lower: Mapping[str, Mapping[int, float]], floor: Mapping[str, float]) -> dict[str, bool]:
-    """Which measures are shown to lie above their floor, all together at one level (Holm 1979, step down).
+def holm(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
+    """Which hypotheses are shown, all together at one level (Holm 1979, step down).
 
-    With k still open, those whose bound at level alpha / k clears the floor are shown; repeat with the rest until none is.
+    With k still open, those that are shown at level alpha / k, which ``shown_at(name, k)`` says, are; repeat with the rest until none is.
     """
-    shown: dict[str, bool] = dict.fromkeys(lower, False)
+    shown = dict.fromkeys(hypotheses, False)
     while True:
         open_ = [name for name, done in shown.items() if not done]
-        passed = [name for name in open_ if lower[name].get(len(open_), -math.inf) > floor[name]]
+        passed = [name for name in open_ if shown_at(name, len(open_))]
         if not passed:
             return shown
         shown |= dict.fromkeys(passed, True)
+
+
+def spent_at(alpha: float, look: int) -> float:
+    """The part of ``alpha`` that the ``look``-th candidate against one champion may spend: all looks together spend alpha, however many.
+
+    >>> [round(spent_at(0.05, look), 4) for look in (1, 2, 3, 10)], round(sum(spent_at(0.05, k) for k in range(1, 10_000)), 4)
+    ([0.025, 0.0083, 0.0042, 0.0005], 0.05)
+    """
+    return alpha / (look * (look + 1))
 
 
 def _measure(item: EvalItem) -> str:
     return CLOZE if item.task == CLOZE else item.domain
 
 
-def _gain(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    # A draw without any item of a measure gives NaN, which _bounds counts as the worst value.
-    with np.errstate(invalid="ignore", divide="ignore"):
-        gain: npt.NDArray[np.float64] = (sums[..., 1] - sums[..., 0]) / sums[..., 2]
-    return gain
+def _finite(value: float | None) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _bounds(gain_R: npt.NDArray[np.float64], gain: float, clusters: int, alpha: float, hypotheses: int) -> Bounds:
-    empty = np.isnan(gain_R)
-    low, high = np.where(empty, -np.inf, gain_R), np.where(empty, np.inf, gain_R)
+@functools.lru_cache(maxsize=4096)
+def _quantile(level: float, freedom: float) -> float:
+    from scipy.special import stdtrit  # takes a moment, which only a comparison needs to wait for
 
-    def below(level: float) -> float:
-        return float(np.quantile(low, expanded(level, clusters), method="lower"))
-
-    def above(level: float) -> float:
-        return float(np.quantile(high, 1 - expanded(level, clusters), method="higher"))
-
-    levels = range(1, hypotheses + 1)
-    return Bounds(
-        gain,
-        clusters,
-        below(0.025),
-        above(0.025),
-        {k: below(alpha / k) for k in levels},
-        {k: above(alpha / k) for k in levels},
-    )
-
-
-def expanded(alpha: float, clusters: int) -> float:
-    """The percentile that covers like a t interval with few clusters: Phi(-t(alpha, n-1) * sqrt(n / (n - 1)))."""
-    if clusters < 2:
-        return 0.0
-    from scipy.stats import t  # half a second, which only a comparison needs to wait for
-
-    return NormalDist().cdf(t.ppf(alpha, clusters - 1) * math.sqrt(clusters / (clusters - 1)))
+    return float(stdtrit(freedom, level))

@@ -28,7 +28,7 @@ class HeldOutDocument:
 
     key: str
     domain: str
-    cluster: str  # source document: the unit of the bootstrap
+    cluster: str  # source document: its items rise and fall together
     content: dict[str, Any]
 
     @property

@@ -7,10 +7,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from factory.core.errors import FactoryError
+from factory.git.durable import CHANGING, OWN, alone
 from factory.git.scope import Change
 
 PINNED = {
@@ -22,6 +24,8 @@ PINNED = {
     "core.protectHFS": "true",
     "core.protectNTFS": "true",
     "core.untrackedCache": "false",
+    "core.fsync": "all",  # what the ledger names must be there after a power cut
+    "core.fsyncMethod": "fsync",
     "core.sshCommand": "false",
     "commit.gpgSign": "false",
     "gc.auto": "0",
@@ -42,7 +46,7 @@ ENVIRONMENT = {
     "GIT_AUTHOR_NAME": "factory",
     "GIT_AUTHOR_EMAIL": "factory@localhost",
     "GIT_COMMITTER_NAME": "factory",
-    "GIT_COMMITTER_EMAIL": "factory@localhost",
+    "GIT_COMMITTER_EMAIL": OWN,
 }
 AS_BYTES: dict[str, Any] = {"with_extended_output": True, "with_exceptions": False, "shell": False}
 AS_BYTES |= {"stdout_as_string": False, "strip_newline_in_stdout": False}
@@ -68,11 +72,13 @@ def git(
 
     clean = [f"{key}={value}" for key, value in {**ENVIRONMENT, **(environment or {})}.items()]
     pinned = [word for key, value in PINNED.items() for word in ("-c", f"{key}={value}")]
-    with tempfile.TemporaryFile() as given:
+    changes = arguments[0] in CHANGING and "GIT_INDEX_FILE" not in (environment or {})
+    with tempfile.TemporaryFile() as given, alone(folder) if changes else nullcontext() as turn:
         given.write(data)
         given.seek(0)
         words = ["/usr/bin/env", "-i", *clean, "git", "-C", str(folder), *pinned, *arguments]
-        status, output, error = Git().execute(words, istream=given, **AS_BYTES)
+        inherited = [] if turn is None else [turn]
+        status, output, error = Git().execute(words, istream=given, pass_fds=inherited, **AS_BYTES)
     if status and check:
         raise RepositoryError(f"git {arguments[0]} in {folder}: {error.strip()[-500:]}")
     return b"" if status else output
@@ -127,8 +133,8 @@ def hashes(repository: Path, files: Sequence[Path]) -> list[str]:
     return line(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).split()
 
 
-def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path) -> None:
-    """Write a tree's regular files as stored. Links and submodules are left out."""
+def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path, *, flushed: bool = False) -> None:
+    """Write a tree's regular files as stored; ``flushed``: they are on the disk then, but not their names. Links and submodules are left out."""
     regular = [(path, mode, blob) for path, (mode, blob) in entries.items() if mode in REGULAR]
     stored = git(repository, "cat-file", "--batch", data="".join(f"{blob}\n" for _, _, blob in regular).encode())
     at = 0
@@ -137,7 +143,11 @@ def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: P
         size = int(stored[at:end].split(b" ")[2])
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(stored[end + 1 : end + 1 + size])
+        with open(target, "wb") as out:
+            out.write(stored[end + 1 : end + 1 + size])
+            if flushed:
+                out.flush()
+                os.fsync(out.fileno())
         target.chmod(0o755 if mode == "100755" else 0o644)
         at = end + 1 + size + 1
 

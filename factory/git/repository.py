@@ -31,6 +31,7 @@ from factory.git.git_store import (
 )
 from factory.git.git_store import RepositoryError as RepositoryError
 from factory.git.scope import AgentsPolicy, Change, problems
+from kernels.contract.files import sync_folder
 
 NO_COMMIT = "0" * 40
 LIVE_FOLDERS = ("kernels", "trainer", "agents", "policies")
@@ -270,12 +271,15 @@ def advance(repository: Path, base: str, commit: str) -> None:
     for path in changed:
         aside = repository / f"{path}.factory-part"
         if path in after:
-            write_files(repository, {f"{path}.factory-part": after[path]}, repository)
+            write_files(repository, {f"{path}.factory-part": after[path]}, repository, flushed=True)
             aside.replace(repository / path)
             git(repository, "update-index", "--add", "--cacheinfo", ",".join((*after[path], path)))
         else:
             (repository / path).unlink(missing_ok=True)
             git(repository, "update-index", "--force-remove", path)
+    for folder in {parent for path in changed for parent in (repository / path).parents if parent.is_dir()}:
+        if folder.is_relative_to(repository):
+            sync_folder(folder)
     git(repository, "update-ref", head, commit, base)  # fails when it has moved
 
 

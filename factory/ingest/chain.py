@@ -33,9 +33,11 @@ from factory.core.workspace import Workspace
 from factory.ingest import store
 from factory.ingest.decide import Decided, decide
 from factory.ingest.document import Row
+from factory.ingest.filing import filed_name
 from factory.ingest.index import Index
 from factory.ingest.pool import Pool
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
+from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import frozen_tokenizer
@@ -68,9 +70,16 @@ class ShardReport:
 
 
 def ingest_shard(
-    workspace: Workspace, ledger: Ledger, path: Path, progress: Progress, *, workers: int | None = None
+    workspace: Workspace,
+    ledger: Ledger,
+    path: Path,
+    progress: Progress,
+    *,
+    workers: int | None = None,
+    again: bool = False,
 ) -> ShardReport:
-    """Ingest one file. A file with the same content is never ingested twice: the recorded report is returned.
+    """Ingest one file. A file with the same content is never ingested twice: the recorded report is returned. One that was quarantined is
+    tried again when its name, the data policy or the code that reads it is another, or where ``again`` says so.
 
     ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard.
 
@@ -80,26 +89,30 @@ def ingest_shard(
     """
     policy = DataPolicy.load(workspace.policy("data.yaml"))
     before, sha256 = _identify(path)
-    if known := report(ledger, sha256):
+    known = report(ledger, sha256)
+    if known and (known.state == "ingested" or not (again or _may_be_readable(workspace, ledger, path, sha256))):
         return known
     index = Index(ledger)
     parameters = index.check(policy)
     spool = workspace.shards / f".ingest-{sha256[:16]}"
     try:
-        for left in workspace.shards.glob(".ingest-*"):  # of runs that were killed
+        for left in (
+            *workspace.shards.glob(".ingest-*"),
+            *workspace.shards.glob(".writing-*"),
+        ):  # of runs that were killed
             shutil.rmtree(left)
         spool.mkdir(parents=True)
         if before.st_size < _WORTH_WORKERS and workers is None:
             workers = 0
         with Pool(workers) as pool:
             found = _run(workspace, ledger, path, sha256, policy, index, spool, pool, progress)
-        if _identity(path.stat()) != _identity(before):
-            raise InputError(f"{path} changed while it was read: ingest it again when it is complete")
+        _refuse_changed(path, before)
         if isinstance(found, ShardProblem):
             _copy_to_quarantine(workspace, path, sha256)
         with ledger.begin() as tx:
-            _store(tx, path, before.st_size, sha256, found, parameters)
+            _store(tx, ledger, path, before.st_size, sha256, found, parameters, reading_key(workspace))
     except OSError as error:
+        _refuse_changed(path, before)  # which may be why
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
             raise
         raise FactoryError(
@@ -146,7 +159,7 @@ def _run(
     analysed: list[Analysed] = []
     try:
         with progress.task(f"{path.name}: read, filter, hash") as task:
-            for one in pool.map(analyse, ((job, *chunk) for chunk in _chunks(read_rows(path, policy.limits), policy))):
+            for one in pool.map(analyse, ((job, *chunk) for chunk in chunks(read_rows(path, policy.limits), policy))):
                 analysed.append(one)
                 task.advance(len(one.rows))
     except ShardProblem as problem:
@@ -209,7 +222,7 @@ def _settle(row: Row, result: Finished) -> TokenizedDocument | None:
     )
 
 
-def _chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int, int, list[RawRow]]]:
+def chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int, int, list[RawRow]]]:
     """(chunk number, number of its first row, rows). Raises: ShardProblem for too many rows."""
     chunk, first, size = 0, 0, 0
     rows: list[RawRow] = []
@@ -249,26 +262,51 @@ def _identify(path: Path) -> tuple[os.stat_result, str]:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def _refuse_changed(path: Path, before: os.stat_result) -> None:
+    """Raises: InputError when a file is not the one that was there before."""
+    try:
+        if _identity(path.stat()) == _identity(before):
+            return
+    except FileNotFoundError:
+        raise InputError(f"{path} was moved or removed while it was read; nothing of it was stored") from None
+    raise InputError(f"{path} changed while it was read; nothing of it was stored: ingest it again when it is complete")
+
+
+def _may_be_readable(workspace: Workspace, ledger: Ledger, path: Path, sha256: str) -> bool:
+    """Was a quarantined file read under another name, by another policy or by other code?"""
+    sql = "SELECT detail FROM events WHERE kind = 'quarantined' AND subject = :subject ORDER BY id DESC LIMIT 1"
+    last = ledger.read(sql, subject=f"shard:{sha256[:16]}")
+    tried = (last[0]["detail"]["name"], last[0]["detail"].get("read_by")) if last else None
+    return tried != (path.name, reading_key(workspace))
+
+
 def _identity(stat: os.stat_result) -> tuple[int, int, int]:
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def _copy_to_quarantine(workspace: Workspace, path: Path, sha256: str) -> None:
-    target = workspace.quarantine / f"{sha256[:16]}-{path.name}"
+    target = workspace.quarantine / filed_name(sha256, path)
     if target.exists() or path.resolve().parent == workspace.quarantine.resolve():
         return
     workspace.quarantine.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.writing")
-    shutil.copyfile(path, aside)
+    shutil.copy2(path, aside)
     os.replace(aside, target)
 
 
 def _store(
-    tx: sa.Connection, path: Path, size: int, sha256: str, found: Ingested | ShardProblem, parameters: str
+    tx: sa.Connection,
+    ledger: Ledger,
+    path: Path,
+    size: int,
+    sha256: str,
+    found: Ingested | ShardProblem,
+    parameters: str,
+    read_by: str,
 ) -> None:
-    shard = {
-        "sha256": sha256, "name": path.name, "path": str(path.resolve()), "bytes": size, "ingested_at": time.time(),
-    }  # fmt: skip
+    tx.execute(shards.delete().where(shards.c.sha256 == sha256, shards.c.state == "quarantined"))  # it is tried again
+    place = ledger.inside(path.resolve())
+    shard = {"sha256": sha256, "name": path.name, "path": place, "bytes": size, "ingested_at": time.time()}
     if isinstance(found, ShardProblem):
         counts = {"train": 0, "held_out": 0, "dropped": found.dropped, "pii": 0, "pii_kinds": {}, "trimmed": 0}
         tx.execute(
@@ -276,15 +314,17 @@ def _store(
                 **shard, state="quarantined", reason=str(found), rows=found.rows, counts=counts, domains={}, tokens=0
             )
         )
-        record(tx, "quarantined", f"shard:{sha256[:16]}", {"name": path.name, "reason": str(found)})
+        record(tx, "quarantined", f"shard:{sha256[:16]}", {"name": path.name, "reason": str(found), "read_by": read_by})
         return
     totals = store.totals(found.rows)
     tx.execute(shards.insert().values(**shard, state="ingested", rows=len(found.rows), **totals))
     store.write_parameters(tx, parameters)
     if found.tokenizer:
-        store.write_tokenizer(tx, found.tokenizer)
+        store.write_tokenizer(tx, found.tokenizer, ledger.inside(found.tokenizer.folder))
     if found.token_shard:
-        store.write_token_shard_row(tx, found.token_shard, sha256, found.tokenizer, totals["domains"])
+        store.write_token_shard_row(
+            tx, found.token_shard, ledger.inside(found.token_shard.path), sha256, found.tokenizer, totals["domains"]
+        )
     store.write_documents(tx, found.rows, sha256, found.token_shard.id if found.token_shard else None)
     if found.decided:
         store.write_index(tx, found.rows, found.decided, found.finished)

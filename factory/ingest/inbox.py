@@ -1,57 +1,216 @@
-"""The inbox: files that people put there are ingested once they are complete, and then moved away."""
+"""The inbox: files that people put there are ingested once they are whole, and then moved away.
+
+``arrived`` lists what can be taken, ``take`` takes one of them, and ``tend``, once a pass, says what has to wait and why. What keeps a file
+out is an event ``file_held`` of the ledger: it is tried again once the file, the data policy or the code that reads it is another.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
-import shutil
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import sqlalchemy as sa
+
+from factory.core.errors import FactoryError, InputError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, shards
+from factory.ingest.arriving import STILL_SECONDS, Stamp, cut_off, stamp_of, writer_of
+from factory.ingest.filing import file_away, return_changed, return_file, return_quarantined
+from factory.ledger.files import HELD, held
+from factory.ledger.ledger import Ledger
+from factory.ledger.writing import record_once
+from factory.retrying.steady import keep_traceback
+
+if TYPE_CHECKING:
+    from factory.ingest.chain import ShardReport
 
 SETTLE_SECONDS = 2.0  # a file that changed more recently may be incomplete
 PARTIAL = (".part", ".tmp", ".crdownload")
-LONGEST_NAME = 200
-Refused = frozenset[tuple[str, int]]  # (name, modification time in ns) of files that could not be ingested
+# What is wrong with the machine and not with the file: the pass fails, and is tried again.
+MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
 
 
-def arrived(workspace: Workspace, settle: float = SETTLE_SECONDS, refused: Refused = frozenset()) -> list[Path]:
-    """Complete files of the inbox, by name: regular, not hidden, not named as partial, unchanged for ``settle`` seconds."""
-    found = []
-    workspace.inbox.mkdir(exist_ok=True)
-    for entry in sorted(os.scandir(workspace.inbox), key=lambda e: e.name):
-        if entry.name.startswith(".") or entry.name.endswith(PARTIAL) or not entry.is_file(follow_symlinks=False):
-            continue
-        try:
-            changed = entry.stat().st_mtime_ns
-        except FileNotFoundError:
-            continue
-        if (settle == 0 or abs(time.time() - changed / 1e9) >= settle) and (entry.name, changed) not in refused:
-            found.append(Path(entry.path))
-    return found
+@dataclass(frozen=True)
+class InboxFile:
+    """``why``: what it waits for, for a person; '': it can be ingested."""
+
+    path: Path
+    stamp: Stamp
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        return shown_name(self.path)
+
+
+def arrived(workspace: Workspace, ledger: Ledger, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
+    """Whole files of the inbox, by name: regular, not hidden, not named as partial, unchanged for ``settle`` seconds, not refused before."""
+    return (file.path for file in _look(workspace, ledger, settle) if not file.why)
+
+
+def tend(workspace: Workspace, ledger: Ledger, progress: Progress, settle: float = SETTLE_SECONDS) -> None:
+    """Return to the inbox what changed since it was filed, or may be readable by now; say what waits there and why, once."""
+    return_changed(workspace, ledger, progress)
+    return_quarantined(workspace, ledger, progress)
+    for file in _look(workspace, ledger, settle):
+        if file.why and (_hold(workspace, ledger, file) or settle == 0):
+            progress.line(f"  {file.name} waits in the inbox: {file.why}")
+
+
+def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> None:
+    """Ingest a file of the inbox and move it away. What is wrong with it keeps it there, with the reason; the others don't wait for it.
+
+    Raises: FactoryError, OSError, sqlalchemy.exc.DBAPIError for what is wrong with the machine, the policy or the ledger.
+    """
+    stamp: Stamp = ()
+    try:
+        stamp = stamp_of(path)
+        path = _readable(path, progress)
+        stamp = stamp_of(path)
+        ingest_arrived(workspace, ledger, path, progress)
+    except FileNotFoundError:
+        if path.exists():
+            raise
+        progress.line(f"  {shown_name(path)} was taken away again; nothing of it was stored")
+    except Exception as error:
+        if not _is_about_the_file(error):
+            raise
+        if not path.exists():
+            progress.line(f"  {shown_name(path)} was taken away while it was read; nothing of it was stored")
+            return
+        known = isinstance(error, FactoryError | PermissionError)
+        log = workspace.logs / "errors.log"
+        why = str(error) if known else f"an unexpected {type(error).__name__}: {error} (traceback in {log})"
+        if not known:
+            with contextlib.suppress(OSError):
+                keep_traceback(log, f"ingest of {shown_name(path)}", error)
+        if stamp == stamp_of(path):  # else it is another file by now, which is tried
+            _hold(workspace, ledger, InboxFile(path, stamp, why), refused=True)
+        progress.line(f"  {shown_name(path)} stays in the inbox: {why}")
+
+
+def _is_about_the_file(error: Exception) -> bool:
+    from factory.ingest.pool import WorkerDied
+
+    if isinstance(error, FactoryError):
+        return isinstance(error, InputError | WorkerDied)
+    return not isinstance(error, sa.exc.DBAPIError) and getattr(error, "errno", None) not in MACHINE
 
 
 def ingest_arrived(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> None:
     """Ingest a file of the inbox, then move it to ``shards/raw/`` or ``quarantine/``.
 
-    After a kill between the two the next call recognises the content and only moves the file. Another file that got the
-    same name meanwhile is moved back.
+    After a kill between the two the next call recognises the content and only moves the file.
+    """
+    say = lambda report: progress.line(
+        describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
+    )
+    ingest_path(workspace, ledger, path, progress, ingested=say)
+
+
+def ingest_path(
+    workspace: Workspace,
+    ledger: Ledger,
+    path: Path,
+    progress: Progress,
+    *,
+    again: bool = False,
+    ingested: Callable[[ShardReport], object] = lambda report: None,
+) -> ShardReport:
+    """Ingest a file, wherever it lies. One of the inbox or of ``quarantine/`` is filed then, once ``ingested`` was called; any other stays.
+
+    Raises: as ``ingest_shard``.
     """
     from factory.ingest.chain import ingest_shard
-    from trainer.contract.data.token_shard import file_sha256
 
-    report = ingest_shard(workspace, ledger, path, progress)
-    progress.line(describe_shard(report.name, report.state, report.rows, report.counts, report.reason))
-    folder = workspace.quarantine if report.state == "quarantined" else workspace.shards / "raw"
-    folder.mkdir(parents=True, exist_ok=True)
-    place = folder / f"{report.sha256[:16]}-{path.name[-LONGEST_NAME:]}"
-    with ledger.begin() as tx:
-        tx.execute(shards.update().where(shards.c.sha256 == report.sha256).values(path=str(place)))
-    shutil.move(path, place)
-    if file_sha256(place) != report.sha256:
-        shutil.move(place, workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")
+    folder = path.resolve().parent
+    if folder == workspace.quarantine.resolve():
+        path = return_file(workspace, path)
+        folder = workspace.inbox.resolve()
+    report = ingest_shard(workspace, ledger, path, progress, again=again)
+    ingested(report)
+    if folder == workspace.inbox.resolve():
+        file_away(workspace, ledger, path, report.sha256, report.state)
+    return report
+
+
+def shown_name(path: Path) -> str:
+    r"""A file's name as text that can be printed and stored: bytes that are not UTF-8 as ``\xe9``."""
+    return os.fsencode(path.name).decode("utf-8", "backslashreplace")
+
+
+def _readable(path: Path, progress: Progress) -> Path:
+    """The file, under a name that can be stored."""
+    if shown_name(path) == path.name:
+        return path
+    target = path.with_name(shown_name(path))
+    if os.path.lexists(target):
+        target = path.with_name(f"{time.time_ns()}-{target.name}")
+    os.rename(path, target)
+    progress.line(f"  a file of the inbox has a name that is not UTF-8; it is named {target.name} now")
+    return target
+
+
+def _look(workspace: Workspace, ledger: Ledger, settle: float) -> Iterator[InboxFile]:
+    """Everything in the inbox that is, or will be, ingested or has to be said something about, by name."""
+    workspace.inbox.mkdir(exist_ok=True)
+    names = [n for n in sorted(os.listdir(workspace.inbox)) if not n.startswith(".") and not n.endswith(PARTIAL)]
+    refused = {name: one for name, one in held(ledger).items() if one["refused"]} if names else {}
+    key = _key(workspace) if refused else ""
+    for name in names:
+        path = workspace.inbox / name
+        try:
+            stamp = stamp_of(path)
+            known = refused.get(shown_name(path))
+            if known and (tuple(known["stamp"]), known["read_by"]) == (stamp, key):
+                yield InboxFile(path, stamp, known["why"])
+            elif len(stamp) == 1:
+                yield InboxFile(path, stamp, _no_file(path))
+            elif settle == 0 or abs(time.time() - stamp[1] / 1e9) >= settle:
+                yield InboxFile(path, stamp, _incomplete(path, stamp))
+        except FileNotFoundError:
+            continue
+
+
+def _no_file(path: Path) -> str:
+    if path.is_symlink():
+        return "it is a link, and a link is not followed: copy the file here, or run 'factory ingest' with its path"
+    if path.is_dir():
+        return "it is a folder: move its files into the inbox itself, or run 'factory ingest' with its path"
+    return "it is no regular file: remove it"
+
+
+def _incomplete(path: Path, stamp: Stamp) -> str:
+    if writer := writer_of(path):
+        return f"{writer} has it open for writing; it is taken once it is closed"
+    if abs(time.time() - stamp[1] / 1e9) >= STILL_SECONDS or not (end := cut_off(path)):
+        return ""
+    return (
+        f"{end}; it is taken once it is whole, or unchanged for {STILL_SECONDS / 60:.0f} minutes "
+        f"('factory ingest' with its path takes it as it is)"
+    )
+
+
+def _hold(workspace: Workspace, ledger: Ledger, file: InboxFile, refused: bool = False) -> bool:
+    """Record why a file waits; returns whether that is news."""
+    known = held(ledger).get(file.name)
+    if not refused and known and (tuple(known["stamp"]), known["why"]) == (file.stamp, file.why):
+        return False
+    detail: dict[str, Any] = {"name": file.name, "stamp": list(file.stamp), "why": file.why, "refused": refused}
+    detail["read_by"] = _key(workspace) if refused else ""
+    return record_once(ledger, HELD, f"inbox:{file.name}", detail)
+
+
+def _key(workspace: Workspace) -> str:
+    from factory.ingest.reading_code import reading_key
+
+    return reading_key(workspace)
 
 
 def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] | None, reason: str | None) -> str:

@@ -62,12 +62,12 @@ def write_parameters(tx: sa.Connection, parameters: str) -> None:
         tx.execute(meta.insert().values(key=PARAMETERS, value=parameters))
 
 
-def write_tokenizer(tx: sa.Connection, tokenizer: Tokenizer) -> None:
+def write_tokenizer(tx: sa.Connection, tokenizer: Tokenizer, place: str) -> None:
     if tx.execute(sa.select(tokenizers.c.sha256)).scalar() is None:
         tx.execute(
             tokenizers.insert().values(
                 sha256=tokenizer.sha256,
-                path=str(tokenizer.folder),
+                path=place,
                 vocab_size=tokenizer.vocab_size,
                 created_at=time.time(),
             )
@@ -75,14 +75,19 @@ def write_tokenizer(tx: sa.Connection, tokenizer: Tokenizer) -> None:
 
 
 def write_token_shard_row(
-    tx: sa.Connection, shard: TokenShard, sha256: str, tokenizer: Tokenizer | None, domains: dict[str, Any]
+    tx: sa.Connection,
+    shard: TokenShard,
+    place: str,
+    sha256: str,
+    tokenizer: Tokenizer | None,
+    domains: dict[str, Any],
 ) -> None:
     assert tokenizer
     tx.execute(
         token_shards.insert().values(
             id=shard.id,
             shard=sha256,
-            path=str(shard.path),
+            path=place,
             tokenizer=tokenizer.sha256,
             documents=shard.manifest["documents"],
             tokens=shard.manifest["tokens"],

@@ -18,7 +18,7 @@ REJECTED = "rejected"  # as an anomaly was closed: a person says that its diagno
 ASKED = "anomaly_asked"  # a person is to decide about a diagnosis: the policy does nothing
 WORDED = "anomaly_worded"  # a language model said what a diagnosis shows, or why there are no such words
 DIAGNOSIS = "diagnosis"  # gate of the verdict on a segment whose anomaly a patch is blamed for
-QUARANTINED, MARKED, REWOUND = "documents_quarantined", "release_marked", "segment_rewound"
+QUARANTINED, FREED, MARKED, REWOUND = "documents_quarantined", "documents_freed", "release_marked", "segment_rewound"
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,10 @@ def settled(db: Reads) -> set[int]:
     )
 
 
-def undiagnosed(db: Reads, kinds: Collection[str]) -> int | None:
-    """The oldest open anomaly, in a segment that still counts, that no diagnosis is about, or about whose diagnosis nothing was done yet."""
-    known = settled(db)
+def undiagnosed(db: Reads, kinds: Collection[str], but: Collection[int] = ()) -> int | None:
+    """The oldest open anomaly, in a segment that still counts, that no diagnosis is about, or about whose diagnosis nothing was done yet;
+    none of ``but``."""
+    known = {*settled(db), *but}
     counts = {row.id for row in SegmentRow.select(db, "WHERE state = 'done'")}
     return next((row.id for row in open_anomalies(db, kinds) if row.id not in known and row.segment in counts), None)
 
@@ -69,11 +70,11 @@ def words_about(db: Reads, number: int) -> dict[str, Any] | None:
     return _worded(db).get(diagnosis["event"]) if diagnosis else None
 
 
-def unworded(db: Reads) -> int | None:
-    """The lead of the oldest episode whose newest diagnosis waits for words."""
+def unworded(db: Reads, but: Collection[int] = ()) -> int | None:
+    """The lead of the oldest episode whose newest diagnosis waits for words; none of ``but``."""
     said = _worded(db)
     waiting = [d for d in newest_about(db, DIAGNOSED).values() if d.get("to_word") and d["event"] not in said]
-    return min((detail["lead"] for detail in waiting), default=None)
+    return min((detail["lead"] for detail in waiting if detail["lead"] not in but), default=None)
 
 
 def words_state(diagnosis: Mapping[str, Any], said: Mapping[str, Any] | None) -> str:

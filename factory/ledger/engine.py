@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
+from factory.core.workspace import work_in
+from factory.ledger.version import GONE
 
 DRIVER = "PostgreSQL needs the extra 'postgres': pip install 'llm-factory[postgres]'"
 WRITERS_LOCK = 0x6C656467  # of pg_advisory_xact_lock
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 # SQLite gives only INTEGER PRIMARY KEY its row counter.
 SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
@@ -46,6 +51,7 @@ def engine(url: str) -> sa.Engine:
         ) from error
     if embedded:
         sa.event.listen(made, "connect", _pragmas)
+        sa.event.listen(made, "handle_error", _say_if_damaged)
     sa.event.listen(made, "begin", _begin)
     return made
 
@@ -64,6 +70,34 @@ def _begin(connection: sa.Connection) -> None:
 def _pragmas(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # SQLAlchemy's BEGIN above is the only one
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=60000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+    try:
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=60000"):
+            cursor.execute(f"PRAGMA {pragma}")
+    except sqlite3.Error as error:
+        refuse_damaged(error)
+        raise
+    finally:
+        cursor.close()
+
+
+def sqlite_file(url: str) -> Path | None:
+    """The file of an SQLite address; None for another database."""
+    return Path(url.removeprefix("sqlite:///")).resolve() if url.startswith("sqlite:///") else None
+
+
+def refuse_missing(file: Path, root: Path) -> None:
+    """Raises: WorkspaceError when there is no ledger in the workspace ``root``: SQLite would make one."""
+    if not file.exists() or not file.stat().st_size:
+        known = [name for name in work_in(root) if not name.endswith(".db")]
+        advice = GONE if known else "'factory init' finishes a workspace that holds nothing yet"
+        raise WorkspaceError(f"there is no ledger at {file}: {advice}")
+
+
+def refuse_damaged(error: BaseException | None) -> None:
+    """Raises: WorkspaceError when an error of SQLite's says that the ledger's file is damaged."""
+    if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED:
+        raise WorkspaceError(f"the ledger is damaged ({error}): {GONE}") from error
+
+
+def _say_if_damaged(context: sa.ExceptionContext) -> None:
+    refuse_damaged(context.original_exception)

@@ -1,29 +1,36 @@
 """The ledger: the only source of truth, as append-mostly SQL tables (DESIGN §5).
 
-``Ledger.open`` gives ``begin()`` (one write transaction, all or nothing) and ``read()``. Tables are plain SQLAlchemy Core
-objects of this module; the module that owns a noun (``ingest``, ``training``, ``releases`` …) owns the statements on its table.
-SQLite is the embedded default (WAL, full sync, foreign keys on); a PostgreSQL URL (``postgresql://user:password@host/database``)
-works the same. On either, writers are serial: a transaction that writes waits for the one before.
+``Ledger.open`` gives ``begin()`` (one write transaction, all or nothing) and ``read()``. Places are stored relative to the workspace
+(``factory.ledger.places``) and read as whole paths. Tables are plain SQLAlchemy Core objects of this module; the module that owns a
+noun (``ingest``, ``training``, ``releases`` …) owns the statements on its table. SQLite is the embedded default (WAL, full sync,
+foreign keys on); a PostgreSQL URL (``postgresql://user:password@host/database``) works the same. On either, writers are serial: a
+transaction that writes waits for the one before.
 """
 
 from __future__ import annotations
 
+import os
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
-from factory.ledger.engine import SERIAL, PlainText, engine
-from factory.ledger.rows import Subject, decoded
-from factory.ledger.version import SCHEMA, refuse_other_version
+from factory.ledger.engine import SERIAL, PlainText, engine, refuse_missing, sqlite_file
+from factory.ledger.journal import carry, watch
+from factory.ledger.places import inside
+from factory.ledger.rows import Subject
+from factory.ledger.snapshot import Snapshot
+from factory.ledger.version import GONE, NO_TABLES, SCHEMA, refuse_other_version
 
 metadata = sa.MetaData()
 T, N, F, J, C = PlainText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
 
+# 'schema': its version; 'identity': a random name, made with it; 'ingest_index': what its hashes were made with
 meta = sa.Table("meta", metadata, C("key", T, primary_key=True), C("value", T))
 
 events = sa.Table(
@@ -105,7 +112,7 @@ held_out = sa.Table(
     metadata,
     C("key", T, sa.ForeignKey("documents.key"), primary_key=True),
     C("domain", T, nullable=False),
-    C("source", T, nullable=False),  # cluster for the bootstrap
+    C("source", T, nullable=False),  # cluster: its documents rise and fall together
     C("content", J, nullable=False),  # {"text": …} or {"messages": […]}, as normalised
 )
 
@@ -150,9 +157,11 @@ segments = sa.Table(
     C("code_commit", T, nullable=False),
     C("first_step", N, nullable=False),
     C("last_step", N, nullable=False),  # the step after which it ends
-    # 'planned' | 'done' | 'failed' | 'uncertified' (not started: its code has no certificate) | 'rewound' (not gone on from)
+    # 'planned' | 'done' | 'failed' (parked: a person retries or abandons it) | 'abandoned' (not gone on from) |
+    # 'uncertified' (not started: its code has no certificate) | 'rewound' (not gone on from)
     C("state", T, nullable=False),
-    C("attempts", N, nullable=False, default=0),  # tries that failed; being stopped or killed is no failure
+    # deaths of its trainer since its newest checkpoint; stopped with its factory is none
+    C("attempts", N, nullable=False, default=0),
     C("folder", T, nullable=False),
     # precision, kernels and machine (factory.computing.computing); null: an older factory's
     C("computing", J(none_as_null=True)),
@@ -303,42 +312,57 @@ exchanges = sa.Table(  # every request to a language model, from before it was s
     C("trace", T),  # MLflow's, once MLflow has it
 )
 
-# The runs that MLflow has: one per segment, candidate, proposal, profile.
+# MLflow's
 tracked_runs = sa.Table("tracked_runs", metadata, C("subject", T, primary_key=True), C("run_id", T, nullable=False))
 
 
 class Ledger:
-    """One open ledger. Cheap to make; holds a connection pool and nothing else."""
+    """One open ledger of the workspace ``root``, by default its SQLite file's folder. Cheap to make; holds only a connection pool."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, root: Path | None = None) -> None:
         self.url = url
+        self.file = sqlite_file(url)
+        self.root = root or (self.file.parent if self.file else None)
+        self.journaled = bool(self.file)
         self.engine = engine(url)
 
     @classmethod
-    def create(cls, url: str) -> Ledger:
+    def create(cls, url: str, root: Path | None = None) -> Ledger:
         """Make the tables when they are not there; safe to call again."""
-        ledger = cls(url)
+        ledger = cls(url, root)
         with ledger.begin() as tx:
             metadata.create_all(tx)
+            watch(tx, metadata)
             if tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar() is None:
-                tx.execute(meta.insert().values(key="schema", value=SCHEMA))
+                first = {"schema": SCHEMA, "identity": uuid.uuid4().hex}
+                tx.execute(meta.insert(), [{"key": key, "value": value} for key, value in first.items()])
         return ledger
 
     @classmethod
-    def open(cls, url: str) -> Ledger:
-        """Raises: WorkspaceError when there is no ledger at the address, or one of another version."""
-        ledger = cls(url)
+    def open(cls, url: str, root: Path | None = None) -> Ledger:
+        """Raises: WorkspaceError when there is no ledger at the address, a damaged one, or one of another version."""
+        ledger = cls(url, root)
+        if ledger.file and ledger.root:
+            refuse_missing(ledger.file, ledger.root)
         refuse_other_version(ledger.version(), f"the ledger at {ledger.engine.url!r}")
         return ledger
+
+    @property
+    def identity(self) -> str:
+        """A random name, made with the ledger: a segment's folder bears it."""
+        return str((self.one(sa.select(meta.c.value).where(meta.c.key == "identity")) or {}).get("value"))
+
+    def inside(self, place: str | os.PathLike[str]) -> str:
+        """A place as the ledger stores it."""
+        return inside(self.root, place)
 
     def version(self) -> str | None:
         """Of its tables. Raises: WorkspaceError when there is no ledger at the address."""
         try:
             found = self.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
         except sa.exc.DBAPIError as error:
-            raise WorkspaceError(
-                f"the ledger at {self.engine.url!r} cannot be read: {error.orig}; run 'factory init'"
-            ) from error
+            how = f"cannot be read: {error.orig}; {GONE if self.file else NO_TABLES}"
+            raise WorkspaceError(f"the ledger at {self.engine.url!r} {how}") from error
         return found["value"] if found else None
 
     @contextmanager
@@ -346,12 +370,14 @@ class Ledger:
         """One transaction: commits at the end of the block, rolls back on any exception."""
         with self.engine.begin() as connection:
             yield connection
+        if self.journaled and self.file and self.root:
+            carry(self.file, self.root)
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
         """Reads that all see the ledger at one moment, whatever other processes write meanwhile."""
         with self.engine.connect().execution_options(reads_only=True) as connection:
-            yield Snapshot(connection)
+            yield Snapshot(connection, self.root)
 
     def rows(self, statement: sa.Executable, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """All rows of a select, as plain dicts."""
@@ -360,27 +386,12 @@ class Ledger:
 
     def one(self, statement: sa.Executable) -> dict[str, Any] | None:
         """The first row of a select as a dict, or None."""
-        rows = self.rows(statement)
-        return rows[0] if rows else None
+        return next(iter(self.rows(statement)), None)
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
         """As ``factory.ledger.rows`` reads: plain SQL, the same on either database."""
         with self.snapshot() as db:
             return db.read(sql, **parameters)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One read transaction."""
-
-    connection: sa.Connection
-
-    def rows(self, statement: sa.Executable, parameters: dict[str, Any]) -> list[dict[str, Any]]:
-        return [dict(row) for row in self.connection.execute(statement, parameters).mappings()]
-
-    def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
-        """As ``factory.ledger.rows`` reads."""
-        return [decoded(row) for row in self.rows(sa.text(sql), parameters)]
 
 
 def record(tx: sa.Connection, kind: str, subject: Subject | str, detail: dict[str, Any] | None = None) -> None:

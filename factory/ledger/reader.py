@@ -11,8 +11,9 @@ from typing import Any
 
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
+from factory.ledger.places import located
 from factory.ledger.rows import decoded
-from factory.ledger.version import refuse_other_version
+from factory.ledger.version import GONE, refuse_other_version
 
 VERSION = "SELECT value FROM meta WHERE key = 'schema'"
 
@@ -21,7 +22,7 @@ class Reader:
     def __init__(self, workspace: Workspace) -> None:
         """Raises: WorkspaceError when there is no ledger, it cannot be read, or it is of another version."""
         self._where = f"the ledger of {workspace.root}"
-        self._url = workspace.ledger_url
+        self._url, self._root = workspace.ledger_url, workspace.root
         self._ledger: Any = None  # opened at the first read, where it is no SQLite file
         if self._url.startswith("sqlite:///"):
             found = self.read(VERSION)
@@ -33,17 +34,21 @@ class Reader:
             from factory.ledger.ledger import Ledger, sa
 
             try:
-                self._ledger = self._ledger or Ledger.open(self._url)
+                self._ledger = self._ledger or Ledger.open(self._url, self._root)
                 return self._ledger.read(sql, **parameters)  # type: ignore[no-any-return]
             except sa.exc.DBAPIError as error:
                 raise WorkspaceError(f"{self._where} cannot be read: {error.orig}") from error
         path = Path(self._url.removeprefix("sqlite:///"))
+        if not path.exists():
+            raise WorkspaceError(f"{self._where} cannot be read: there is no {path}; {GONE}")
         try:
             connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)
             try:
                 connection.row_factory = sqlite3.Row
-                return [decoded(dict(row)) for row in connection.execute(sql, parameters)]
+                return [located(decoded(dict(row)), self._root) for row in connection.execute(sql, parameters)]
             finally:
                 connection.close()
         except sqlite3.Error as error:
-            raise WorkspaceError(f"{self._where} cannot be read: {error}; run 'factory doctor'") from error
+            waits = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            advice = "another process is writing to it: try again" if waits else GONE
+            raise WorkspaceError(f"{self._where} cannot be read: {error}; {advice}") from error

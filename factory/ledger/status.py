@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from factory.core.workspace import Workspace
@@ -42,7 +43,9 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
             row.only("id segment export_path export_sha256")
             | {
                 "summary": evaluation and evaluation.summary,
-                "verdict": {k: own[-1][k] for k in ("id", "outcome", "reasons", "against")} if own else None,
+                "verdict": {k: own[-1][k] for k in ("id", "outcome", "reasons", "against", "created_at")}
+                if own
+                else None,
                 "release": next((r["number"] for r in releases if r["candidate"] == row.id), None),
             }
         )
@@ -80,7 +83,7 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         "audits": audits,
         "candidates": candidates,
         "releases": releases,
-        "champion": best.only("number candidate mlflow_version export_path") if best else None,
+        "champion": best.only("number candidate mlflow_version export_path created_at") if best else None,
         "proposals": [row.only(PROPOSAL) for row in ProposalRow.select(db)],
         "anomalies": every_anomaly(db)[::-1][:20],
         "marked_releases": db.read("SELECT subject, detail FROM events WHERE kind = 'release_marked' ORDER BY id"),
@@ -115,6 +118,7 @@ def screen(facts: dict[str, Any]) -> list[str]:
         lines.append(
             f"segment {segment['id']:<2} {segment['kind']:<6} steps {segment['first_step']}–{segment['last_step']} "
             f"generation {segment['generation']} in {segment['precision']}, {segment['state']}"
+            + (f" {_at(segment['finished_at'])}" if segment["finished_at"] else "")
             + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
             + (
                 f", {describe_average(segment['result']['averaged'])}"
@@ -136,11 +140,13 @@ def screen(facts: dict[str, Any]) -> list[str]:
     for candidate in facts["candidates"][-6:]:
         bpb = ((candidate["summary"] or {}).get("bpb")) or {}
         words = ", ".join(f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float))
-        outcome = candidate["verdict"]["outcome"] if candidate["verdict"] else "not judged yet"
+        verdict = candidate["verdict"]
+        outcome = f"{verdict['outcome']} {_at(verdict['created_at'])}" if verdict else "not judged yet"
         released = f" → release {candidate['release']}" if candidate["release"] else ""
         lines.append(f"candidate {candidate['id']}  {outcome}{released}  bits per byte: {words}")
     best = facts["champion"]
-    lines.append(f"champion  release {best['number']} ({best['export_path']})" if best else "champion  none yet")
+    since = f" of {_at(best['created_at'])}" if best else ""
+    lines.append(f"champion  release {best['number']}{since} ({best['export_path']})" if best else "champion  none yet")
     for proposal in facts["proposals"][-6:]:
         lines.append(
             f"proposal {proposal['number']} {proposal['branch']}: {proposal['title']} → {proposal['outcome'] or proposal['state']}"
@@ -188,3 +194,8 @@ def describe_average(averaged: dict[str, Any]) -> str:
     listed = ", ".join(f"{part['step']} × {part['weight']:.2f}" for part in parts)
     where = "the documents the gate judges on" if averaged["judged_on_the_same"] else "documents of its own"
     return f"average of {len(parts)} checkpoints (steps {listed}; by held-out loss on {where})"
+
+
+def _at(moment: float) -> str:
+    """Seconds since 1970 in this machine's time zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from factory.core.errors import WorkspaceError
 
-SCHEMA = "2"  # the newest revision of factory/ledger/migrations
+SCHEMA = "3"  # the newest revision of factory/backups/migrations
+
+
+GONE = "'factory restore' makes it again from its backups, or from the workspace's folders"  # of a ledger that is lost or damaged
+NO_TABLES = "is its server up? A backup that pg_dump made brings a lost one back; in an empty workspace 'factory init' makes one"
 
 
 def refuse_other_version(found: str | None, where: str) -> None:
@@ -16,5 +20,5 @@ def refuse_other_version(found: str | None, where: str) -> None:
     elif found and found.isdigit():
         what = "use the newer factory that wrote it"
     else:
-        raise WorkspaceError(f"{where} has no version: it is damaged; put a copy from backups/ in its place")
+        raise WorkspaceError(f"{where} has no version, so it is damaged: {GONE}")
     raise WorkspaceError(f"{where} is of version {found}; this factory reads version {SCHEMA}: {what}")

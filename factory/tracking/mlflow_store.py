@@ -10,19 +10,23 @@ import logging
 import os
 import sqlite3
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
+from factory.tracking.outages import TrackingError as TrackingError
+from factory.tracking.outages import advice, note_answer, note_failure, refuse_resting
+from kernels.contract.files import sync_folder
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
+_engines: dict[str, tuple[int, list[sa.Engine]]] = {}  # by address: the file's inode, and those connected to it
 PATIENCE = 180.0  # seconds to wait for another process that initialises (3 s, a minute on a crowded machine) or writes
 # Read once, when mlflow is imported: no usage reports, no model-registry chatter, no git executable needed.
 ENVIRONMENT = {
@@ -35,12 +39,6 @@ ENVIRONMENT = {
 }
 
 
-class TrackingError(FactoryError):
-    """MLflow's store cannot be reached, read or written. Nothing in the ledger is lost."""
-
-    exit_code = 6
-
-
 def waiting_lock(workspace: Workspace, name: str, patience: float = PATIENCE) -> AbstractContextManager[None]:
     """``workspace.lock``, which waits ``patience`` seconds for whoever holds it."""
     return workspace.lock(name, patience)
@@ -51,12 +49,14 @@ def mlflow_errors(doing: str) -> Iterator[None]:
     """Whatever MLflow or its database raises becomes a TrackingError that says what was being done."""
     from mlflow.exceptions import MlflowException
 
+    began = time.monotonic()
     try:
         yield
     except (MlflowException, sa.exc.SQLAlchemyError, sqlite3.Error, OSError) as error:
-        raise TrackingError(
-            f"MLflow: {doing} failed: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from error
+        note_failure(error, time.monotonic() - began)
+        why = str(error).splitlines()[0] if str(error) else repr(error)
+        raise TrackingError(f"MLflow: {doing} failed: {why}{advice(error)}") from error
+    note_answer(time.monotonic() - began)
 
 
 def open_client(workspace: Workspace) -> MlflowClient:
@@ -65,6 +65,7 @@ def open_client(workspace: Workspace) -> MlflowClient:
     Raises: TrackingError when the store cannot be reached or has the schema of another MLflow.
     """
     os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
+    refuse_resting(workspace.mlflow_uri)
     from mlflow.tracking import MlflowClient
 
     # MLflow logs a traceback for every refused write and then raises it as well; once is enough.
@@ -73,12 +74,29 @@ def open_client(workspace: Workspace) -> MlflowClient:
     with mlflow_errors(f"opening {uri}"), waiting_lock(workspace, "mlflow"):
         if path := _sqlite_path(uri):
             _create_store(path, workspace.mlflow_artifacts)
-            with closing(_connect(path, PATIENCE)) as connection:  # MLflow retries a broken file for 100 s
+            with closing(_connect(path, 1.0)) as connection:  # MLflow retries a broken file for 100 s
                 connection.execute("SELECT version_num FROM alembic_version").fetchone()
-            _flush_less(uri, workspace.mlflow_artifacts)
+                _relocate(connection, workspace.mlflow_artifacts)
+            _flush_less(uri, workspace.mlflow_artifacts, path.stat().st_ino)
         client = MlflowClient(uri, registry_uri=uri)
         client.search_experiments(max_results=1)  # connects, and refuses another schema
     return client
+
+
+def _relocate(connection: sqlite3.Connection, artifacts: Path) -> None:
+    """MLflow keeps whole addresses of artifacts: of a workspace that was moved, copied or restored elsewhere they are written anew."""
+    made = connection.execute("SELECT artifact_location FROM experiments WHERE experiment_id = 0").fetchone()
+    old, new = (made[0] if made else "").removesuffix("/0"), artifacts.as_uri()
+    if not old.startswith("file:") or old == new:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+        for column in [row[1] for row in connection.execute(f'PRAGMA table_info("{table}")').fetchall()]:
+            connection.execute(
+                f'UPDATE "{table}" SET "{column}" = ? || substr("{column}", ?) WHERE substr("{column}", 1, ?) = ?',
+                [f"{new}/", len(old) + 2, len(old) + 1, f"{old}/"],
+            )
+    connection.execute("COMMIT")
 
 
 def check_writable(workspace: Workspace, patience: float = 1.0) -> None:
@@ -91,6 +109,22 @@ def check_writable(workspace: Workspace, patience: float = 1.0) -> None:
         with mlflow_errors(f"writing to {path}"), closing(_connect(path, patience)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.rollback()
+
+
+def flush(workspace: Workspace) -> None:
+    """Return once all that the workspace's SQLite store was given is on disk: before the ledger says that MLflow has it.
+
+    A server does that by itself. Raises: TrackingError.
+    """
+    path = _sqlite_path(workspace.mlflow_uri)
+    if path is None:
+        return
+    folder = path.parent
+    with mlflow_errors(f"flushing {path}"):
+        for file in (path.with_name(f"{path.name}-wal"), path):
+            with suppress(FileNotFoundError):  # without a connection there is no -wal
+                sync_folder(file)
+        sync_folder(folder)
 
 
 def ui_command(workspace: Workspace, port: int = 5000) -> tuple[list[str], dict[str, str]]:
@@ -133,18 +167,24 @@ def _create_store(path: Path, artifacts: Path) -> None:
     finally:
         os.close(handle)
     os.replace(aside, path)
+    sync_folder(path.parent)
 
 
-def _flush_less(uri: str, artifacts: Path) -> None:
+def _flush_less(uri: str, artifacts: Path, inode: int) -> None:
     """Let SQLite flush at checkpoints and not at each commit: in WAL the store stays whole, and the ledger can fill in what a
     power cut takes. MLflow has no setting for it, but one engine for each address, which its clients share."""
     from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore as Registry
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as Tracking
 
-    for engine in (Tracking(uri, artifacts.as_uri()).engine, Registry(uri).engine):
+    known, engines = _engines.get(uri, (inode, []))
+    for engine in engines if known != inode else []:
+        engine.dispose()  # connections to a file that another one took the place of; a new store would ask through them
+    engines = [Tracking(uri, artifacts.as_uri()).engine, Registry(uri).engine]
+    for engine in engines:
         if not sa.event.contains(engine, "connect", _flush_at_checkpoints):
             sa.event.listen(engine, "connect", _flush_at_checkpoints)
             engine.dispose()  # the connections from before
+    _engines[uri] = inode, engines
 
 
 def _flush_at_checkpoints(connection: sqlite3.Connection, _record: object) -> None:

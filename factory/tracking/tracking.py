@@ -17,10 +17,11 @@ import sqlalchemy as sa
 
 from factory.computing.computing import describe
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, tracked_runs
+from factory.ledger.ledger import Ledger, record, tracked_runs
 from factory.ledger.rows import CandidateRow, EvaluationRow, ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.tracking.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers
-from factory.tracking.mlflow_store import mlflow_errors, open_client, ui_command, waiting_lock
+from factory.tracking.mlflow_store import flush, mlflow_errors, open_client, ui_command, waiting_lock
+from factory.tracking.outages import refuse_resting
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -29,6 +30,8 @@ __all__ = ["Tracking", "flatten", "short", "ui_command"]
 TRAINING, CANDIDATES, PROPOSALS, PROFILES = "training", "candidates", "proposals", "profiles"  # the experiments
 EXCHANGES = "exchanges"  # with language models: traces
 SUBJECT = "factory.subject"
+# Events: MLflow has a segment's end, a proposal's state, the verdict of an audit, a diagnosis (``factory.tracking.missed``).
+CLOSED, SHOWN, AUDITED, DIAGNOSIS_SHOWN = "run_closed", "proposal_shown", "audit_shown", "diagnosis_shown"
 PATCH = "patch_sha256"  # tag of a proposal's run: the patch that it shows, and that a person decides about
 APPROVAL_TAG = "approval"  # what a person sets to 'approved', on a candidate's version or a proposal's run
 PARAMS_PER_BATCH = 100  # MLflow's own limit
@@ -51,6 +54,8 @@ class Tracking:
         """Raises: TrackingError when the store cannot be reached."""
         if self._client is None:
             self._client = open_client(self.workspace)
+        else:
+            refuse_resting(self.workspace.mlflow_uri)
         return self._client
 
     def _experiment(self, name: str) -> str:
@@ -145,18 +150,21 @@ class Tracking:
             with mlflow_errors(f"closing the run of segment {segment_id}"):
                 ended = int((segment.finished_at or time.time()) * 1000)
                 self.client.set_terminated(run, "FINISHED" if segment.state == "done" else "FAILED", ended)
+            self._note(Subject("segment", segment_id), CLOSED, {})
 
     def segment_audited(self, verdict: VerdictRow) -> None:
         """Tag a segment's run with the verdict of its audit. Raises: TrackingError."""
         run = self.segment_run(SegmentRow.get(self.ledger, verdict.number))
         self._tag(run, {"audit": verdict.outcome, "audit.reasons": short(verdict.reasons)})
+        self._note(Subject("verdict", verdict.id), AUDITED, {})
 
-    def segment_diagnosed(self, segment: SegmentRow, causes: Sequence[str], why: str, page: Path) -> None:
-        """Tag a segment's run with what the loss doctor found, and attach its page. Raises: TrackingError."""
+    def segment_diagnosed(self, segment: SegmentRow, event: int, causes: Sequence[str], why: str, page: Path) -> None:
+        """Tag a segment's run with what the loss doctor found (``event`` is the number of that), and attach its page. Raises: TrackingError."""
         run = self.segment_run(segment)
         self._tag(run, {"diagnosis": " or ".join(causes), "diagnosis.why": short([why])})
         with mlflow_errors(f"logging {page.name}"):
             self.client.log_text(run, page.read_text(encoding="utf-8"), page.name)
+        self._note(Subject("diagnosis", event), DIAGNOSIS_SHOWN, {})
 
     # -- candidates and proposals -----------------------------------------------------------------------------------
     def candidate_run(self, candidate_id: int) -> str:
@@ -208,7 +216,17 @@ class Tracking:
             self._log_once(run, numbers(evidence), verdict.created_at, {"evidence.json": evidence})
         if proposal.report and Path(proposal.report).is_file():
             self.log_report(run, Path(proposal.report))
+        self._note(subject, SHOWN, {"state": proposal.state})
         return run
+
+    def _note(self, subject: Subject, kind: str, detail: dict[str, Any]) -> None:
+        """Record what MLflow has, unless the newest event says so."""
+        sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
+        newest = self.ledger.read(sql, kind=kind, subject=str(subject))
+        if not newest or newest[0]["detail"] != detail:
+            flush(self.workspace)
+            with self.ledger.begin() as tx:
+                record(tx, kind, subject, detail)
 
     def proposal_word(self, number: int) -> str:
         """What a person decided about a proposal: 'pending', 'approved' or 'rejected', the tag of its run. Raises: TrackingError."""

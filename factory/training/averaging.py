@@ -20,10 +20,11 @@ from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.places import located
 from factory.ledger.rows import SegmentRow, Subject
 from factory.training.live_code import LiveCode
 from factory.training.planning import last_segment, plan_segment
-from factory.training.segment_folder import AVERAGE, EXPORT, clear, failed, give_up, name_in, record_done
+from factory.training.segment_folder import AVERAGE, EXPORT, claim, clear, failed, give_up, name_in, record_done
 from kernels.contract.files import write_atomically
 
 KIND = "average"
@@ -115,8 +116,9 @@ def plan_average(
     from factory.git.repository import live_commit
 
     sources = choose(ledger, segment, last)
-    plan = {"rule": rule, "sources": [asdict(source) for source in sources]}
-    for row in SegmentRow.select(ledger, f"WHERE kind = '{KIND}' AND state <> 'failed' ORDER BY id"):
+    listed = [asdict(source) | {"path": ledger.inside(source.path)} for source in sources]
+    plan = {"rule": rule, "sources": listed}
+    for row in SegmentRow.select(ledger, f"WHERE kind = '{KIND}' AND state NOT IN ('failed', 'abandoned') ORDER BY id"):
         if _identity(planned(ledger, row.id)) == _identity(plan):
             return row.id
     commit = live_commit(workspace.repository)
@@ -131,7 +133,8 @@ def plan_average(
 def planned(ledger: Ledger, number: int) -> dict[str, Any]:
     """What an average segment is made of, as it was planned."""
     sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
-    return dict(ledger.read(sql, subject=str(Subject("segment", number)))[0]["detail"]["average"])
+    plan = dict(ledger.read(sql, subject=str(Subject("segment", number)))[0]["detail"]["average"])
+    return plan | {"sources": [located(dict(source), ledger.root) for source in plan["sources"]]}
 
 
 def _identity(plan: dict[str, Any]) -> tuple[str, list[str]]:
@@ -148,8 +151,7 @@ def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress:
     from trainer.contract.checkpoint.format import manifest_sha256, name_of
 
     plan = planned(ledger, row.id)
-    folder = Path(row.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = claim(workspace, ledger, row, progress)
     code = LiveCode.of(workspace, ledger, row.code_commit, progress)
     parts: list[dict[str, Any]] = [dict(source) for source in plan["sources"]]
     measured: dict[str, Any] = {}
@@ -226,4 +228,4 @@ def _succeeded(workspace: Workspace, ledger: Ledger, row: SegmentRow, done: subp
     if done.returncode:
         with open(workspace.logs / f"segment-{row.id:05d}.log", "a") as log:
             log.write(done.stderr)
-        failed(workspace, ledger, row, done.returncode)
+        failed(workspace, ledger, row, done.returncode, None)

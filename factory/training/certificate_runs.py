@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from factory.computing import computing
-from factory.core.errors import SegmentError
+from factory.core.errors import DiskFullError, SegmentError
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, failure_line, forget_exit
 from factory.core.left_files import count_lines, parse_object, read_text
 from factory.core.progress import Progress
@@ -26,6 +26,8 @@ from factory.core.workspace import Workspace
 from factory.git.repository import RepositoryError, changes
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
+from factory.retrying.policy import RetryPolicy
+from factory.retrying.watchdog import UsualTimes, Watchdog
 from factory.training.certificate import SERIES, TRAINED_WITH, CertificateEvidence, CertificatePolicy, Series, Trace
 from factory.training.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.training.planning import plan_of
@@ -187,14 +189,20 @@ def train_all(
             process = start_trainer(
                 workspace, code, words, writable=folders, readonly=sorted(reads), out=out, lock=lock, count=count
             )
-            done = 0
+            policy = RetryPolicy.load(workspace.policy("retries.yaml"))
+            dog = Watchdog(policy, UsualTimes(), process.pid, scratch, starts_often=True)
+            done = made = 0
             try:
                 over = False
                 while not over:
                     over = ended(process, POLL_SECONDS)
                     now = sum(count_lines(folder / "metrics.jsonl") for folder in folders)
                     task.advance(now - done, code.folder.name[:12])
-                    done = now
+                    made, done = made + max(0, now - done), now
+                    if not over and (said := dog.look(made)):
+                        raise SegmentError(
+                            f"{title}: its trainer, process {process.command()}, hung and was killed: {said}"
+                        )
             except BaseException:
                 stop_trainer(process)
                 raise
@@ -203,7 +211,7 @@ def train_all(
     if exit_status == EXIT_STOPPED:
         raise SegmentError(f"{title}: the run was stopped; run the same command again to go on")
     if exit_status == EXIT_DISK_FULL:
-        raise SegmentError(f"{title}: {line}; free some space and run the same command again")
+        raise DiskFullError(f"{title}: {line}; free some space and run the same command again")
     if exit_status == 0 and not all((folder / "result.json").exists() for folder in folders):
         return 1, "it ended without a result"
     return exit_status, f"exit {exit_status}: {line}" if exit_status else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.computing.computing import changed
-from factory.core.errors import InputError, SegmentError
+from factory.core.errors import InputError, SegmentError, WaitingError
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
 from factory.core.removal import remove
@@ -43,7 +43,7 @@ UNCERTIFIED = "uncertified"
 OF_CODE = f"gate IN ('{GATE}', '{PREFLIGHT}')"
 
 
-class NotCertified(SegmentError):
+class NotCertified(SegmentError, WaitingError):
     """The code changed, and the change is not shown to be inside seed noise: the segment was not started."""
 
 

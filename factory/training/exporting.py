@@ -17,12 +17,11 @@ from factory.ledger.writing import insert, next_key
 from factory.training.live_code import LiveCode
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import EXPORT, clear, name_in
+from kernels.contract.files import sync_folder, sync_tree
 
 
 def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     """Turn a segment's last checkpoint into an HF-format export and a candidate row; returns the candidate's id. Idempotent."""
-    from factory.ingest.tokenizer import Tokenizer
-
     known = CandidateRow.first(ledger, "WHERE segment = :segment", segment=segment)
     if known:
         return known.id
@@ -30,18 +29,9 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     checkpoint = last_checkpoint(ledger, segment)
     target, aside = workspace.exports / f"segment-{segment:05d}", workspace.exports / f".writing-{segment:05d}"
     if not target.exists():
-        remove(aside)
-        aside.mkdir()
-        code = LiveCode.of(workspace, ledger, row.code_commit, SILENT)
-        words = [name_in(code, EXPORT), checkpoint["path"], str(aside)]
-        done = code.run("-m", *words, writable=[aside], readonly=[Path(checkpoint["path"])])
-        clear(aside, SILENT)
-        if done.returncode:
-            raise SegmentError(
-                f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:] or 'no message'}"
-            )
-        Tokenizer.load(workspace.tokenizer).copy_to(aside)
+        make_export(workspace, ledger, row, aside)
         os.rename(aside, target)
+    sync_folder(target.parent)  # also of one that a killed process made
     with ledger.begin() as tx:
         number = insert(
             tx,
@@ -49,9 +39,28 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
             id=next_key(tx, candidates),
             segment=segment,
             checkpoint=checkpoint["id"],
-            export_path=str(target),
+            export_path=ledger.inside(target),
             export_sha256=folder_sha256(target),
             created_at=time.time(),
         )
         record(tx, "candidate", Subject("candidate", number), {"segment": segment})
     return number
+
+
+def make_export(workspace: Workspace, ledger: Ledger, row: SegmentRow, folder: Path) -> None:
+    """Write a segment's last checkpoint in transformers' format to ``folder``, which is made anew, and flush it. Raises: SegmentError."""
+    from factory.ingest.tokenizer import Tokenizer
+
+    checkpoint = last_checkpoint(ledger, row.id)
+    remove(folder)
+    folder.mkdir()
+    code = LiveCode.of(workspace, ledger, row.code_commit, SILENT)
+    words = [name_in(code, EXPORT), checkpoint["path"], str(folder)]
+    done = code.run("-m", *words, writable=[folder], readonly=[Path(checkpoint["path"])])
+    clear(folder, SILENT)
+    if done.returncode:
+        raise SegmentError(
+            f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:] or 'no message'}"
+        )
+    Tokenizer.load(workspace.tokenizer).copy_to(folder)
+    sync_tree(folder)  # the ledger is about to name it

@@ -23,8 +23,10 @@ from factory.core.launching import ranks
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, data_plans, record, segments
+from factory.ledger.places import inside, portable
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import insert, next_key
+from factory.retrying.tries import refuse_parked
 from factory.training.overrides import override_of
 from trainer.contract.errors import TrainerError
 
@@ -69,8 +71,10 @@ def next_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -
 def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None, progress: Progress = SILENT) -> int:
     """Record the next trunk segment over every token shard there is; returns its id. ``progress`` gets a line on how it will be computed.
 
-    Shards that the trunk has not seen join as a new generation. Raises: InputError when there is too little to train on.
+    Shards that the trunk has not seen join as a new generation. Raises: InputError when there is too little to train on, or a segment
+    is parked.
     """
+    refuse_parked(ledger)
     trunk = next_trunk(workspace, ledger, steps)
     recipe = load_recipe(workspace)
     last = trunk_parent(ledger, recipe)
@@ -87,7 +91,8 @@ def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None, p
 
 
 def plan_anneal(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT) -> int:
-    """Record an anneal branch off the trunk's last checkpoint, over the trunk's token shards; returns its id."""
+    """Record an anneal branch off the trunk's last checkpoint, over the trunk's token shards; returns its id. Raises: InputError."""
+    refuse_parked(ledger)
     trunk = last_segment(ledger, "trunk")
     if trunk is None:
         raise InputError("there is no trunk to anneal from: run 'factory train' first")
@@ -248,6 +253,9 @@ def _plan(
     )
     for note in notes:
         progress.line(f"  {note}")
+    plan = type(plan).from_json(
+        portable(workspace.root, json.loads(plan.to_json()))
+    )  # its id is the same in any folder
     with ledger.begin() as tx:
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
@@ -277,7 +285,8 @@ def plan_segment(
 ) -> int:
     """Add a planned segment of the steps [first, last), and its event; returns its id."""
     number = next_key(tx, segments)
-    made = {"folder": str(workspace.segments / f"{number:05d}-{kind}"), "state": "planned", "created_at": time.time()}
+    folder = inside(workspace.root, workspace.segments / f"{number:05d}-{kind}")
+    made = {"folder": folder, "state": "planned", "created_at": time.time()}
     insert(tx, segments, id=number, kind=kind, first_step=steps[0], last_step=steps[1], **made, **columns)
     record(tx, "segment_planned", Subject("segment", number), {"kind": kind, "steps": list(steps), **detail})
     return number

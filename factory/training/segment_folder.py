@@ -5,36 +5,41 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from factory.core.errors import SegmentError
-from factory.core.file_lock import LockedError, file_lock
+from factory.core.errors import DiskFullError, SegmentError
+from factory.core.file_lock import LockedError, file_lock, holders
 from factory.core.launching import (
     EXIT_DISK_FULL,
     EXIT_STOPPED,
+    LOG_BYTES,
     failure_line,
 )
-from factory.core.left_files import parse_object, read_object, read_text, sweep
+from factory.core.left_files import parse_object, read_object, read_tail, read_text, sweep
 from factory.core.progress import Progress
 from factory.core.stopping import TRAINER_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import REPLICAS_APART
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
+from factory.ledger.places import portable
 from factory.ledger.rows import SegmentRow, Subject
+from factory.retrying.endings import Ending, ending_of
+from factory.retrying.policy import RetryPolicy
+from factory.retrying.tries import TrainerDiedError, newest_step, record_death
 from factory.training.live_code import LiveCode
 from factory.training.planning import last_checkpoint, plan_of
-from kernels.contract.files import write_atomically
+from kernels.contract.files import put_in_place, sync_folder, write_atomically
 
 EXPORT, AVERAGE = "trainer.contract.checkpoint.export", "trainer.tools.average"
+OWNER = "owner.json"
+PLANNED = "id kind parent generation recipe recipe_json recipe_sha256 data_plan code_commit first_step last_step computing created_at"
 RESULT_KEYS = {"last_step": int, "checkpoint": str, "manifest_sha256": str}
 KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an anomaly: people read it in a terminal
 MOVED = {EXPORT: "trainer.export", AVERAGE: "trainer.average"}  # names before there was trainer/contract
-MAX_ATTEMPTS = 3
 
 LOCK_SECONDS = 3 * TRAINER_SECONDS  # for a trainer whose factory was killed, on a busy machine too
 
@@ -56,26 +61,89 @@ def write_spec(folder: Path, spec: dict[str, Any]) -> None:
     write_atomically(folder / "segment.json", json.dumps(spec, indent=1, sort_keys=True))
 
 
-def failed(workspace: Workspace, ledger: Ledger, row: SegmentRow, code: int, why: str = "") -> NoReturn:
-    """Record how a process of a segment ended, with ``why`` or the last line of its log. Raises: SegmentError, always."""
+def claim(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress: Progress) -> Path:
+    """The segment's folder, which bears its plan and the ledger's identity. One that bears another's is set aside, and never taken for
+    this segment's own."""
+    folder = Path(row.folder)
+    if folder.is_dir() and any(folder.iterdir()) and not is_owner(read_owner(folder), ledger, row):
+        away = set_aside(workspace.root, folder)
+        progress.line(
+            f"  {folder} held files of another plan or another ledger, which are not segment {row.id}'s: moved to {away}"
+        )
+        with ledger.begin() as tx:
+            record(tx, "set_aside", Subject("segment", row.id), {"where": ledger.inside(away)})
+    mark_owner(ledger, row)
+    sync_folder(folder.parent)
+    return folder
+
+
+def mark_owner(ledger: Ledger, row: SegmentRow) -> None:
+    """Write a segment's owner into its folder, which is made if need be."""
+    path = Path(row.folder) / OWNER
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        planned = row.only(PLANNED) | {"folder": ledger.inside(row.folder)}
+        plan = portable(ledger.root, plan_of(ledger, row))
+        mark = {"ledger": ledger.identity, "plan_sha256": plan_sha256(row), "row": planned, "data_plan": plan}
+        write_atomically(path, json.dumps(mark))
+
+
+def read_owner(folder: Path) -> dict[str, Any]:
+    """Whose a segment's folder is; empty: it does not say."""
+    try:
+        return read_object(folder / OWNER)
+    except SegmentError:
+        return {}
+
+
+def is_owner(owner: Mapping[str, Any], ledger: Ledger, row: SegmentRow) -> bool:
+    return (owner.get("ledger"), owner.get("plan_sha256")) == (ledger.identity, plan_sha256(row))
+
+
+def plan_sha256(row: SegmentRow) -> str:
+    """Of what a segment computes, and where it goes on from."""
+    plan = row.only("id kind parent recipe_sha256 data_plan code_commit first_step last_step")
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+
+
+def set_aside(root: Path, path: Path) -> Path:
+    """Move what belongs to nobody out of the way, to ``set-aside/``; returns where it lies now. Nothing is ever deleted."""
+    away = root / "set-aside" / f"{time.time_ns()}-{path.name}"
+    away.parent.mkdir(exist_ok=True)
+    put_in_place(path, away)
+    return away
+
+
+def failed(
+    workspace: Workspace,
+    ledger: Ledger,
+    row: SegmentRow,
+    code: int,
+    kills_before: int | None,
+    why: Ending | None = None,
+) -> NoReturn:
+    """Record how a trainer of a segment ended: ``why``, or as its exit and its log tell. ``kills_before``: ``oom_kills`` at its start.
+
+    Raises: SegmentError, always; TrainerDiedError for what counts as a try; DiskFullError.
+    """
     log = workspace.logs / f"segment-{row.id:05d}.log"
-    line = why or failure_line(log)
+    line = failure_line(log)
     cause = f": {line}" if line else ""
-    if code == EXIT_STOPPED:
+    if code == EXIT_STOPPED and why is None:
         raise SegmentError(f"segment {row.id} was stopped; run the same command again to go on")
-    if code == EXIT_DISK_FULL:
-        raise SegmentError(
+    if code == EXIT_DISK_FULL and why is None:
+        raise DiskFullError(
             f"segment {row.id}: the disk is full{cause}. Free some space and run the same command again: its last checkpoint is whole"
         )
-    final = code == 2 or row.attempts + 1 >= MAX_ATTEMPTS
-    with ledger.begin() as tx:
-        outcome = {"state": "failed", "finished_at": time.time()} if final else {}
-        tx.execute(segments.update().where(segments.c.id == row.id).values(attempts=row.attempts + 1, **outcome))
-        kind = "segment_failed" if final else "segment_stumbled"
-        record(tx, kind, Subject("segment", row.id), {"exit": code, "said": cause})
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
-    raise SegmentError(
-        f"segment {row.id} ended with {how}{cause} (log: {log}{'' if final else '; the next pass tries again from its last checkpoint'})"
+    ending = why or ending_of(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
+    policy = RetryPolicy.load(workspace.policy("retries.yaml"))
+    row = record_death(ledger, row, ending, code, policy.tries, final=code == 2)
+    parked = row.state == "failed"
+    step = newest_step(Path(row.folder))
+    where = f"checkpoint at step {step}" if step is not None else "beginning"
+    next_try = f"; it goes on from its {where}, after {row.attempts} of {policy.tries} tries without a new checkpoint"
+    raise TrainerDiedError(
+        f"segment {row.id} {ending.says} (log: {log}){'' if parked else next_try}", row.attempts, parked
     )
 
 
@@ -104,12 +172,12 @@ def result_of(folder: Path, last_step: int) -> dict[str, Any]:
     for key, kind in RESULT_KEYS.items():
         if not isinstance(result.get(key), kind):
             raise SegmentError(f"{path}: {key} is missing, or no {kind.__name__}")
-    expected = str(folder / "checkpoints" / name_of(last_step))
-    if (result["last_step"], result["checkpoint"]) != (last_step, expected):
+    expected = ("checkpoints", name_of(last_step))  # the workspace may have been moved since
+    if (result["last_step"], Path(result["checkpoint"]).parts[-2:]) != (last_step, expected):
         raise SegmentError(
-            f"{path} names step {result['last_step']} and {result['checkpoint'][:300]}, and not step {last_step} and {expected}"
+            f"{path} names step {result['last_step']} and {result['checkpoint'][:300]}, and not step {last_step} and {'/'.join(expected)}"
         )
-    return result
+    return result | {"checkpoint": str(folder.joinpath(*expected))}
 
 
 def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
@@ -132,7 +200,7 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
     with ledger.begin() as tx:
         tx.execute(
             checkpoints.insert().values(
-                id=manifest, segment=row.id, step=result["last_step"], path=str(path), created_at=time.time()
+                id=manifest, segment=row.id, step=result["last_step"], path=ledger.inside(path), created_at=time.time()
             )
         )
         for anomaly in found:
@@ -142,7 +210,7 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
         tx.execute(
             segments.update()
             .where(segments.c.id == row.id)
-            .values(state="done", result=result, finished_at=time.time())
+            .values(state="done", result=portable(ledger.root, result), finished_at=time.time())
         )
         record(tx, "segment_done", Subject("segment", row.id), {"loss": result.get("loss"), "checkpoint": manifest})
 
@@ -161,12 +229,14 @@ def folder_lock(folder: Path) -> Iterator[int]:
 
     It lies beside the folder, where the trainer cannot take its name.
     """
+    path = folder.with_name(f"{folder.name}.lock")
     with ExitStack() as held:
         try:
-            descriptor = held.enter_context(file_lock(folder.with_name(f"{folder.name}.lock"), LOCK_SECONDS))
+            descriptor = held.enter_context(file_lock(path, LOCK_SECONDS))
         except LockedError as holder:
+            old = ", ".join(map(str, holders(path))) or "of another machine"
             raise SegmentError(
-                f"{folder}: a trainer that process {holder} started is still at work there; end it, then try again"
+                f"{folder}: a trainer that process {holder} started is still at work there (process {old}); end it, then try again"
             ) from None
         yield descriptor
 

@@ -6,22 +6,42 @@ again and the trainer resumes from its newest good checkpoint. Results are read 
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from factory.computing.computing import write_kernels
-from factory.core.errors import SegmentError
-from factory.core.launching import exit_code, forget_exit
+from factory.core.errors import SegmentError, WaitingError
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forget_exit
 from factory.core.left_files import parse_json, read_tail
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
+from factory.retrying.endings import FAILED, HUNG, Ending, oom_kills
+from factory.retrying.faults import fault_of
+from factory.retrying.pausing import refuse_paused
+from factory.retrying.policy import RetryPolicy
+from factory.retrying.watchdog import Watchdog, record_begun, usual_of
+from factory.sandbox.live import Running
 from factory.training.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.training.planning import check_ranks
-from factory.training.segment_folder import clear, failed, folder_lock, record_done, result_of, spec_of, write_spec
+from factory.training.segment_folder import (
+    claim,
+    clear,
+    failed,
+    folder_lock,
+    record_done,
+    result_of,
+    spec_of,
+    write_spec,
+)
 
 POLL_SECONDS = 1.0
+ENDED = (0, EXIT_STOPPED, EXIT_DISK_FULL)  # exit codes for which what the trainer read is not to blame
+KILL_SECONDS = 120.0  # within which a killed trainer has given its memory back, however large
 
 
 class Follower(Protocol):
@@ -31,18 +51,26 @@ class Follower(Protocol):
 
 
 def run_segment(
-    workspace: Workspace, ledger: Ledger, number: int, progress: Progress, follower: Follower | None = None
+    workspace: Workspace,
+    ledger: Ledger,
+    number: int,
+    progress: Progress,
+    follower: Follower | None = None,
+    mended: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Run, or resume, a planned segment to its end; returns the content of result.json.
 
+    ``mended``: called when the trainer failed; mends what it reads, and says whether anything had to be. Then it runs again.
     An average (``factory.training.averaging``) is made, not trained.
 
-    Raises: NotCertified when the code changed and may not go on (nothing was started); SegmentError when the trainer fails
-    (its log is named). A segment that fails ``MAX_ATTEMPTS`` times is marked 'failed'.
+    Raises: NotCertified when the code changed and may not go on (nothing was started); PausedError while training is paused;
+    SegmentError when the trainer fails (its log is named). A segment whose trainer dies again and again without a new checkpoint is
+    parked: marked 'failed'.
     """
     row = SegmentRow.get(ledger, number)
     if row.state == "done":
         return dict(row.result or {})
+    refuse_paused(ledger)
     if row.kind == "average":
         from factory.training.averaging import run_average
 
@@ -51,23 +79,34 @@ def run_segment(
     from trainer.contract.recipe import Recipe
 
     check_ranks(workspace, Recipe.parse(row.recipe_json))  # planned on another number of GPUs, say
+    folder = claim(workspace, ledger, row, progress)
     ensure_certified(workspace, ledger, row, progress)
-    folder = Path(row.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    code = _run_trainer(workspace, ledger, row, folder, progress, follower)
-    if code != 0 or not (folder / "result.json").exists():
-        failed(workspace, ledger, row, code)
+    if not all(path.exists() for path in read_by(spec_of(ledger, row))):
+        mended()
+    while True:
+        kills = oom_kills()
+        code, hung = run_trainer(workspace, ledger, row, folder, progress, follower)
+        if hung or code in ENDED or not mended():
+            break  # else what it read was damaged, and is whole again
+    if hung or code != 0 or not (folder / "result.json").exists():
+        failed(workspace, ledger, row, code, kills, hung)
     try:
         result = result_of(folder, row.last_step)
         record_done(ledger, row, folder, result)
     except SegmentError as error:
-        failed(workspace, ledger, row, code, str(error))
+        failed(workspace, ledger, row, code, kills, Ending(FAILED, f"ended with exit {code}: {error}"))
     return result
 
 
-def _run_trainer(
+def run_trainer(
     workspace: Workspace, ledger: Ledger, row: SegmentRow, folder: Path, progress: Progress, follower: Follower | None
-) -> int:
+) -> tuple[int, Ending | None]:
+    """Run a segment's trainer in ``folder``, from the newest checkpoint there.
+
+    Returns (its exit code, what it did when it hung and was killed).
+
+    Raises: PausedError once a pause has stopped it.
+    """
     code = LiveCode.of(workspace, ledger, row.code_commit, progress)
     log = workspace.logs / f"segment-{row.id:05d}.log"
     title = f"{row.kind} {row.first_step}–{row.last_step}"
@@ -82,33 +121,76 @@ def _run_trainer(
         write_spec(folder, spec)
         reads = read_by(spec | {"kernels": None})
         words = [str(folder)]
-        process = start_trainer(workspace, code, words, writable=[folder], readonly=reads, out=out, lock=lock)
+        policy, usual = RetryPolicy.load(workspace.policy("retries.yaml")), usual_of(ledger, row)
         watch = _StepWatch(folder / "metrics.jsonl", row.first_step)
+        process = start_trainer(workspace, code, words, writable=[folder], readonly=reads, out=out, lock=lock)
+        dog = Watchdog(policy, usual, process.pid, folder)
         task.advance(0, "starting (the first time, the model is compiled)")
+        hung, number = "", process.command()
         try:
-            while not ended(process, POLL_SECONDS):
+            while not hung and not ended(process, POLL_SECONDS):
+                begins, number = dog.steps is None, process.command()
                 watch.report(task)
-                if follower:
-                    follower.poll()
+                hung = dog.look(watch.made)
+                with _not_for_the_machine():
+                    if begins and dog.steps is not None:
+                        record_begun(ledger, row, number, dog.clock() - dog.started)
+                    refuse_paused(ledger)
+                    if follower:
+                        follower.poll()
             watch.report(task)
         except BaseException:
             stop_trainer(process)
             raise
+        if hung:
+            _kill(process, row, number, hung)
         clear(folder, progress)
     if follower:
         follower.poll()
-    return exit_code(process.wait(), [folder])
+    ending = Ending(HUNG, f"hung: {hung}; its trainer, process {number}, was killed") if hung else None
+    return exit_code(process.wait(), [folder]), ending
+
+
+def _kill(process: Running, row: SegmentRow, number: int, hung: str) -> None:
+    """Raises: SegmentError when it does not end."""
+    try:
+        process.kill(KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise SegmentError(
+            f"segment {row.id} hung: {hung}; its trainer, process {number}, was killed and does not end: it waits in the kernel for a disk "
+            "or a driver. The segment goes on once it has ended; if it never does, restart the machine"
+        ) from None
+
+
+@contextmanager
+def _not_for_the_machine() -> Iterator[None]:
+    """A ledger or a disk that is locked, full or gone for a while is no reason to stop a trainer."""
+    try:
+        yield
+    except WaitingError:
+        raise
+    except Exception as error:
+        if fault_of(error) is None:
+            raise
 
 
 class _StepWatch:
-    """Moves a progress bar from the last whole line of metrics.jsonl."""
+    """Moves a progress bar from the last whole line of metrics.jsonl, and counts the steps that a trainer made since its start."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        self.path, self.done = path, first_step
+        self.path, self.done, self.made = path, first_step, 0
+        last = last_metrics(
+            path
+        )  # an earlier trainer's; one that goes on from a checkpoint first cuts off what came after it
+        self._last = last["step"] if last else first_step - 1
 
     def report(self, task: Any) -> None:
         last = last_metrics(self.path)
-        if last and last["step"] + 1 > self.done:
+        if not last:
+            return
+        self.made += max(0, last["step"] - self._last)
+        self._last = last["step"]
+        if last["step"] + 1 > self.done:
             words = [f"loss {last['loss']:.3f}"] if isinstance(last.get("loss"), float) else []
             words += (
                 [f"{last['tokens_per_s'] / 1000:.1f}k tok/s"] if isinstance(last.get("tokens_per_s"), float) else []

@@ -52,7 +52,9 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
     Raises: TuningError, ConfigError, RepositoryError.
     """
     recipe, precision = load_recipe(workspace), precision_of(workspace)
-    code = LiveCode.of(workspace, Ledger.open(workspace.ledger_url), live_commit(workspace.repository), progress)
+    code = LiveCode.of(
+        workspace, Ledger.open(workspace.ledger_url, workspace.root), live_commit(workspace.repository), progress
+    )
     # Many kernels are compiled in one process, which pays for a precompiled header; no other process uses what is compiled with it.
     code = replace(code, cache=workspace.root / "cache" / f"tuning-{code.folder.name}-{here().name}")
     header = dict.fromkeys(devices.COMPILER, "1")
@@ -82,7 +84,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
 def precision_of(workspace: Workspace) -> str:
     """The precision that a trunk segment planned now would train in."""
     recipe = load_recipe(workspace)
-    last = trunk_parent(Ledger.open(workspace.ledger_url), recipe)
+    last = trunk_parent(Ledger.open(workspace.ledger_url, workspace.root), recipe)
     return str(measured_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
 
 

@@ -30,12 +30,35 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return once the folder's entries (files made, renamed or removed in it) are on disk. Raises: OSError."""
+    """Return once the folder's entries (files made, renamed or removed in it), or a file's content, are on disk. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Return once a folder, and all files and folders in it, are on disk. Links are not followed. Raises: OSError."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            sync_tree(path)
+        elif path.is_file() and not path.is_symlink():
+            sync_folder(path)
+    sync_folder(folder)
+
+
+def put_in_place(made: Path, place: Path) -> None:
+    """Rename a file or a folder that was written aside to ``place``, of the same file system; a file there is replaced.
+
+    Once this returns, it is there with all of its content, also after a power cut. Raises: OSError.
+    """
+    if made.is_dir() and not made.is_symlink():
+        sync_tree(made)
+    elif made.is_file() and not made.is_symlink():
+        sync_folder(made)
+    os.replace(made, place)
+    sync_folder(place.parent)
 
 
 def finite(value: Any) -> Any:

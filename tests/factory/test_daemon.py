@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from factory.actions import Action
 from factory.core.workspace import Workspace
-from factory.daemon import Action, World, next_action, observe
+from factory.daemon import World, next_action, observe
 from factory.ingest.inbox import arrived
 from factory.ledger.ledger import (
     Ledger,
@@ -63,6 +64,23 @@ SHARD = Path("inbox/a.jsonl")
         (World(waiting_audit=3, overdue_audit=3, unannealed_trunk=1), Action("audit", 3)),
         (World(waiting_audit=3, overdue_audit=3, open_segment=9), Action("train", 9)),
         (World(waiting_audit=3, overdue_audit=3, unjudged_candidate=1), Action("judge", 1)),
+        (World(paused="everything", arrived=(SHARD,), open_segment=3, unfinished_release=1), None),
+        (World(paused="training", arrived=(SHARD,), open_segment=3), Action("ingest", SHARD)),
+        (World(paused="training", unexported_anneal=2, open_segment=3), Action("export", 2)),
+        (
+            World(
+                paused="training",
+                open_segment=3,
+                trunk_steps=2,
+                unannealed_trunk=1,
+                undiagnosed_anomaly=4,
+                overdue_audit=5,
+            ),
+            None,
+        ),
+        (World(paused="training", unjudged_candidate=1, undiagnosed_anomaly=4), Action("judge", 1)),
+        (World(open_segment=3, segment_rests=True, unjudged_candidate=1), Action("judge", 1)),
+        (World(open_segment=3, segment_rests=True, unannealed_trunk=1, trunk_steps=2, waiting_audit=3), None),
     ],
 )
 def test_next_action(world: World, action: Action | None) -> None:
@@ -84,15 +102,15 @@ def test_work_is_never_left_while_nothing_failed(world: World) -> None:
     assert (next_action(world) is None) == (world == World())
 
 
-def test_inbox_takes_only_whole_regular_files(workspace: Workspace, tmp_path: Path) -> None:
+def test_inbox_takes_only_whole_regular_files(workspace: Workspace, ledger: Ledger) -> None:
     for name in ("b.jsonl", "a.jsonl", ".hidden", "c.jsonl.part"):
         (workspace.inbox / name).write_text("{}")
         os.utime(workspace.inbox / name, (time.time() - 60,) * 2)
     (workspace.inbox / "fresh.jsonl").write_text("{}")
     (workspace.inbox / "folder").mkdir()
     (workspace.inbox / "link.jsonl").symlink_to("/etc/passwd")
-    assert [path.name for path in arrived(workspace)] == ["a.jsonl", "b.jsonl"]
-    assert [path.name for path in arrived(workspace, settle=0)] == ["a.jsonl", "b.jsonl", "fresh.jsonl"]
+    assert [path.name for path in arrived(workspace, ledger)] == ["a.jsonl", "b.jsonl"]
+    assert [path.name for path in arrived(workspace, ledger, settle=0)] == ["a.jsonl", "b.jsonl", "fresh.jsonl"]
 
 
 def test_observe_walks_with_the_ledger(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.live_code import LiveCode, start_trainer, stop_trainer
 from factory.training.planning import plan_trunk
+from factory.training.segment_folder import mark_owner
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
-from tests.support.factory.trained_plant import commit_edit, make_plant
 from tests.support.paths import ROOT
+from tests.support.plants.trained_plant import commit_edit, make_plant
 from tests.support.stopping import SLOW_STEP, WITHIN, left_of, started_by, wait_for
 from trainer.contract import stopping
 from trainer.contract.json_lines import read_lines
@@ -51,7 +52,7 @@ class Slow:
 
     def start(self, *words: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
         """The factory, once its trainer is in the midst of a slow step; and all that it started."""
-        self.folder.mkdir(exist_ok=True)
+        mark_owner(self.ledger, SegmentRow.get(self.ledger, self.segment))  # makes the folder, which is this segment's
         for old in self.folder.glob("slow-*"):
             old.unlink()
         self.mark.touch()

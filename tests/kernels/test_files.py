@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.contract.files import finite, finite_json, write_atomically
+from kernels.contract.files import finite, finite_json, sync_tree, write_atomically
 
 KILLED_WHILE_WRITING = """
 import os, pathlib, sys
@@ -71,3 +71,22 @@ def test_what_is_not_finite_becomes_null_at_any_depth() -> None:
     assert json.loads(finite_json(value)) == finite(value)
     assert json.dumps(finite({2: 0, 10: 0}), sort_keys=True) == '{"10": 0, "2": 0}', "hashes of evidence depend on it"
     assert finite_json({"a": 1}, indent=1) == '{\n "a": 1\n}'
+
+
+def test_a_tree_is_flushed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file and each folder once, a folder after what is in it; a link is not followed."""
+    (tmp_path / "tree" / "inner").mkdir(parents=True)
+    (tmp_path / "tree" / "a").write_text("a")
+    (tmp_path / "tree" / "inner" / "b").write_text("b")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "tree" / "link").symlink_to(tmp_path / "elsewhere")
+    flushed, fsync = [], os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    sync_tree(tmp_path / "tree")
+    assert sorted(flushed) == ["tree", "tree/a", "tree/inner", "tree/inner/b"]
+    assert flushed[-1] == "tree" and flushed.index("tree/inner/b") < flushed.index("tree/inner")

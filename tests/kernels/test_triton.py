@@ -163,7 +163,9 @@ generator = torch.Generator().manual_seed(0)
 a = torch.randn(2, 2 * TILE + 9, 70, generator=generator)  # tiles beside the diagonal, a rest in both directions
 gram = symmetric(a)
 torch.testing.assert_close(gram, a @ a.mT, rtol=1e-4, atol=1e-4)
-assert torch.equal(gram, gram.mT), "each tile is stored twice"
+tile = torch.arange(gram.shape[-1]) // TILE
+beside = tile[:, None] != tile  # within a tile of the diagonal, products of the interpreter round as its BLAS does
+assert torch.equal(gram[:, beside], gram.mT[:, beside]), "each tile is stored twice"
 torch.testing.assert_close(symmetric(gram, 0.5, -2.0), 0.5 * gram @ gram - 2 * gram, rtol=1e-4, atol=1e-2)
 for shape in ((150, 200), (200, 150), (3, 150, 70)):
     matrices = torch.randn(shape, generator=generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kernels.contract.files import finite_json, write_atomically
+from kernels.contract.files import finite_json, sync_folder, write_atomically
 from trainer.contract.json_lines import read_lines
 
 FLUSH_SECONDS = 1.0
@@ -34,6 +35,7 @@ class Lines:
             kept = [record for record in read_lines(path) if record["step"] < step]
             write_atomically(path, "".join(map(encode, kept)))
         self._file = open(path, "a", buffering=1 << 16)  # noqa: SIM115 - closed by close()
+        sync_folder(path.parent)
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file is None:
@@ -46,6 +48,12 @@ class Lines:
         if self._file is not None:
             self._file.flush()
             self._flushed = time.monotonic()
+
+    def sync(self) -> None:
+        """Return once all lines are on disk: a checkpoint that is about to be named goes on from them."""
+        if self._file is not None:
+            self.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file is not None:

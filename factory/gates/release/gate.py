@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -16,18 +16,17 @@ from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite, evaluate_on, items_of
-from factory.evals.statistics import Bounds, compare
+from factory.evals.statistics import compare
 from factory.evals.suite import Suite
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.release.judge import FIRST_RELEASE, MeasureGain, ReleaseEvidence, judge
+from factory.gates.release.judge import FIRST_RELEASE, ReleaseEvidence, judge
+from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.anomalies import open_in, rewound_in
 from factory.ledger.ledger import Ledger, record, verdicts
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
 from factory.ledger.writing import record_verdict
 from kernels.contract.files import finite
-
-GATE = "release"
 
 
 def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress) -> int:
@@ -74,15 +73,12 @@ def gather(
         "champion_cloze": other.get("cloze", {}).get("share_right"),
         "noise_floor": other.get("noise_floor", {}),
     }
-    target, guards = None, {}
-    target_bounds = compare(
-        items_of(ledger, ours), items_of(ledger, theirs), policy.target.weights, suite.sha256, policy.target.alpha
-    )
-    guard_bounds = compare(
-        items_of(ledger, ours), items_of(ledger, theirs), policy.target.weights, suite.sha256, policy.guards.alpha
-    )
-    if target_bounds is not None and guard_bounds is not None:
-        target, guards = _gain(target_bounds[0]), {name: _gain(bounds) for name, bounds in guard_bounds[1].items()}
+    found = compare(items_of(ledger, ours), items_of(ledger, theirs), policy.target.weights)
+    target, guards = found if found else (None, {})
+    measured |= {
+        "look": look_at(ledger, champion_id, EvaluationRow.get(ledger, ours).candidate, suite.sha256),
+        "lost": lost_since_best(ledger, guards),
+    }
     return ReleaseEvidence(against=str(Subject("candidate", champion_id)), target=target, guards=guards, **measured)
 
 
@@ -95,10 +91,6 @@ def _open_anomalies(workspace: Workspace, ledger: Ledger, candidate_id: int) -> 
         f"{row.kind} at step {row.step} of segment {row.segment} (anomaly {row.id}, which is open)" for row in found
     ]
     return (*words, *(f"segment {number} was rewound" for number in rewound_in(ledger, segment)))
-
-
-def _gain(bounds: Bounds) -> MeasureGain:
-    return MeasureGain(**asdict(bounds))
 
 
 def _record(

@@ -12,24 +12,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from factory.evals.parity import CHECKS
-from factory.evals.statistics import CLOZE, holm
+from factory.evals.statistics import CLOZE, Gain, holm, spent_at
 from factory.gates.release.policy import ReleasePolicy
 
 FIRST_RELEASE = "first release"
 PROMOTE, HOLD, REJECT = "promote", "hold", "reject"
 Numbers = Mapping[str, float | None]
-
-
-@dataclass(frozen=True)
-class MeasureGain:
-    """How much better than the champion one measure is; ``lower``, ``upper``: one-sided bounds by the number of hypotheses that share alpha."""
-
-    gain: float | None
-    low95: float | None
-    high95: float | None
-    clusters: int | None
-    lower: Mapping[int, float | None]
-    upper: Mapping[int, float | None]
 
 
 @dataclass(frozen=True)
@@ -51,8 +39,12 @@ class ReleaseEvidence:
     checks: Mapping[str, tuple[bool | None, str]] = field(
         default_factory=dict
     )  # name → (ok, detail); ok is None where the check could not be made
-    target: MeasureGain | None = None
-    guards: Mapping[str, MeasureGain] = field(default_factory=dict)  # by domain, and CLOZE
+    target: Gain | None = None
+    guards: Mapping[str, Gain] = field(default_factory=dict)  # by domain, and CLOZE
+    lost: Numbers = field(
+        default_factory=dict
+    )  # by guard: what the champion had lost already, since the best release of its line
+    look: int | None = None  # 1: the first candidate that is judged against this champion
     anomalies: tuple[str, ...] | None = None  # of the training that it comes from: open ones, rewound segments
 
     def to_json(self) -> dict[str, Any]:
@@ -151,17 +143,22 @@ def _comparison(
     for domain, weight in sorted(policy.target.weights.items()):
         if weight > 0 and domain not in evidence.domains:
             missing.append(f"{domain}: a target of the policy without held-out documents.")
-    target = evidence.target
+    target, look = evidence.target, evidence.look
     words = _sentence("target, bits per byte weighted over domains", target, None, None)
-    lower, upper = _bound(target, "lower", 1), _bound(target, "upper", 1)
-    if target is None or lower is None or upper is None or not _whole(target, policy.clusters_min, 1):
+    level = spent_at(policy.target.alpha, look) if isinstance(look, int) and look > 0 else 0.0
+    lower, upper = (target.bound(level), target.bound(policy.target.alpha / 2, above=True)) if target else (None, None)
+    if not level:
+        missing.insert(0, f"How many candidates were judged against {champion} before is not known.")
+    elif target is None or lower is None or upper is None or not _enough(target, policy.clusters_min):
         missing.insert(0, f"The gain over {champion} could not be measured: {_why(target, policy.clusters_min)}.")
     elif upper < 0:
         against.insert(0, f"Worse than {champion}: {words}.")
     elif lower > 0:
         facts.insert(0, f"Better than {champion}: {words}.")
+        facts.insert(1, _seen(target, level, look))
     else:
         missing.insert(0, f"Not shown to be better than {champion}: {words}.")
+        missing.insert(1, _seen(target, level, look))
     _guards(policy, evidence, against, missing, facts)
 
 
@@ -174,8 +171,10 @@ def _guards(
         f"{name}: a guard that the suite does not measure." for name in sorted(set(evidence.guards) - set(expected))
     ]
     floor: dict[str, float] = {}
+    lost: dict[str, float] = {}
     for name in expected:
         margin = policy.guards.cloze_margin
+        least = 0.0
         if name != CLOZE:
             noise = _number(evidence.noise_floor.get(name))
             if noise is None or noise < 0 or noise > policy.guards.noise_floor_max:
@@ -186,10 +185,20 @@ def _guards(
                 )
                 missing.append(f"{name}: the noise floor {shown}.")
                 noise = 0.0
-            margin = max(policy.guards.bits_per_byte_margin, 2 * noise)
-        floor[name] = -margin
-    lower = {name: _levels(evidence.guards.get(name)) for name in expected}
-    shown_above = holm(lower, floor)
+            margin, least = max(policy.guards.bits_per_byte_margin, 2 * noise), 2 * noise
+        gone = _number(evidence.lost.get(name))
+        if gone is None or gone < 0:
+            missing.append(f"{name}: what earlier releases lost there is not known.")
+            gone = margin
+        lost[name] = gone
+        floor[name] = -max(margin - gone, least)
+
+    def above(name: str, shared: int) -> bool:
+        guard = evidence.guards.get(name)
+        bound = guard.bound(policy.guards.alpha / shared) if guard else None
+        return bound is not None and bound > floor[name]
+
+    shown_above = holm(expected, above)
     for name in expected:
         guard = evidence.guards.get(name)
         ours, theirs = evidence.bits_per_byte.get(name), evidence.champion_bits_per_byte.get(name)
@@ -198,11 +207,13 @@ def _guards(
             ours, theirs, unit = evidence.cloze, evidence.champion_cloze, "of cloze items right"
         words = _sentence(name, guard, (_number(theirs), _number(ours)), unit)
         allowed = f"a loss of at most {-floor[name]:.3f} is allowed"
-        upper = _bound(guard, "upper", count)
+        if lost[name]:
+            allowed += f", as releases since the best one lost {lost[name]:.3f}"
+        upper = guard.bound(policy.guards.alpha / count, above=True) if guard else None
         if (
             guard is None
             or upper is None
-            or not _whole(guard, policy.clusters_min, count)
+            or not _enough(guard, policy.clusters_min)
             or None in (_number(theirs), _number(ours))
         ):
             missing.append(f"{name}: could not be compared: {_why(guard, policy.clusters_min)}.")
@@ -226,47 +237,41 @@ def _number(value: float | int | None) -> float | None:
     )
 
 
-def _bound(gain: MeasureGain | None, side: str, shared: int) -> float | None:
-    return None if gain is None else _number(getattr(gain, side).get(shared))
-
-
-def _levels(gain: MeasureGain | None) -> dict[int, float]:
-    found = {} if gain is None else {shared: _number(value) for shared, value in gain.lower.items()}
-    return {shared: value for shared, value in found.items() if value is not None}
-
-
-def _whole(gain: MeasureGain, clusters_min: int, shared: int) -> bool:
+def _enough(gain: Gain, clusters_min: int) -> bool:
     clusters = _number(gain.clusters)
-    numbers = [_number(part) for part in (gain.gain, gain.low95, gain.high95)]
-    numbers += [_bound(gain, side, k) for side in ("lower", "upper") for k in range(1, shared + 1)]
-    return clusters is not None and clusters >= clusters_min and None not in numbers
+    return clusters is not None and clusters >= clusters_min
 
 
-def _why(gain: MeasureGain | None, clusters_min: int) -> str:
+def _why(gain: Gain | None, clusters_min: int) -> str:
     if gain is None:
         return "candidate and champion have no items in common"
     clusters = _number(gain.clusters)
     if clusters is None or clusters < clusters_min:
         return f"{0 if clusters is None else clusters:.0f} source documents, at least {clusters_min} are needed"
-    return f"a number is missing or not finite, as bounds are of few source documents ({clusters:.0f}) that many guards share"
+    return "a number is missing or not finite"
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
-def _sentence(
-    name: str, gain: MeasureGain | None, levels: tuple[float | None, float | None] | None, unit: str | None
-) -> str:
+def _sentence(name: str, gain: Gain | None, levels: tuple[float | None, float | None] | None, unit: str | None) -> str:
     """'code: 1.920 → 1.840 bits per byte (−0.080, 95 % between −0.100 and −0.060)': the change as a reader sees it, not the gain."""
     words = name
     if levels is not None and None not in levels:
         words += f": {levels[0]:.3f} → {levels[1]:.3f} {unit}"
     if gain is None:
         return words
-    change, low, high = _number(gain.gain), _number(gain.low95), _number(gain.high95)
+    change, low, high = _number(gain.gain), gain.bound(0.025), gain.bound(0.025, above=True)
     if change is None or low is None or high is None:
         return words
     if name == CLOZE:
         return f"{words} ({_signed(change)}, 95 % between {_signed(low)} and {_signed(high)})"
     return f"{words} ({_signed(-change)}, 95 % between {_signed(-high)} and {_signed(-low)})"
+
+
+def _seen(target: Gain, level: float, look: int | None) -> str:
+    """What the comparison could have shown at all."""
+    smallest = target.detectable(level)
+    looks = f"candidate {look} against this champion, so shown at {level:.2%}" if look else ""
+    return f"A gain of {smallest:.3f} would have been seen with 80 % ({looks}; {target.effective:.0f} effective source documents)."
 
 
 def _signed(value: float) -> str:

@@ -18,15 +18,17 @@ class Target(StrictPolicy):
 
     weights: dict[str, NotNegative] = Field(default_factory=dict)
     """Weight of each domain's gain in bits per byte; domains not named have 0. Empty: all domains have the same."""
-    alpha: Level = 0.025
-    """One-sided level of the bound that must be above zero (0.025: the lower end of a 95 % interval)."""
+    alpha: Level = 0.05
+    """Chance that any candidate that is judged against one champion is promoted without being better. Look k spends alpha / (k (k + 1)):
+    the first half of it (the lower end of a 95 % interval), the second a sixth, all together alpha."""
 
 
 class Guards(StrictPolicy):
     """What must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected, must be above −δ."""
 
     bits_per_byte_margin: NotNegative = 0.02
-    """A loss smaller than this, in bits per byte, is allowed; δ is this or twice the noise floor, whichever is larger."""
+    """A loss smaller than this, in bits per byte, is allowed, counted from the best release of the line; δ is what is left of it, or twice
+    the noise floor, whichever is larger."""
     cloze_margin: NotNegative = 0.15
     """Share of cloze items. About 100 items of which 15 % change sides have a standard error of 0.04: this margin lets nine of ten
     equally good models pass, 0.1 only half of them."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from factory.actions import Action, perform, train
 from factory.audit.auditing import audit
 from factory.audit.drawing import AuditWindow, agreed, note
 from factory.audit.keeping import folder_of
@@ -24,15 +25,15 @@ from factory.cli.app import app
 from factory.code_loop.approvals import approve
 from factory.code_loop.revalidating import AUDIT
 from factory.core.progress import SILENT
-from factory.daemon import Action, next_action, observe, perform, train
+from factory.daemon import next_action, observe
 from factory.git import repository
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.status import screen, snapshot
 from factory.tracking.tracking import Tracking
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import edited, merge_patch, plan_certified
-from tests.support.factory.trained_plant import commit_edit, make_plant
 from tests.support.paths import ROOT
+from tests.support.plants.trained_plant import commit_edit, make_plant
 
 RUN = "trainer/run.py"
 STEP = "        self.optimizer.step(lr, divide_by, skip)\n"

@@ -34,7 +34,7 @@ def test_init_prints_the_next_step_and_is_safe_to_repeat(home: Path) -> None:
         (["ingest", "missing.jsonl", "-w", "HOME"], 2, "missing.jsonl: no such file"),
         (["evaluate", "7", "-w", "HOME"], 2, "there is no candidate yet"),
         (["release", "-w", "HOME"], 2, "there is no candidate yet"),
-        (["serve", "-w", "HOME"], 2, "nothing is published"),
+        (["serve", "-w", "HOME", "--host", "0.0.0.0"], 2, "a key is required"),
         (["anneal", "-w", "HOME"], 2, "no trunk to anneal from"),
         (["train", "-w", "HOME"], 2, "nothing to train on"),
         (["proposals", "show", "3", "-w", "HOME"], 2, "no proposal 3"),

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from factory.cli.app import app
 from factory.cli.config import NAMES
+from factory.cli.policy_sources import documentation, values
 from factory.core.policy_file import policy_sha256
-from factory.core.policy_sources import documentation, values
 from factory.core.workspace import Config, Workspace, code_root
 from factory.evals.policy import EvalPolicy
 from factory.gates.patch.policy import PatchPolicy
@@ -104,7 +104,7 @@ def test_what_ships_is_shown_without_a_workspace(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("FACTORY_HOME", raising=False)
     assert shown("evals")["evals"]["documents_per_domain"]["source"] == "shipped"
     text = CliRunner().invoke(app, ["config", "show", "gates/release"]).stdout
-    assert "target.alpha" in text and "0.025" in text and "One-sided level" in text
+    assert "target.alpha" in text and "0.05" in text and "judged against one champion" in text
     assert list(tmp_path.iterdir()) == []
 
 

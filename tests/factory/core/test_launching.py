@@ -15,19 +15,20 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
-from factory.core.errors import ConfigError, SegmentError
+from factory.core.errors import ConfigError, InputError, SegmentError
 from factory.core.launching import launcher, ranks
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.git.repository import checkout_live
 from factory.ledger.ledger import Ledger, data_plans, segments
 from factory.ledger.rows import SegmentRow
+from factory.retrying.tries import abandon
 from factory.training.certifying import certificate_of
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
-from tests.support.factory.trained_plant import commit_edit, make_plant
 from tests.support.patience import PATIENCE_S
+from tests.support.plants.trained_plant import commit_edit, make_plant
 from trainer.contract.checkpoint.format import name_of
 
 Plant = tuple[Workspace, Ledger]
@@ -84,7 +85,7 @@ def test_two_ranks_train_the_same_bits_in_the_sandbox_and_outside(plant: Plant) 
         row = SegmentRow.get(ledger, number)
         trained.append(hashes(Path(row.folder) / "checkpoints" / name_of(row.last_step)))
         with ledger.begin() as tx:  # so that the next one begins where this one did
-            tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
+            tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
     assert trained[0] == trained[1] and len(trained[0]) >= 4
 
 
@@ -161,6 +162,11 @@ def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Plant) ->
     with pytest.raises(SegmentError, match=r"ended with exit 2: trainer: .*nothing-of-it-here") as raised:
         run_segment(workspace, ledger, number, SILENT)
     assert "====" not in str(raised.value) and SegmentRow.get(ledger, number).state == "failed"
+    with pytest.raises(
+        InputError, match=rf"segment {number} .* is parked before its first checkpoint: it ended with exit 2: trainer"
+    ):
+        plan_trunk(workspace, ledger, 6)
+    assert "no step is lost, and the next one goes on from step 20" in abandon(ledger, number, "ada")
 
 
 def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Plant) -> None:
@@ -173,7 +179,7 @@ def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Plant) ->
     assert row.state == "planned" and row.attempts == 0
     configured(workspace, "ranks: 2")
     with ledger.begin() as tx:
-        tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
+        tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
 
 
 @pytest.mark.slow("ten runs by two ranks")

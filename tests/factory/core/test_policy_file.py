@@ -17,6 +17,8 @@ from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy
 from factory.git.scope import AgentsPolicy
 from factory.ingest.rules.policy import DataPolicy
+from factory.retention.policy import RetentionPolicy
+from factory.retrying.policy import RetryPolicy
 from factory.training.certificate import CertificatePolicy
 from kernels.contract.op import KernelError
 from kernels.contract.registry import load_choice
@@ -32,6 +34,8 @@ POLICIES: dict[str, Callable[[Path], object]] = {
     "gates/patch.yaml": PatchPolicy.load,
     "gates/recipe.yaml": RecipePolicy.load,
     "gates/release.yaml": ReleasePolicy.load,
+    "retries.yaml": RetryPolicy.load,
+    "retention.yaml": RetentionPolicy.load,
 }
 
 

@@ -95,8 +95,12 @@ def test_a_child_process_does_not_inherit_a_lock(tmp_path: Path) -> None:
             child.wait()
 
 
-def test_a_moved_workspace_is_refused(tmp_path: Path) -> None:
-    Workspace.create(tmp_path / "here")
-    (tmp_path / "here").rename(tmp_path / "there")
-    with pytest.raises(WorkspaceError, match=r"was made at .*here.*move it back"):
-        Workspace.open(tmp_path / "there")
+def test_a_workspace_that_lost_its_configuration_is_not_made_anew(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w")
+    (workspace.root / "factory.yaml").unlink()
+    assert Workspace.create(tmp_path / "w") == workspace, "a half-made one is finished"
+    (workspace.segments / "00001-trunk").mkdir()
+    (workspace.root / "factory.yaml").unlink()
+    for act in (Workspace.create, Workspace.open):
+        with pytest.raises(WorkspaceError, match="holds a factory's segments.*'factory restore"):
+            act(tmp_path / "w")

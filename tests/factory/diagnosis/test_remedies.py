@@ -21,8 +21,8 @@ from factory.ledger.rows import ProposalRow, SegmentRow
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import edited, merge_patch, plan_certified
-from tests.support.factory.trained_plant import WORDS, make_plant
 from tests.support.paths import ROOT
+from tests.support.plants.trained_plant import WORDS, make_plant
 
 KINDS = AnomalyPolicy().kinds
 SETTINGS = {

@@ -19,9 +19,9 @@ from factory.ledger.reader import Reader
 from factory.ledger.rows import ReleaseRow, SegmentRow
 from factory.training.planning import plan_of
 from tests.support.factory.code_loop import make_target
-from tests.support.factory.trained_plant import WORDS, make_plant
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
+from tests.support.plants.trained_plant import WORDS, make_plant
 from tests.support.stopping import left_of, started_by
 
 SETTINGS = {

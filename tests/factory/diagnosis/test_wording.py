@@ -17,10 +17,11 @@ import yaml
 from typer.testing import CliRunner
 
 from agents.llm.policy import LlmPolicy
+from factory.actions import Action, perform
 from factory.cli.app import app
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.daemon import Action, next_action, observe, perform
+from factory.daemon import next_action, observe
 from factory.diagnosis import report
 from factory.diagnosis.acting import act
 from factory.diagnosis.diagnosing import diagnose_and_act
@@ -29,11 +30,12 @@ from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded, words_about
 from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record
 from factory.ledger.rows import SegmentRow, Subject
+from factory.tracking.tracking import DIAGNOSIS_SHOWN
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.engineer import recorded
-from tests.support.factory.trained_plant import make_plant
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
+from tests.support.plants.trained_plant import make_plant
 from tests.support.replay_server import Answer, Call, RecordedSession, ReplayServer
 
 HOSTILE = "<script>alert(1)</script></data> name hardware\u202e\x1b[2J " + "x" * 5000
@@ -95,7 +97,7 @@ def ledger_but_words(ledger: Ledger) -> dict[str, Any]:
     """Every row that words may not change."""
     tables = ("documents", "segments", "anomalies", "verdicts", "proposals", "releases", "candidates")
     found: dict[str, Any] = {table: ledger.read(f"SELECT * FROM {table}") for table in tables}
-    kinds = (WORDED, "agent_began", "agent_worded", "agent_nothing", "agent_abandoned")
+    kinds = (WORDED, DIAGNOSIS_SHOWN, "agent_began", "agent_worded", "agent_nothing", "agent_abandoned")
     return found | {"events": [r for r in ledger.read("SELECT * FROM events ORDER BY id") if r["kind"] not in kinds]}
 
 

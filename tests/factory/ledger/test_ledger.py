@@ -72,8 +72,12 @@ def test_another_version_is_refused(ledger: Ledger) -> None:
 
 
 def test_no_ledger_is_a_clear_error(workspace: Workspace) -> None:
-    with pytest.raises(WorkspaceError, match="factory init"):
+    with pytest.raises(WorkspaceError, match="'factory init' finishes a workspace that holds nothing yet"):
         Ledger.open(workspace.ledger_url)
+    (workspace.segments / "00001-trunk").mkdir()
+    with pytest.raises(WorkspaceError, match="'factory restore'"):
+        Ledger.open(workspace.ledger_url)
+    assert not (workspace.root / "ledger.db").exists()
     with pytest.raises(WorkspaceError, match="cannot be read"):
         Reader(workspace).read("SELECT * FROM shards")
 
@@ -99,7 +103,10 @@ def test_a_nul_in_a_name_is_stored_and_found_by_either_database(ledger: Ledger) 
 def test_makers_at_once_make_one_ledger(workspace: Workspace) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(Ledger.create, [workspace.ledger_url] * 4))
-    assert len(Ledger.open(workspace.ledger_url).rows(sa.select(meta))) == 1
+    assert sorted(row["key"] for row in Ledger.open(workspace.ledger_url).rows(sa.select(meta))) == [
+        "identity",
+        "schema",
+    ]
 
 
 @pytest.mark.parametrize(

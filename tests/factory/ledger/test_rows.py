@@ -14,7 +14,7 @@ from factory.ledger.reader import Reader
 from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
 from factory.ledger.status import snapshot
 from factory.ledger.writing import insert, next_key, record_verdict
-from tests.support.factory.release_scene import add_candidate, add_shard
+from tests.support.plants.release_scene import add_candidate, add_shard
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -71,7 +71,7 @@ def test_status_and_daemon_see_the_same_champion(workspace: Workspace, ledger: L
     best = champion(ledger)
     facts = json.loads(json.dumps(snapshot(workspace)))
     assert best and best == champion(Reader(workspace))
-    assert facts["champion"] == best.only("number candidate mlflow_version export_path")
+    assert facts["champion"] == best.only("number candidate mlflow_version export_path created_at")
     assert [c["verdict"]["outcome"] for c in facts["candidates"]] == ["promote", "reject"]
     (workspace.inbox / "next.jsonl").touch()  # something to do, so that no segment is planned
     world = observe(workspace, ledger, settle=0)

@@ -15,15 +15,17 @@ import pytest
 import yaml
 from alembic.script import ScriptDirectory
 
+from factory.backups.upgrade import upgrade
+from factory.backups.upgrading import MIGRATIONS
 from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.workspace import Config, Workspace
 from factory.git.scope import AgentsPolicy
+from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger
 from factory.ledger.reader import Reader
 from factory.ledger.rows import SegmentRow
-from factory.ledger.upgrading import MIGRATIONS
 from factory.ledger.version import SCHEMA
-from factory.upgrade import upgrade
+from factory.training.segment_folder import is_owner, read_owner
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT
 
@@ -33,7 +35,7 @@ import os, signal, sys
 from pathlib import Path
 import sqlalchemy as sa
 from factory.core.workspace import Workspace
-from factory.upgrade import upgrade
+from factory.backups.upgrade import upgrade
 
 @sa.event.listens_for(sa.Engine, "after_cursor_execute")
 def die(connection, cursor, statement, *_):
@@ -60,7 +62,7 @@ def columns(path: Path) -> dict[str, set[tuple[str, str]]]:
 
 
 def backups(workspace: Workspace) -> list[Path]:
-    return sorted((workspace.root / "backups").glob("*"))
+    return sorted(path for path in (workspace.root / "backups").glob("*") if path.is_file() and path.suffix != ".lock")
 
 
 def test_an_older_ledger_is_refused_and_not_altered(old: Workspace) -> None:
@@ -84,6 +86,40 @@ def test_an_older_ledger_is_upgraded_once_after_a_backup(old: Workspace) -> None
         assert ledger.execute("SELECT value FROM meta WHERE key = 'schema'").fetchall() == [("1",)]
         assert ledger.execute("SELECT id, folder FROM segments").fetchall() == [(1, "segments/00001-trunk")]
     assert upgrade(old) == [] and backups(old) == [backup]
+
+
+def test_places_become_relative_and_folders_get_their_owner(tmp_path: Path) -> None:
+    """Also when the workspace was moved since: an older factory left where it was made in the file ``root``."""
+    workspace, made = Workspace.create(tmp_path / "workspace"), "/plant"
+    text = SCHEMA_1.read_text().replace("'segments/00001-trunk'", f"'{made}/segments/00001-trunk'")
+    with closing(sqlite3.connect(workspace.root / "ledger.db")) as ledger:
+        ledger.executescript(text)
+        plan = {"token_shards": [{"id": "t", "path": f"{made}/shards/t", "generation": 1}], "weights": {"*": 1.0}}
+        ledger.execute("UPDATE data_plans SET plan = ?", [json.dumps(plan)])
+        ledger.execute(
+            "UPDATE segments SET result = ?", [json.dumps({"checkpoint": f"{made}/segments/x", "loss": 3.5})]
+        )
+        average = {"average": {"sources": [{"path": f"{made}/c"}]}}
+        ledger.execute(
+            "INSERT INTO events (at, kind, subject, detail) VALUES (1, 'segment_planned', 'segment:9', ?)",
+            [json.dumps(average)],
+        )
+        ledger.commit()
+    (workspace.root / "root").write_text(f"{made}\n")
+    (workspace.segments / "00001-trunk").mkdir()
+    upgrade(workspace)
+    with closing(sqlite3.connect(workspace.root / "ledger.db")) as file:
+        assert f'"{made}' not in "".join(file.iterdump()) and f"'{made}" not in "".join(file.iterdump())
+    ledger = Ledger.open(workspace.ledger_url)
+    row = SegmentRow.get(ledger, 1)
+    assert Path(row.folder) == workspace.segments / "00001-trunk"
+    assert (row.result or {})["checkpoint"] == str(workspace.segments / "x")
+    assert ledger.read("SELECT plan FROM data_plans")[0]["plan"]["token_shards"][0]["path"] == str(
+        workspace.shards / "t"
+    )
+    assert is_owner(read_owner(workspace.segments / "00001-trunk"), ledger, row)
+    assert not (workspace.root / "root").exists() and len(ledger.identity) == 32
+    assert len(backups_of(workspace.root)) == 1, "the first, for the journal"
 
 
 def test_an_upgraded_ledger_has_the_columns_of_a_new_one(old: Workspace, tmp_path: Path) -> None:

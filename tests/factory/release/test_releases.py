@@ -23,7 +23,7 @@ from factory.release import registry, releases, serving
 from factory.release.registry import MODEL
 from factory.release.releases import ApprovalNeeded, approve, reconcile, register_candidate, release, rollback
 from factory.tracking.mlflow_store import open_client
-from tests.support.factory.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
+from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +164,7 @@ def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: 
     client.set_registered_model_alias(MODEL, "champion", "2")
     (workspace.exports / "champion").unlink()
     done = reconcile(workspace, ledger)
-    assert len(done) == 2 and "put back" in done[0] and "published again" in done[1]
+    assert len(done) == 2 and "published again" in done[0] and "put back" in done[1]
     assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"} and kinds(ledger)[-1] == "repaired"
     client.delete_model_version(MODEL, "1")
     reconcile(workspace, ledger)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.release.serving import publish, serve_command, served
+from factory.release.serving import publish, served
 
 
 def export(workspace: Workspace, name: str) -> Path:
@@ -50,19 +49,3 @@ def test_a_broken_note_is_nothing_served(workspace: Workspace, note: str) -> Non
     publish(workspace, 1, export(workspace, "segment-1"), "a" * 64)
     (workspace.exports / "serving.json").write_text(note)
     assert served(workspace) is None
-
-
-def test_serve_command(workspace: Workspace) -> None:
-    with pytest.raises(InputError, match="nothing is published"):
-        serve_command(workspace)
-    folder = export(workspace, "segment-1")
-    publish(workspace, 1, folder, "a" * 64)
-    command = serve_command(workspace, python="/opt/vllm/bin/python", port=8001)
-    assert command.arguments == (
-        "/opt/vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
-        "--served-model-name", "factory-lm", "--host", "127.0.0.1", "--port", "8001", "--dtype", "float32",
-    )  # fmt: skip
-    assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "1" and command.environment["HF_HUB_OFFLINE"] == "1"
-    assert str(command).startswith("VLLM_NO_USAGE_STATS=1 ")
-    on_gpu = serve_command(workspace, device="cuda")
-    assert "VLLM_CPU_KVCACHE_SPACE" not in on_gpu.environment and on_gpu.arguments[-1] == "auto"

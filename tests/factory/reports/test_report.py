@@ -18,7 +18,7 @@ from factory.ledger.ledger import Ledger, candidates, evaluations, releases, seg
 from factory.reports import proposal_report
 from factory.reports.pictures import bars, curves, intervals
 from factory.reports.release_report import release_report
-from tests.support.factory.release_scene import add_candidate, add_segment, add_shard, add_verdict, write_metrics
+from tests.support.plants.release_scene import add_candidate, add_segment, add_shard, add_verdict, write_metrics
 
 VOID = {"meta", "rect", "line", "circle", "polyline", "br"}
 ALLOWED = {
@@ -112,7 +112,7 @@ def test_a_comparison_shows_the_champion_and_the_intervals(
         better = {"bpb": {"code": 1.912}, "baselines": {}}
         tx.execute(evaluations.update().where(evaluations.c.candidate == second).values(summary=better))
     add_verdict(ledger, second, against=candidate)
-    gain = {"gain": 0.12, "low95": 0.1, "high95": 0.14}
+    gain = {"gain": 0.12, "error": 0.02 / 1.959964, "clusters": 10**6, "effective": 1e6}
     with ledger.begin() as tx:
         tx.execute(verdicts.update().values(evidence={"target": gain, "guards": {"code": gain, "docs": None}}))
     words = read(release_report(ledger, second))

@@ -21,8 +21,8 @@ from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
 from factory.tracking.metrics_follower import metric_key, numbers
 from factory.tracking.mlflow_store import TrackingError, open_client, waiting_lock
 from factory.tracking.tracking import SUBJECT, Tracking, flatten
-from tests.support.factory.release_scene import add_candidate, add_segment, metrics_line, with_store, write_metrics
 from tests.support.patience import PATIENCE_S
+from tests.support.plants.release_scene import add_candidate, add_segment, metrics_line, with_store, write_metrics
 
 OPENER = """
 import sys
@@ -194,7 +194,12 @@ def test_a_locked_store_never_stops_training_and_is_reported_once(
         assert asked == [], "a poll gives up after a second, and leaves MLflow alone, which waits for twenty"
         other.rollback()
     assert follower.poll() == 10
-    assert len(said) == 1 and "locked" in said[0] and "training goes on" in said[0]
+    assert (
+        len(said) == 2
+        and "locked" in said[0]
+        and "Training and releases go on" in said[0]
+        and "answers again" in said[1]
+    )
 
 
 def test_candidate_run_has_the_evaluation_once(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from factory.actions import Action, judge, perform
 from factory.core.errors import InputError, SegmentError
 from factory.core.exports import folder_sha256
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.daemon import Action, judge, next_action, observe, perform
+from factory.daemon import next_action, observe
 from factory.ledger.ledger import Ledger, candidates, checkpoints, segments, verdicts
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import screen, snapshot
@@ -31,7 +32,7 @@ from factory.training.exporting import export_candidate
 from factory.training.held_out_loss import held_out_ruler
 from factory.training.training import run_segment
 from tests.support.factory.command import factory
-from tests.support.factory.trained_plant import make_plant, train_anneal, train_trunk
+from tests.support.plants.trained_plant import make_plant, train_anneal, train_trunk
 
 Plant = tuple[Workspace, Ledger]
 SLOW = pytest.mark.slow("an average begun twice and made once for each moment; two moments are in the fast tier")

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from factory.actions import Action
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.daemon import Action, next_action, observe, reconcile
+from factory.daemon import next_action, observe, reconcile
 from factory.ledger.ledger import Ledger, events, segments, verdicts
 from factory.ledger.rows import SegmentRow, VerdictRow
 from factory.ledger.status import screen, snapshot
@@ -28,8 +29,8 @@ from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
-from tests.support.factory.trained_plant import commit_edit, git, make_plant
 from tests.support.paths import ROOT
+from tests.support.plants.trained_plant import commit_edit, git, make_plant
 
 STEPS = 8
 SLOW = pytest.mark.slow("ten runs for each mistake; two other mistakes are in the fast tier")
@@ -120,7 +121,7 @@ def site(plant: Site) -> Iterator[Site]:
     git(plant.code, "reset", "--quiet", "--hard", plant.base)
     with plant.ledger.begin() as tx:
         unfinished = segments.c.state.in_(("planned", "uncertified"))
-        tx.execute(segments.update().where(unfinished).values(state="failed"))
+        tx.execute(segments.update().where(unfinished).values(state="abandoned"))
 
 
 def runs_of(site: Site, number: int) -> Path:
@@ -165,7 +166,7 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
     assert [line["loss"] for line in lines[:STEPS]] == facts["loss"]["new"], "its first steps are the segment's own"
     assert not runs_of(site, number).exists()
     with site.ledger.begin() as tx:  # the other tests start from segment 1
-        tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
+        tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
 
 
 @pytest.mark.slow("four runs in bf16: a minute where the processor has no fast bf16 product")
@@ -272,7 +273,7 @@ def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
     assert SegmentRow.get(site.ledger, number).state == "done"
     assert "accepted by" in factory("certify", "-w", str(site.workspace.root)).stdout
     with site.ledger.begin() as tx:
-        tx.execute(segments.update().where(segments.c.id == number).values(state="failed"))
+        tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
 
 
 def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

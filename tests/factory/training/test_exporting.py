@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from factory.training.exporting import export_candidate
-from tests.support.factory.trained_plant import make_plant, train_anneal
 from tests.support.git import git
+from tests.support.plants.trained_plant import make_plant, train_anneal
 
 
 def test_an_anneal_of_code_from_before_contract_is_exported_by_its_own_exporter(

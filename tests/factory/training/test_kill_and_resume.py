@@ -17,10 +17,10 @@ import pytest
 from factory.core.workspace import Config, Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.reader import Reader
-from tests.support.factory.trained_plant import lenient, write_shards
 from tests.support.lent_libraries import lend
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
+from tests.support.plants.trained_plant import lenient, write_shards
 
 
 def start(workspace: Workspace) -> subprocess.Popen[bytes]:

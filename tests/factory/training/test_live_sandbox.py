@@ -23,7 +23,7 @@ from factory.training.live_code import LiveCode, isolation
 from factory.training.segment_folder import result_of
 from factory.training.training import last_metrics
 from tests.support.factory.code_loop import make_target
-from tests.support.factory.trained_plant import commit_edit, make_plant
+from tests.support.plants.trained_plant import commit_edit, fill, lenient_plant, make_plant
 from trainer.contract.checkpoint.format import name_of
 
 # In the trainer, before it trains: ``SEEN`` tells what it could do of each.
@@ -95,9 +95,6 @@ def test_hostile_live_code_reaches_nothing_and_its_result_is_the_honest_one(
     home.mkdir()
     victim.mkdir()
     (victim / "kept").write_text("kept")
-    other = tmp_path / "hostile" / "plant" / "segments" / "other"
-    other.mkdir(parents=True)
-    (other / "metrics.jsonl").write_text("{}\n")
     monkeypatch.setenv("FACTORY_TEST_SECRET", "secret")
     monkeypatch.setenv("HOME", str(home))
 
@@ -105,7 +102,11 @@ def test_hostile_live_code_reaches_nothing_and_its_result_is_the_honest_one(
     code = make_target(tmp_path / "hostile" / "code")
     hostile = HOSTILE.replace("PORT", str(port)).replace("HOME", str(home)).replace("PID", str(os.getpid()))
     commit_edit(code, "trainer/segment.py", BEFORE, hostile.replace("ROOT", str(tmp_path / "hostile")) + BEFORE)
-    workspace, ledger = make_plant(tmp_path / "hostile", code)
+    workspace = lenient_plant(tmp_path / "hostile", code)
+    other = workspace.root / "segments" / "other"
+    other.mkdir(parents=True)
+    (other / "metrics.jsonl").write_text("{}\n")
+    ledger = fill(workspace)
 
     assert weights_of(ledger, 1) == weights_of(honest, 1)
     folder = Path(SegmentRow.get(ledger, 1).folder)

@@ -23,8 +23,8 @@ from factory.training.preflight import LEAD, WAYS, Apart, PreflightEvidence, jud
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
-from tests.support.factory.trained_plant import commit_edit, git, make_plant
 from tests.support.paths import ROOT
+from tests.support.plants.trained_plant import commit_edit, git, make_plant
 from trainer.contract.recipe import Recipe
 
 STEPS = 4
@@ -168,7 +168,7 @@ def hangar(made: Hangar) -> Iterator[Hangar]:
     yield made
     git(made.code, "reset", "--quiet", "--hard", made.base)
     with made.ledger.begin() as tx:
-        tx.execute(segments.update().where(segments.c.id > 1).values(state="failed"))
+        tx.execute(segments.update().where(segments.c.id > 1).values(state="abandoned"))
 
 
 DENOMINATOR = (  # each micro-batch's mean, summed: what transformers #34191 did

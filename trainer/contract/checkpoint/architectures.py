@@ -46,7 +46,9 @@ def _expert_keys(shape: ModelRecipe) -> dict[str, Any]:
         "n_routed_experts": experts.count,
         "num_experts_per_tok": experts.per_token,
         "moe_intermediate_size": experts.d_ff,
-        "n_shared_experts": experts.shared,
+        "n_shared_experts": max(
+            1, experts.shared
+        ),  # vLLM's class cannot be without one: a shared expert of zeros is exported
         "first_k_dense_replace": experts.dense_layers,
         "n_group": 1,
         "topk_group": 1,

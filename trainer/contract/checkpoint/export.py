@@ -120,11 +120,18 @@ def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor
                 found[f"{theirs}mlp.experts.{number}.{projection}_proj.weight"] = expert
     if not ARCHITECTURES[model_type_of(shape)].tied_embeddings:
         found["lm_head.weight"] = model["embedding"]
-    if shape.experts is not None and not shape.experts.shared:  # Glm4Moe has a shared expert whatever its width
-        sizes = {"shared_gate": (0, shape.d_model), "shared_up": (0, shape.d_model), "shared_down": (shape.d_model, 0)}
+    if (
+        shape.experts is not None and not shape.experts.shared
+    ):  # one of zeros adds nothing: vLLM's class cannot be without
+        size = shape.experts.d_ff
+        sizes = {
+            "shared_gate": (size, shape.d_model),
+            "shared_up": (size, shape.d_model),
+            "shared_down": (shape.d_model, size),
+        }
         for number in range(shape.experts.dense_layers, shape.layers):
-            for key, size in sizes.items():
-                found[f"model.layers.{number}.{NAMES[key]}.weight"] = final_norm.new_empty(size)
+            for key, zeros in sizes.items():
+                found[f"model.layers.{number}.{NAMES[key]}.weight"] = final_norm.new_zeros(zeros)
     return found
 
 

@@ -117,10 +117,11 @@ def write_token_shard(
         for name in (*FILES, "manifest.json"):
             with open(aside / name, "rb") as handle:
                 os.fsync(handle.fileno())
+        sync_folder(aside)
         target = parent / hashlib.sha256(encoded).hexdigest()[:32]
         if not target.exists():
             os.rename(aside, target)
-            sync_folder(parent)
+        sync_folder(parent)  # also of one that a killed process named
         return TokenShard(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,195 @@
+"""Backups of a workspace: the ledger, MLflow's database, ``factory.yaml`` and the policies, in a folder below ``backups/``.
+
+    2026-01-31T12-00-00/ledger.db  mlflow.db  factory.yaml  policies/  backup.json  journal.jsonl
+
+SQLite's own online backup copies a database while others write to it. What is committed after a backup is appended to its journal
+(``factory.ledger.journal``), so that a lost ledger is made again as it was at the last commit. Data, checkpoints and exports are not
+copied: they lie in the workspace. The daemon makes a backup each day, and the newest ``KEPT`` stay.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import time
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from factory.core.errors import FactoryError, InputError, WorkspaceError
+from factory.core.removal import remove
+from factory.core.workspace import Workspace, work_in
+from factory.ledger import journal
+from factory.ledger.engine import sqlite_file
+from factory.ledger.journal import ABOUT, BACKUPS, backups_of
+from factory.ledger.ledger import Ledger
+from factory.ledger.version import GONE, refuse_other_version
+from kernels.contract.files import put_in_place, write_atomically
+
+KEPT = 7
+DAY_SECONDS = 86_400.0
+LEDGER, MLFLOW = "ledger.db", "mlflow.db"
+MLFLOW_TABLE = "alembic_version"
+PG_DUMP = "the ledger is in PostgreSQL, which this factory does not copy: make a backup with 'pg_dump', and put it back with 'pg_restore'"
+
+
+class NotWhole(WorkspaceError):
+    """A database that SQLite itself calls damaged."""
+
+
+def stamp(root: Path | None = None) -> str:
+    """The time in a backup's name: '2026-01-31T12-00-00'; with a number where there is one of that second in ``root``."""
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")
+    taken = [path.name for path in (root / BACKUPS).glob(f"{now}*")] if root else []
+    return f"{now}-{len(taken)}" if taken else now
+
+
+def make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None = None) -> tuple[Path, list[str]]:
+    """Make a backup, in ``folder`` or below the workspace's ``backups/``; returns its folder and what a person should know, a line each.
+
+    Killed at any moment, it is whole or absent. Raises: WorkspaceError when the ledger is damaged or in PostgreSQL; InputError.
+    """
+    if ledger.file is None:
+        raise WorkspaceError(PG_DUMP)
+    own = folder is None
+    target = workspace.root / BACKUPS / stamp(workspace.root) if folder is None else folder.expanduser().resolve()
+    if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
+        raise InputError(f"{target} is not empty: name another folder for the backup")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob(".backup-*") if own else ():  # of one that was killed
+        remove(left)
+    aside = target.with_name(f".backup-{target.name}")
+    remove(aside)
+    aside.mkdir()
+    try:
+        said = _fill(workspace, ledger, aside)
+        if own:
+            with journal.journal_lock(workspace.root):
+                if ledger.journaled and (backups := backups_of(workspace.root)):
+                    journal.append(ledger.file, backups[-1])  # up to this backup, at least
+                put_in_place(aside, target)
+        else:
+            if target.exists():
+                target.rmdir()
+            put_in_place(aside, target)
+    except OSError as error:
+        raise FactoryError(f"no backup was made: {error.strerror} ({error.filename})") from error
+    finally:
+        remove(aside)
+    if own:
+        newest = json.loads((target / ABOUT).read_text())["seq"]
+        with ledger.begin() as tx:
+            tx.exec_driver_sql("DELETE FROM changes WHERE seq <= ?", (newest,))
+        for old in backups_of(workspace.root)[:-KEPT]:
+            remove(old)
+    return target, said
+
+
+def make_ledger(workspace: Workspace) -> Ledger:
+    """The ledger of a new workspace, and its first backup; one that is there is opened.
+
+    Raises: WorkspaceError when it is damaged, or is gone and the workspace holds its work: a new one would not know it.
+    """
+    file = sqlite_file(workspace.ledger_url)
+    empty = file is not None and not (file.exists() and file.stat().st_size)
+    left = [name for name in work_in(workspace.root) if name not in (LEDGER, MLFLOW)]
+    if empty and left:
+        raise WorkspaceError(
+            f"{workspace.root} holds a factory's {', '.join(left)}, and its ledger is {'empty' if file and file.exists() else 'gone'}: "
+            f"{GONE}"
+        )
+    ledger = Ledger.create(workspace.ledger_url, workspace.root)
+    refuse_other_version(ledger.version(), f"the ledger of {workspace.root}")
+    back_up_daily(workspace, ledger)
+    return ledger
+
+
+def back_up_daily(workspace: Workspace, ledger: Ledger) -> str:
+    """Make a backup when the newest is older than a day, or is none; returns a line, empty when there was nothing to do.
+
+    Raises: as ``make_backup``, but not for a ledger in PostgreSQL.
+    """
+    if ledger.file is None:
+        return ""
+    if backups := backups_of(workspace.root):
+        made = json.loads((backups[-1] / ABOUT).read_text())["made_at"]
+        if abs(time.time() - made) < DAY_SECONDS:
+            return ""
+    path, said = make_backup(workspace, ledger)
+    return "; ".join((f"backup made: {path}", *said))
+
+
+def copy_database(source: Path, target: Path, table: str = "meta") -> None:
+    """A copy of an SQLite database that must have a table, also while others write to it. Raises: NotWhole when it is damaged."""
+    try:
+        with (
+            closing(sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True, timeout=60)) as old,
+            closing(sqlite3.connect(target)) as new,
+        ):
+            old.backup(new)
+            new.execute("PRAGMA journal_mode=DELETE")  # one file, no -wal
+    except sqlite3.DatabaseError as error:
+        raise NotWhole(f"{source} is damaged: {error}") from error
+    if fault := fault_of(target, table):
+        raise NotWhole(f"{source} is damaged: {fault}")
+
+
+def fault_of(database: Path, table: str = "meta") -> str:
+    """What SQLite finds wrong with the file of a database that must have a table; empty: nothing."""
+    if not database.is_file():
+        return f"there is no {database}"
+    try:
+        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=60)) as opened:
+            found = [row[0] for row in opened.execute("PRAGMA quick_check(1)")]
+            has = opened.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table]).fetchone()
+    except sqlite3.OperationalError as error:
+        return "" if "locked" in str(error) else str(error)
+    except sqlite3.DatabaseError as error:
+        return str(error)
+    if found != ["ok"]:
+        return " ".join(found)[:300]
+    return "" if has else f"it has no table {table}"
+
+
+def about(backup: Path) -> dict[str, Any]:
+    """``backup.json``: when it was made, the ledger's identity and schema, the number of its newest change. Raises: InputError."""
+    try:
+        found = json.loads((backup / ABOUT).read_text())
+        if {"made_at", "identity", "schema", "seq"} <= found.keys():
+            return dict(found)
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{backup} is not a backup: {error}") from None
+    raise InputError(f"{backup} is not a backup: {ABOUT} lacks keys")
+
+
+def _fill(workspace: Workspace, ledger: Ledger, aside: Path) -> list[str]:
+    assert ledger.file is not None
+    said = []
+    copy_database(ledger.file, aside / LEDGER)
+    (aside / journal.NAME).touch()  # its name is flushed with the folder; what is appended flushes its content
+    if (mlflow := sqlite_file(workspace.mlflow_uri)) and mlflow.exists():
+        try:
+            copy_database(mlflow, aside / MLFLOW, MLFLOW_TABLE)
+        except NotWhole as error:
+            (aside / MLFLOW).unlink(missing_ok=True)
+            said.append(f"MLflow's database is not in it: {error}; 'factory doctor --repair' makes it again")
+    shutil.copyfile(workspace.root / "factory.yaml", aside / "factory.yaml")
+    if (policies := workspace.root / "policies").is_dir():
+        shutil.copytree(policies, aside / "policies")
+    with closing(sqlite3.connect(aside / LEDGER)) as copy:
+        sequence = copy.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
+        meta = dict(copy.execute("SELECT key, value FROM meta").fetchall())
+    facts = {"made_at": time.time(), "identity": meta["identity"], "schema": meta["schema"]}
+    write_atomically(aside / ABOUT, json.dumps(facts | {"seq": sequence[0] if sequence else 0}, indent=1))
+    return said
+
+
+def find_backup(workspace: Workspace, name: str) -> Path:
+    """A backup by its folder, or its name below ``backups/``. Raises: InputError that lists those there are."""
+    for path in (workspace.root / BACKUPS / name, Path(name).expanduser().resolve()):
+        if (path / ABOUT).is_file():
+            return path
+    known = ", ".join(path.name for path in backups_of(workspace.root)) or "none"
+    raise InputError(f"no backup {name!r}; {workspace.root / BACKUPS} holds: {known}")

@@ -1,0 +1,48 @@
+"""Places are relative to the workspace; the ledger has an identity; changes of rows are noted for the journal (SQLite)."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import sqlalchemy as sa
+from alembic import op
+
+from factory.ledger.journal import watch
+from factory.ledger.ledger import metadata
+from factory.ledger.places import PLACES, TREES, inside, portable
+
+revision = "3"
+down_revision = "2"
+
+
+def upgrade() -> None:
+    tx = op.get_bind()
+    roots = [Path(root) for root in op.get_context().opts["roots"]]
+    for table in metadata.sorted_tables:
+        key = next(iter(table.primary_key.columns), None)
+        for column in table.columns:
+            if key is None or column.name not in PLACES | TREES:
+                continue
+            for value, held in tx.execute(sa.select(key, column)).all():
+                new = held
+                for root in roots if held else ():
+                    new = portable(root, new) if column.name in TREES else inside(root, new)
+                if new != held:
+                    tx.execute(table.update().where(key == value).values({column: new}))
+    _averages(tx, roots)
+    meta = metadata.tables["meta"]
+    tx.execute(meta.insert().values(key="identity", value=uuid.uuid4().hex))
+    watch(tx, metadata)
+
+
+def _averages(tx: sa.Connection, roots: list[Path]) -> None:
+    """What an average is made of stands in the event that planned it."""
+    events = metadata.tables["events"]
+    for number, detail in tx.execute(
+        sa.select(events.c.id, events.c.detail).where(events.c.kind == "segment_planned")
+    ).all():
+        if "average" in (detail or {}):
+            for root in roots:
+                detail = portable(root, detail)
+            tx.execute(events.update().where(events.c.id == number).values(detail=detail))

@@ -1,0 +1,63 @@
+"""``factory clean``: what retention removes, by hand."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Annotated
+
+import typer
+
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+
+
+@app.command("clean")
+def clean_up(
+    where: Where = DEFAULT,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would go, and why the rest stays.")
+    ] = False,
+    hard: Annotated[
+        bool,
+        typer.Option("--hard", help="Also what is young: all that nothing needs, as where the disk is almost full."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove checkpoints, exports, worktrees and logs that policies/retention.yaml no longer keeps. The daemon does this after each segment."""
+    from factory.daemon import LOCK
+    from factory.retention.cleaning import Cleaned, clean, describe, examine
+
+    workspace, ledger, terminal = open_workspace(where)
+    if dry_run:
+        choices = examine(workspace, ledger, hard=hard)
+        cleaned = Cleaned(choices, 0)
+    else:
+        with workspace.lock(LOCK):
+            cleaned = clean(workspace, ledger, hard=hard)
+    sizes = {choice.what.path: choice.what.bytes() if dry_run or not choice.goes else 0 for choice in cleaned.choices}
+    if as_json:
+        print_json(
+            [
+                {
+                    "path": str(one.what.path),
+                    "kind": one.what.kind,
+                    "goes": one.goes,
+                    "why": one.why,
+                    "bytes": sizes[one.what.path],
+                }
+                for one in cleaned.choices
+            ]
+        )
+        return
+    for choice in cleaned.gone():
+        word = "would go" if dry_run else "removed"
+        terminal.line(f"  {word}  {choice.what.path.relative_to(workspace.root)}: {choice.why}")
+    stays = sorted((one for one in cleaned.choices if not one.goes), key=lambda one: (one.what.kind, one.why))
+    for (kind, why), group in groupby(stays, key=lambda one: (one.what.kind, one.why)):
+        listed = list(group)
+        size = sum(sizes[one.what.path] for one in listed)
+        terminal.line(f"  stays    {len(listed)} × {kind}, {size / 1e6:,.1f} MB: {why}")
+    if dry_run:
+        size = sum(sizes[one.what.path] for one in cleaned.gone())
+        terminal.line(f"  {size / 1e6:,.1f} MB would be freed")
+    else:
+        terminal.line(f"  {describe(cleaned)}")

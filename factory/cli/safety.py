@@ -1,0 +1,90 @@
+"""What keeps a factory's state safe: ``backup``, ``restore``, ``upgrade``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.core.workspace import Workspace
+
+
+@app.command()
+def backup(
+    folder: Annotated[
+        Path | None, typer.Argument(help="An empty folder, on another disk say (default: a new one in backups/).")
+    ] = None,
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Copy the ledger, MLflow's database, factory.yaml and the policies, while the factory runs.
+
+    The daemon does it each day, into the workspace's backups/, and keeps the newest 7. Between two backups every change is written to a
+    journal beside the newest, which 'factory restore' reads. Data, checkpoints and exports are not copied. A ledger in PostgreSQL is
+    not copied either: use pg_dump.
+    """
+    from factory.backups.backups import make_backup
+
+    workspace, ledger, terminal = open_workspace(where)
+    made, said = make_backup(workspace, ledger, folder)
+    if as_json:
+        print_json({"backup": str(made), "notes": said})
+        return
+    for line in (f"backup made: {made}", *said):
+        terminal.line(f"  {line}")
+
+
+@app.command()
+def restore(
+    name: Annotated[
+        str, typer.Argument(metavar="[BACKUP]", help="A backup's name or folder (default: the newest good one).")
+    ] = "",
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Make a lost or damaged ledger again: a backup, what its journal holds since, and what lies in the workspace's folders.
+
+    Stop 'factory run' first. The ledger as it was is kept in backups/. Segments that are not in the ledger are taken up where their
+    folder proves what they are; what proves nothing is moved to set-aside/, never deleted. Safe to repeat, and to kill at any moment.
+    """
+    from factory.core.console import Terminal
+    from factory.core.progress import SILENT
+    from factory.repairs.lost_ledger import restore as restore_ledger
+
+    terminal = Terminal()
+    done = restore_ledger(where, name, SILENT if as_json else terminal)
+    if as_json:
+        print_json({"workspace": str(where.resolve()), "done": done})
+        return
+    for line in done:
+        terminal.line(f"  {line}")
+    terminal.line("  the ledger is restored: 'factory run' goes on")
+
+
+@app.command()
+def upgrade(
+    where: Where = DEFAULT,
+    has_backup: Annotated[
+        bool, typer.Option("--i-have-a-backup", help="Upgrade a PostgreSQL ledger: I made a backup with pg_dump.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a workspace of an older factory up to this one. Safe to repeat, and to kill at any moment.
+
+    Stop 'factory run' first. The ledger gets this factory's schema, and a workspace's own policies/agents.yaml its
+    format. An SQLite ledger and the file are copied to the workspace's backups/ folder before; to go back, copy them to their
+    old places and use the older factory. A ledger in PostgreSQL is not copied: make a backup with pg_dump and say so
+    with --i-have-a-backup.
+    """
+    from factory.backups.upgrade import upgrade as upgrade_workspace
+
+    workspace = Workspace.open(where)
+    done = upgrade_workspace(workspace, has_backup)
+    if as_json:
+        print_json({"workspace": str(workspace.root), "done": done})
+        return
+    print(
+        "\n".join(f"  {line}" for line in done) or "  nothing to upgrade: this workspace is of this factory's version"
+    )

@@ -1,0 +1,89 @@
+"""What a person does without a diagnosis: rewind a segment, quarantine documents. As ``acting`` does it, all in one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.core.errors import InputError
+from factory.diagnosis.acting import mark_rewound, saw, spoiled_by
+from factory.ledger.anomalies import FREED, MARKED, QUARANTINED
+from factory.ledger.ledger import Ledger, documents, record
+from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
+from factory.training.planning import last_checkpoint
+
+RULE = "person"  # as ``documents.rule`` names it
+
+
+def rewind(ledger: Ledger, number: int, by: str, why: str = "") -> str:
+    """Training is gone on with from before a segment, and from nothing that goes on from it; returns a line for a person.
+
+    Raises: InputError for a segment that is rewound already, or whose predecessor's checkpoint is gone.
+    """
+    row = SegmentRow.get(ledger, number)
+    if row.state in ("rewound", "abandoned"):
+        raise InputError(f"segment {number} is {row.state} already: nothing goes on from it")
+    if row.parent is not None:
+        before = Path(last_checkpoint(ledger, row.parent)["path"])
+        if not (before / "manifest.json").is_file():
+            raise InputError(
+                f"segment {number} is not rewound: {before}, which training would go on from, is gone; "
+                f"keep more with trunk_segments in policies/retention.yaml"
+            )
+    spoiled = [one for one in spoiled_by(ledger, number) if one.state != "rewound"]
+    with ledger.begin() as tx:
+        mark_rewound(tx, spoiled, {"by": by, "why": why})
+    listed = ", ".join(str(one.id) for one in spoiled)
+    goes_on = f"from the end of segment {row.parent}" if row.parent is not None else "anew, at step 0"
+    ids = {one.id for one in spoiled}
+    made = ", ".join(str(one.number) for one in ReleaseRow.select(ledger) if one.segment in ids)
+    stays = f"; release {made} is made of it and stays ('factory release --rollback N' takes another)" if made else ""
+    return f"rewound: segment {listed}; training goes on {goes_on}, over the same shards{stays}"
+
+
+def quarantine(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> str:
+    """Documents carry no loss in any segment that is planned later; returns a line for a person.
+
+    ``names``: ids or keys. Raises: InputError for one that is not trained on; nothing is changed then.
+    """
+    keys = _keys(ledger, names, "train", None, "is not trained on")
+    marked = [row for row in ReleaseRow.select(ledger) if saw(ledger, row.segment, keys)]
+    detail = f"by {by}" + (f": {why}" if why else "")
+    with ledger.begin() as tx:
+        _change(tx, keys, {"fate": "quarantined", "rule": RULE, "detail": detail})
+        record(tx, QUARANTINED, "documents", {"documents": keys, "reason": why, "by": by})
+        for release in marked:
+            record(tx, MARKED, Subject("release", release.number), {"anomaly": None, "documents": keys})
+    saw_them = f"; release {', '.join(str(row.number) for row in marked)} saw them" if marked else ""
+    return f"{len(keys)} documents quarantined: they carry no loss from the next segment on{saw_them}"
+
+
+def free(ledger: Ledger, names: Sequence[str], by: str) -> str:
+    """Documents that a person quarantined are trained on again. Raises: InputError, as ``quarantine``."""
+    keys = _keys(ledger, names, "quarantined", RULE, "was not quarantined by a person")
+    with ledger.begin() as tx:
+        _change(tx, keys, {"fate": "train", "rule": None, "detail": None})
+        record(tx, FREED, "documents", {"documents": keys, "by": by})
+    return f"{len(keys)} documents are trained on again from the next segment on"
+
+
+def _keys(ledger: Ledger, names: Sequence[str], fate: str, rule: str | None, otherwise: str) -> list[str]:
+    """Of the documents of these ids or keys, which all have that fate."""
+    found: list[str] = []
+    for name in names:
+        rows = ledger.read("SELECT key, fate, rule FROM documents WHERE id = :name OR key = :name", name=name)
+        if not rows:
+            raise InputError(f"no document {name!r} was ever ingested; nothing was changed")
+        fitting = [row["key"] for row in rows if row["fate"] == fate and rule in (None, row["rule"])]
+        if not fitting:
+            raise InputError(f"document {name!r} {otherwise} (its fate: {rows[0]['fate']}); nothing was changed")
+        found += fitting
+    return list(dict.fromkeys(found))
+
+
+def _change(tx: sa.Connection, keys: list[str], values: dict[str, Any]) -> None:
+    for start in range(0, len(keys), 500):
+        tx.execute(documents.update().where(documents.c.key.in_(keys[start : start + 500])).values(**values))

@@ -1,0 +1,119 @@
+"""Is a file of the inbox whole? Nobody writes to it any more, and it does not end in the middle of a row.
+
+A writer is seen by the kernel's read lease, which it refuses while any process has the file open for writing; where a file system has
+no leases, by the open files of all processes that this one may look at. What is written from another machine is seen by neither: the
+last row is looked at too. Only the standard library is used: ``factory status`` asks as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gzip
+import json
+import os
+import signal
+import stat
+import zlib
+from functools import lru_cache
+from pathlib import Path
+
+Stamp = tuple[int, ...]  # of a file's content: another one, another content
+STILL_SECONDS = 600.0  # without a change, after which a file is whole whatever its last row looks like
+TAIL = 1 << 20  # bytes of the last row that are looked at
+PARQUET = b"PAR1"
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Size, times in ns of its content and of its name, owner and mode. Of what is no file: its inode. Raises: OSError."""
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        return (status.st_ino,)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def writer_of(path: Path) -> str:
+    """Who has a file open for writing, in words; '': nobody, as far as this process can see."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return ""  # what cannot be opened cannot be ingested either, which says why
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)  # for who opens it meanwhile; SIGIO would end this process
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return ""
+    except OSError as error:
+        return _listed_writer(os.fstat(handle)) or ("a process" if error.errno == errno.EAGAIN else "")
+    finally:
+        os.close(handle)
+
+
+def _listed_writer(wanted: os.stat_result) -> str:
+    """The process that has the file open for writing, of those whose open files can be read."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            for opened in (process / "fd").iterdir():
+                found = opened.stat()
+                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino) and _writes(process, opened.name):
+                    return f"process {process.name} ({(process / 'comm').read_text(errors='replace').strip()})"
+        except OSError:
+            continue  # ended, or another user's
+    return ""
+
+
+def _writes(process: Path, descriptor: str) -> bool:
+    flags = next(
+        line for line in (process / "fdinfo" / descriptor).read_text().splitlines() if line.startswith("flags:")
+    )
+    return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
+
+
+def cut_off(path: Path) -> str:
+    """Where a file ends too early, in words; '': it ends as a file of its kind does, or it is of a kind that cannot tell.
+
+    Raises: OSError.
+    """
+    return _cut_off(path, stamp_of(path))
+
+
+@lru_cache(maxsize=256)
+def _cut_off(path: Path, stamp: Stamp) -> str:
+    """Compressed files are read whole, once for each ``stamp``."""
+    name = path.name.lower()
+    if name.endswith((".jsonl", ".ndjson")):
+        with open(path, "rb") as file:
+            file.seek(max(0, stamp[0] - TAIL))
+            return _last_row(file.read(TAIL))
+    if name.endswith(".parquet"):
+        with open(path, "rb") as file:
+            file.seek(max(0, stamp[0] - len(PARQUET)))
+            return "" if file.read() == PARQUET else "it has no Parquet footer yet"
+    if name.endswith((".jsonl.gz", ".ndjson.gz")):
+        last = b""
+        try:
+            with gzip.open(path, "rb") as file:
+                while block := file.read(TAIL):
+                    last = (last + block)[-TAIL:]
+        except EOFError:
+            return "its compressed data end too early"
+        except (OSError, zlib.error):
+            return ""  # damaged, which waiting does not mend
+        return _last_row(last)
+    return ""
+
+
+def _last_row(tail: bytes) -> str:
+    """
+    >>> _last_row(b'{"text": "a"}\\n'), _last_row(b'{"text": "a"}\\n{"text": "b"}')
+    ('', '')
+    >>> _last_row(b'{"text": "a"}\\n{"te')
+    'its last row is cut off'
+    """
+    row = tail.rpartition(b"\n")[2]
+    try:
+        if row.strip():
+            json.loads(row)
+    except (ValueError, RecursionError):
+        return "its last row is cut off"
+    return ""

@@ -1,0 +1,143 @@
+"""Files that left the inbox: where they go, and what brings them back.
+
+A shard's file is kept in ``shards/raw/``, or in ``quarantine/``. It is looked at again: a program that still had it open, or wrote to it
+from another machine, changed it, and what is new is ingested as another shard. A quarantined file comes back when its name or content, the
+data policy or the code that reads it changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.ledger.files import FILED, filed
+from factory.ledger.ledger import Ledger, record, shards
+from kernels.contract.files import put_in_place, sync_folder
+from trainer.contract.data.token_shard import file_sha256
+
+LONGEST_NAME = 50  # characters, of four bytes at most
+WATCHED_SECONDS = 86_400.0  # for so long after it was filed a shard's file is looked at in each pass
+RAW, QUARANTINE = "shards/raw", "quarantine"
+PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # of a filed file's name: of the SHA-256
+
+
+def filed_name(sha256: str, path: Path) -> str:
+    """Of a file that is moved out of the inbox, not too long for any file system."""
+    return f"{sha256[:16]}-{path.name[-LONGEST_NAME:]}"
+
+
+def file_away(workspace: Workspace, ledger: Ledger, path: Path, sha256: str, state: str) -> None:
+    """Move an ingested file to its place. Another file that got the same name meanwhile is found by its hash, and goes back."""
+    from factory.ingest.reading_code import reading_key
+
+    folder = QUARANTINE if state == "quarantined" else RAW
+    place = workspace.root / folder / filed_name(sha256, path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    status = path.stat()
+    detail = {"folder": folder, "name": place.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+    with ledger.begin() as tx:
+        tx.execute(shards.update().where(shards.c.sha256 == sha256).values(path=ledger.inside(place)))
+        record(tx, FILED, f"shard:{sha256[:16]}", detail | {"sha256": sha256, "read_by": reading_key(workspace)})
+    shutil.move(path, place)
+    if path.exists() and path.samefile(place):  # two names of one file, which a rename leaves as they are
+        path.unlink()
+    if file_sha256(place) != sha256:
+        shutil.move(place, workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")
+
+
+def return_changed(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+    """Files of ``shards/raw/`` whose content is no longer what was ingested go to the inbox again; what was ingested stays, where it can be told."""
+    for (folder, name), known in filed(ledger, time.time() - WATCHED_SECONDS).items():
+        path = workspace.root / folder / name
+        if folder != RAW or not _changed(path, known):
+            continue
+        sha256 = file_sha256(path)
+        if sha256 != known["sha256"]:
+            kept = _split(workspace, path, known)
+            was = "what was ingested of it stays" if kept else "what was ingested of it is in its token shard alone"
+            progress.line(f"  {name} changed after it was ingested; it is in the inbox again, and {was}")
+        if sha256 == known["sha256"] or kept:
+            status = path.stat()
+            with ledger.begin() as tx:
+                stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+                record(tx, FILED, f"shard:{known['sha256'][:16]}", known | stamp)
+
+
+def _split(workspace: Workspace, path: Path, known: dict[str, Any]) -> bool:
+    """Move a changed file to the inbox, itself and no copy: who has it open writes on there. Returns whether its first part, which was
+    ingested, could be put in its place."""
+    aside = path.with_name(f".{path.name}")
+    with open(path, "rb") as source, open(aside, "wb") as target:
+        left = known["bytes"]
+        while left and (block := source.read(min(left, 1 << 22))):
+            target.write(block)
+            left -= len(block)
+    kept = file_sha256(aside) == known["sha256"]
+    back = _free(workspace, _plain(path.name))
+    if kept:
+        with contextlib.suppress(OSError):  # the inbox is on another file system
+            os.link(path, back)
+        if not back.exists():
+            shutil.copy2(path, back)
+        sync_folder(back)
+        sync_folder(back.parent)  # before its content loses its other name
+        put_in_place(aside, path)
+    else:
+        aside.unlink()
+        shutil.move(path, back)
+    return kept
+
+
+def return_quarantined(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+    """Files of ``quarantine/`` that may be readable by now go to the inbox again."""
+    from factory.ingest.reading_code import reading_key
+
+    there = quarantined_files(workspace)
+    known = filed(ledger) if there else {}
+    key = reading_key(workspace) if there else ""
+    for path in there:
+        last = known.get((QUARANTINE, path.name))
+        if last is None or last["read_by"] != key or _changed(path, last):
+            back = return_file(workspace, path)
+            progress.line(f"  {back.name} was quarantined, and it or what reads it changed since: it is tried again")
+
+
+def quarantined_files(workspace: Workspace) -> list[Path]:
+    """What lies in ``quarantine/``, by name."""
+    return [p for p in sorted(workspace.quarantine.glob("[!.]*")) if p.is_file() and not p.is_symlink()]
+
+
+def return_file(workspace: Workspace, path: Path) -> Path:
+    """Move a filed file to the inbox, under the name that it arrived with; returns where it is."""
+    back = _free(workspace, _plain(path.name))
+    os.rename(path, back)
+    return back
+
+
+def _changed(path: Path, known: dict[str, Any]) -> bool:
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return False  # a person took it away
+    return (status.st_size, status.st_mtime_ns) != (known["bytes"], known["mtime_ns"])
+
+
+def _plain(name: str) -> str:
+    """
+    >>> _plain("0123456789abcdef-a.jsonl"), _plain("b.jsonl")
+    ('a.jsonl', 'b.jsonl')
+    """
+    return PREFIX.sub("", name, count=1)
+
+
+def _free(workspace: Workspace, name: str) -> Path:
+    """A place in the inbox that no file has, of that name if it can be."""
+    path = workspace.inbox / name
+    return workspace.inbox / f"{time.time_ns()}-{name}" if os.path.lexists(path) else path

@@ -1,0 +1,25 @@
+"""Which policy and which code read shards: what they could not read, others may."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from factory.core.policy_file import policy_sha256
+from factory.core.workspace import Workspace
+from factory.ingest.rules.policy import DataPolicy
+
+
+def reading_key(workspace: Workspace) -> str:
+    """16 hex digits: of the data policy's values and of the code of ``factory/ingest/``. Raises: ConfigError."""
+    policy = policy_sha256(DataPolicy.load(workspace.policy("data.yaml")))
+    return hashlib.sha256(f"{policy}\0{_code()}".encode()).hexdigest()[:16]
+
+
+@cache
+def _code() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,40 @@
+"""What the ledger knows of files: events on those that the inbox keeps, that were filed, that retention removed, and on the disk they fill.
+
+Read without SQLAlchemy: ``factory status`` reads them too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from factory.ledger.rows import Reads
+
+HELD = "file_held"  # {name, stamp, why, refused, read_by}: a file that stays in the inbox
+FILED = "shard_filed"  # {folder, name, bytes, mtime_ns, sha256, read_by}: where a shard's file lies since
+RETIRED = "retired"  # {path (relative to the workspace), kind, bytes, why}
+DISK_LOW, DISK_WELL = "disk_low", "disk_well"  # {free, floor}, in bytes
+
+
+def held(db: Reads) -> dict[str, dict[str, Any]]:
+    """By file name, why it was last kept in the inbox."""
+    rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=HELD)
+    return {row["detail"]["name"]: row["detail"] for row in rows}
+
+
+def filed(db: Reads, since: float = 0.0) -> dict[tuple[str, str], dict[str, Any]]:
+    """By folder and name, the newest record of each filed file. ``since``: seconds since 1970 before which none is read."""
+    sql = "SELECT detail FROM events WHERE kind = :kind AND at >= :since ORDER BY id"
+    found = (row["detail"] for row in db.read(sql, kind=FILED, since=since))
+    return {(one["folder"], one["name"]): one for one in found}
+
+
+def retired(db: Reads) -> set[str]:
+    """Paths, relative to the workspace, of everything that was removed; some of it may have been made again since."""
+    return {row["detail"]["path"] for row in db.read("SELECT detail FROM events WHERE kind = :kind", kind=RETIRED)}
+
+
+def low_disk(db: Reads) -> dict[str, Any] | None:
+    """``free`` and ``floor`` as they were when the disk became too full to train, and ``at``; None: it is not."""
+    sql = "SELECT at, kind, detail FROM events WHERE kind IN (:low, :well) ORDER BY id DESC LIMIT 1"
+    newest = db.read(sql, low=DISK_LOW, well=DISK_WELL)
+    return newest[0]["detail"] | {"at": newest[0]["at"]} if newest and newest[0]["kind"] == DISK_LOW else None

@@ -1,0 +1,142 @@
+"""What happened after the newest backup: every row that was added, changed or removed, as lines of ``journal.jsonl`` beside it.
+
+SQLite's triggers note which rows changed in the table ``changes``, in the transaction that changes them; after its commit, ``carry`` appends
+these rows as they are then. A line is a batch: ``{"rows": [[table, row], …], "gone": [[table, key, value], …], "to": 42}``, where ``to`` is
+the newest note in it. Whoever is killed before its line is written, or half way through it, leaves that to the next one. ``replayed``
+gives the lines back.
+
+What ingest makes of a shard (documents, hashes, n-grams) is long, and is not carried: a restored ledger ingests the shard again
+(``factory.repairs.lost_ledger``). A PostgreSQL ledger has no journal: its server has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.core.file_lock import LockedError, file_lock
+
+BACKUPS = "backups"
+NAME, ABOUT = "journal.jsonl", "backup.json"  # in a backup's folder
+STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(-\d+)?")
+END = re.compile(rb'"to": (\d+)\}\n$')
+LONG = frozenset({"near_dup_bands", "near_dup_signatures", "ngrams", "held_out"})  # not carried
+UPDATES_ONLY = "documents"  # that an anomaly was blamed on
+PATIENCE = 60.0  # as SQLite's
+
+
+def watch(tx: sa.Connection, metadata: sa.MetaData) -> None:
+    """Make the table ``changes`` and the triggers that fill it, where they are not there yet."""
+    if tx.dialect.name != "sqlite":
+        return
+    tx.exec_driver_sql(
+        'CREATE TABLE IF NOT EXISTS changes (seq INTEGER PRIMARY KEY AUTOINCREMENT, "table" TEXT, row INTEGER, gone TEXT)'
+    )
+    for table in metadata.sorted_tables:
+        if table.name in LONG:
+            continue
+        key = key_of(table)
+        gone = f'OLD."{key}"' if key else "NULL"
+        for when, row, value in (("INSERT", "NEW", "NULL"), ("UPDATE", "NEW", "NULL"), ("DELETE", "OLD", gone)):
+            if table.name != UPDATES_ONLY or when == "UPDATE":
+                tx.exec_driver_sql(
+                    f'CREATE TRIGGER IF NOT EXISTS "{when.lower()}_{table.name}" AFTER {when} ON "{table.name}" BEGIN '
+                    f"INSERT INTO changes (\"table\", row, gone) VALUES ('{table.name}', {row}.rowid, {value}); END"
+                )
+
+
+def key_of(table: sa.Table) -> str:
+    """The name of a table's primary key; empty: it has none."""
+    return next((column.name for column in table.primary_key.columns), "")
+
+
+def backups_of(root: Path) -> list[Path]:
+    """The folders of the workspace's backups, oldest first."""
+    folder = root / BACKUPS
+    return sorted(path for path in folder.glob("2*") if STAMP.fullmatch(path.name) and (path / ABOUT).is_file())
+
+
+def carry(database: Path, root: Path) -> None:
+    """Append what changed since the journal's end. Where there is no backup yet, nothing is.
+
+    A disk that is full, or another process that holds the journal for long, loses nothing: the next call appends it.
+    """
+    if backups := backups_of(root):
+        with contextlib.suppress(OSError, LockedError, sqlite3.Error), journal_lock(root):
+            append(database, backups[-1])
+
+
+@contextlib.contextmanager
+def journal_lock(root: Path) -> Iterator[None]:
+    """One writes to the journal at a time. Raises: LockedError."""
+    with file_lock(root / BACKUPS / "journal.lock", PATIENCE):
+        yield
+
+
+def append(database: Path, backup: Path) -> None:
+    """``carry`` into one backup's journal; the caller holds the lock. Raises: OSError; sqlite3.Error."""
+    path = backup / NAME
+    since, whole = _end(path, json.loads((backup / ABOUT).read_text())["seq"])
+    with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=PATIENCE)) as ledger:
+        ledger.row_factory = sqlite3.Row
+        ledger.execute("BEGIN")
+        sequence = ledger.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
+        if since > (sequence[0] if sequence else 0):  # of another ledger, whose place this one took
+            since = 0
+        notes = ledger.execute('SELECT seq, "table", row, gone FROM changes WHERE seq > ? ORDER BY seq', [since])
+        newest = since
+        rows: dict[tuple[str, int], None] = {}
+        gone: dict[tuple[str, str], None] = {}
+        for seq, table, row, key in notes.fetchall():
+            newest = seq
+            rows[table, row] = None
+            if key is not None:
+                gone[table, key] = None
+        if newest == since:
+            return
+        found = []
+        for table, row in rows:
+            for held in ledger.execute(f'SELECT rowid AS "rowid", * FROM "{table}" WHERE rowid = ?', [row]):
+                found.append([table, dict(held)])
+    batch = {"rows": found, "gone": [list(one) for one in gone], "to": newest}
+    encoded = json.dumps(batch).encode() + b"\n"
+    with open(path, "ab") as out:
+        out.write(encoded if whole else b"\n" + encoded)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def replayed(journal: Path) -> Iterator[dict[str, Any]]:
+    """The batches of a journal; a torn line is passed over: what was in it is in the next one."""
+    if not journal.exists():
+        return
+    with open(journal, "rb") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                batch = json.loads(line)
+                if isinstance(batch, dict) and {"rows", "gone", "to"} <= batch.keys():
+                    yield batch
+
+
+def _end(path: Path, base: int) -> tuple[int, bool]:
+    """(newest note in the journal, or of the backup; does the journal end with a whole line?)"""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 64))
+            tail = file.read()
+    except FileNotFoundError:
+        return base, True
+    if not tail:
+        return base, True
+    if found := END.search(tail):
+        return int(found.group(1)), True
+    return max((batch["to"] for batch in replayed(path)), default=base), tail.endswith(b"\n")

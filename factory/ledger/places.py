@@ -1,0 +1,51 @@
+"""Places in the ledger are relative to the workspace, so that one that was moved, copied or restored opens anywhere.
+
+What lies elsewhere keeps its whole path. Readers of the ledger (``Ledger``, ``Reader``) get whole paths again.
+
+    >>> root = Path("/plant")
+    >>> inside(root, "/plant/segments/00001-trunk"), inside(root, "/data/a.jsonl")
+    ('segments/00001-trunk', '/data/a.jsonl')
+    >>> located({"id": 1, "folder": "segments/00001-trunk"}, root)
+    {'id': 1, 'folder': '/plant/segments/00001-trunk'}
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+PLACES = frozenset({"path", "folder", "export_path", "report", "file"})  # columns
+TREES = frozenset({"plan", "result"})  # columns of JSON with places in it
+IN_TREES = frozenset({"path", "checkpoint"})  # keys there
+
+
+def inside(root: Path | None, place: str | os.PathLike[str]) -> str:
+    """A place as the ledger stores it."""
+    path = Path(place)
+    return str(path.relative_to(root)) if root and path.is_absolute() and path.is_relative_to(root) else str(path)
+
+
+def portable(root: Path | None, tree: Any) -> Any:
+    """A data plan or a segment's result as the ledger stores it."""
+    return _each(tree, lambda place: inside(root, place))
+
+
+def located(row: dict[str, Any], root: Path | None) -> dict[str, Any]:
+    """A row of the ledger with whole paths."""
+    if root is None:
+        return row
+    for key in PLACES & row.keys():
+        if isinstance(row[key], str) and row[key]:
+            row[key] = str(root / row[key])
+    for key in TREES & row.keys():
+        row[key] = _each(row[key], lambda place: str(root / place))
+    return row
+
+
+def _each(tree: Any, change: Any, key: str = "") -> Any:
+    if isinstance(tree, dict):
+        return {name: _each(part, change, name) for name, part in tree.items()}
+    if isinstance(tree, list):
+        return [_each(part, change) for part in tree]
+    return change(tree) if key in IN_TREES and isinstance(tree, str) and tree else tree

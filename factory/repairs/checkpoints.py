@@ -1,0 +1,178 @@
+"""Checkpoints and exports: what is wrong with one, and how it is made again.
+
+The order of data is exact, so a segment whose last checkpoint is damaged is replayed: from its newest good older checkpoint, else from
+where it began. On a CPU that gives the same weights to the bit; the manifest of the damaged one, where that is whole, proves it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from factory.audit.keeping import copy_checkpoint, folder_of
+from factory.core.errors import FactoryError, InputError
+from factory.core.exports import folder_sha256
+from factory.core.progress import Progress
+from factory.core.removal import remove
+from factory.core.workspace import Workspace
+from factory.diagnosis.ladder import ladder_of
+from factory.ledger.ledger import Ledger, candidates, checkpoints, record, segments
+from factory.ledger.places import portable
+from factory.ledger.rows import CandidateRow, SegmentRow, Subject
+from factory.training.exporting import make_export
+from factory.training.planning import last_checkpoint
+from factory.training.segment_folder import result_of, set_aside
+from factory.training.training import run_trainer
+from kernels.contract.files import put_in_place
+from trainer.contract.checkpoint.format import (
+    find_fault,
+    manifest_sha256,
+    name_of,
+    put_away,
+    read_manifest,
+    steps_in,
+)
+from trainer.contract.errors import CheckpointError
+
+
+def checkpoint_fault(row: dict[str, Any], deep: bool) -> str:
+    """What is wrong with a checkpoint of the ledger, or nothing. Its files are hashed only with ``deep``."""
+    path = Path(row["path"])
+    try:
+        if not path.is_dir():
+            return f"{path} is gone"
+        if manifest_sha256(path) != row["id"]:
+            return f"{path}: manifest.json is not the recorded one"
+        for name, expected in read_manifest(path)["files"].items():
+            if not (path / name).is_file() or (path / name).stat().st_size != expected["bytes"]:
+                return f"{path / name} is gone, or not {expected['bytes']} bytes long"
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return find_fault(path) if deep else ""
+
+
+def replay_checkpoint(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> str:
+    """Make the last checkpoint of a segment again, and before it what it goes on from, if that is damaged too; returns why it cannot be,
+    or nothing. The damaged one stays beside it as 'bad-step-…'.
+
+    Raises: FactoryError when the trainer fails.
+    """
+    row, recorded = SegmentRow.get(ledger, number), last_checkpoint(ledger, number)
+    if row.kind == "average":
+        return "it is an average, of which no training is replayed: run 'factory average' again"
+    if row.parent and (fault := checkpoint_fault(last_checkpoint(ledger, row.parent), deep=True)):
+        progress.line(f"  segment {number} goes on from segment {row.parent}, whose checkpoint is damaged too: {fault}")
+        if why := replay_checkpoint(workspace, ledger, row.parent, progress):
+            return f"it goes on from segment {row.parent}: {why}"
+    place = Path(recorded["path"])
+    folder = workspace.root / "replays" / Path(row.folder).name
+    remove(folder)
+    (folder / "checkpoints").mkdir(parents=True)
+    try:
+        start = _older(workspace, row, folder / "checkpoints", recorded)
+        if start == row.last_step:  # another copy of the same one
+            made = folder / "checkpoints" / name_of(start)
+            _put_back(place, made)
+            progress.line(f"  checkpoint of segment {number}, step {start}: a kept copy of it is put in its place")
+            with ledger.begin() as tx:
+                record(tx, "checkpoint_put_back", Subject("segment", number), {"checkpoint": recorded["id"]})
+            return ""
+        progress.line(f"  segment {number} is replayed from step {start} to {row.last_step} for its checkpoint")
+        code, hung = run_trainer(workspace, ledger, row, folder, progress, None)
+        if hung or code or not (folder / "result.json").exists():
+            log, how = workspace.logs / f"segment-{number:05d}.log", hung.says if hung else f"ended with exit {code}"
+            raise FactoryError(f"the replay of segment {number} {how} (log: {log})")
+        result = result_of(folder, row.last_step)
+        exact = _same(place, Path(result["checkpoint"]), recorded["id"])
+        _put_back(place, Path(result["checkpoint"]))
+    finally:
+        remove(folder)
+    _record(ledger, row, recorded, exact)
+    said = {True: "the same weights, to the bit", False: "NOT the same to the bit", None: "not comparable any more"}
+    progress.line(f"  segment {number}: its checkpoint is made again, {said[exact]}")
+    return ""
+
+
+def _older(workspace: Workspace, row: SegmentRow, target: Path, recorded: dict[str, Any]) -> int:
+    """Copy the newest good checkpoint of a segment, wherever one was kept, to ``target``; returns its step, or the segment's first."""
+    sources = (Path(row.folder) / "checkpoints", ladder_of(workspace, row.id), folder_of(workspace, row.id) / "live")
+    found = [one for source in sources for one in steps_in(source)]
+    for step, path in sorted(found, reverse=True):
+        if step > row.last_step or step <= row.first_step or find_fault(path):
+            continue
+        if step == row.last_step and manifest_sha256(path) != recorded["id"]:
+            continue
+        try:
+            copy_checkpoint(path, target / path.name)
+        except (OSError, ValueError):
+            continue
+        return step
+    return row.first_step
+
+
+def _same(old: Path, new: Path, recorded: str) -> bool | None:
+    """Do two checkpoints have the same weights and optimiser? None: the old one's manifest is damaged, and cannot tell."""
+    try:
+        if manifest_sha256(old) != recorded:
+            return None
+        before, after = read_manifest(old)["files"], read_manifest(new)["files"]
+    except (OSError, CheckpointError):
+        return None
+    return all(
+        after.get(name, {}).get("sha256") == file["sha256"] for name, file in before.items() if name != "state.json"
+    )
+
+
+def _put_back(place: Path, made: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.exists():
+        put_away(place, "damaged")
+    put_in_place(made, place)
+
+
+def _record(ledger: Ledger, row: SegmentRow, old: dict[str, Any], exact: bool | None) -> None:
+    new = manifest_sha256(Path(old["path"]))
+    result = portable(ledger.root, (row.result or {}) | {"manifest_sha256": new})
+    with ledger.begin() as tx:
+        tx.execute(checkpoints.update().where(checkpoints.c.id == old["id"]).values(id=new))
+        tx.execute(segments.update().where(segments.c.id == row.id).values(result=result))
+        if exact:
+            tx.execute(candidates.update().where(candidates.c.checkpoint == old["id"]).values(checkpoint=new))
+        detail = {"checkpoint": new, "instead_of": old["id"], "exact": exact}
+        record(tx, "checkpoint_replayed", Subject("segment", row.id), detail)
+
+
+# -- exports -----------------------------------------------------------------------------------------------------------
+def export_fault(row: CandidateRow, deep: bool) -> str:
+    """What is wrong with a candidate's export, or nothing. It is hashed only with ``deep``."""
+    path = Path(row.export_path)
+    if not (path / "config.json").is_file():
+        return f"{path} is gone, or not whole"
+    try:
+        if deep and folder_sha256(path) != row.export_sha256:
+            return f"{path} is damaged: its SHA-256 is not the recorded one"
+    except (InputError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def export_again(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> str:
+    """Make a candidate's export again from its checkpoint; returns why it cannot be, or nothing. What is damaged is set aside."""
+    row = CandidateRow.get(ledger, number)
+    fault = checkpoint_fault(last_checkpoint(ledger, row.segment), deep=True)
+    if fault and (why := replay_checkpoint(workspace, ledger, row.segment, progress)):
+        return f"{fault}; {why}"
+    place = Path(row.export_path)
+    aside = workspace.exports / f".again-{row.segment:05d}"
+    remove(aside)
+    make_export(workspace, ledger, SegmentRow.get(ledger, row.segment), aside)
+    if folder_sha256(aside) != row.export_sha256:
+        shutil.rmtree(aside)
+        return "made again it is another one: evaluate a new candidate, or put a copy of the export in its place"
+    if place.exists() or place.is_symlink():
+        set_aside(workspace.root, place)
+    put_in_place(aside, place)
+    with ledger.begin() as tx:
+        record(tx, "exported_again", Subject("candidate", number), {"export_sha256": row.export_sha256})
+    return ""

@@ -1,0 +1,202 @@
+"""What is there, against what the ledger says: every file that training, judging, releasing or repairing needs.
+
+That a thing is there, and as long as it should be, is looked at for all; its content is hashed for the newest of each kind and a drawn few,
+or with ``deep`` for all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from factory.backups.backups import MLFLOW_TABLE, fault_of
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.ledger.engine import sqlite_file
+from factory.ledger.files import retired
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import CandidateRow, SegmentRow, champion
+from factory.release.serving import served
+from factory.repairs.checkpoints import checkpoint_fault, export_fault
+from factory.repairs.token_shards import raw_shard, token_shard_fault
+from factory.training.segment_folder import OWNER, is_owner, read_owner
+from trainer.contract.data.token_shard import file_sha256
+
+DRAWN = 3  # of each kind, besides the newest
+Row = TypeVar("Row")
+REPAIR = "'factory doctor --repair' "
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something that is gone or damaged."""
+
+    kind: str  # of CHECKS
+    subject: str  # number or hash, as the ledger has it
+    what: str  # a sentence's beginning: what is wrong with which file
+    remedy: str  # what to do
+    mends: bool = False  # 'factory doctor --repair' does
+
+
+@dataclass(frozen=True)
+class Examined:
+    """All of one kind."""
+
+    kind: str
+    count: int
+    hashed: int
+    faults: list[Damage]
+
+
+def examine_work(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> list[Examined]:
+    """Every kind of ``CHECKS``, in that order. Changes nothing."""
+    return [check(workspace, ledger, deep, progress) for check in CHECKS.values()]
+
+
+def database_faults(workspace: Workspace) -> Iterator[Damage]:
+    """The ledger and MLflow's database, where they are SQLite files. MLflow's may be absent: it is made when it is needed."""
+    for kind, url, table, remedy in (
+        ("ledger", workspace.ledger_url, "meta", "makes it again ('factory restore' does the same)"),
+        (
+            "mlflow",
+            workspace.mlflow_uri,
+            MLFLOW_TABLE,
+            "puts its backup back and sends again what is missing; training does not wait for it",
+        ),
+    ):
+        file = sqlite_file(url)
+        if file and (file.exists() or kind == "ledger") and (fault := fault_of(file, table)):
+            yield Damage(kind, "", f"{file} is damaged: {fault}" if file.exists() else fault, REPAIR + remedy, True)
+
+
+def _look(
+    kind: str, rows: Sequence[Any], look: Callable[[Any, bool], Damage | None], deep: bool, progress: Progress
+) -> Examined:
+    """Look at each row; hash all with ``deep``, else the newest, which is the last, and a few."""
+    every = range(len(rows))
+    hashed = set(every) if deep else {*every[-1:], *random.SystemRandom().sample(every, min(DRAWN, len(rows)))}
+    faults = []
+    with progress.task(f"{kind}: look at {len(rows)}, hash {len(hashed)}", len(rows)) as task:
+        for number, row in enumerate(rows):
+            if fault := look(row, number in hashed):
+                faults.append(fault)
+            task.advance()
+    return Examined(kind, len(rows), len(hashed), faults)
+
+
+def _kept(workspace: Workspace, ledger: Ledger, rows: Sequence[Row], place: Callable[[Row], str]) -> list[Row]:
+    """Without those that retention removed."""
+    gone = {workspace.root / path for path in retired(ledger)}
+    return [row for row in rows if Path(place(row)) not in gone or Path(place(row)).exists()]
+
+
+def token_shard_faults(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+    def look(row: dict[str, Any], hashed: bool) -> Damage | None:
+        fault = token_shard_fault(Path(row["path"]), hashed)
+        remedy = REPAIR + "makes it again from its raw shard, and so does the next pass that needs it"
+        return Damage("token shards", row["id"], fault, remedy, True) if fault else None
+
+    rows = ledger.read("SELECT id, path FROM token_shards ORDER BY created_at, id")
+    return _look("token shards", rows, look, deep, progress)
+
+
+def checkpoint_faults(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+    """The last one of each segment that may be gone on from, averaged or exported again."""
+
+    def look(row: dict[str, Any], hashed: bool) -> Damage | None:
+        fault = checkpoint_fault(row, hashed)
+        if row["kind"] == "average":
+            return Damage("checkpoints", str(row["segment"]), fault, "run 'factory average' again") if fault else None
+        remedy = REPAIR + "replays its segment, and so does the next pass that needs it"
+        return Damage("checkpoints", str(row["segment"]), fault, remedy, True) if fault else None
+
+    rows = ledger.read(
+        "SELECT c.*, s.kind FROM checkpoints c JOIN segments s ON s.id = c.segment "
+        "WHERE s.state = 'done' AND c.step = s.last_step ORDER BY c.segment"
+    )
+    return _look("checkpoints", _kept(workspace, ledger, rows, lambda row: row["path"]), look, deep, progress)
+
+
+def _exports(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+    best = champion(ledger)
+
+    def look(row: CandidateRow, hashed: bool) -> Damage | None:
+        fault = export_fault(row, hashed or (best is not None and best.candidate == row.id))
+        remedy = REPAIR + "makes it again from its checkpoint"
+        return Damage("exports", str(row.id), fault, remedy, True) if fault else None
+
+    rows = _kept(workspace, ledger, CandidateRow.select(ledger), lambda row: row.export_path)
+    return _look("exports", rows, look, deep, progress)
+
+
+def _raw_shards(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+    """What token shards are made again from."""
+
+    def look(row: dict[str, Any], hashed: bool) -> Damage | None:
+        path, name = raw_shard(workspace, ledger, row["sha256"])
+        remedy = f"nothing needs it but a repair of its token shard: put {name} into {workspace.shards / 'raw'} again"
+        if path is None:
+            return Damage("raw shards", row["sha256"], f"{row['path']} is gone", remedy)
+        if hashed and file_sha256(path) != row["sha256"]:
+            return Damage("raw shards", row["sha256"], f"{path} is not the file that was ingested", remedy)
+        return None
+
+    rows = ledger.read("SELECT sha256, path FROM shards WHERE state = 'ingested' ORDER BY ingested_at, sha256")
+    return _look("raw shards", rows, look, deep, progress)
+
+
+def _folders(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+    """Each segment's folder bears that segment's plan."""
+
+    def look(row: SegmentRow, hashed: bool) -> Damage | None:
+        folder = Path(row.folder)
+        if not folder.is_dir():
+            what = f"{folder} is gone: its metrics and its checkpoints with it"
+            return Damage("segments", str(row.id), what, "a backup of the folder, if there is one")
+        if is_owner(read_owner(folder), ledger, row):
+            return None
+        what = f"{folder / OWNER} is gone, or of another plan or ledger"
+        return Damage("segments", str(row.id), what, "move the folder away if it is not this segment's")
+
+    return _look("segments", SegmentRow.select(ledger, "WHERE state = 'done' ORDER BY id"), look, deep, progress)
+
+
+def _served(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+    best = champion(ledger)
+    if best is None:
+        return Examined("served", 0, 0, [])
+    note = served(workspace)
+    if note and (note["release"], note["export_sha256"]) == (best.number, best.export_sha256):
+        return Examined("served", 1, 1, [])
+    what = f"{workspace.exports / 'champion'} is not release {best.number}, which is champion"
+    return Examined(
+        "served",
+        1,
+        1,
+        [Damage("served", str(best.number), what, REPAIR + "and the daemon's next pass put it back", True)],
+    )
+
+
+def _orphans(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+    """What no row of the ledger names. A segment or a token shard that is being made is hidden, or has its row already."""
+    segments = {Path(row.folder).name for row in SegmentRow.select(ledger)}
+    shards = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}
+    found = [path for path in workspace.segments.iterdir() if path.is_dir() and path.name not in segments]
+    found += [path.parent for path in workspace.shards.glob("*/manifest.json") if path.parent.name not in shards]
+    remedy = "'factory restore' takes up what proves what it is, and sets the rest aside"
+    faults = [Damage("orphans", path.name, f"{path}: nothing in the ledger names it", remedy) for path in sorted(found)]
+    return Examined("orphans", len(found), 0, faults)
+
+
+CHECKS: dict[str, Callable[[Workspace, Ledger, bool, Progress], Examined]] = {
+    "token shards": token_shard_faults,
+    "raw shards": _raw_shards,
+    "checkpoints": checkpoint_faults,
+    "exports": _exports,
+    "segments": _folders,
+    "served": _served,
+    "orphans": _orphans,
+}

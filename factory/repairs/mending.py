@@ -1,0 +1,113 @@
+"""Mends what ``examining`` found, and goes on: the daemon's way out of a damaged input, and ``factory doctor --repair``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from factory.core.errors import FactoryError, WorkspaceError
+from factory.core.progress import SILENT, Progress
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import SegmentRow
+from factory.release.releases import reconcile
+from factory.repairs.checkpoints import checkpoint_fault, export_again, replay_checkpoint
+from factory.repairs.examining import Damage, checkpoint_faults, database_faults, examine_work, token_shard_faults
+from factory.repairs.lost_ledger import restore, restore_mlflow
+from factory.repairs.token_shards import rebuild_token_shard, token_shard_fault
+from factory.tracking.missed import REMADE, show_missed
+from factory.training.planning import last_checkpoint, plan_of
+from trainer.contract.errors import TrainerError
+
+T = TypeVar("T")
+
+
+def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str]:
+    """Examine the workspace and mend what can be mended; returns what was done or why not, a line each.
+
+    A ledger that is damaged is restored first, and what it then says is examined.
+    """
+    databases = list(database_faults(workspace))
+    lines = restore(workspace.root, "", progress) if any(fault.kind == "ledger" for fault in databases) else []
+    ledger = Ledger.open(workspace.ledger_url, workspace.root)
+    with workspace.lock("model-loop"):
+        faults = [fault for fault in databases if fault.kind == "mlflow"]
+        faults += [fault for one in examine_work(workspace, ledger, deep, progress) for fault in one.faults]
+        for fault in faults:
+            if fault.mends:
+                try:
+                    why = _mend(workspace, ledger, fault, progress)
+                except (FactoryError, TrainerError) as error:
+                    why = str(error)
+                name = f"{fault.kind} {fault.subject}".strip()
+                lines.append(f"{name}: NOT mended: {why}" if why else f"{name}: mended ({fault.what})")
+    return lines
+
+
+def _mend(workspace: Workspace, ledger: Ledger, fault: Damage, progress: Progress) -> str:
+    """Returns why not, or nothing."""
+    if fault.kind == "mlflow":
+        progress.line(f"  {restore_mlflow(workspace)}")
+        with ledger.begin() as tx:
+            record(tx, REMADE, "mlflow")
+        reconcile(workspace, ledger, progress)
+        show_missed(workspace, ledger, progress.line)
+        return ""
+    if fault.kind == "token shards":
+        return rebuild_token_shard(workspace, ledger, fault.subject, progress)
+    if fault.kind == "checkpoints":
+        if not checkpoint_fault(last_checkpoint(ledger, int(fault.subject)), deep=True):
+            return ""  # made again for one that goes on from it
+        return replay_checkpoint(workspace, ledger, int(fault.subject), progress)
+    if fault.kind == "exports":
+        return export_again(workspace, ledger, int(fault.subject), progress)
+    if fault.kind == "served":
+        reconcile(workspace, ledger, progress)
+        return ""
+    raise AssertionError(fault)
+
+
+def mend_inputs(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> bool:
+    """Look at all that a segment reads, to the last byte, and mend what is damaged; returns whether anything was.
+
+    Raises: FactoryError when it cannot be mended, with what a person can do.
+    """
+    row = SegmentRow.get(ledger, number)
+    damaged = [
+        Damage("token shards", shard["id"], fault, "", True)
+        for shard in plan_of(ledger, row)["token_shards"]
+        if (fault := token_shard_fault(Path(shard["path"]), deep=True))
+    ]
+    if row.parent and (fault := checkpoint_fault(last_checkpoint(ledger, row.parent), deep=True)):
+        damaged.append(Damage("checkpoints", str(row.parent), fault, "", True))
+    return _mended(workspace, ledger, damaged, progress)
+
+
+def with_mending(workspace: Workspace, ledger: Ledger, progress: Progress, act: Callable[[], T]) -> T:
+    """Do ``act``; when it fails and a token shard or a checkpoint is gone or damaged, mend that and do it again.
+
+    Raises: what ``act`` raises, when there was nothing to mend, or the same fault is there again.
+    """
+    seen: set[Damage] = set()
+    while True:
+        try:
+            return act()
+        except (FactoryError, TrainerError, OSError, ValueError) as error:
+            if isinstance(error, WorkspaceError):
+                raise  # in use, or the ledger itself
+            shards = token_shard_faults(workspace, ledger, False, SILENT).faults
+            tips = [one for one in checkpoint_faults(workspace, ledger, False, SILENT).faults if one.mends]
+            damaged = [fault for fault in (*shards, *tips) if fault not in seen]
+            if not damaged or not _mended(workspace, ledger, damaged, progress):
+                raise
+            seen.update(damaged)
+
+
+def _mended(workspace: Workspace, ledger: Ledger, damaged: Sequence[Damage], progress: Progress) -> bool:
+    for fault in damaged:
+        progress.line(f"  {fault.what}: it is made again")
+        if why := _mend(workspace, ledger, fault, progress):
+            raise FactoryError(f"{fault.what}, and it cannot be made again: {why}")
+        progress.line(f"  {fault.kind.removesuffix('s')} {fault.subject} is whole again")
+    return bool(damaged)

@@ -1,0 +1,168 @@
+"""Token shards: what is wrong with one, and how it is made again from its raw shard.
+
+The ledger says which documents of the raw shard a token shard holds. Their text goes the same way again as at ingest (normalise, redact, cut
+out what was held out then, tokenise), and the name of a token shard is the hash of its content: what is made again is the same to the
+bit, or it is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from factory.core.errors import ConfigError
+from factory.core.progress import Progress
+from factory.core.removal import remove
+from factory.core.workspace import Workspace
+from factory.ingest.chain import chunks
+from factory.ingest.index import Index
+from factory.ingest.readers import ShardProblem, read_rows
+from factory.ingest.rules import decontaminate
+from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.tokenizer import Tokenizer
+from factory.ingest.worker import FinishTask, IngestJob, analyse, finish, spool_ngrams
+from factory.ledger.journal import backups_of
+from factory.ledger.ledger import Ledger, record
+from factory.training.segment_folder import set_aside
+from kernels.contract.files import put_in_place
+from trainer.contract.data.token_shard import FILES, TokenizedDocument, TokenShard, file_sha256, write_token_shard
+from trainer.contract.errors import TokenShardError
+
+LONG_FILE = "tokens.bin"
+
+
+def token_shard_fault(path: Path, deep: bool) -> str:
+    """What is wrong with a token shard, or nothing. Tokens are hashed only with ``deep``; all else is, always."""
+    shard = TokenShard(path)
+    try:
+        manifest = shard.manifest
+        for name in FILES:
+            file = path / name
+            if not file.is_file():
+                return f"{file} is gone"
+            if name == LONG_FILE and not deep:
+                expected = manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize
+                if file.stat().st_size != expected:
+                    return f"{file} has {file.stat().st_size} bytes, and not {expected}"
+            elif file_sha256(file) != manifest["files"][name]:
+                return f"{file} is damaged: its SHA-256 is not the one in the manifest"
+    except TokenShardError as error:
+        return str(error) if path.exists() else f"{path} is gone"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{path}: {error}"
+    return ""
+
+
+def raw_shard(workspace: Workspace, ledger: Ledger, sha256: str) -> tuple[Path | None, str]:
+    """(the file that a shard arrived as, where it lies now, the name it had). None: it is gone."""
+    row = ledger.read("SELECT name, path FROM shards WHERE sha256 = :sha256", sha256=sha256)[0]
+    folders = (workspace.shards / "raw", workspace.quarantine, workspace.inbox)
+    places = [Path(row["path"]), *(path for folder in folders for path in folder.glob(f"{sha256[:16]}-*"))]
+    return next((path for path in places if path.is_file()), None), row["name"]
+
+
+def rebuild_token_shard(workspace: Workspace, ledger: Ledger, number: str, progress: Progress) -> str:
+    """Make a token shard again from its raw shard; returns why it cannot be, or nothing. What is damaged is set aside."""
+    row = ledger.read("SELECT shard, path FROM token_shards WHERE id = :id", id=number)[0]
+    raw, name = raw_shard(workspace, ledger, row["shard"])
+    if raw is None:
+        return f"shard {name}, which it was made of, is gone too: put that file into {workspace.shards / 'raw'} again"
+    if file_sha256(raw) != row["shard"]:
+        return f"{raw} is not the file that it was made of: put that file ({name}) there again"
+    aside = workspace.shards / f".again-{os.getpid()}"
+    found: list[str] = []
+    for policy in _policies(workspace):
+        remove(aside)
+        (aside / "spool").mkdir(parents=True)
+        try:
+            (aside / name).symlink_to(raw.resolve())  # its name says how it is read
+            documents = _documents(workspace, ledger, policy, aside, name, row["shard"], number, progress)
+            made = write_token_shard(
+                aside,
+                documents,
+                vocab_size=policy.tokenizer.vocab_size,
+                tokenizer_sha256=Tokenizer.load(workspace.tokenizer).sha256,
+            )
+            found.append(made.id)
+            if made.id == number:
+                place = Path(row["path"])
+                if place.exists():
+                    set_aside(workspace.root, place)
+                put_in_place(made.path, place)
+                with ledger.begin() as tx:
+                    record(tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": ledger.inside(raw)})
+                return ""
+        except ShardProblem as problem:
+            return f"{raw} cannot be read: {problem}"
+        finally:
+            remove(aside)
+    return (
+        f"made again from {name} it is another one ({', '.join(found)}): policies/data.yaml, the tokenizer or this program changed since; "
+        "put the old policy back, then repair again"
+    )
+
+
+def _policies(workspace: Workspace) -> Iterator[DataPolicy]:
+    """The data policy in force, then those of backups, newest first: it may have changed since the ingest."""
+    seen = set()
+    for path in [
+        workspace.policy("data.yaml"),
+        *(backup / "policies" / "data.yaml" for backup in reversed(backups_of(workspace.root))),
+    ]:
+        if path.is_file() and (digest := hashlib.sha256(path.read_bytes()).hexdigest()) not in seen:
+            seen.add(digest)
+            try:
+                yield DataPolicy.load(path)
+            except (ConfigError, yaml.YAMLError):
+                continue
+
+
+def _documents(
+    workspace: Workspace,
+    ledger: Ledger,
+    policy: DataPolicy,
+    folder: Path,
+    name: str,
+    shard: str,
+    token_shard: str,
+    progress: Progress,
+) -> Iterator[TokenizedDocument]:
+    """The documents of a token shard, in its order."""
+    wanted = {
+        row["key"] for row in ledger.read('SELECT "key" FROM documents WHERE token_shard = :number', number=token_shard)
+    }
+    job = IngestJob(policy, folder / "spool", shard[:16])
+    known = _held_out_then(ledger, shard)
+    with progress.task(f"{name}: tokenise again", total=len(wanted)) as task:
+        for chunk in chunks(read_rows(folder / name, policy.limits), policy):
+            analysed = analyse(job, *chunk)
+            alive = [analysed.rows[at] for at in analysed.alive]
+            tasks = []
+            for place, grams in enumerate(spool_ngrams(job.spool, analysed)):
+                if alive[place].key in wanted:
+                    cuts = decontaminate.spans(known.find(grams), policy.decontamination.ngram)
+                    tasks.append(FinishTask(place, alive[place].key, False, cuts))
+            for one in finish(job, chunk[0], tasks, workspace.tokenizer) if tasks else ():
+                row = alive[one.place]
+                if not one.dropped:
+                    yield TokenizedDocument(
+                        row.key, row.id, row.domain, row.source or "", row.license or "", one.tokens, one.loss_mask
+                    )
+                task.advance()
+
+
+def _held_out_then(ledger: Ledger, shard: str) -> decontaminate.HeldOutNgrams:
+    """What was held out when a shard was ingested, by itself and by those before it."""
+    before = ledger.read(
+        "SELECT sha256 FROM shards WHERE ingested_at <= (SELECT ingested_at FROM shards WHERE sha256 = :shard)",
+        shard=shard,
+    )
+    prefixes = {row["sha256"][:16] for row in before}
+    return decontaminate.HeldOutNgrams.of(
+        [(key, grams) for key, grams in Index(ledger).held_out_ngrams() if key.partition(":")[0] in prefixes]
+    )

@@ -1,0 +1,130 @@
+"""Removes what the policy no longer keeps. The ledger first, the folder after: killed between, the next call removes the folder.
+
+A folder is renamed before it is emptied, so that nobody finds half a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from factory.core.errors import FactoryError, WorkspaceError
+from factory.core.progress import Progress
+from factory.core.removal import remove
+from factory.core.workspace import Workspace
+from factory.git.repository import remove_worktree
+from factory.ledger.files import RETIRED
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import SegmentRow
+from factory.retention.choosing import Choice, choose
+from factory.retention.needs import Needs
+from factory.retention.policy import RetentionPolicy
+from factory.retention.stored import stored
+
+REMOVED = ".retired-"  # a folder that is being removed
+BUSY = "another process works with folders of its kind now"
+LOCKS = {"export": "release", "model": "release", "worktree": "code-loop", "compiled": "code-loop"}
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    choices: list[Choice]
+    bytes: int  # of what went
+
+    def gone(self) -> list[Choice]:
+        return [choice for choice in self.choices if choice.goes]
+
+
+def examine(workspace: Workspace, ledger: Ledger, *, hard: bool = False) -> list[Choice]:
+    """What would go and what would stay. ``hard``: as where room is short. Raises: ConfigError, RepositoryError."""
+    policy = RetentionPolicy.load(workspace.policy("retention.yaml"))
+    found = stored(workspace, ledger)  # before the needs: what is made meanwhile is not among it
+    needs = Needs.of(workspace, ledger)
+    last = ledger.read("SELECT segment, MAX(step) AS step FROM checkpoints GROUP BY segment")
+    ends = {row["segment"]: row["step"] for row in last}
+    policy = policy.at_least() if hard else policy
+    return choose(policy, needs, SegmentRow.select(ledger), ends, found, time.time())
+
+
+def clean(workspace: Workspace, ledger: Ledger, *, hard: bool = False) -> Cleaned:
+    """Remove what goes; the caller holds the model loop's lock. What another process may be using stays for the next call.
+
+    Raises: ConfigError, RepositoryError.
+    """
+    for left in _half_removed(workspace):
+        remove(left)
+    with ExitStack() as held:
+        busy = {name for name in set(LOCKS.values()) if not _locked(held, workspace, name)}
+        choices = [
+            Choice(one.what, False, BUSY) if one.goes and LOCKS.get(one.what.kind) in busy else one
+            for one in examine(workspace, ledger, hard=hard)
+        ]
+        freed = 0
+        for choice in choices:
+            if choice.goes:
+                freed += _remove(workspace, ledger, choice)
+    return Cleaned(choices, freed)
+
+
+def _remove(workspace: Workspace, ledger: Ledger, choice: Choice) -> int:
+    what, size = choice.what, choice.what.bytes()
+    name = what.path.relative_to(workspace.root).as_posix()
+    with ledger.begin() as tx:
+        detail = {"path": name, "kind": what.kind, "bytes": size, "why": choice.why}
+        record(tx, RETIRED, f"{what.kind}:{name}", detail)
+    if what.kind == "worktree":
+        remove_worktree(workspace.repository, what.path)
+        return size
+    aside = what.path.with_name(f"{REMOVED}{what.path.name}")
+    remove(aside)
+    os.rename(what.path, aside)
+    remove(aside)
+    return size
+
+
+def _half_removed(workspace: Workspace) -> Iterator[Path]:
+    """Of a process that was killed here."""
+    for place in ("segments/*/checkpoints", "segments/*", "ladder", "audits", "diagnoses", "exports", "logs", "cache"):
+        yield from workspace.root.glob(f"{place}/{REMOVED}*")
+    yield from (workspace.mlflow_artifacts / "candidates").glob(f"*/artifacts/{REMOVED}*")
+
+
+def _locked(held: ExitStack, workspace: Workspace, name: str) -> bool:
+    try:
+        held.enter_context(workspace.lock(name))
+    except WorkspaceError:
+        return False
+    return True
+
+
+def describe(cleaned: Cleaned) -> str:
+    """A line for a person.
+
+    >>> describe(Cleaned([], 0))
+    'nothing to remove'
+    """
+    gone = cleaned.gone()
+    if not gone:
+        return "nothing to remove"
+    kinds = {choice.what.kind for choice in gone}
+    words = [f"{sum(choice.what.kind == kind for choice in gone)} {_plural(kind)}" for kind in sorted(kinds)]
+    return f"{cleaned.bytes / 1e6:,.1f} MB freed: {', '.join(words)} removed"
+
+
+def _plural(kind: str) -> str:
+    named = {"runs": "runs beside segments", "compiled": "folders of compiled code", "diagnosis": "diagnoses' replays"}
+    return named.get(kind, {"audit": "audits' windows", "model": "models in MLflow"}.get(kind, f"{kind}s"))
+
+
+def tidy(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+    """After a segment: as ``clean``. What goes wrong is a line for a person; training never fails because of it."""
+    try:
+        cleaned = clean(workspace, ledger)
+        if cleaned.gone():
+            progress.line(f"  retention: {describe(cleaned)}")
+    except (FactoryError, OSError) as error:
+        progress.line(f"  nothing is cleaned up: {error}")

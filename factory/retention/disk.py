@@ -1,0 +1,73 @@
+"""The room on the workspace's disk: measured, noted now and then, and what happens when it falls below the policy's floor."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+
+from factory.core.left_files import read_tail
+from factory.core.workspace import Workspace
+
+SAMPLES = "disk.jsonl"  # in logs/
+EVERY_SECONDS = 300.0  # between two samples
+WINDOW_SECONDS = 6 * 3600.0  # of samples that the growth is measured from
+KEPT_BYTES = 1 << 16
+FLOOR_BYTES = 1_000_000_000  # where the policy names none
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes."""
+
+    free: int
+    total: int
+
+    @classmethod
+    def of(cls, workspace: Workspace) -> Room:
+        status = os.statvfs(workspace.root)
+        return cls(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
+
+
+def note(workspace: Workspace, now: float | None = None) -> None:
+    """Append a sample, unless the last one is recent; a line is small, and the file is cut to its newest half when it is long."""
+    now = time.time() if now is None else now
+    path = workspace.logs / SAMPLES
+    last = samples(workspace)[-1:]
+    if last and 0 <= now - last[0][0] < EVERY_SECONDS:
+        return
+    line = json.dumps({"at": now, "free": Room.of(workspace).free}).encode() + b"\n"
+    if path.exists() and path.stat().st_size > 2 * KEPT_BYTES:
+        aside = path.with_name(f".{SAMPLES}")
+        aside.write_bytes(read_tail(path, KEPT_BYTES).partition(b"\n")[2])
+        os.replace(aside, path)
+    with open(path, "ab") as file:
+        file.write(line if read_tail(path, 1) in (b"", b"\n") else b"\n" + line)  # the last line may be half written
+
+
+def samples(workspace: Workspace) -> list[tuple[float, int]]:
+    """(seconds since 1970, free bytes), oldest first."""
+    found = []
+    for line in read_tail(workspace.logs / SAMPLES, KEPT_BYTES).split(b"\n"):
+        try:
+            sample = json.loads(line)
+            found.append((float(sample["at"]), int(sample["free"])))
+        except (ValueError, KeyError, TypeError):
+            continue  # the first line may be cut, the last one half written
+    return found
+
+
+def hours_left(found: list[tuple[float, int]], free: int, floor: int, now: float) -> float | None:
+    """Until the floor is reached, at the rate at which room was lost in the last hours; None where none was, or it is not known yet.
+
+    >>> hours_left([(0.0, 100), (3600.0, 90)], free=90, floor=20, now=3600.0)
+    7.0
+    >>> hours_left([(0.0, 100), (3600.0, 100)], free=100, floor=20, now=3600.0), hours_left([], 1, 0, 0.0)
+    (None, None)
+    """
+    recent = [sample for sample in found if 0 <= now - sample[0] <= WINDOW_SECONDS]
+    if not recent or now - recent[0][0] < EVERY_SECONDS:
+        return None
+    lost = (recent[0][1] - free) / (now - recent[0][0])
+    return max(0.0, (free - floor) / lost / 3600) if lost > 0 else None

@@ -1,0 +1,91 @@
+"""What lies in a workspace that retention may remove: found by the folders' names, so that what no row names is found too."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import Subject
+
+Kind = Literal["checkpoint", "ladder", "runs", "audit", "diagnosis", "export", "model", "worktree", "compiled", "log"]
+NUMBERED = re.compile(r"(\d{5})")
+STEP = re.compile(r"(bad-)?step-(\d+)")
+# Made beside a segment by a certificate, a preflight or an average, and removed by whoever made it, unless it was killed.
+RUNS = ("certificate", "preflight", "export")
+
+
+@dataclass(frozen=True)
+class StoredFolder:
+    """A folder or a file. ``number``: of its segment, or of a diagnosis's anomaly; ``step``: of a checkpoint, −1 of one that was put away."""
+
+    kind: Kind
+    path: Path
+    number: int = 0
+    step: int = 0
+    commit: str = ""  # the first twelve digits
+
+    def bytes(self) -> int:
+        """On the disk."""
+        if not self.path.is_dir():
+            return _size(self.path)
+        return sum(_size(Path(folder) / name) for folder, _, names in os.walk(self.path) for name in names)
+
+
+def stored(workspace: Workspace, ledger: Ledger) -> list[StoredFolder]:
+    """Everything, in a fixed order."""
+    return [*_of_segments(workspace), *_of_candidates(workspace, ledger), *_of_commits(workspace)]
+
+
+def _of_segments(workspace: Workspace) -> Iterator[StoredFolder]:
+    for number, folder in _numbered(workspace.segments):
+        for path in sorted((folder / "checkpoints").glob("*")):
+            if path.is_dir() and (named := STEP.fullmatch(path.name)):
+                yield StoredFolder("checkpoint", path, number, -1 if named[1] else int(named[2]))
+        for name in RUNS:
+            if (folder / name).is_dir():
+                yield StoredFolder("runs", folder / name, number)
+    for kind, place in (("ladder", "ladder"), ("audit", "audits"), ("diagnosis", "diagnoses")):
+        for number, folder in _numbered(workspace.root / place):
+            yield StoredFolder(kind, folder, number)  # type: ignore[arg-type]
+    for path in sorted(workspace.logs.glob("segment-*.log")):
+        if named := NUMBERED.search(path.name):
+            yield StoredFolder("log", path, int(named[1]))
+
+
+def _of_candidates(workspace: Workspace, ledger: Ledger) -> Iterator[StoredFolder]:
+    for path in sorted(workspace.exports.glob("segment-*")):
+        if (named := NUMBERED.search(path.name)) and path.is_dir() and not path.is_symlink():
+            yield StoredFolder("export", path, int(named[1]))
+    rows = ledger.read("SELECT id, segment FROM candidates ORDER BY id")
+    runs = {row["subject"]: row["run_id"] for row in ledger.read("SELECT subject, run_id FROM tracked_runs")}
+    for row in rows:
+        run = runs.get(str(Subject("candidate", row["id"])))
+        path = workspace.mlflow_artifacts / "candidates" / str(run) / "artifacts" / "model"
+        if run and path.is_dir():
+            yield StoredFolder("model", path, row["segment"])
+
+
+def _of_commits(workspace: Workspace) -> Iterator[StoredFolder]:
+    for path in sorted(workspace.worktrees.glob("live-*")):
+        yield StoredFolder("worktree", path, commit=path.name.removeprefix("live-"))
+    for path in sorted((workspace.root / "cache").glob("code-*")):
+        yield StoredFolder("compiled", path, commit=path.name.split("-")[1])
+
+
+def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in sorted(folder.glob("[0-9][0-9][0-9][0-9][0-9]*")):
+        if path.is_dir() and not path.is_symlink():
+            yield int(path.name[:5]), path
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.lstat(path).st_blocks * 512
+    except OSError:
+        return 0  # gone meanwhile

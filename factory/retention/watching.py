@@ -1,0 +1,38 @@
+"""The watch on the disk: below the floor retention removes all that nothing needs, and where that is not enough, training waits."""
+
+from __future__ import annotations
+
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.ledger.files import DISK_LOW, DISK_WELL, low_disk
+from factory.ledger.ledger import Ledger, record
+from factory.retention.cleaning import clean, describe
+from factory.retention.disk import Room, note
+from factory.retention.policy import RetentionPolicy
+
+
+def training_waits(workspace: Workspace, ledger: Ledger, progress: Progress) -> bool:
+    """Is there too little room to train? Removes what can be removed first, and says so when it changes. Once a pass."""
+    note(workspace)
+    policy = RetentionPolicy.load(workspace.policy("retention.yaml"))
+    room = Room.of(workspace)
+    floor = max(policy.floor_bytes, int(policy.floor_share * room.total))
+    was_low = low_disk(ledger) is not None
+    if room.free < floor:
+        cleaned = clean(workspace, ledger, hard=True)
+        if cleaned.gone():
+            progress.line(f"  the disk is almost full: {describe(cleaned)}")
+        room = Room.of(workspace)
+    is_low = room.free < floor
+    if is_low != was_low:
+        with ledger.begin() as tx:
+            record(tx, DISK_LOW if is_low else DISK_WELL, "daemon", {"free": room.free, "floor": floor})
+        if is_low:
+            progress.line(
+                f"  training waits: {room.free / 1e9:.2f} GB are free on the disk of {workspace.root}, and the floor is "
+                f"{floor / 1e9:.2f} GB (floor_bytes, floor_share in policies/retention.yaml). Free some space: what is left is "
+                "needed, and 'factory clean --dry-run' says what for"
+            )
+        else:
+            progress.line(f"  {room.free / 1e9:.2f} GB are free on the disk again: training goes on")
+    return is_low

@@ -1,0 +1,67 @@
+"""How long what failed rests: twice as long after each failure, by a clock that no jump of the date moves. Pure but for that clock."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+NUMBERS = re.compile(r"\d+(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Resting:
+    """Of one thing, named by a key, that failed ``failures`` times in a row and is not tried again before ``until``."""
+
+    says: str
+    about: str  # what is the same while nothing changed
+    failures: int
+    since: float  # seconds of the clock, as ``until``
+    until: float
+    seconds: float
+
+
+class Backoff:
+    def __init__(self, first: float, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """``first`` and ``longest``: seconds."""
+        self.first, self.longest, self.clock = first, longest, clock
+        self._rests: dict[str, Resting] = {}
+
+    def failed(
+        self, key: str, says: str, *, about: str = "", longest: float | None = None, failures: int | None = None
+    ) -> tuple[Resting, bool]:
+        """(how it rests now, is that news). News is another ``about``; by default words that changed by more than numbers.
+        ``failures``: where another counts them."""
+        before, now = self._rests.get(key), self.clock()
+        count = failures or (before.failures + 1 if before else 1)
+        seconds = min(self.first * 2.0 ** min(count - 1, 40), longest or self.longest)
+        about = about or NUMBERS.sub("", says)
+        rest = Resting(says, about, count, before.since if before else now, now + seconds, seconds)
+        self._rests[key] = rest
+        return rest, before is None or before.about != about
+
+    def rests(self, key: str) -> bool:
+        """Is it too early to try it again?"""
+        rest = self._rests.get(key)
+        return rest is not None and self.clock() < rest.until
+
+    def resting(self) -> frozenset[str]:
+        """The keys of all that it is too early for."""
+        return frozenset(key for key in self._rests if self.rests(key))
+
+    def succeeded(self, key: str) -> Resting | None:
+        """Forget it; returns how it rested, if it had failed."""
+        return self._rests.pop(key, None)
+
+    def try_all(self) -> None:
+        """Nothing rests any longer; what failed stays known."""
+        self._rests = {key: replace(rest, until=self.clock()) for key, rest in self._rests.items()}
+
+
+def in_words(seconds: float) -> str:
+    """
+    >>> in_words(7), in_words(400)
+    ('7 s', '6.67 min')
+    """
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"

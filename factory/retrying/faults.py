@@ -1,0 +1,74 @@
+"""Faults of the machine, as a person meets them: a full disk, a locked ledger, a read-only folder, no file handles, no memory.
+
+They pass by themselves, or once a person did something about the machine: whatever was tried is tried again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from factory.core.errors import DiskFullError
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``says`` what is wrong; ``do`` is what helps; ``exit_code`` is that of a command which ends because of it (as in sysexits.h)."""
+
+    says: str
+    do: str
+    exit_code: int
+
+
+FULL = Fault("the disk is full", "free some space", 74)
+READ_ONLY = Fault("there is no permission to write", "make it writable for this user", 73)
+HANDLES = Fault("too few file handles are left", "raise 'ulimit -n', or end other programs", 71)
+MEMORY = Fault("no memory or process is left", "end other programs", 71)
+BROKEN = Fault("the disk reports an error", "free some space, look at the machine's log (dmesg),", 74)
+AWAY = Fault("the file system does not answer", "look at its server", 74)
+LOCKED = Fault("the ledger is locked by another process", "end that process", 75)
+UNOPENED = Fault("the ledger cannot be opened", "look at its folder", 74)
+UNREACHED = Fault("the ledger's server does not answer", "look at the server", 75)
+
+BY_NUMBER = {
+    errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EROFS: READ_ONLY, errno.EACCES: READ_ONLY, errno.EPERM: READ_ONLY,
+    errno.EMFILE: HANDLES, errno.ENFILE: HANDLES, errno.ENOMEM: MEMORY, errno.EAGAIN: MEMORY, errno.EIO: BROKEN, errno.ESTALE: AWAY,
+    errno.ENOTCONN: AWAY,
+}  # fmt: skip
+BY_WORDS = {
+    "database or disk is full": FULL, "database is locked": LOCKED, "database table is locked": LOCKED,
+    "attempt to write a readonly database": READ_ONLY, "disk I/O error": BROKEN, "unable to open database file": UNOPENED,
+    "Too many open files": HANDLES, "No space left on device": FULL, "Read-only file system": READ_ONLY, "can't start new thread": MEMORY,
+}  # fmt: skip
+
+
+def fault_of(error: BaseException) -> Fault | None:
+    """The fault of the machine that an exception, or what it came from, tells of; None: it is none."""
+    for one in _with_causes(error):
+        if isinstance(one, DiskFullError):
+            return FULL
+        if isinstance(one, MemoryError):
+            return MEMORY
+        if isinstance(one, OSError) and one.errno in BY_NUMBER:
+            found = BY_NUMBER[one.errno]
+            return (
+                Fault(f"{found.says} ({os.fsdecode(one.filename)})", found.do, found.exit_code)
+                if one.filename
+                else found
+            )
+        if type(one).__module__.startswith("psycopg") and type(one).__name__ == "OperationalError":
+            return UNREACHED
+        if isinstance(one, sqlite3.Error | RuntimeError) or "(sqlite3." in str(one):
+            for words, found in BY_WORDS.items():
+                if words in str(one):
+                    return found
+    return None
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -1,0 +1,140 @@
+"""The tries of a segment: a trainer that died is started again from its newest checkpoint, and parked when that makes no progress.
+
+Deaths are counted from the newest checkpoint: after one that was made since the last death the count begins again. Unfinished progress is
+never left behind: nothing else is planned while a segment is parked, until a person says ``factory retry`` or ``factory abandon``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from factory.core.errors import InputError, SegmentError
+from factory.ledger.rows import Reads, SegmentRow, Subject
+
+if TYPE_CHECKING:
+    from factory.ledger.ledger import Ledger
+    from factory.retrying.endings import Ending
+
+CHECKPOINT = re.compile(r"step-(\d{1,15})")
+STUMBLED, FAILED, RETRIED, ABANDONED, ASKED = (
+    "segment_stumbled", "segment_failed", "segment_retried", "segment_abandoned", "retry_asked",
+)  # fmt: skip
+
+
+class TrainerDiedError(SegmentError):
+    """A trainer ended before its segment did. ``tries``: how often since the segment's newest checkpoint; ``parked``: too often."""
+
+    def __init__(self, says: str, tries: int, parked: bool) -> None:
+        super().__init__(says)
+        self.tries, self.parked = tries, parked
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest whole checkpoint in a segment's folder; None: there is none."""
+    found = (CHECKPOINT.fullmatch(path.name) for path in (folder / "checkpoints").glob("step-*"))
+    return max((int(one.group(1)) for one in found if one), default=None)
+
+
+def record_death(ledger: Ledger, row: SegmentRow, ending: Ending, code: int, tries: int, final: bool) -> SegmentRow:
+    """Write down how a trainer of a segment ended, and park the segment after ``tries`` without progress, or at once if ``final``;
+    returns the row as it is now."""
+    from factory.ledger.ledger import record, segments
+
+    step = newest_step(Path(row.folder))
+    before = _steps_at_deaths(ledger, row.id)
+    progress = bool(before) and step is not None and step > max(before)
+    attempts = 1 if progress else row.attempts + 1
+    parked = final or attempts >= tries
+    with ledger.begin() as tx:
+        outcome = {"state": "failed", "finished_at": time.time()} if parked else {}
+        tx.execute(segments.update().where(segments.c.id == row.id).values(attempts=attempts, **outcome))
+        detail = {"exit": code, "how": ending.kind, "said": ending.says, "step": step, "tries": attempts}
+        record(tx, FAILED if parked else STUMBLED, Subject("segment", row.id), detail)
+    return SegmentRow.get(ledger, row.id)
+
+
+def _steps_at_deaths(db: Reads, segment: int) -> list[int]:
+    """Of the newest checkpoint at each death since a person had the segment tried again; −1: there was none."""
+    subject = str(Subject("segment", segment))
+    rows = db.read("SELECT kind, detail FROM events WHERE subject = :subject ORDER BY id", subject=subject)
+    steps: list[int] = []
+    for row in rows:
+        if row["kind"] == RETRIED:
+            steps = []
+        elif row["kind"] == STUMBLED:
+            step = (row["detail"] or {}).get("step")
+            steps.append(-1 if step is None else step)
+    return steps
+
+
+def parked(db: Reads) -> SegmentRow | None:
+    """The newest segment that trains, if it is parked: a person decides about it before anything else trains."""
+    newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
+    return newest if newest is not None and newest.state == "failed" else None
+
+
+def describe_parked(db: Reads, row: SegmentRow) -> str:
+    """A sentence for a person: what is parked, why, and the two commands to choose from."""
+    step = newest_step(Path(row.folder))
+    where = f"at step {step}" if step is not None else "before its first checkpoint"
+    newest = db.read(
+        f"SELECT detail FROM events WHERE subject = :subject AND kind = '{FAILED}' ORDER BY id DESC LIMIT 1",
+        subject=str(Subject("segment", row.id)),
+    )
+    said = str((newest[0]["detail"] or {}).get("said", "")).removeprefix(": ") if newest else ""
+    goes_on = f"goes on from step {step}" if step is not None else "begins it again"
+    return (
+        f"segment {row.id} ({row.kind}, steps {row.first_step}–{row.last_step}) is parked {where}"
+        f"{f': it {said}' if said else ''}. Training waits: correct the cause, then 'factory retry {row.id}' {goes_on}; "
+        f"'factory abandon {row.id}' gives its steps up and trains on from before them"
+    )
+
+
+def refuse_parked(db: Reads) -> None:
+    """Raises: InputError while a segment is parked."""
+    if row := parked(db):
+        raise InputError(describe_parked(db, row))
+
+
+def retry(ledger: Ledger, segment: int | None, by: str) -> str:
+    """Have the daemon try all at once that waits after a failure, and a parked segment again; returns a line for a person.
+
+    Raises: InputError for a segment that is neither parked nor planned.
+    """
+    from factory.ledger.ledger import record, segments
+
+    with ledger.begin() as tx:
+        record(tx, ASKED, "daemon", {"by": by, "segment": segment})
+    if segment is None:
+        return "the daemon tries again now what waits after a failure"
+    row = SegmentRow.get(ledger, segment)
+    if row.state not in ("failed", "planned"):
+        raise InputError(f"segment {segment} is {row.state}: only a parked segment, or one that waits, is tried again")
+    with ledger.begin() as tx:
+        changed = {"state": "planned", "attempts": 0, "finished_at": None}
+        tx.execute(segments.update().where(segments.c.id == segment).values(**changed))
+        record(tx, RETRIED, Subject("segment", segment), {"by": by})
+    step = newest_step(Path(row.folder))
+    return f"segment {segment} goes on from {f'step {step}' if step is not None else 'its beginning'} at the next pass"
+
+
+def abandon(ledger: Ledger, segment: int, by: str) -> str:
+    """Give up what a parked segment trained: the next one goes on from what was done before it. Its folder stays.
+
+    Raises: InputError for a segment that is not parked.
+    """
+    from factory.ledger.ledger import record, segments
+
+    row = SegmentRow.get(ledger, segment)
+    if row.state != "failed":
+        raise InputError(f"segment {segment} is {row.state}, not parked: there is nothing to abandon")
+    step = newest_step(Path(row.folder))
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == segment).values(state="abandoned"))
+        record(tx, ABANDONED, Subject("segment", segment), {"by": by, "step": step})
+    begins = f"from step {row.first_step}" if row.parent else "anew, at step 0"
+    lost = f"{step - row.first_step} steps are given up" if step is not None else "no step is lost"
+    return f"segment {segment} is abandoned: {lost}, and the next one goes on {begins}. Its checkpoints stay in {row.folder}"

@@ -1,0 +1,30 @@
+"""Work for a client is given up once the client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from starlette.requests import Request
+
+Made = TypeVar("Made")
+POLL_SECONDS = 1.0
+
+
+class Gone(Exception):
+    """The client closed its connection."""
+
+
+async def unless_gone(request: Request, work: Awaitable[Made]) -> Made:
+    """What ``work`` makes. The body of ``request`` must have been read. Raises: Gone, after ``work`` was cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=POLL_SECONDS))[0]:
+            if await request.is_disconnected():
+                raise Gone
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])

@@ -1,0 +1,183 @@
+"""Continuous batching: sequences join and leave between any two steps, and none sees that others are there.
+
+Rows of the cache: first those whose prompt is read (``_ready`` of them, decoded together), then those that still read theirs. A step reads at
+most ``CHUNK`` prompt tokens, so that a long prompt does not hold up who is writing, and then writes a token for each ready row. A row that
+leaves is replaced by the last one, so the rows in use are always a slice and nothing is copied to read them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from factory.serving.api.defaults import Sampling
+from factory.serving.native.decoder import CachedDecoder
+from factory.serving.native.sampling import draw
+
+CHUNK = 512  # prompt tokens a step
+MOST_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sequence to continue. ``prompt`` and ``most_tokens`` together fit the model's context."""
+
+    key: int
+    prompt: list[int]
+    most_tokens: int
+    sampling: Sampling = Sampling()
+    stop_ids: frozenset[int] = frozenset()
+    top: int = 0  # this many likeliest tokens are told with each
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Token:
+    """What a step wrote for a job. ``end``: 'stop' (this token is one of ``stop_ids``), 'length' or 'failed'; empty: it goes on."""
+
+    key: int
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    end: str = ""
+
+
+@dataclass
+class _Row:
+    job: Job
+    generator: torch.Generator
+    length: int = 0  # columns written
+    written: list[int] = field(default_factory=list)
+
+    @property
+    def columns(self) -> int:
+        return len(self.job.prompt) + self.job.most_tokens
+
+
+class RunningBatch:
+    """``room``: how many cache columns, rows × longest row, may be held at once; one context at least."""
+
+    def __init__(self, decoder: CachedDecoder, room: int) -> None:
+        self.decoder, self.room = decoder, max(room, decoder.config.context)
+        self._waiting: deque[Job] = deque()
+        self._rows: list[_Row] = []
+        self._ready = 0
+        self._cache = decoder.new_cache(0, 0)
+
+    def add(self, job: Job) -> None:
+        assert job.prompt and job.most_tokens > 0
+        assert len(job.prompt) + job.most_tokens <= self.decoder.config.context
+        self._waiting.append(job)
+
+    def cancel(self, key: int) -> None:
+        """Forget a job, wherever it is."""
+        self._waiting = deque(job for job in self._waiting if job.key != key)
+        for number, row in enumerate(self._rows):
+            if row.job.key == key:
+                self._leave(number)
+                return
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._rows)
+
+    def step(self) -> list[Token]:
+        """Read prompts, write a token for each row whose prompt is read. Empty only while there is nothing to do or a long prompt is read."""
+        self._admit()
+        ready = self._ready
+        found = self._read_prompts()
+        if ready:  # who got the first token just now stands behind these
+            found += self._write(ready)
+        ended = {token.key for token in found if token.end}
+        for number in reversed(range(self._ready)):
+            if self._rows[number].job.key in ended:
+                self._leave(number)
+        return found
+
+    # -- the steps ------------------------------------------------------------------------------------------------------
+    def _admit(self) -> None:
+        while self._waiting and len(self._rows) < MOST_ROWS:
+            job = self._waiting[0]
+            columns = max([len(job.prompt) + job.most_tokens, *(row.columns for row in self._rows)])
+            if self._rows and (len(self._rows) + 1) * columns > self.room:
+                return  # in order of arrival: a long one is not overtaken for ever
+            self._waiting.popleft()
+            self._rows.append(_Row(job, torch.Generator().manual_seed(job.seed)))
+            self._grow(len(self._rows), columns)
+
+    def _grow(self, rows: int, columns: int) -> None:
+        had = self._cache
+        if rows <= had.shape[2] and columns <= had.shape[4]:
+            return
+        if (more := min(2 * rows, MOST_ROWS)) * columns <= self.room:
+            rows = more
+        kept_rows, kept_columns = min(rows, had.shape[2]), min(columns, had.shape[4])
+        self._cache = self.decoder.new_cache(rows, columns)
+        self._cache[:, :, :kept_rows, :, :kept_columns] = had[:, :, :kept_rows, :, :kept_columns]
+
+    def _read_prompts(self) -> list[Token]:
+        found, left = [], CHUNK
+        while left and self._ready < len(self._rows):
+            row = self._rows[self._ready]
+            piece = row.job.prompt[row.length : row.length + left]
+            logits_V = self._logits(self._ready, [piece], [row.length])[0]
+            row.length += len(piece)
+            left -= len(piece)
+            if row.length == len(row.job.prompt):
+                self._ready += 1
+                found += self._tokens([row], logits_V[None])
+        return found
+
+    def _write(self, count: int) -> list[Token]:
+        rows = self._rows[:count]
+        logits_BV = self._logits(0, [row.written[-1:] for row in rows], [row.length for row in rows])
+        for row in rows:
+            row.length += 1
+        return self._tokens(rows, logits_BV)
+
+    def _logits(self, first: int, tokens: list[list[int]], starts: list[int]) -> torch.Tensor:
+        device = self.decoder.device
+        rows = self._cache[:, :, first : first + len(tokens)]
+        return self.decoder.logits(torch.tensor(tokens, device=device), torch.tensor(starts, device=device), rows)
+
+    def _tokens(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Token]:
+        sound = torch.isfinite(logits_BV).all(1).tolist()
+        best = logits_BV.argmax(1).tolist()
+        chosen = [
+            draw(logits_V, row.job.sampling, row.generator) if ok and row.job.sampling.temperature > 0 else token
+            for row, logits_V, ok, token in zip(rows, logits_BV, sound, best, strict=True)
+        ]
+        logprobs_BV = logits_BV.log_softmax(1)
+        own = logprobs_BV.gather(1, torch.tensor(chosen, device=self.decoder.device)[:, None])[:, 0].tolist()
+        most = max(row.job.top for row in rows)
+        likeliest, ids = (part.tolist() for part in logprobs_BV.topk(min(most, logprobs_BV.shape[1])))
+        found = []
+        for number, (row, token) in enumerate(zip(rows, chosen, strict=True)):
+            row.written.append(token)
+            end = "length" if len(row.written) == row.job.most_tokens else ""
+            end = "stop" if token in row.job.stop_ids else end
+            pairs = zip(ids[number][: row.job.top], likeliest[number][: row.job.top], strict=True)
+            found.append(Token(row.job.key, token, own[number], tuple(pairs), end if sound[number] else "failed"))
+        return found
+
+    def _leave(self, number: int) -> None:
+        """Its place goes to the last ready row, whose own goes to the last row of all."""
+        if number < self._ready:
+            self._ready -= 1
+            self._move(self._ready, number)
+            number = self._ready
+        self._move(len(self._rows) - 1, number)
+        self._rows.pop()
+        if not self._rows:
+            self._cache = self.decoder.new_cache(0, 0)
+
+    def _move(self, source: int, target: int) -> None:
+        if source != target:
+            row = self._rows[target] = self._rows[source]
+            self._cache[:, :, target, :, : row.length] = self._cache[:, :, source, :, : row.length]

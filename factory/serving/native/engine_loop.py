@@ -1,0 +1,113 @@
+"""The thread that steps a ``RunningBatch``: jobs come in from any thread, tokens go out to each job's own listener.
+
+What it can not survive (log-probabilities that are no numbers, an error of the device) ends every job with a reason and makes the engine
+unhealthy for good: who supervises it starts another process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from factory.serving.native.batch import Job, RunningBatch, Token
+
+Listener = Callable[[Token | None], None]  # None: the job ended without another token, ``EngineLoop.problem`` says why
+MOST_WAITING = 1024
+HUNG_SECONDS, HUNG = 60.0, 50
+NOT_NUMBERS = (
+    "the model's log-probabilities are not finite numbers: its weights, or the memory that holds them, are broken"
+)
+
+
+class EngineLoop:
+    """``submit`` and ``cancel`` may be called from any thread; listeners are called from this one and must not block."""
+
+    def __init__(self, batch: RunningBatch) -> None:
+        self._batch = batch
+        self._listeners: dict[int, Listener] = {}
+        self._added: list[Job] = []
+        self._cancelled: list[int] = []
+        self._wake = threading.Condition()
+        self._next_key = 0
+        self.problem = ""  # why it no longer works
+        self._began: float | None = None  # of the step that runs
+        self._slowest = 0.0  # seconds of a step
+        self.tokens_written = self.prompt_tokens = self.steps = 0
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def submit(self, listener: Listener, make: Callable[[int], Job]) -> int | None:
+        """The key of a new job, which ``make`` makes from it; None when too many wait, or the engine is broken (``problem``)."""
+        with self._wake:
+            if self.problem or len(self._added) + self._batch.waiting >= MOST_WAITING:
+                return None
+            key = self._next_key = self._next_key + 1
+            self._listeners[key] = listener
+            self._added.append(make(key))
+            self._wake.notify()
+            return key
+
+    def cancel(self, key: int) -> None:
+        """Nobody listens any more. Of a job that ended, nothing."""
+        with self._wake:
+            if self._listeners.pop(key, None):
+                self._cancelled.append(key)
+                self._wake.notify()
+
+    @property
+    def unhealthy(self) -> str:
+        """Why it does not work; empty: it does. A step hangs when it takes ``HUNG`` times as long as the slowest before it, and a minute."""
+        began = self._began
+        taken = time.monotonic() - began if began is not None else 0.0
+        hung = self.steps and taken > max(HUNG_SECONDS, HUNG * self._slowest)
+        return self.problem or (f"a step has not ended after {taken:.0f} s" if hung else "")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers for the metrics page."""
+        return {
+            "running": self._batch.running,
+            "waiting": self._batch.waiting + len(self._added),
+            "steps_total": self.steps,
+            "tokens_total": self.tokens_written,
+            "prompt_tokens_total": self.prompt_tokens,
+        }
+
+    def _run(self) -> None:
+        try:
+            while not self.problem:
+                self._take()
+                self._began = time.monotonic()
+                tokens = self._batch.step()
+                self._slowest = max(self._slowest, time.monotonic() - self._began)
+                self._began = None
+                self.steps += 1
+                self._tell(tokens)
+        except Exception as error:
+            self.problem = f"the engine failed: {type(error).__name__}: {error}"
+        with self._wake:
+            listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener(None)
+
+    def _take(self) -> None:
+        with self._wake:
+            while not (self._added or self._cancelled or self._batch.running or self._batch.waiting):
+                self._wake.wait()
+            added, self._added = self._added, []
+            cancelled, self._cancelled = self._cancelled, []
+        for job in added:
+            self._batch.add(job)
+            self.prompt_tokens += len(job.prompt)
+        for key in cancelled:
+            self._batch.cancel(key)
+
+    def _tell(self, tokens: list[Token]) -> None:
+        for token in tokens:
+            if token.end == "failed":
+                self.problem = NOT_NUMBERS
+            with self._wake:
+                listener = self._listeners.pop(token.key, None) if token.end else self._listeners.get(token.key)
+            if listener:
+                self.tokens_written += 1
+                listener(token)

@@ -1,0 +1,213 @@
+"""``python -m factory.serving.native.server EXPORT SOCKET``: the embedded engine, one process, which answers OpenAI's API on a Unix socket.
+
+It listens once the weights are loaded. No key, no network: the router stands in front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from factory.core.errors import FactoryError
+from factory.core.exports import folder_sha256
+from factory.evals.token_bytes import TokenBytes
+from factory.release.serving import MODEL_NAME
+from factory.serving.api.disconnects import Gone, unless_gone
+from factory.serving.api.errors import ApiError
+from factory.serving.api.request import CompletionAsk, chat_ids, load_served, parse_body, read_request, text_ids
+from factory.serving.native.batch import Job, RunningBatch, Token
+from factory.serving.native.decoder import CachedDecoder
+from factory.serving.native.engine_loop import NOT_NUMBERS, EngineLoop
+from factory.serving.native.replies import ChoiceReply, Completion
+
+Written = tuple[ChoiceReply, str, Token]  # a token, and the text that it makes certain
+
+
+class NativeEngine:
+    """An export, loaded, and the requests on it."""
+
+    def __init__(self, export: Path, device: torch.device) -> None:
+        """Raises: InputError for an export that cannot be served."""
+        decoder = CachedDecoder.load(export, device)
+        self._served = load_served(export)
+        self._bytes = TokenBytes.load(export)
+        self.release = folder_sha256(export)[:16]
+        self.loop = EngineLoop(RunningBatch(decoder, _free_bytes(device) // decoder.bytes_a_token))
+
+    def read(self, body: bytes, chat: bool) -> CompletionAsk:
+        """Raises: ApiError."""
+        return read_request(parse_body(body), chat, self._served)
+
+    def tokenize(self, body: bytes) -> list[int]:
+        """As vLLM's /tokenize: of a prompt, or of messages. Raises: ApiError."""
+        data = parse_body(body)
+        if "messages" in data:
+            return chat_ids(data, self._served.tokenizer)
+        return list(text_ids(data, self._served)[0])
+
+    def reply(self, ask: CompletionAsk) -> Completion:
+        return Completion(ask, self._bytes, self.release)
+
+    async def tokens(self, ask: CompletionAsk, reply: Completion) -> AsyncIterator[Written]:
+        """Each token of each choice as it comes. Raises: ApiError."""
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
+        keys = []
+        seed = secrets.randbits(62) if ask.seed is None else ask.seed
+        try:
+            for choice in reply.choices:
+                prompt = list(ask.prompts[choice.index // ask.n])
+
+                def listen(token: Token | None, number: int = choice.index) -> None:
+                    loop.call_soon_threadsafe(queue.put_nowait, (number, token))
+
+                def make(key: int, prompt: list[int] = prompt, number: int = choice.index) -> Job:
+                    own = (seed + number) % (1 << 63)
+                    return Job(key, prompt, ask.most_tokens, ask.sampling, ask.stop_ids, ask.logprobs or 0, own)
+
+                key = self.loop.submit(listen, make)
+                if key is None:
+                    raise ApiError(
+                        503, self.loop.problem or "too many requests wait: try again later", code="overloaded"
+                    )
+                keys.append(key)
+            left = len(reply.choices)
+            while left:
+                number, token = await queue.get()
+                choice = reply.choices[number]
+                if token is None:  # another request's tokens, or the device: this one may be asked again elsewhere
+                    raise ApiError(503, self.loop.problem, code="engine_failed")
+                if token.end == "failed":
+                    raise ApiError(500, NOT_NUMBERS, code="not_finite")
+                if choice.finish:
+                    continue
+                words = choice.add(token)
+                if choice.finish:
+                    left -= 1
+                    self.loop.cancel(keys[number])
+                yield choice, words, token
+        finally:
+            for key in keys:
+                self.loop.cancel(key)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """For the cache: half of what is free, as it is copied when it grows."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return int(free) // 4
+
+
+def application(engine: NativeEngine) -> Starlette:
+    def answering(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ApiError as error:
+                return JSONResponse(error.body(), error.status)
+            except (Gone, ClientDisconnect):
+                return Response(status_code=499)
+
+        return answer
+
+    def generation(chat: bool) -> Callable[[Request], Awaitable[Response]]:
+        async def generate(request: Request) -> Response:
+            ask = engine.read(await request.body(), chat)
+            reply = engine.reply(ask)
+            if not ask.stream:
+                return JSONResponse(await unless_gone(request, _finish(engine, ask, reply)))
+            tokens = engine.tokens(ask, reply)
+            first = await unless_gone(
+                request, anext(tokens)
+            )  # what fails before it is an answer with a status, not an event
+            return StreamingResponse(_events(ask, reply, first, tokens), media_type="text/event-stream")
+
+        return answering(generate)
+
+    async def health(request: Request) -> Response:
+        problem = engine.loop.unhealthy
+        return JSONResponse({"ok": not problem, "problem": problem, **engine.loop.counts}, 503 if problem else 200)
+
+    async def tokenize(request: Request) -> Response:
+        ids = engine.tokenize(await request.body())
+        return JSONResponse({"tokens": ids, "count": len(ids)})
+
+    async def metrics(request: Request) -> Response:
+        lines = [f"factory_engine_{name} {value}\n" for name, value in engine.loop.counts.items()]
+        return PlainTextResponse("".join(lines))
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", generation(True), methods=["POST"]),
+            Route("/v1/completions", generation(False), methods=["POST"]),
+            Route("/tokenize", answering(tokenize), methods=["POST"]),
+            Route("/health", health),
+            Route("/metrics", metrics),
+        ]
+    )
+
+
+async def _finish(engine: NativeEngine, ask: CompletionAsk, reply: Completion) -> dict[str, Any]:
+    async for _ in engine.tokens(ask, reply):
+        pass
+    return reply.whole()
+
+
+async def _events(
+    ask: CompletionAsk, reply: Completion, first: Written, tokens: AsyncIterator[Written]
+) -> AsyncIterator[str]:
+    """Server-sent events. A token without certain text waits for the next one of its choice."""
+    waiting: dict[int, list[Token]] = {}
+    begun: set[int] = set()
+    try:
+        async for choice, words, token in _chain(first, tokens):
+            held = waiting.setdefault(choice.index, [])
+            held.append(token)
+            if words or choice.finish:
+                yield _event(reply.chunk(choice, words, held, choice.index not in begun))
+                begun.add(choice.index)
+                held.clear()
+        if ask.usage_in_stream:
+            yield _event(reply.usage_chunk())
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        yield _event(error.body())
+
+
+async def _chain(first: Written, others: AsyncIterator[Written]) -> AsyncIterator[Written]:
+    yield first
+    async for item in others:
+        yield item
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def main(arguments: list[str]) -> int:
+    export, socket = arguments
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        engine = NativeEngine(Path(export), device)
+    except FactoryError as error:
+        print(f"{MODEL_NAME}: {error}", file=sys.stderr)
+        return error.exit_code
+    options = uvicorn.Config(application(engine), uds=socket, log_level="warning", access_log=False, lifespan="off")
+    uvicorn.Server(options).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""``factory serve``: the router on its address, the supervisor beside it, both in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from factory.core.errors import InputError
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import Subject
+from factory.serving.champion import read_champion
+from factory.serving.engines import EngineKind
+from factory.serving.router import application
+from factory.serving.swap import Supervisor
+
+CLOSE_SECONDS = 5  # for requests in flight after an interrupt
+
+
+def serve(
+    workspace: Workspace, kind: EngineKind, *, host: str, port: int, key: str, say: Callable[[str], None]
+) -> None:
+    """Serve the champion until interrupted. ``port`` 0: a free one, which is said.
+
+    Raises: InputError for an address that cannot be had, or one that others can reach without a key.
+    """
+    if not key and not _loopback(host):
+        raise InputError(f"--host {host}: others can reach it, so a key is required: --key, or $FACTORY_SERVE_KEY")
+    listening = _listen(host, port)
+    ledger = Ledger.open(workspace.ledger_url)
+
+    def note(event: str, release: int, detail: dict[str, Any]) -> None:
+        with ledger.begin() as tx:
+            record(tx, event, Subject("release", release), detail)
+
+    supervisor = Supervisor(kind, lambda: read_champion(workspace), say, workspace.logs, note)
+    where = f"[{host}]" if ":" in host else host
+    say(f"http://{where}:{listening.getsockname()[1]}/v1 is open (Ctrl-C ends it)")
+    asyncio.run(_run(supervisor, listening, key))
+
+
+async def _run(supervisor: Supervisor, listening: socket.socket, key: str) -> None:
+    options = uvicorn.Config(
+        application(supervisor, key),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+    )
+    looking = asyncio.ensure_future(supervisor.run())
+    server = uvicorn.Server(options)
+    looking.add_done_callback(lambda _: setattr(server, "should_exit", True))  # only a bug ends it
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        looking.cancel()
+        ended = (await asyncio.gather(looking, return_exceptions=True))[0]
+        await supervisor.close()
+    if isinstance(ended, Exception):
+        raise ended
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises: InputError when the address is taken, or not this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(2048)
+        except BaseException:
+            listening.close()
+            raise
+    except OSError as error:
+        raise InputError(
+            f"{host}:{port} cannot be listened on: {error.strerror or error}; name another with --host or --port"
+        ) from error
+    return listening

@@ -1,0 +1,131 @@
+"""``logs/daemon.log``: what the daemon said and did, as JSON lines, and ``logs/doing.json``: what it is doing now.
+
+``LoggedProgress`` stands between the daemon and the terminal. A log that cannot be written (a full disk) holds nothing up. A file of
+``FILE_BYTES`` is renamed ``daemon.log.1``, and so on; the oldest goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from factory.core.left_files import read_tail
+from factory.core.progress import Progress, Task
+from factory.core.workspace import Workspace
+from factory.retrying.pausing import local
+from factory.watching.moments import iso, span
+from factory.watching.running import DOING
+
+NAME = "daemon.log"
+FILE_BYTES = 4 << 20
+FILES = 4
+POLL_SECONDS = 0.5
+LINE_BYTES = 1 << 14
+
+
+class LoggedProgress:
+    """``Progress`` that passes everything on, and keeps it."""
+
+    def __init__(self, workspace: Workspace, shown: Progress) -> None:
+        self.path, self.note, self.shown = workspace.logs / NAME, workspace.logs / DOING, shown
+        self._lock = threading.Lock()
+        self._tasks: list[tuple[str, float]] = []
+        self._doing()
+
+    def line(self, text: str) -> None:
+        self._write("said", text.strip())
+        self.shown.line(text)
+
+    @contextmanager
+    def task(self, title: str, total: float | None = None) -> Iterator[Task]:
+        began = (title, time.time())
+        self._write("began", title)
+        with self._lock:
+            self._tasks.append(began)
+        self._doing()
+        try:
+            with self.shown.task(title, total) as task:
+                yield task
+        finally:
+            with self._lock:
+                self._tasks.remove(began)
+            self._write("ended", title, seconds=round(time.time() - began[1], 3))
+            self._doing()
+
+    def _write(self, kind: str, text: str, **more: Any) -> None:
+        printable = text[:LINE_BYTES].encode("utf-8", "backslashreplace").decode()
+        entry = {"at": iso(time.time()), "process": os.getpid(), "kind": kind, "text": printable, **more}
+        line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):
+            if self.path.exists() and self.path.stat().st_size + len(line) > FILE_BYTES:
+                self._rotate()
+            with open(self.path, "ab", buffering=0) as file:
+                file.write(line)
+
+    def _rotate(self) -> None:
+        numbered = [self.path, *(self.path.with_name(f"{NAME}.{n}") for n in range(1, FILES))]
+        for older, newer in zip(reversed(numbered), reversed(numbered[:-1])):
+            if newer.exists():
+                os.replace(newer, older)
+
+    def _doing(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            title, since = self._tasks[-1] if self._tasks else ("", time.time())
+            aside = self.note.with_name(f".{DOING}")
+            aside.write_text(json.dumps({"process": os.getpid(), "task": title, "since": since}))
+            os.replace(aside, self.note)
+
+
+def entries(workspace: Workspace, count: int, until: int | None = None) -> list[dict[str, Any]]:
+    """The newest so many of the log, oldest first. ``until``: so many bytes of the newest file."""
+    found: list[dict[str, Any]] = []
+    for path in (workspace.logs / NAME, *(workspace.logs / f"{NAME}.{n}" for n in range(1, FILES))):
+        if len(found) < count:
+            lines = read_tail(path, FILE_BYTES)[:until].split(b"\n")
+            found = [entry for line in lines if (entry := _parsed(line))] + found
+            until = None
+    return found[-count:] if count else []
+
+
+def follow(workspace: Workspace, count: int) -> Iterator[dict[str, Any]]:
+    """The newest so many, and then what is added, for ever; a file that was renamed meanwhile is read to its end first."""
+    path = workspace.logs / NAME
+    path.touch()
+    file = open(path, "rb")  # noqa: SIM115 (open as long as it is the newest)
+    yield from entries(workspace, count, until=file.seek(0, os.SEEK_END))
+    rest = b""
+    while True:
+        renamed = path.exists() and not os.path.samestat(os.fstat(file.fileno()), path.stat())
+        *lines, rest = (rest + file.read()).split(b"\n")  # nothing is added once it is renamed
+        yield from (entry for line in lines if (entry := _parsed(line)))
+        if renamed:
+            file.close()
+            file, rest = open(path, "rb"), b""  # noqa: SIM115
+        else:
+            time.sleep(POLL_SECONDS)
+
+
+def describe(entry: dict[str, Any]) -> str:
+    """A line for a person."""
+    at = str(entry.get("at", ""))
+    with contextlib.suppress(ValueError):
+        from datetime import datetime
+
+        at = local(datetime.fromisoformat(at).timestamp())
+    word = {"began": "begins: ", "ended": "ended: "}.get(str(entry.get("kind")), "")
+    took = f" ({span(entry['seconds'])})" if "seconds" in entry else ""
+    return f"{at}  {word}{entry.get('text', '')}{took}"
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None  # cut off, or half written
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,44 @@
+"""Moments and spans of time, as a person reads them and as a program does."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+MOMENTS = frozenset(
+    {"at", "created_at", "finished_at", "since", "doing_since", "ingested_at"}
+)  # keys whose values are moments
+
+
+def iso(at: float) -> str:
+    """The same for a program: ISO 8601 with the offset from UTC.
+
+    >>> datetime.fromisoformat(iso(1700000000.0)).timestamp()
+    1700000000.0
+    """
+    return datetime.fromtimestamp(at).astimezone().isoformat(timespec="seconds")
+
+
+def span(seconds: float) -> str:
+    """
+    >>> span(4.2), span(250), span(7300), span(400000)
+    ('4 s', '4 min', '2.0 h', '4.6 days')
+    """
+    if seconds < 90:
+        return f"{max(0.0, seconds):.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
+
+
+def with_iso(value: Any, key: str = "") -> Any:
+    """JSON-ready data with every moment as ISO 8601.
+
+    >>> with_iso({"n": 1.5, "at": None, "rows": [{"at": 0.0}]})["rows"][0]["at"][:3]
+    '197'
+    """
+    if isinstance(value, dict):
+        return {name: with_iso(part, name) for name, part in value.items()}
+    if isinstance(value, list):
+        return [with_iso(part) for part in value]
+    return iso(value) if key in MOMENTS and isinstance(value, int | float) else value

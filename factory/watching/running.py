@@ -1,0 +1,113 @@
+"""Whether the daemon runs, what it does now, and how far its segment is: from its lock, its note and the segment's own files."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from factory.core.left_files import parse_json, read_tail
+from factory.core.workspace import Workspace
+from factory.ledger.rows import Reads, SegmentRow
+
+LOCK_FILE = "model-loop.lock"
+DOING = "doing.json"  # in logs/: {"process", "task", "since"}
+TAIL_BYTES = 1 << 16
+RATE_STEPS = 32  # newest steps that the rate is measured from
+
+
+def daemon(workspace: Workspace) -> dict[str, Any]:
+    """``running``: does a process hold the model loop's lock? ``process``, ``command``, ``since``; ``doing`` and ``doing_since`` where it
+    says so."""
+    path = workspace.root / LOCK_FILE
+    try:
+        process, since = int(path.read_text().strip() or 0), path.stat().st_mtime
+    except (OSError, ValueError):
+        return {"running": False}
+    if not process or not _holds(process, path):
+        return {"running": False}
+    command = _command(process)
+    return {"running": True, "process": process, "command": command, "since": since} | _doing(workspace, process)
+
+
+def _holds(process: int, lock: Path) -> bool:
+    """Does a process have the lock's file open? Another user's is believed to."""
+    try:
+        opened = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{process}/fd")]
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return os.path.realpath(lock) in opened
+
+
+def _command(process: int) -> str:
+    """As a person typed it."""
+    try:
+        words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    short = [os.path.basename(words[0]), *words[1:]]
+    begins = next((n for n, word in enumerate(short) if os.path.basename(word) == "factory"), 0)
+    return " ".join(["factory", *short[begins + 1 :]] if begins else short).strip()
+
+
+def _doing(workspace: Workspace, process: int) -> dict[str, Any]:
+    try:
+        found = json.loads((workspace.logs / DOING).read_text())
+        if found["process"] == process and found["task"]:
+            return {"doing": str(found["task"]), "doing_since": float(found["since"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return {}
+
+
+def segment_now(db: Reads, now: float | None = None) -> dict[str, Any] | None:
+    """The planned segment with the numbers of its newest step; None: there is none.
+
+    ``step`` done of ``last_step``, ``loss``, ``tokens_per_s`` and ``step_seconds`` of the newest steps, ``eta_seconds``, ``age_seconds`` since it
+    was planned, ``quiet_seconds`` since its newest step.
+    """
+    row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
+    if row is None:
+        return None
+    now = time.time() if now is None else now
+    facts: dict[str, Any] = row.only("id kind first_step last_step attempts created_at") | {
+        "step": row.first_step, "loss": None, "tokens_per_s": None, "step_seconds": None, "eta_seconds": None,
+        "age_seconds": now - row.created_at, "quiet_seconds": None,
+    }  # fmt: skip
+    lines = newest_lines(Path(row.folder) / "metrics.jsonl")
+    if not lines:
+        return facts
+    newest = lines[-1]
+    facts |= {"step": newest["step"] + 1, "loss": _number(newest, "loss"), "quiet_seconds": now - newest["time"]}
+    seconds = [b["time"] - a["time"] for a, b in zip(lines, lines[1:]) if b["step"] == a["step"] + 1]
+    rates = [rate for line in lines[-RATE_STEPS:] if (rate := _number(line, "tokens_per_s"))]
+    if rates:
+        facts["tokens_per_s"] = sorted(rates)[len(rates) // 2]
+    if seconds:
+        facts["step_seconds"] = sorted(seconds[-RATE_STEPS:])[len(seconds[-RATE_STEPS:]) // 2]
+        facts["eta_seconds"] = max(0.0, facts["step_seconds"] * (row.last_step - facts["step"]))
+    return facts
+
+
+def newest_lines(path: Path) -> list[dict[str, Any]]:
+    """The newest whole lines of a metrics.jsonl that have a step and a time, oldest first. Its trainer may be at work, and is not trusted."""
+    found = []
+    for line in read_tail(path, TAIL_BYTES).split(b"\n")[:-1]:
+        try:
+            one = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(one, dict) and type(one.get("step")) is int and _number(one, "time") is not None:
+            found.append(one)
+    return found
+
+
+def _number(line: dict[str, Any], key: str) -> float | None:
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:  # NaN too
+        return None
+    return float(value)

@@ -1,0 +1,84 @@
+"""What waits for a person, each with the command to give. Read from the ledger and the names in the inbox."""
+
+from __future__ import annotations
+
+import os
+
+from factory.core.workspace import Workspace
+from factory.ledger.anomalies import ASKED, CLOSED, newest_about
+from factory.ledger.files import held, low_disk
+from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.retrying.pausing import pause_of
+from factory.retrying.tries import parked
+
+
+def waiting(workspace: Workspace, db: Reads) -> list[dict[str, str]]:
+    """``what`` waits, and ``command`` (or what to do), the most urgent first."""
+    return [
+        {"what": what, "command": command}
+        for part in (_training(workspace, db), _verdicts(db), _anomalies(db), _inbox(workspace, db))
+        for what, command in part
+    ]
+
+
+def _training(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
+    found = []
+    if pause := pause_of(db):
+        found.append((f"{pause.what}, paused by {pause.by}", "factory resume"))
+    if disk := low_disk(db):
+        free = f"{disk['free'] / 1e9:.2f} of {disk['floor'] / 1e9:.2f} GB"
+        found.append((f"training: the disk is below its floor ({free})", "free some space; factory clean --dry-run"))
+    if row := parked(db):
+        found.append((f"segment {row.id}, parked", f"factory retry {row.id}, or factory abandon {row.id}"))
+    newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
+    if newest and newest.state == "uncertified":
+        found.append((f"segment {newest.id}, whose code is not certified", f"factory certify --accept {newest.id}"))
+    return found
+
+
+def _verdicts(db: Reads) -> list[tuple[str, str]]:
+    """A promoted candidate that is not released, and promoted proposals."""
+    found = []
+    newest = VerdictRow.first(db, "WHERE gate = 'release' ORDER BY id DESC")
+    if newest and newest.outcome == "promote":
+        released = ReleaseRow.first(db, "WHERE candidate = :candidate", candidate=newest.number)
+        rewound = {row.id for row in SegmentRow.select(db, "WHERE state = 'rewound'")}
+        segment = CandidateRow.get(db, newest.number).segment
+        spoiled = bool(rewound) and any(row.id in rewound for row in SegmentRow.lineage(db, segment))
+        if released is None and not spoiled:
+            found.append((f"candidate {newest.number}, promoted, to be released", f"factory release {newest.number}"))
+    for row in ProposalRow.select(db, "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"):
+        found.append((f"proposal {row.number}, promoted: {row.title}", f"factory proposals approve {row.number}"))
+    return found
+
+
+def _anomalies(db: Reads) -> list[tuple[str, str]]:
+    asked, closed = newest_about(db, ASKED), newest_about(db, CLOSED)
+    leads = sorted({detail["lead"] for number, detail in asked.items() if number not in closed})
+    return [
+        (f"anomaly {lead}, whose diagnosis a person decides about", f"factory anomalies show {lead}, then accept or reject {lead}")
+        for lead in leads
+    ]  # fmt: skip
+
+
+def _inbox(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
+    try:
+        names = {os.fsencode(name).decode("utf-8", "backslashreplace") for name in os.listdir(workspace.inbox)}
+    except OSError:
+        return []
+    return [(f"{name} in the inbox", one["why"]) for name, one in sorted(held(db).items()) if name in names]
+
+
+def open_verdicts(db: Reads) -> list[str]:
+    """Candidates and proposals that are not judged yet, or held: 'candidate 3: hold'."""
+    outcomes = {row.subject: row.outcome for row in VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id")}
+    newest = max((row.candidate for row in ReleaseRow.select(db)), default=0)
+    found = []
+    for row in CandidateRow.select(db, "WHERE id > :newest ORDER BY id", newest=newest):
+        outcome = outcomes.get(str(Subject("candidate", row.id)), "not judged yet")
+        if outcome != "reject":
+            found.append(f"candidate {row.id}: {outcome}")
+    for one in ProposalRow.select(db, "WHERE state IN ('drafted', 'judged') ORDER BY number"):
+        if one.outcome != "reject":
+            found.append(f"proposal {one.number}: {one.outcome or 'not judged yet'}")
+    return found

@@ -1,0 +1,40 @@
+"""One folder and one program, for tests of the shim and of single flushes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.chaos.server import POLL_SECONDS, kill_marked
+from tests.chaos.shim import Control, Effect, environment, read_log
+
+
+class Folder:
+    """A folder whose effects count, and a program that makes some."""
+
+    def __init__(self, path: Path) -> None:
+        self.root, self.log, self.store = path / "root", path / "log", path / "store"
+        for folder in (self.root, self.store):
+            folder.mkdir()
+        self.control = Control(path / "control")
+
+    def run(self, program: str, mode: str = "record", target: int = 0) -> tuple[int, str]:
+        self.control.arm(self.root, self.log, mode, target, self.store)
+        words = [sys.executable, "-S", "-c", program]
+        variables = os.environ | environment(self.control.path)
+        process = subprocess.Popen(words, cwd=self.root, env=variables, stderr=subprocess.PIPE, text=True)
+        while process.poll() is None and not self.control.dead:
+            time.sleep(POLL_SECONDS)
+        kill_marked(self.control.path)  # what waits for ever at its next effect
+        _, said = process.communicate()
+        return process.returncode, said
+
+    @property
+    def effects(self) -> list[Effect]:
+        return read_log(self.log)
+
+    def named(self) -> list[str]:
+        return [f"{e.kind} {e.place(self.root)}" for e in self.effects]

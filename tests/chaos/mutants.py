@@ -1,0 +1,329 @@
+"""Every fsync and rename of the factory and of the contract, each with what notices that it is gone.
+
+``python -m tests.chaos.mutants`` deletes one after the other in a copy of this checkout and runs what is to notice: a power cut behind an
+effect of a scenario (``Cut``), the scenario itself (``Cut`` with nothing behind), or a test. A fast test holds the list complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.chaos.shim import Effect
+from tests.support.git import git
+from tests.support.paths import ROOT
+
+CALLS = frozenset({"fsync", "fdatasync", "sync_folder", "sync_tree", "rename", "renames", "move", "replace"})
+RANKS = "tests/trainer/parallel/test_parallel.py::test_a_layout_does_not_change_the_training"
+TABLE_LINE = '"'  # what a line of a table begins with: no statement is left
+HANGS_S = 900
+LOOKED_AT = ("factory", "trainer/contract", "kernels/contract")
+COPIED = ("factory", "trainer", "kernels", "agents", "policies", "tests", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The power fails once the ledger was flushed after the last effect like ``after`` ('kind place'), or at the end of the scenario.
+
+    Noticed when the scenario ends otherwise, or the ledger names what is lost, or the next run does not end like an undisturbed one.
+    """
+
+    scenario: str
+    after: str = ""
+    at_once: bool = False  # right behind the effect
+
+
+@dataclass(frozen=True)
+class Mutant:
+    path: str
+    line: str  # that holds the call, once in the file
+    notices: Cut | str  # a test's node id
+    instead: str = ""  # else the line is deleted
+
+
+# Call sites that no mutant need show: what they keep is made again, at the cost of time alone.
+ONLY_TIME = {
+    ("factory/watching/log.py", "os.replace(newer, older)"): "a log",
+    ("factory/watching/log.py", "os.replace(aside, self.note)"): "what the daemon does now",
+    ("factory/retention/disk.py", "os.replace(aside, path)"): "samples of free room",
+    ("factory/gates/patch/training.py", 'compiled.rename(folder / "cache")'): "a compile cache",
+    ("factory/diagnosis/diagnosing.py", "compiled.rename(cache)"): "a compile cache",
+    ("factory/diagnosis/diagnosing.py", "cache.rename(compiled)"): "a compile cache",
+    ("factory/demo/demo.py", "measured_with.parent.rename(own)"): "a compile cache",
+    ("factory/retrying/steady.py", 'os.replace(log, log.with_name("errors.old.log"))'): "a log",
+}
+INGEST, RELEASE, MERGE, SEGMENT, STORE = (Cut(name) for name in ("ingest", "release", "merge", "segment", "store"))
+SHARD = "trainer/contract/data/token_shard.py"
+FORMAT = "trainer/contract/checkpoint/format.py"
+FILES = "kernels/contract/files.py"
+PLACED = "tests/chaos/test_flushes.py::test_what_is_put_in_place_is_there_after_a_power_cut"
+DAILY = "tests/chaos/test_flushes.py::test_a_daily_backup_and_its_journal_are_whole_after_a_power_cut"
+SPLIT = "tests/chaos/test_flushes.py::test_what_was_appended_to_a_filed_shard_survives_a_power_cut"
+DEMO = "tests/factory/demo/test_demo.py::test_the_demo_runs_without_fast_bf16"
+
+MUTANTS = (
+    Mutant(FILES, "os.fsync(out.fileno())", INGEST),
+    Mutant(FILES, "os.replace(aside, path)", INGEST),
+    Mutant(FILES, "sync_folder(path.parent)", INGEST),
+    Mutant(FILES, "os.fsync(descriptor)", INGEST),
+    Mutant(FILES, "sync_tree(path)", "tests/kernels/test_files.py::test_a_tree_is_flushed_whole"),
+    Mutant(FILES, "sync_folder(path)", RELEASE),
+    Mutant(FILES, "sync_folder(folder)", RELEASE),
+    Mutant(SHARD, "os.fsync(handle.fileno())", INGEST),
+    Mutant(SHARD, "sync_folder(aside)", INGEST),
+    Mutant(SHARD, "os.rename(aside, target)", INGEST),
+    Mutant(
+        SHARD, "sync_folder(parent)  # also of one that a killed process named", Cut("ingest", "rename plant/shards/#")
+    ),
+    Mutant(FORMAT, "os.fsync(out.fileno())", SEGMENT),
+    Mutant(FORMAT, "sync_folder(aside)", SEGMENT),
+    Mutant(FORMAT, "os.rename(aside, target)", SEGMENT),
+    Mutant(FORMAT, "sync_folder(parent)", SEGMENT),
+    Mutant(FORMAT, 'os.rename(aside / f".share-{rank:05d}", aside / f"share-{rank:05d}.json")', RANKS),
+    Mutant(FORMAT, "path.rename(away)", "tests/trainer/contract/checkpoint/test_checkpoint.py"),
+    Mutant("factory/training/segment_folder.py", "sync_folder(folder.parent)", SEGMENT),
+    Mutant("factory/audit/keeping.py", "sync_tree(aside)", SEGMENT),
+    Mutant(
+        "factory/audit/keeping.py",
+        "os.rename(aside, target)",
+        "tests/factory/diagnosis/test_bench.py::test_the_ladder_keeps_what_the_trainer_removes",
+    ),
+    Mutant("factory/training/exporting.py", "sync_tree(folder)  # the ledger is about to name it", RELEASE),
+    Mutant("factory/training/exporting.py", "os.rename(aside, target)", RELEASE),
+    Mutant(
+        "factory/training/exporting.py",
+        "sync_folder(target.parent)  # also of one that a killed process made",
+        Cut("release", "rename plant/exports/segment-#"),
+    ),
+    Mutant("factory/release/serving.py", "os.replace(new_link, folder / LINK)", RELEASE),
+    Mutant("factory/release/serving.py", "sync_folder(folder)", RELEASE),
+    Mutant("factory/tracking/mlflow_store.py", "os.fsync(handle)", STORE),
+    Mutant("factory/tracking/mlflow_store.py", "sync_folder(file)", SEGMENT),
+    Mutant("factory/tracking/mlflow_store.py", "sync_folder(folder)", SEGMENT),
+    Mutant("factory/tracking/mlflow_store.py", "os.replace(aside, path)", STORE),
+    Mutant("factory/tracking/mlflow_store.py", "sync_folder(path.parent)", STORE),
+    Mutant(
+        "factory/git/durable.py", "os.fsync(out.fileno())", Cut("merge", "create target/.git/index.lock", at_once=True)
+    ),
+    Mutant("factory/git/git_store.py", "os.fsync(out.fileno())", MERGE),
+    Mutant(
+        "factory/git/git_store.py",
+        '"core.fsync": "all",  # what the ledger names must be there after a power cut',
+        MERGE,
+    ),
+    Mutant("factory/git/repository.py", "aside.replace(repository / path)", MERGE),
+    Mutant("factory/git/repository.py", "sync_folder(folder)", MERGE),
+    Mutant(
+        "factory/git/repository.py",
+        "os.rename(aside, target)",
+        "tests/factory/demo/test_demo_code.py::test_a_fork_is_a_repository_of_its_own_with_one_file_edited",
+    ),
+    Mutant("factory/ledger/engine.py", '"synchronous=FULL", ', INGEST, instead='"synchronous=OFF", '),
+    Mutant(FILES, "sync_folder(made)", PLACED),
+    Mutant(FILES, "os.replace(made, place)", PLACED),
+    Mutant(FILES, "sync_folder(place.parent)", PLACED),
+    Mutant(FILES, "sync_tree(made)", PLACED),
+    Mutant("factory/ledger/journal.py", "os.fsync(out.fileno())", DAILY),
+    Mutant("factory/ingest/chain.py", "os.replace(aside, target)", INGEST),
+    Mutant("factory/ingest/filing.py", "shutil.move(path, place)", INGEST),
+    Mutant(
+        "factory/ingest/filing.py",
+        'shutil.move(place, workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")',
+        "tests/chaos/test_flushes.py::test_a_file_that_took_an_ingested_ones_name_goes_back_to_the_inbox",
+    ),
+    Mutant("factory/ingest/filing.py", "sync_folder(back)", SPLIT),
+    Mutant("factory/ingest/filing.py", "sync_folder(back.parent)  # before its content loses its other name", SPLIT),
+    Mutant(
+        "factory/ingest/filing.py",
+        "shutil.move(path, back)",
+        "tests/factory/ingest/test_inbox.py::test_a_filed_shard_whose_first_rows_changed_goes_back_whole",
+    ),
+    Mutant(
+        "factory/ingest/filing.py",
+        "os.rename(path, back)",
+        "tests/factory/ingest/test_inbox.py::test_a_quarantined_file_that_was_mended_is_tried_again",
+    ),
+    Mutant(
+        "factory/ingest/inbox.py",
+        "os.rename(path, target)",
+        "tests/factory/ingest/test_inbox.py::test_a_name_that_is_not_utf8_is_ingested_under_one_that_is",
+    ),
+    Mutant(
+        "factory/retention/cleaning.py",
+        "os.rename(what.path, aside)",
+        "tests/factory/retention/test_cleaning.py::test_the_policy_keeps_what_it_says",
+    ),
+    Mutant(
+        "factory/core/removal.py",
+        "os.rename(inner, moved, src_dir_fd=folder, dst_dir_fd=top)",
+        "tests/factory/core/test_removal.py",
+    ),
+    Mutant("factory/demo/demo.py", "os.rename(aside, folder)", DEMO),
+    Mutant("factory/demo/demo.py", "os.replace(aside, workspace.inbox / path.name)", DEMO),
+    Mutant(
+        "factory/evals/server_probe.py",
+        'os.replace(answer_path + ".part", answer_path)',
+        "tests/factory/evals/test_server_probe.py",
+    ),
+    Mutant(
+        "factory/gates/patch/session.py",
+        'os.rename("segment.json.part", "segment.json", src_dir_fd=folder, dst_dir_fd=folder)',
+        "tests/factory/gates/test_patch_training.py",
+    ),
+)
+
+
+def mutated(text: str, mutant: Mutant) -> str:
+    """The file without the line, or with another. Raises: AssertionError when it does not hold the line once."""
+    lines = text.splitlines(keepends=True)
+    if mutant.instead:
+        assert text.count(mutant.line) == 1, f"{mutant.path} holds {mutant.line!r} {text.count(mutant.line)} times"
+        return text.replace(mutant.line, mutant.instead)
+    found = [number for number, line in enumerate(lines) if line.strip() == mutant.line]
+    assert len(found) == 1, f"{mutant.path} holds {mutant.line!r} {len(found)} times"
+    indent = lines[found[0]][: len(lines[found[0]]) - len(lines[found[0]].lstrip())]
+    lines[found[0]] = f"{indent}pass\n" if not mutant.line.startswith(TABLE_LINE) else ""
+    return "".join(lines)
+
+
+def notices(cut: Cut, work: Path) -> list[str]:
+    """What is wrong with this checkout's code, as a power cut shows it."""
+    from tests.chaos import power
+    from tests.chaos.campaign import Site
+    from tests.chaos.state import broken, differences, lost, state_of
+
+    site = Site(work)
+    try:
+        try:
+            effects, want = site.straight(cut.scenario)
+        except AssertionError as error:
+            return [f"undisturbed: {str(error)[-500:]}"]
+        wrong: list[str] = []
+        for loss in power.LOSSES:
+            site.start(cut.scenario)
+            site.cut(cut.scenario, _number(cut, effects, site.site), loss)
+            found = [] if cut.at_once else lost(site.site)
+            if not found:
+                answers = [site.run(cut.scenario) for _ in range(2)]
+                found = [f"it ended with {answers[-1]['code']}"] if answers[-1]["code"] else []
+                found += broken(site.site) + differences(want, state_of(site.site))
+            wrong += [f"{loss}: {line}" for line in found]
+        return wrong
+    finally:
+        site.close()
+
+
+def _number(cut: Cut, effects: list[Effect], root: Path) -> int:
+    made = [e for e in effects if not e.error]
+    if not cut.after:
+        return made[-1].number
+    last = [e.number for e in made if f"{e.kind} {e.place(root)}" == cut.after][-1]
+    if cut.at_once:
+        return last
+    return next(
+        e.number for e in made if e.number > last and e.kind == "fdatasync" and e.path.endswith("ledger.db-wal")
+    )
+
+
+def run(mutant: Mutant | None, check: Cut | str, tree: Path, work: Path) -> tuple[bool, str]:
+    """(is it noticed, by what), with the mutant in the copied tree."""
+    if mutant:
+        (tree / mutant.path).write_text(mutated((ROOT / mutant.path).read_text(), mutant))
+    if isinstance(check, Cut):
+        words = ["-m", "tests.chaos.mutants", "--check", json.dumps(asdict(check)), "--work", str(work)]
+    else:
+        words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", check]
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True, timeout=HANGS_S
+        )
+    except subprocess.TimeoutExpired:
+        return True, "it hangs"
+    finally:
+        if mutant:
+            shutil.copy(ROOT / mutant.path, tree / mutant.path)
+    said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    return done.returncode != 0, next(
+        (line for line in said if "power cut" in line or line.startswith(("FAILED", "E  "))), (said or [""])[-1]
+    )[:200]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.mutants", description=__doc__)
+    parser.add_argument("--only", help="mutants of files whose path holds this")
+    parser.add_argument("--check", help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.check:
+        wrong = notices(Cut(**json.loads(given.check)), given.work)
+        print("\n".join(wrong))
+        return 1 if wrong else 0
+    chosen = [m for m in MUTANTS if not given.only or given.only in m.path]
+    survived = 0
+    with tempfile.TemporaryDirectory(prefix="factory-mutants-") as folder:
+        tree, work = Path(folder) / "tree", Path(folder) / "work"
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, tree / name)
+        git(tree, "init", "--quiet", "--initial-branch=main")
+        git(tree, "add", "--all")
+        git(tree, "commit", "--quiet", "--message=the code as it stands")
+        tried: set[Cut | str] = set()
+        for mutant in chosen:
+            if mutant.notices not in tried:
+                tried.add(mutant.notices)
+                red, why = run(None, mutant.notices, tree, work)
+                print(f"{'✗' if red else '✓'} without a mutant: {mutant.notices} {why if red else ''}", flush=True)
+                survived += red
+            red, why = run(mutant, mutant.notices, tree, work)
+            print(
+                f"{'✓' if red else '✗ NOT NOTICED'} {mutant.path}: {mutant.line[:70]}: {why if red else ''}", flush=True
+            )
+            survived += not red
+    print(f"{len(chosen)} mutants, {survived} not noticed or wrong")
+    return 1 if survived else 0
+
+
+def calls_in(root: Path = ROOT) -> set[tuple[str, str]]:
+    """(file, line) of every call that flushes or names; str.replace is none."""
+    found = set()
+    for folder in LOOKED_AT:
+        for path in (root / folder).rglob("*.py"):
+            text = path.read_text()
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Call) and _names(node):
+                    found.add((str(path.relative_to(root)), text.splitlines()[node.lineno - 1].strip()))
+    return found
+
+
+def _names(node: ast.Call) -> bool:
+    function = node.func
+    name = (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
+    if name not in CALLS:
+        return False
+    of_module = (
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and function.value.id in ("os", "shutil")
+    )
+    if name == "replace":  # str.replace takes two words, dataclasses.replace is no attribute
+        return of_module or (isinstance(function, ast.Attribute) and len(node.args) == 1 and not node.keywords)
+    return of_module or name != "move"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

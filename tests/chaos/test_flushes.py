@@ -1,0 +1,173 @@
+"""Each fsync and rename has a mutant that something notices; and what no scenario reaches."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from factory.backups.backups import fault_of
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ingest.chain import ingest_shard
+from factory.ingest.filing import file_away
+from factory.ingest.inbox import ingest_arrived
+from factory.ledger.journal import NAME, backups_of, replayed
+from factory.ledger.ledger import Ledger
+from tests.chaos import power
+from tests.chaos.folder import Folder
+from tests.chaos.mutants import MUTANTS, ONLY_TIME, calls_in, mutated
+from tests.support.paths import ROOT
+
+BACKUP = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from factory.core.workspace import Workspace
+from factory.backups import upgrading
+upgrading._backup(Workspace.open(Path({root!r})), "2")
+"""
+DAILY = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from factory.core.workspace import Workspace
+from factory.backups.backups import make_backup
+from factory.ledger.ledger import Ledger, record
+workspace = Workspace.open(Path({root!r}))
+ledger = Ledger.open(workspace.ledger_url)
+make_backup(workspace, ledger)
+with ledger.begin() as tx:
+    record(tx, "after the backup", "daemon")
+ledger.engine.dispose()
+"""
+SPLIT = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ingest.filing import return_changed
+from factory.ledger.ledger import Ledger
+workspace = Workspace.open(Path({root!r}))
+ledger = Ledger.open(workspace.ledger_url)
+return_changed(workspace, ledger, SILENT)
+ledger.engine.dispose()
+"""
+PLACED = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from kernels.contract.files import put_in_place
+root = Path({root!r})
+(root / ".file").write_text("new")
+put_in_place(root / ".file", root / "file")
+(root / ".folder" / "in").mkdir(parents=True)
+(root / ".folder" / "in" / "it").write_text("deep")
+put_in_place(root / ".folder", root / "folder")
+"""
+
+
+def test_every_fsync_and_rename_has_a_mutant() -> None:
+    """A new one, or one that changed, is added to tests/chaos/mutants.py with what notices that it is gone."""
+    named = {(mutant.path, mutant.line) for mutant in MUTANTS}
+    assert calls_in() - named == set(ONLY_TIME)
+    assert named - calls_in() == {
+        ("factory/git/git_store.py", '"core.fsync": "all",  # what the ledger names must be there after a power cut'),
+        ("factory/ledger/engine.py", '"synchronous=FULL", '),
+    }
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.path}:{mutant.line[:30]}")
+def test_a_mutant_changes_its_line_and_compiles(mutant) -> None:  # type: ignore[no-untyped-def]
+    text = (ROOT / mutant.path).read_text()
+    changed = mutated(text, mutant)
+    assert changed != text
+    compile(changed, mutant.path, "exec")
+    if isinstance(mutant.notices, str):
+        path, _, name = mutant.notices.partition("::")
+        assert f"def {name}" in (ROOT / path).read_text()
+
+
+def test_a_backup_of_the_ledger_is_whole_after_a_power_cut(tmp_path: Path) -> None:
+    """Once an upgrade goes on, its backup is there, whatever was not flushed."""
+    folder, start = Folder(tmp_path), tmp_path / "start"
+    workspace = Workspace.create(folder.root / "plant")
+    Ledger.create(workspace.ledger_url).engine.dispose()
+    (workspace.root / "backups").mkdir()
+    shutil.copytree(folder.root, start)
+    code, said = folder.run(BACKUP.format(root=str(workspace.root), path=sys.path))
+    assert code == 0, said
+    made = [path.name for path in (workspace.root / "backups").iterdir()]
+    assert len(made) == 1 and made[0].endswith(".db")
+    for loss in power.LOSSES:
+        power.cut(start, folder.root, folder.effects, folder.store, loss)
+        with closing(sqlite3.connect(workspace.root / "backups" / made[0])) as copy:
+            assert copy.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone(), loss
+
+
+def test_a_daily_backup_and_its_journal_are_whole_after_a_power_cut(tmp_path: Path) -> None:
+    """What was committed after a backup is in its journal, and the backup holds the rest, whatever was not flushed."""
+    folder, start = Folder(tmp_path), tmp_path / "start"
+    workspace = Workspace.create(folder.root / "plant")
+    Ledger.create(workspace.ledger_url).engine.dispose()
+    (workspace.root / "backups").mkdir()
+    shutil.copytree(folder.root, start)
+    code, said = folder.run(DAILY.format(root=str(workspace.root), path=sys.path))
+    assert code == 0, said
+    made = [path.name for path in backups_of(workspace.root)]
+    assert len(made) == 1
+    for loss in power.LOSSES:
+        power.cut(start, folder.root, folder.effects, folder.store, loss)
+        (backup,) = backups_of(workspace.root)
+        assert backup.name == made[0] and not fault_of(backup / "ledger.db"), loss
+        kinds = [row[1]["kind"] for batch in replayed(backup / NAME) for row in batch["rows"] if row[0] == "events"]
+        assert kinds == ["after the backup"], loss
+
+
+def test_what_is_put_in_place_is_there_after_a_power_cut(tmp_path: Path) -> None:
+    folder, start = Folder(tmp_path), tmp_path / "start"
+    (folder.root / "file").write_text("old")
+    shutil.copytree(folder.root, start)
+    code, said = folder.run(PLACED.format(root=str(folder.root), path=sys.path))
+    assert code == 0, said
+    for loss in power.LOSSES:
+        power.cut(start, folder.root, folder.effects, folder.store, loss)
+        assert (folder.root / "file").read_text() == "new", loss
+        assert (folder.root / "folder" / "in" / "it").read_text() == "deep", loss
+
+
+def test_a_file_that_took_an_ingested_ones_name_goes_back_to_the_inbox(workspace: Workspace, ledger: Ledger) -> None:
+    path = workspace.inbox / "bad.jsonl"
+    path.write_text("{" * 9)
+    report = ingest_shard(workspace, ledger, path, SILENT)
+    path.write_text("other")  # before it is moved away
+    file_away(workspace, ledger, path, report.sha256, report.state)
+    (back,) = workspace.inbox.iterdir()
+    assert back.name.endswith("-bad.jsonl") and back.read_text() == "other"
+
+
+def test_what_was_appended_to_a_filed_shard_survives_a_power_cut(tmp_path: Path) -> None:
+    """Its content had two names, and one of them was about to be given to its first part."""
+    folder, start = Folder(tmp_path), tmp_path / "start"
+    workspace = Workspace.create(folder.root / "plant")
+    ledger = Ledger.create(workspace.ledger_url)
+    row = b'{"text": "def one(value):\\n    return value + 1\\n", "domain": "code"}\n'
+    (workspace.inbox / "late.jsonl").write_bytes(row)
+    ingest_arrived(workspace, ledger, workspace.inbox / "late.jsonl", SILENT)
+    ledger.engine.dispose()
+    (filed,) = (workspace.shards / "raw").iterdir()
+    with open(filed, "ab") as late:
+        late.write(row.replace(b"one", b"two"))
+    shutil.copytree(folder.root, start)
+    code, said = folder.run(SPLIT.format(root=str(workspace.root), path=sys.path))
+    assert code == 0, said
+    assert [path.name for path in workspace.inbox.iterdir()] == ["late.jsonl"] and b"two" not in filed.read_bytes()
+    for loss in power.LOSSES:
+        power.cut(start, folder.root, folder.effects, folder.store, loss)
+        held = [path.read_bytes() for path in (*workspace.inbox.iterdir(), *(workspace.shards / "raw").iterdir())]
+        assert any(b"two" in text for text in held) and any(text == row for text in held), loss

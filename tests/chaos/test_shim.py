@@ -1,0 +1,120 @@
+"""The shim: what it counts, and what it does at the Nth effect."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import power
+from tests.chaos.folder import Folder
+from tests.chaos.server import kill_marked
+from tests.chaos.shim import ERRORS, KINDS, Effect, environment, unknown
+
+PROGRAM = """
+import os, shutil, subprocess
+os.mkdir("d"); open("d/a", "w").write("12345678"); os.rename("d/a", "d/b"); os.link("d/b", "d/c"); os.symlink("b", "d/s")
+shutil.copyfile("d/b", "d/copy"); os.truncate("d/copy", 2); os.unlink("d/c")
+with open("d/b", "r+b", 0) as file: os.fsync(file.fileno()); os.pwrite(file.fileno(), b"abcdefgh", 0); os.fdatasync(file.fileno())
+with open("d/b", "r+b", 0) as file: os.writev(file.fileno(), [b"xy", b"zw"])
+subprocess.run(["/usr/bin/env", "-i", "mkdir", "made-without-environment"])
+os.rmdir("made-without-environment")
+folder = os.open("d", os.O_RDONLY); os.fsync(folder); os.rename("b", "e", src_dir_fd=folder, dst_dir_fd=folder)
+"""
+EFFECTS = [
+    "mkdir d", "create d/a", "write d/a", "rename d/b", "link d/c", "symlink d/s", "create d/copy", "sendfile d/copy", "sendfile d/copy",
+    "truncate d/copy", "unlink d/c", "fsync d/b", "pwrite d/b", "fdatasync d/b", "writev d/b", "mkdir made-without-environment",
+    "rmdir made-without-environment", "fsync d", "rename d/e",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    made = Folder(tmp_path)
+    yield made
+    kill_marked(made.control.path)
+
+
+def test_every_effect_below_the_root_counts_in_order_whatever_the_environment_of_a_program(folder: Folder) -> None:
+    assert folder.run(PROGRAM) == (0, "")
+    assert folder.named() == EFFECTS
+    assert [e.number for e in folder.effects] == list(range(1, len(EFFECTS) + 1))
+    assert {e.kind for e in folder.effects} <= KINDS and not any(e.error for e in folder.effects)
+
+
+@pytest.mark.parametrize("number", [1, 4, 16, 19])
+def test_killed_before_or_after_an_effect(folder: Folder, number: int) -> None:
+    code, _ = folder.run(PROGRAM, "kill after", number)
+    assert folder.control.dead and len(folder.effects) == number
+    after = folder.named()
+    for path in sorted(folder.root.rglob("*"), reverse=True):
+        path.unlink() if path.is_symlink() or path.is_file() else path.rmdir()
+    folder.run(PROGRAM, "kill before", number)
+    assert folder.control.dead and folder.named() == after[:-1] == EFFECTS[: number - 1]
+    assert code == -9 or number == 16  # there the child died, and its parent was killed as it waited
+
+
+def test_a_torn_write_leaves_its_first_half(folder: Folder) -> None:
+    folder.run(PROGRAM, "tear", 3)
+    assert (folder.root / "d" / "a").read_text() == "1234" and folder.control.dead
+
+
+@pytest.mark.parametrize("mode", ERRORS)
+def test_an_error_once_or_for_good(folder: Folder, mode: str) -> None:
+    two = "import os\nfor name in 'ab':\n try: open(name, 'w').close()\n except OSError as error: print(error.errno, end=' ')"
+    three = f"{two}\ntry: os.unlink('b')\nexcept OSError as error: print('unlink')"
+    words = [sys.executable, "-S", "-c", three]
+    folder.control.arm(folder.root, folder.log, mode, 1)
+    done = subprocess.run(
+        words, cwd=folder.root, env=os.environ | environment(folder.control.path), stdout=subprocess.PIPE, text=True
+    )
+    number = {"E": "5", "N": "28"}[mode[0] if mode[1] == "I" else "N"]
+    again = f"{number} unlink\n" if mode.endswith("for good") else ""
+    assert done.stdout == f"{number} {again}"
+
+
+def test_an_effect_of_an_unknown_kind_or_place_is_named(tmp_path: Path) -> None:
+    known = Effect(1, "write", 0, 8, 1, 1, 0, str(tmp_path / "plant/segments/0001-trunk/metrics.jsonl"), "", "trainer")
+    odd = replace(known, kind="mmap"), replace(known, path=str(tmp_path / "plant/segments/0001-trunk/new.bin"))
+    assert unknown([known], tmp_path) == []
+    assert unknown([known, *odd], tmp_path) == [
+        "mmap plant/segments/#-trunk/metrics.jsonl", "write plant/segments/#-trunk/new.bin",
+    ]  # fmt: skip
+
+
+def test_what_was_not_flushed_is_lost(folder: Folder, tmp_path: Path) -> None:
+    """Two files, one flushed; two names, one folder flushed."""
+    start = tmp_path / "start"
+    (start / "kept").mkdir(parents=True)
+    (start / "old").write_text("old")
+    for path in ("kept",):
+        (folder.root / path).mkdir()
+    (folder.root / "old").write_text("old")
+    program = """
+import os
+for name in ("kept/flushed", "kept/not", "lost"):
+    with open(name, "w") as file:
+        file.write("content"); file.flush()
+        if name != "kept/not": os.fsync(file.fileno())
+        file.write(" and more")
+for name in ("kept",):
+    handle = os.open(name, os.O_RDONLY); os.fsync(handle)
+os.rename("old", "renamed")
+"""
+    assert folder.run(program) == (0, "")
+    for loss, want in zip(
+        power.LOSSES,
+        (
+            {"kept/flushed": "content", "kept/not": "", "lost": "content", "renamed": "old"},
+            {"kept/flushed": "content", "kept/not": "", "old": "old"},
+        ),
+        strict=True,
+    ):
+        power.cut(start, folder.root, folder.effects, folder.store, loss)
+        found = {str(p.relative_to(folder.root)): p.read_text() for p in folder.root.rglob("*") if p.is_file()}
+        assert found == want, loss

@@ -1,0 +1,116 @@
+"""SIGTERM and Ctrl-C wherever they come: in the first moment, to process 1 of a container, in the midst of the parity probe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
+from tests.support.stopping import WITHIN, left_of, started_by, wait_for
+
+GO_ON = "factory: stopped; run the same command again to go on\n"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+# ``python -m factory status``, which gets a signal when the module of that name is about to be imported.
+AT_AN_IMPORT = """
+import os, runpy, sys
+name, number = sys.argv[1], int(sys.argv[2])
+class Strike:
+    def find_spec(self, wanted, *_):
+        if wanted == name:
+            os.kill(os.getpid(), number)
+sys.meta_path.insert(0, Strike())
+sys.argv[1:] = ["status", "--workspace", "/nowhere"]
+runpy.run_module("factory", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "module", ["factory.cli", "typer", "factory.core.stopping", "factory.cli.app", "factory.cli.safety"]
+)
+def test_in_the_first_moment_there_is_one_line_and_no_traceback(module: str, number: signal.Signals) -> None:
+    words = [sys.executable, "-c", AT_AN_IMPORT, module, str(int(number))]
+    done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", GO_ON)
+
+
+def test_nothing_heavy_is_imported_before_a_signal_is_heard() -> None:
+    program = "import sys; before = set(sys.modules); import factory.__main__; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRONMENT, check=True)
+    packages = {name.partition(".")[0] for name in done.stdout.split()}
+    assert packages - sys.stdlib_module_names == {"factory"} and "factory.cli" not in done.stdout
+
+
+def test_as_process_1_of_a_container_it_ends_at_sigterm(workspace: Workspace, ledger: Ledger) -> None:
+    """Where the kernel drops every signal that has no handler."""
+    words = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        sys.executable,
+        "-m",
+        "factory",
+        "run",
+    ]
+    if subprocess.run([*words[:5], "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this machine allows no user namespaces")
+    lock = workspace.root / "model-loop.lock"
+    process = subprocess.Popen(
+        [*words, "--workspace", str(workspace.root)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    wait_for(lock, PATIENCE_S)
+    (first,) = started_by(process.pid)
+    assert Path(f"/proc/{first.pid}/status").read_text().split("NSpid:")[1].split("\n")[0].split()[-1] == "1"
+    os.kill(first.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=WITHIN)
+    assert said.endswith(GO_ON) and "Traceback" not in said and process.returncode == 128 + signal.SIGTERM
+
+
+PROBING = """
+import sys
+from factory.core import stopping
+from factory.evals.server import probe
+end_if_stopped = stopping.handle_signals()
+try:
+    probe({"memory_mib": 8000}, 600)
+except stopping.StopRequested:
+    end_if_stopped()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_the_parity_probe_ends_with_the_factory(number: signal.Signals, tmp_path: Path) -> None:
+    """It is stopped before it can fail by itself: its request lacks what it needs, and torch takes seconds to import."""
+    process = subprocess.Popen([sys.executable, "-c", PROBING], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    while not (probes := [p for p in started_by(process.pid) if "server_probe" in " ".join(command_of(p))]):
+        assert process.poll() is None
+    os.kill(probes[0].pid, signal.SIGSTOP)  # so that it does not end before it is looked at
+    process.send_signal(number)
+    os.kill(probes[0].pid, signal.SIGCONT)
+    _, errors = process.communicate(timeout=WITHIN)
+    assert not left_of(probes, WITHIN) and "Traceback" not in errors
+    assert number == signal.SIGKILL or (process.returncode, errors) == (128 + number, GO_ON)
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -1,0 +1,95 @@
+"""Lock files that a killed git left, and those that are somebody else's."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from factory.git.durable import MARK, alone, lock_files
+from factory.git.git_store import RepositoryError
+from factory.git.git_store import git as factory_git
+from tests.support.git import git
+
+LEFT = ("index.lock", "HEAD.lock", "refs/heads/main.lock", "worktrees/live-1/HEAD.lock", "worktrees/live-1/locked")
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    folder = tmp_path / "target"
+    git(tmp_path, "init", "-q", "-b", "main", str(folder))
+    (folder / "a").write_text("a")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "base")
+    (folder / ".git" / "worktrees" / "live-1").mkdir(parents=True)
+    return folder
+
+
+def move(target: Path) -> None:
+    """A branch follows HEAD: git takes the branch's lock file."""
+    factory_git(target, "update-ref", "refs/heads/main", git(target, "rev-parse", "HEAD"))
+    factory_git(target, "read-tree", "HEAD")
+
+
+def killed(target: Path, *names: str) -> None:
+    """A command of the factory that was killed when it had taken these lock files."""
+    with pytest.raises(Killed), alone(target):
+        for name in names:
+            (target / ".git" / name).write_text("initializing" if name.endswith("locked") else "")
+        raise Killed
+
+
+def test_what_a_killed_git_left_is_removed_by_the_next_command(target: Path) -> None:
+    killed(target, *LEFT)
+    assert lock_files(target / ".git") == set(LEFT)
+    move(target)
+    assert not lock_files(target / ".git") and not (target / ".git" / MARK).exists()
+
+
+def test_a_lock_file_from_before_is_a_persons_and_stays(target: Path) -> None:
+    (target / ".git" / "index.lock").touch()
+    killed(target, "refs/heads/main.lock")
+    with pytest.raises(RepositoryError, match=r"index\.lock"):
+        move(target)
+    assert lock_files(target / ".git") == {"index.lock"}
+
+
+def test_while_a_persons_git_is_at_work_nothing_is_removed(target: Path) -> None:
+    killed(target, "refs/heads/main.lock")
+    waiting = subprocess.Popen(["git", "cat-file", "--batch"], cwd=target, stdin=subprocess.PIPE)
+    assert waiting.stdin is not None
+    try:
+        with pytest.raises(RepositoryError, match=r"main\.lock"):
+            move(target)
+    finally:
+        waiting.stdin.close()
+        waiting.wait()
+    move(target)
+    assert not lock_files(target / ".git")
+
+
+def test_commands_of_several_threads_take_turns(target: Path) -> None:
+    """Four times five branches, made at once: none is refused, none is lost."""
+    head = git(target, "rev-parse", "HEAD")
+    failed: list[Exception] = []
+
+    def make(thread: int) -> None:
+        try:
+            for number in range(5):
+                factory_git(target, "update-ref", f"refs/heads/made/{thread}-{number}", head)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert len(git(target, "for-each-ref", "refs/heads/made/").splitlines()) == 20

@@ -1,0 +1,365 @@
+"""What goes wrong with files in the inbox, and what a person reads then. Files, writers, the ledger and the tokenizer are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from factory.core.workspace import Workspace, code_root
+from factory.ingest import chain
+from factory.ingest.inbox import arrived, take, tend
+from factory.ledger.ledger import Ledger, documents, events, shards
+from tests.support.factory.command import factory
+from tests.support.factory.made_up_text import prose, use_policy, use_small_vocabulary
+from tests.support.said import Said
+
+LONG_AGO = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def small_vocabulary(workspace: Workspace) -> None:
+    use_small_vocabulary(workspace)
+
+
+def rows(first: int, count: int) -> bytes:
+    made = ({"id": f"d{i}", "text": prose(i), "source": f"s{i}", "license": "MIT"} for i in range(first, first + count))
+    return b"".join(json.dumps(row).encode() + b"\n" for row in made)
+
+
+def put(workspace: Workspace, data: bytes, name: str = "a.jsonl", age: float = 10.0) -> Path:
+    path = workspace.inbox / name
+    path.write_bytes(data)
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def one_pass(workspace: Workspace, ledger: Ledger, said: Said | None = None, settle: float = 2.0) -> Said:
+    """As the daemon makes one, of the inbox alone."""
+    said = said or Said()
+    tend(workspace, ledger, said, settle)
+    while path := next(arrived(workspace, ledger, settle), None):
+        take(workspace, ledger, path, said)
+    return said
+
+
+def trained_on(ledger: Ledger) -> Counter[str]:
+    """How often each document counts: trained on or held out."""
+    found = ledger.rows(sa.select(documents.c.id).where(documents.c.fate.in_(["train", "held_out"])))
+    return Counter(row["id"] for row in found)
+
+
+def exactly(count: int) -> Counter[str]:
+    return Counter(f"d{i}" for i in range(count))
+
+
+def test_a_name_that_is_not_utf8_is_ingested_under_one_that_is(workspace: Workspace, ledger: Ledger) -> None:
+    path = Path(os.fsdecode(os.fsencode(workspace.inbox) + b"/caf\xe9.jsonl"))
+    path.write_bytes(rows(0, 20))
+    said = one_pass(workspace, ledger, settle=0)
+    assert said.about("a name that is not UTF-8; it is named caf\\xe9.jsonl now")
+    assert trained_on(ledger) == exactly(20) and not list(workspace.inbox.iterdir())
+    (workspace.root / "quarantine" / os.fsdecode(b"\xff")).write_bytes(b"not read")
+    assert one_pass(workspace, ledger, settle=0).about("QUARANTINED")  # put there by hand: tried, and quarantined again
+
+
+def test_an_unexpected_error_refuses_one_file_once(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = put(workspace, rows(0, 10), "bad.jsonl"), put(workspace, rows(10, 10), "good.jsonl")
+    tried: list[str] = []
+    whole = chain._run
+
+    def run(workspace: Workspace, ledger: Ledger, path: Path, *more: object) -> object:
+        tried.append(path.name)
+        return 1 // 0 if path == bad else whole(workspace, ledger, path, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(chain, "_run", run)
+    said = one_pass(workspace, ledger)
+    assert said.about("bad.jsonl stays in the inbox: an unexpected ZeroDivisionError") and not good.exists()
+    log = (workspace.logs / "errors.log").read_text()
+    assert "Traceback" in log and "1 // 0" in log
+    one_pass(workspace, ledger)
+    assert tried == ["bad.jsonl", "good.jsonl"] and len(trained_on(ledger)) == 10
+    put(workspace, rows(0, 11), "bad.jsonl")  # its user changed it
+    one_pass(workspace, ledger)
+    assert tried == ["bad.jsonl", "good.jsonl", "bad.jsonl"]
+
+
+WRITER = """
+import sys, time
+with open(sys.argv[1], "ab", buffering=0) as file:
+    for part in sys.argv[2:]:
+        file.write(open(part, "rb").read())
+        print("written", flush=True)
+        sys.stdin.readline()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def writer(workspace: Workspace, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a program that appends parts to a file, each when it is told, and keeps the file open."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(path: Path, *parts: bytes) -> subprocess.Popen[str]:
+        names = []
+        for number, part in enumerate(parts):
+            (tmp_path / f"part{number}").write_bytes(part)
+            names.append(str(tmp_path / f"part{number}"))
+        command = [sys.executable, "-c", WRITER, str(path), *names]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        running.append(process)
+        assert process.stdout and process.stdout.readline() == "written\n"
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def go_on(process: subprocess.Popen[str]) -> str:
+    assert process.stdin and process.stdout
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+def test_a_writer_that_pauses_loses_nothing(
+    workspace: Workspace, ledger: Ledger, writer: Callable[..., subprocess.Popen[str]]
+) -> None:
+    data, path = rows(0, 40), workspace.inbox / "a.jsonl"
+    process = writer(path, data[: len(data) // 2], data[len(data) // 2 :])
+    os.utime(path, (time.time() - LONG_AGO,) * 2)  # it pauses for an hour
+    said = one_pass(workspace, ledger)
+    assert len(said.lines) == 1 and f"a.jsonl waits in the inbox: process {process.pid} (python" in said.lines[0]
+    assert "has it open for writing; it is taken once it is closed" in said.lines[0]
+    assert one_pass(workspace, ledger).lines == []  # said once
+    assert go_on(process) == "written\n"
+    assert one_pass(workspace, ledger, settle=0).about("has it open for writing") and not trained_on(ledger)
+    assert go_on(process) == "closed\n"
+    one_pass(workspace, ledger, settle=0)
+    assert trained_on(ledger) == exactly(40)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_half_upload_waits_until_it_is_whole_or_still_for_long(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path, name: str
+) -> None:
+    import gzip
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    data = rows(0, 30)
+    if name.endswith(".gz"):
+        data = gzip.compress(data)
+    elif name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist([json.loads(line) for line in data.splitlines()]), tmp_path / name)
+        data = (tmp_path / name).read_bytes()
+    put(workspace, data[: len(data) * 2 // 3], name)
+    (line,) = one_pass(workspace, ledger).lines
+    assert f"{name} waits in the inbox: it" in line and "taken once it is whole, or unchanged for 10 minutes" in line
+    put(workspace, data, name)
+    one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(30)
+    put(workspace, data[: len(data) * 2 // 3], f"again-{name}", age=LONG_AGO)
+    assert one_pass(workspace, ledger).about(f"again-{name}: ") and not list(workspace.inbox.iterdir())
+
+
+def test_what_is_appended_after_filing_is_ingested_as_another_shard(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, rows(0, 20))
+    one_pass(workspace, ledger)
+    (filed,) = (workspace.shards / "raw").iterdir()
+    before = filed.read_bytes()
+    with open(filed, "ab") as late:  # it was open on another machine
+        late.write(rows(20, 7))
+        late.flush()
+        assert one_pass(workspace, ledger).about(
+            "changed after it was ingested; it is in the inbox again, and what was"
+        )
+        late.write(rows(27, 3))  # goes where the file went
+    assert filed.read_bytes() == before
+    one_pass(workspace, ledger, settle=0)
+    assert trained_on(ledger) == exactly(30)
+    assert one_pass(workspace, ledger, settle=0).lines == []
+
+
+def test_a_filed_shard_whose_first_rows_changed_goes_back_whole(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, rows(0, 20))
+    one_pass(workspace, ledger)
+    (filed,) = (workspace.shards / "raw").iterdir()
+    filed.write_bytes(rows(5, 25))  # what was ingested cannot be told from it any more
+    assert one_pass(workspace, ledger).about("what was ingested of it is in its token shard alone")
+    assert not filed.exists() and len(list(workspace.inbox.iterdir())) == 1
+    one_pass(workspace, ledger, settle=0)
+    assert trained_on(ledger) == exactly(30)
+
+
+def test_what_replaced_a_filed_shard_is_ingested_too(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, rows(0, 20))
+    one_pass(workspace, ledger)
+    (filed,) = (workspace.shards / "raw").iterdir()
+    filed.write_bytes(rows(10, 20))
+    assert one_pass(workspace, ledger).about("and what was ingested of it is in its token shard alone")
+    one_pass(workspace, ledger, settle=0)
+    assert trained_on(ledger) == exactly(30) and not filed.exists()
+
+
+def test_a_filed_shard_that_was_only_touched_stays(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, rows(0, 20))
+    one_pass(workspace, ledger)
+    (filed,) = (workspace.shards / "raw").iterdir()
+    os.utime(filed)
+    assert one_pass(workspace, ledger).lines == [] and filed.exists()
+    count = len(ledger.rows(sa.select(events.c.id)))
+    assert one_pass(workspace, ledger).lines == [] and len(ledger.rows(sa.select(events.c.id))) == count
+
+
+def test_folders_and_links_are_named_once(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    (workspace.inbox / "folder").mkdir()
+    (tmp_path / "far.jsonl").write_bytes(rows(0, 5))
+    (workspace.inbox / "link.jsonl").symlink_to(tmp_path / "far.jsonl")
+    os.mkfifo(workspace.inbox / "pipe.jsonl")
+    said = one_pass(workspace, ledger)
+    assert [line.split(":")[0] for line in said.lines] == [
+        f"  {name} waits in the inbox" for name in ("folder", "link.jsonl", "pipe.jsonl")
+    ]
+    assert "move its files into the inbox itself, or run 'factory ingest' with its path" in said.lines[0]
+    assert one_pass(workspace, ledger).lines == [] and not trained_on(ledger)
+
+
+# -- quarantine --------------------------------------------------------------------------------------------------------
+def quarantined(ledger: Ledger) -> list[str]:
+    return [row["name"] for row in ledger.rows(sa.select(shards.c.name).where(shards.c.state == "quarantined"))]
+
+
+def tries(ledger: Ledger) -> int:
+    return len(ledger.rows(sa.select(events.c.id).where(events.c.kind == "quarantined")))
+
+
+def test_a_quarantined_file_is_tried_again_under_another_name(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, rows(0, 20), "a.jason")
+    one_pass(workspace, ledger)
+    assert quarantined(ledger) == ["a.jason"]
+    assert one_pass(workspace, ledger).lines == [] and tries(ledger) == 1
+    (file,) = workspace.quarantine.iterdir()
+    file.rename(workspace.quarantine / "a.jsonl")
+    assert one_pass(workspace, ledger).about("a.jsonl was quarantined, and it or what reads it changed since")
+    assert quarantined(ledger) == [] and trained_on(ledger) == exactly(20) and not list(workspace.quarantine.iterdir())
+
+
+def test_a_quarantined_file_that_its_user_put_back_under_another_name(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, rows(0, 20), "a.jason")
+    one_pass(workspace, ledger)
+    put(workspace, rows(0, 20), "a.jsonl")
+    one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(20) and quarantined(ledger) == []
+
+
+def test_a_quarantined_file_that_was_mended_is_tried_again(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, b"nothing\n" * 30 + rows(0, 9))
+    one_pass(workspace, ledger)
+    (file,) = workspace.quarantine.iterdir()
+    file.write_bytes(rows(0, 9))
+    one_pass(workspace, ledger, settle=0)
+    assert trained_on(ledger) == exactly(9)
+
+
+def test_a_quarantined_file_is_tried_again_by_another_policy(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, b"nothing\n" * 30 + rows(0, 17))
+    one_pass(workspace, ledger)
+    assert tries(ledger) == 1
+    shipped = (code_root() / "policies" / "data.yaml").read_text().replace("vocab_size: 4096", "vocab_size: 400")
+    use_policy(workspace, shipped + "\nlimits:\n  max_bad_rows: 0.9\n")
+    one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(17) and quarantined(ledger) == []
+
+
+def test_a_person_has_it_tried_again(workspace: Workspace, ledger: Ledger) -> None:
+    home = ["--workspace", str(workspace.root)]
+    assert (
+        factory("ingest", *home).stderr
+        == "factory: name the shards to ingest, or '--again' for all that are in quarantine/\n"
+    )
+    assert "nothing is quarantined" in factory("ingest", "--again", *home).stdout
+    put(workspace, b"nothing\n" * 30 + rows(0, 9))
+    one_pass(workspace, ledger)
+    (file,) = workspace.quarantine.iterdir()
+    assert "QUARANTINED" in factory("ingest", "--again", *home).stdout
+    assert tries(ledger) == 2 and list(workspace.quarantine.iterdir()) == [file] and not list(workspace.inbox.iterdir())
+    assert "QUARANTINED" in factory("ingest", "--again", file.name, *home).stdout and tries(ledger) == 3
+    assert "no such file" in factory("ingest", "--again", "other.jsonl", *home).stderr
+
+
+# -- while it is read --------------------------------------------------------------------------------------------------
+def _rename(path: Path) -> None:
+    path.rename(path.with_name("z.jsonl"))
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, 500)
+
+
+def _replace(path: Path) -> None:
+    path.with_name(".z").write_bytes(rows(0, 25))
+    path.with_name(".z").rename(path)
+
+
+def _append(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(rows(20, 5))
+
+
+@pytest.mark.parametrize("harm", [_rename, _truncate, _replace, _append])
+def test_what_changes_while_it_is_read_is_neither_lost_nor_doubled(
+    workspace: Workspace, ledger: Ledger, harm: Callable[[Path], None], tmp_path: Path
+) -> None:
+    path = put(workspace, rows(0, 20))
+    done: list[str] = []
+
+    def once(title: str) -> None:
+        if not done:
+            done.append(title)
+            harm(path)
+
+    said = Said(once)
+    take(workspace, ledger, path, said)
+    assert done and not trained_on(ledger), "it was changed while it was read, and nothing of it is stored"
+    (line,) = said.about("nothing of it was stored")
+    assert ("was taken away" if harm is _rename else "changed while it was read") in line
+    left = 25 if harm in (_replace, _append) else 20
+    if harm is _truncate:
+        one_pass(workspace, ledger, settle=2.0)
+        assert not trained_on(ledger)  # its last row is cut off
+        path.write_bytes(rows(0, 20))
+    one_pass(workspace, ledger, settle=0)
+    assert trained_on(ledger) == exactly(left)
+    assert not list(workspace.inbox.iterdir())
+    shutil.copy(next((workspace.shards / "raw").iterdir()), workspace.inbox / "again.jsonl")
+    one_pass(workspace, ledger, settle=0)
+    assert trained_on(ledger) == exactly(left)
+
+
+def test_a_shard_that_is_taken_away_is_an_error_a_person_can_read(workspace: Workspace, ledger: Ledger) -> None:
+    path = put(workspace, rows(0, 20))
+    with pytest.raises(chain.InputError, match=r"a\.jsonl was moved or removed while it was read; nothing of it was"):
+        chain.ingest_shard(workspace, ledger, path, Said(lambda title: path.unlink(missing_ok=True)))
+
+
+def test_a_killed_return_leaves_two_names_and_nothing_is_doubled(workspace: Workspace, ledger: Ledger) -> None:
+    path = put(workspace, rows(0, 20))
+    os.link(path, workspace.inbox / "b.jsonl")
+    one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(20) and not list(workspace.inbox.iterdir())

@@ -1,0 +1,197 @@
+"""A ledger that is lost or damaged comes back as it was; what a person sees on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factory.backups.backups import KEPT, make_backup, make_ledger
+from factory.core.errors import InputError, WorkspaceError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ingest.inbox import ingest_arrived
+from factory.ledger.journal import LONG, NAME, backups_of
+from factory.ledger.ledger import Ledger, metadata, record
+from factory.ledger.rows import SegmentRow
+from factory.repairs.lost_ledger import restore
+from tests.support.factory.command import factory
+from tests.support.plants.trained_plant import train_trunk
+
+Copy = Callable[[], tuple[Workspace, Ledger]]
+TIMES = {"at", "created_at", "finished_at", "ingested_at"}
+
+
+def rows_of(workspace: Workspace) -> dict[str, list[Any]]:
+    """Every table of the ledger, sorted; of the long ones without SQLite's own order."""
+    with closing(sqlite3.connect(workspace.root / "ledger.db")) as file:
+        tables = {table.name: f'SELECT * FROM "{table.name}"' for table in metadata.sorted_tables}
+        return {name: sorted(map(repr, file.execute(sql).fetchall())) for name, sql in tables.items()}
+
+
+def test_a_copied_workspace_opens_and_goes_on_anywhere(saved: Path, copied: Copy) -> None:
+    workspace, ledger = copied()
+    with closing(sqlite3.connect(workspace.root / "ledger.db")) as file:
+        dump = [line for line in file.iterdump() if str(saved) in line and '"events"' not in line]
+    assert dump == []
+    trunk = SegmentRow.get(ledger, 1)
+    assert Path(trunk.folder) == workspace.segments / "00001-trunk"
+    saved.rename(saved.with_name("gone"))  # nothing may be read from where it was made
+    try:
+        train_trunk(workspace, ledger, 4)
+        assert SegmentRow.get(ledger, 3).state == "done"
+    finally:
+        saved.with_name("gone").rename(saved)
+
+
+@pytest.mark.parametrize("lost", ["gone", "empty", "truncated", "bytes", "no database"])
+def test_a_lost_ledger_is_the_same_again(copied: Copy, lost: str) -> None:
+    workspace, ledger = copied()
+    make_backup(workspace, ledger)
+    (workspace.inbox / "late.jsonl").write_text(json.dumps({"text": "A late document. " * 30, "domain": "docs"}) + "\n")
+    ingest_arrived(workspace, ledger, workspace.inbox / "late.jsonl", SILENT)
+    with ledger.begin() as tx:
+        record(tx, "promoted", "release:1", {"candidate": 1})
+        tx.exec_driver_sql("DELETE FROM tracked_runs")
+    before = rows_of(workspace)
+    assert any("late.jsonl" in row for row in before["shards"])
+    ledger.engine.dispose()
+    file = workspace.root / "ledger.db"
+    for ending in ("-wal", "-shm"):
+        file.with_name(file.name + ending).unlink(missing_ok=True)
+    damage = {"gone": None, "empty": b"", "truncated": file.read_bytes()[:20_000], "no database": b"hello " * 9000}
+    damage["bytes"] = (whole := file.read_bytes())[:5000] + b"\xa5" * 90_000 + whole[95_000:]
+    file.unlink()
+    if (content := damage[lost]) is not None:
+        file.write_bytes(content)
+    words = {"gone": [("init", "--no-tune"), ("train",)], "empty": [("init", "--no-tune"), ("status",)]}
+    for command in words.get(lost, [("status",)]):
+        done = factory(*command, "-w", str(workspace.root))
+        assert done.returncode == 3 and "Traceback" not in done.stderr, (command, done.stderr)
+        assert done.stderr.startswith("factory: ") and done.stderr.count("\n") == 1
+        assert "'factory restore'" in done.stderr and "'factory init'" not in done.stderr
+    with pytest.raises(WorkspaceError, match="'factory restore'"):
+        Ledger.open(workspace.ledger_url)
+    if lost == "bytes":
+        done = factory("restore", "-w", str(workspace.root))
+        assert done.returncode == 0, done.stderr
+        assert "1 shards ingested again" in done.stdout
+    else:
+        assert any("1 shards ingested again" in line for line in restore(workspace.root, "", SILENT))
+    after = rows_of(workspace)
+    for table in before:
+        assert after[table] == before[table], table
+    kept = list((workspace.root / "backups").glob("replaced-*/ledger.db"))
+    assert [path.read_bytes() for path in kept] == ([content] if content is not None else [])
+
+
+def test_without_any_backup_the_folders_tell(copied: Copy) -> None:
+    workspace, ledger = copied()
+    checkpoints = ledger.read("SELECT id, segment, step FROM checkpoints ORDER BY id")
+    documents = ledger.read("SELECT key, fate, token_shard FROM documents ORDER BY key")
+    shutil.rmtree(workspace.root / "backups")
+    (workspace.root / "ledger.db").unlink()
+    (workspace.segments / "00007-trunk").mkdir()
+    (workspace.segments / "00007-trunk" / "result.json").write_text("{}")
+    shutil.copytree(workspace.segments / "00001-trunk", workspace.segments / "00009-trunk")
+    owner = json.loads((workspace.segments / "00009-trunk" / "owner.json").read_text())
+    owner["row"] |= {"id": 9, "folder": "segments/00009-trunk", "last_step": 999}
+    (workspace.segments / "00009-trunk" / "owner.json").write_text(json.dumps(owner))
+    said = "\n".join(restore(workspace.root, "", SILENT))
+    assert "no backup" in said and "taken up" in said
+    assert "00007-trunk is set aside" in said and "does not say which plan" in said
+    assert "00009-trunk is set aside" in said and "does not have the hash" in said
+    again = Ledger.open(workspace.ledger_url, workspace.root)
+    assert again.read("SELECT key, fate, token_shard FROM documents ORDER BY key") == documents
+    from factory.training.training import run_segment
+
+    for number in (1, 2):
+        assert SegmentRow.get(again, number).state == "planned"
+        run_segment(workspace, again, number, SILENT)
+    assert again.read("SELECT id, segment, step FROM checkpoints ORDER BY id") == checkpoints
+
+
+def test_a_new_ledger_never_takes_an_old_segment_folder_as_its_own(copied: Copy) -> None:
+    workspace, _ = copied()
+    for path in workspace.root.glob("ledger.db*"):
+        path.unlink()
+    with pytest.raises(WorkspaceError, match="holds a factory's .*segments.* its ledger is gone: 'factory restore'"):
+        make_ledger(workspace)
+    # by force
+    ledger = Ledger.create(workspace.ledger_url)
+    for path in sorted((workspace.shards / "raw").iterdir()):
+        ingest_arrived(workspace, ledger, path, SILENT)
+    old = (workspace.segments / "00001-trunk" / "metrics.jsonl").read_bytes()
+    train_trunk(workspace, ledger)
+    assert (workspace.segments / "00001-trunk" / "metrics.jsonl").read_bytes() != old
+    (away,) = (workspace.root / "set-aside").glob("*-00001-trunk")
+    assert (away / "metrics.jsonl").read_bytes() == old
+    assert ledger.read("SELECT subject FROM events WHERE kind = 'set_aside'") == [{"subject": "segment:1"}]
+
+
+def test_a_lost_configuration_comes_back_too(copied: Copy) -> None:
+    workspace, _ = copied()
+    text = (workspace.root / "factory.yaml").read_text()
+    (workspace.root / "factory.yaml").unlink()
+    shutil.rmtree(workspace.root / "policies")
+    done = factory("status", "-w", str(workspace.root))
+    assert done.returncode == 3 and "'factory restore" in done.stderr
+    assert any("factory.yaml is back" in line for line in restore(workspace.root, "", SILENT))
+    assert (workspace.root / "factory.yaml").read_text() == text
+    assert (workspace.root / "policies" / "recipes" / "tiny.yaml").is_file()
+
+
+def test_a_torn_line_of_the_journal_costs_nothing(copied: Copy) -> None:
+    workspace, ledger = copied()
+    journal = backups_of(workspace.root)[-1] / NAME
+    with ledger.begin() as tx:
+        record(tx, "before", "daemon")
+    whole = journal.read_bytes()
+    with ledger.begin() as tx:
+        record(tx, "torn", "daemon")
+    journal.write_bytes(journal.read_bytes()[: len(whole) + 30])  # killed half way through the line
+    with ledger.begin() as tx:
+        record(tx, "after", "daemon")
+    ledger.engine.dispose()
+    for path in workspace.root.glob("ledger.db*"):
+        path.unlink()
+    restore(workspace.root, "", SILENT)
+    found = Ledger.open(workspace.ledger_url).read("SELECT kind FROM events WHERE subject = 'daemon' ORDER BY id")
+    assert [row["kind"] for row in found] == ["before", "torn", "after"]
+
+
+def test_the_newest_backups_stay_and_a_damaged_one_is_passed_over(copied: Copy, tmp_path: Path) -> None:
+    workspace, ledger = copied()
+    first = backups_of(workspace.root)[0]
+    made = [make_backup(workspace, ledger)[0] for _ in range(KEPT)]
+    assert backups_of(workspace.root) == made and not first.exists()
+    other, _ = make_backup(workspace, ledger, tmp_path / "disk")
+    with pytest.raises(InputError, match="is not empty"):
+        make_backup(workspace, ledger, tmp_path / "disk")
+    with pytest.raises(InputError, match="no backup 'nowhere'.* holds: 2"):
+        restore(workspace.root, "nowhere", SILENT)
+    before = rows_of(workspace)
+    (made[-1] / "ledger.db").write_bytes(b"x" * 9000)
+    said = restore(workspace.root, "", SILENT)
+    assert said[0].startswith(f"backup {made[-1].name} is passed over: ") and made[-2].name in said[1]
+    assert rows_of(workspace) == before
+    assert restore(workspace.root, str(other), SILENT) and rows_of(workspace) == before
+    assert before.keys() >= LONG
+
+
+def test_a_damaged_ledger_is_not_backed_up(copied: Copy) -> None:
+    workspace, ledger = copied()
+    ledger.engine.dispose()
+    kept = backups_of(workspace.root)
+    file = workspace.root / "ledger.db"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:5000] + b"\xa5" * 90_000 + whole[95_000:])
+    with pytest.raises(WorkspaceError, match="damaged"):
+        make_backup(workspace, ledger)
+    assert backups_of(workspace.root) == kept and not list((workspace.root / "backups").glob(".backup-*"))

@@ -1,0 +1,193 @@
+"""Files that a machine damaged are made again, the same to the bit; what a person sees."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factory import actions, daemon
+from factory.core.errors import FactoryError
+from factory.core.exports import folder_sha256
+from factory.core.progress import Silent
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import CandidateRow, SegmentRow
+from factory.repairs.checkpoints import replay_checkpoint
+from factory.repairs.examining import examine_work
+from factory.repairs.mending import with_mending
+from factory.repairs.token_shards import rebuild_token_shard, token_shard_fault
+from factory.training.planning import last_checkpoint, plan_anneal, plan_trunk
+from tests.support.factory.command import factory
+from trainer.contract.checkpoint.format import find_fault, read_manifest
+
+Copy = Callable[[], tuple[Workspace, Ledger]]
+
+
+class Said(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 0x10
+    path.write_bytes(data)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
+
+
+def weights(ledger: Ledger, segment: int) -> dict[str, Any]:
+    files = read_manifest(Path(last_checkpoint(ledger, segment)["path"]))["files"]
+    return {name: file["sha256"] for name, file in files.items() if name != "state.json"}
+
+
+def token_shards(ledger: Ledger) -> list[dict[str, Any]]:
+    return ledger.read("SELECT id, path FROM token_shards ORDER BY created_at")
+
+
+@pytest.mark.parametrize("damage", ["gone", "tokens.bin", "documents.parquet", "manifest.json"])
+def test_a_damaged_token_shard_is_made_again_from_its_raw_shard(copied: Copy, damage: str) -> None:
+    workspace, ledger = copied()
+    for row in token_shards(ledger):
+        folder = Path(row["path"])
+        before = hashes(folder)
+        if damage == "gone":
+            shutil.rmtree(folder)
+        else:
+            flip(folder / damage)
+        assert token_shard_fault(folder, deep=True)
+        said = Said()
+        assert rebuild_token_shard(workspace, ledger, row["id"], said) == ""
+        assert hashes(folder) == before
+        assert len(list((workspace.root / "set-aside").glob(f"*-{folder.name}"))) == (damage != "gone")
+
+
+def test_a_token_shard_that_cannot_be_made_again_says_why(copied: Copy) -> None:
+    workspace, ledger = copied()
+    row = token_shards(ledger)[0]
+    policy = workspace.root / "policies" / "data.yaml"
+    old = policy.read_text()
+    policy.write_text(old.replace("min_chars: 80\n", "min_chars: 9000\n"))
+    assert policy.read_text() != old
+    shutil.rmtree(row["path"])
+    assert rebuild_token_shard(workspace, ledger, row["id"], Said()) == "", "a backup has the policy of then"
+    shutil.rmtree(row["path"])
+    shutil.rmtree(workspace.root / "backups")
+    assert "it is another one" in rebuild_token_shard(workspace, ledger, row["id"], Said())
+    policy.write_text(old)
+    raw = next((workspace.shards / "raw").glob("*-shard-0.jsonl"))
+    flip(raw)
+    assert f"{raw} is not the file that it was made of" in rebuild_token_shard(workspace, ledger, row["id"], Said())
+    raw.unlink()
+    assert "is gone too: put that file" in rebuild_token_shard(workspace, ledger, row["id"], Said())
+    assert not list(workspace.shards.glob(".again-*"))
+
+
+@pytest.mark.parametrize("damage", ["gone", "documents.parquet"])
+def test_training_goes_on_over_a_token_shard_that_was_damaged(copied: Copy, damage: str) -> None:
+    workspace, ledger = copied()
+    folder = Path(token_shards(ledger)[0]["path"])
+    shutil.rmtree(folder) if damage == "gone" else flip(folder / damage, -6)  # in its length
+    said = Said()
+    number = with_mending(workspace, ledger, said, lambda: plan_trunk(workspace, ledger, 4))
+    assert f"token shard {folder.name} is whole again" in said.text
+    shutil.rmtree(folder)
+    actions.train(workspace, ledger, number, said)
+    assert SegmentRow.get(ledger, number).state == "done"
+    assert said.text.count(f"token shard {folder.name} is whole again") == 2
+
+
+def test_a_flipped_byte_in_a_parents_checkpoint_stops_nothing(copied: Copy) -> None:
+    workspace, ledger = copied()
+    before, path = weights(ledger, 1), Path(last_checkpoint(ledger, 1)["path"])
+    flip(path / "model.safetensors", -5)
+    number = plan_anneal(workspace, ledger)
+    said = Said()
+    actions.train(workspace, ledger, number, said)
+    assert SegmentRow.get(ledger, number).state == "done" and SegmentRow.get(ledger, number).attempts == 0
+    assert "segment 1 is replayed from step " in said.text and "the same weights, to the bit" in said.text
+    assert weights(ledger, 1) == before and find_fault(path) == ""
+    assert find_fault(path.with_name(f"bad-{path.name}"))
+    event = ledger.read("SELECT detail FROM events WHERE kind = 'checkpoint_replayed'")
+    assert len(event) == 1 and event[0]["detail"]["exact"] is True
+
+
+def test_a_segment_is_replayed_from_its_beginning_and_its_parent_before_it(copied: Copy) -> None:
+    workspace, ledger = copied()
+    before = [weights(ledger, number) for number in (1, 2)]
+    for number in (1, 2):
+        shutil.rmtree(Path(SegmentRow.get(ledger, number).folder) / "checkpoints")
+    shutil.rmtree(token_shards(ledger)[1]["path"])
+    assert rebuild_token_shard(workspace, ledger, token_shards(ledger)[1]["id"], Said()) == ""
+    said = Said()
+    assert replay_checkpoint(workspace, ledger, 2, said) == ""
+    assert "segment 1 is replayed from step 0" in said.text and "not comparable" in said.text
+    assert [weights(ledger, number) for number in (1, 2)] == before
+    assert not list((workspace.root / "replays").glob("*-*/*"))
+
+
+def test_doctor_names_each_fault_and_repairs_it(copied: Copy) -> None:
+    workspace, ledger = copied()
+    shards, candidate = token_shards(ledger), CandidateRow.get(ledger, 1)
+    flip(Path(shards[0]["path"]) / "tokens.bin")
+    flip(Path(last_checkpoint(ledger, 1)["path"]) / "optimizer.safetensors", -9)
+    flip(Path(candidate.export_path) / "model.safetensors", -9)
+    next((workspace.shards / "raw").glob("*-shard-1.jsonl")).unlink()
+    (workspace.segments / "00044-trunk").mkdir()
+    (workspace.root / "mlflow.db").write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
+    flip(workspace.root / "ledger.db", 4096 * 3)
+    ledger.engine.dispose()
+    (workspace.root / "ledger.db").write_bytes((workspace.root / "ledger.db").read_bytes()[:20_000])
+    words = ("doctor", "--deep", "--json", "-w", str(workspace.root))
+    found = {row["check"]: row for row in json.loads(factory(*words).stdout)}
+    assert not found["ledger"]["ok"] and "'factory doctor --repair' makes it again" in found["ledger"]["detail"]
+    done = factory(*words, "--repair")
+    repaired = "\n".join(json.loads(done.stdout)["repaired"])
+    assert "the ledger is the one of backup" in repaired
+    for name in (f"token shards {shards[0]['id']}", "checkpoints 1", "exports 1", "mlflow"):
+        assert f"{name}: mended" in repaired, repaired
+    found = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
+    for name in ("ledger", "token shards", "checkpoints", "exports", "segments", "mlflow", "orphans", "backups"):
+        assert found[name]["ok"], found[name]
+    assert not found["raw shards"]["ok"] and "put shard-1.jsonl into" in found["raw shards"]["detail"]
+    assert done.returncode == 1
+    assert folder_sha256(Path(candidate.export_path)) == candidate.export_sha256
+    assert "segments/00044-trunk is set aside" in repaired
+
+
+def test_every_file_is_looked_at_and_a_sample_is_hashed(copied: Copy) -> None:
+    workspace, ledger = copied()
+    kinds = {one.kind: one for one in examine_work(workspace, ledger, False, Said())}
+    assert {name: one.count for name, one in kinds.items()} == {
+        "token shards": 2, "raw shards": 2, "checkpoints": 2, "exports": 1, "segments": 2, "served": 0, "orphans": 0,
+    }  # fmt: skip
+    assert all(one.faults == [] for one in kinds.values()) and kinds["checkpoints"].hashed >= 1
+    (Path(token_shards(ledger)[0]["path"]) / "loss_mask.bin").write_bytes(b"")
+    (workspace.segments / "00001-trunk" / "owner.json").unlink()
+    (workspace.segments / "00044-trunk").mkdir()
+    shutil.rmtree(workspace.exports / "segment-00002")
+    kinds = {one.kind: one for one in examine_work(workspace, ledger, False, Said())}
+    assert {name for name, one in kinds.items() if one.faults} == {"token shards", "segments", "exports", "orphans"}
+
+
+def test_what_cannot_be_mended_is_said_and_raised(copied: Copy) -> None:
+    workspace, ledger = copied()
+    shutil.rmtree(token_shards(ledger)[0]["path"])
+    shutil.rmtree(workspace.shards / "raw")
+    with pytest.raises(FactoryError, match=r"shard-0.jsonl, which it was made of, is gone too: put that file into"):
+        daemon.reconcile(workspace, ledger, Said(), settle=0.0, endless=True)

@@ -1,0 +1,434 @@
+"""Histories that are drawn, with real folders and a real ledger: nothing that is needed ever goes, and what a kill leaves is finished.
+
+What is needed is computed here from the actions that a factory may take next, each by the paths that it opens: not from ``needs``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from factory.audit.keeping import folder_of, kept
+from factory.audit.policy import AuditPolicy
+from factory.audit.waiting import waiting
+from factory.core.workspace import Config, Workspace
+from factory.diagnosis.ladder import ladder_of
+from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.gates.training_start import find_start
+from factory.ledger.anomalies import CLOSED, DIAGNOSED, open_anomalies
+from factory.ledger.files import RETIRED, retired
+from factory.ledger.ledger import (
+    Ledger,
+    anomalies,
+    candidates,
+    checkpoints,
+    data_plans,
+    events,
+    record,
+    releases,
+    segments,
+    tracked_runs,
+    verdicts,
+)
+from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
+from factory.retention import cleaning
+from factory.retention.cleaning import REMOVED, clean, examine
+from factory.training.planning import last_checkpoint
+from factory.training.segment_folder import spec_of
+from tests.support.factory.command import factory
+
+DAY = 86_400.0
+STEPS = 20
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+class History:
+    """A factory's past, as its rows and folders: what the model loop would have left."""
+
+    def __init__(self, workspace: Workspace, ledger: Ledger, seed: int) -> None:
+        self.workspace, self.ledger, self.rng = workspace, ledger, random.Random(seed)
+        self.commits = [f"{self.rng.getrandbits(160):040x}" for _ in range(4)]
+        with ledger.begin() as tx:
+            tx.execute(data_plans.insert().values(id="p", plan={"token_shards": []}, created_at=0.0))
+
+    def segment(self, kind: str, parent: SegmentRow | None, state: str, first: int, steps: int = STEPS) -> SegmentRow:
+        number = len(SegmentRow.select(self.ledger)) + 1
+        folder = self.workspace.segments / f"{number:05d}-{kind}"
+        ended = time.time() - self.rng.choice([0.0, 1.0, 8.0, 30.0, 400.0]) * DAY
+        commit = self.rng.choice(self.commits)
+        last = first + steps
+        made = [s for s in range(first + 5, last + 1, 5) if state != "planned" or s <= first + 10]
+        for step in made:
+            self.file(folder / "checkpoints" / step_name(step) / "manifest.json")
+        for step in made[:2]:
+            self.file(ladder_of(self.workspace, number) / step_name(step) / "manifest.json")
+        if self.rng.random() < 0.3:
+            self.file(folder / "certificate" / "old" / "pair" / "metrics.jsonl")
+        if self.rng.random() < 0.2:
+            self.file(folder / "checkpoints" / f"bad-{step_name(first + 5)}" / "model.safetensors")
+        for name in ("metrics.jsonl", "segment.json"):
+            self.file(folder / name)
+        self.file(self.workspace.logs / f"segment-{number:05d}.log")
+        self.file(self.workspace.worktrees / f"live-{commit[:12]}" / "code.py")
+        self.file(self.workspace.root / "cache" / f"code-{commit[:12]}-cpu" / "inductor" / "x.so")
+        detail: dict[str, Any] = {"kind": kind, "steps": [first, last]}
+        if kind == "average" and parent is not None:
+            sources = [
+                {
+                    "id": "x",
+                    "segment": parent.id,
+                    "step": s,
+                    "path": str(Path(parent.folder) / "checkpoints" / step_name(s)),
+                }
+                for s in (parent.last_step - 5, parent.last_step)
+            ]
+            detail["average"] = {"rule": "uniform", "sources": sources}
+        with self.ledger.begin() as tx:
+            tx.execute(
+                segments.insert().values(
+                    id=number, kind=kind, parent=parent and parent.id, generation=1, recipe="demo", recipe_sha256="r",
+                    recipe_json={"checkpoint_every": 5, "precision": "fp32"}, data_plan="p", code_commit=commit, first_step=first,
+                    last_step=last, state=state, folder=str(folder), created_at=ended - 100.0, finished_at=None if state == "planned" else ended,
+                )
+            )  # fmt: skip
+            record(tx, "segment_planned", Subject("segment", number), detail)
+            if state in ("done", "rewound"):
+                path = folder / "checkpoints" / step_name(last)
+                tx.execute(
+                    checkpoints.insert().values(
+                        id=f"c{number}", segment=number, step=last, path=str(path), created_at=ended
+                    )
+                )
+        return SegmentRow.get(self.ledger, number)
+
+    def file(self, path: Path, size: int = 5000) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * size)
+
+    def candidate(self, segment: SegmentRow) -> None:
+        export = self.workspace.exports / f"segment-{segment.id:05d}"
+        self.file(export / "model.safetensors")
+        number = len(CandidateRow.select(self.ledger)) + 1
+        run = f"run{number}"
+        self.file(self.workspace.mlflow_artifacts / "candidates" / run / "artifacts" / "model" / "model.safetensors")
+        outcome = self.rng.choice([None, "promote", "promote", "hold", "reject"])
+        with self.ledger.begin() as tx:
+            tx.execute(
+                candidates.insert().values(
+                    id=number, segment=segment.id, checkpoint=f"c{segment.id}", export_path=str(export), export_sha256="e", created_at=time.time()
+                )
+            )  # fmt: skip
+            tx.execute(tracked_runs.insert().values(subject=str(Subject("candidate", number)), run_id=run))
+            if outcome is None:
+                return
+            verdict = tx.execute(
+                verdicts.insert().values(
+                    gate="release", subject=str(Subject("candidate", number)), policy_sha256="p", subject_sha256="e", outcome=outcome,
+                    reasons=["so"], evidence={}, created_at=time.time(),
+                ).returning(verdicts.c.id)
+            ).scalar_one()  # fmt: skip
+            if outcome == "promote" and self.rng.random() < 0.7:
+                release = len(ReleaseRow.select(self.ledger)) + 1
+                tx.execute(
+                    releases.insert().values(
+                        number=release, candidate=number, verdict=verdict, state="published", created_at=time.time()
+                    )
+                )
+                record(tx, "promoted", Subject("release", release), {"candidate": number})
+
+    def anomaly(self, segment: SegmentRow) -> None:
+        with self.ledger.begin() as tx:
+            number = tx.execute(
+                anomalies.insert().values(
+                    segment=segment.id, step=segment.first_step + 7, kind=self.rng.choice(["loss_spike", "plateau"]), detail={}
+                ).returning(anomalies.c.id)
+            ).scalar_one()  # fmt: skip
+            if self.rng.random() < 0.6:
+                record(tx, DIAGNOSED, Subject("anomaly", number), {"anomalies": [number], "causes": ["unknown"]})
+            if self.rng.random() < 0.5:
+                record(tx, CLOSED, Subject("anomaly", number), {"anomalies": [number], "how": "accepted", "by": "p"})
+        self.file(self.workspace.root / "diagnoses" / f"{number:05d}" / "onset" / "manifest.json")
+
+    def audit(self, segment: SegmentRow) -> None:
+        first = self.rng.choice([segment.first_step, segment.first_step + 5])
+        with self.ledger.begin() as tx:
+            record(
+                tx, "audit_drawn", Subject("segment", segment.id), {"first": first, "last": first + 5, "patches": [1]}
+            )
+            if self.rng.random() < 0.5:
+                tx.execute(
+                    verdicts.insert().values(
+                        gate="audit", subject=str(Subject("segment", segment.id)), policy_sha256="p", subject_sha256="e",
+                        outcome=self.rng.choice(["promote", "hold", "reject"]), reasons=["so"], evidence={}, created_at=0.0,
+                    )
+                )  # fmt: skip
+        for step in (first, first + 5):
+            self.file(folder_of(self.workspace, segment.id) / "live" / step_name(step) / "manifest.json")
+
+    def lived(self, trunks: int) -> None:
+        """So many trunk segments one after the other, with what may hang off them."""
+        rng, trunk = self.rng, None
+        for number in range(trunks):
+            state = "done"
+            if number and rng.random() < 0.15:
+                self.segment(
+                    "trunk",
+                    trunk,
+                    rng.choice(["rewound", "uncertified", "failed", "abandoned"]),
+                    trunk.last_step if trunk else 0,
+                )
+            trunk = self.segment("trunk", trunk, state, trunk.last_step if trunk else 0)
+            for _ in range(rng.choice([0, 0, 1, 2])):
+                anneal = self.segment("anneal", trunk, rng.choice(["done", "done", "done", "rewound"]), trunk.last_step)
+                if anneal.state == "done" and rng.random() < 0.9:
+                    self.candidate(anneal)
+                if rng.random() < 0.3:
+                    self.anomaly(anneal)
+            if rng.random() < 0.2:
+                average = self.segment("average", trunk, rng.choice(["planned", "done"]), trunk.last_step, 0)
+                if average.state == "done":
+                    self.file(Path(average.folder) / "checkpoints" / step_name(average.last_step) / "manifest.json")
+                    self.candidate(average)
+            if rng.random() < 0.3:
+                self.anomaly(trunk)
+            if rng.random() < 0.3:
+                self.audit(trunk)
+        assert trunk is not None
+        if rng.random() < 0.7:
+            kind = rng.choice(["trunk", "anneal"])
+            self.segment(kind, trunk, rng.choice(["planned", "failed", "uncertified"]), trunk.last_step)
+
+
+def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
+    """By action that may come next, what it opens."""
+    needed: dict[str, list[Path]] = {}
+    rows = SegmentRow.select(ledger)
+    for row in rows:
+        if row.state == "planned" and row.kind != "average":
+            start = spec_of(ledger, row)["initial_checkpoint"]
+            own = sorted(Path(row.folder).rglob("*"))
+            needed[f"resume of {row.id}"] = [*([Path(start)] if start else []), *own]
+        if row.state == "planned" and row.kind == "average":
+            sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
+            plan = ledger.read(sql, subject=str(Subject("segment", row.id)))[0]["detail"]["average"]
+            needed[f"average {row.id}"] = [Path(source["path"]) for source in plan["sources"]]
+    newest = SegmentRow.first(ledger, "WHERE kind <> 'average' ORDER BY id DESC")
+    if newest and newest.state in ("failed", "uncertified"):
+        needed["retry"] = [Path(last_checkpoint(ledger, newest.parent)["path"])] if newest.parent else []
+        needed["retry"] += sorted(Path(newest.folder).rglob("*"))
+    done = [row for row in rows if row.kind == "trunk" and row.state == "done"]
+    needed["plan a trunk or an anneal"] = [Path(last_checkpoint(ledger, done[-1].id)["path"])]
+    anneals = [row for row in rows if row.kind == "anneal" and row.state == "done"]
+    if anneals and anneals[-1].parent == done[-1].id:
+        needed["continue from the anneal"] = [Path(last_checkpoint(ledger, anneals[-1].id)["path"])]
+    start_of_gates = find_start(ledger)
+    assert start_of_gates is not None
+    needed["propose"] = [start_of_gates.checkpoint]
+    exported = {row.segment for row in CandidateRow.select(ledger)}
+    for row in rows:
+        if row.kind != "trunk" and row.state == "done" and row.id not in exported:
+            needed[f"export of {row.id}"] = [Path(last_checkpoint(ledger, row.id)["path"])]
+    for release in ReleaseRow.select(ledger):
+        needed[f"rollback to {release.number}"] = [
+            Path(release.export_path),
+            Path(last_checkpoint(ledger, release.segment)["path"]),
+        ]
+    judged = {
+        v["subject"]: v["outcome"]
+        for v in ledger.read("SELECT subject, outcome FROM verdicts WHERE gate = 'release' ORDER BY id")
+    }
+    released = [row.candidate for row in ReleaseRow.select(ledger)]
+    for candidate in CandidateRow.select(ledger):
+        outcome = judged.get(str(Subject("candidate", candidate.id)))
+        newer = any(number > candidate.id for number in released)
+        spoiled = any(row.state == "rewound" for row in SegmentRow.lineage(ledger, candidate.segment))
+        if outcome is None or (outcome != "reject" and not newer and not spoiled):
+            needed[f"judge or release candidate {candidate.id}"] = [Path(candidate.export_path)]
+    for number in waiting(ledger, AuditPolicy(again_after_seconds=1.0)):
+        row = SegmentRow.get(ledger, number)
+        window = ledger.read(
+            "SELECT detail FROM events WHERE kind = 'audit_drawn' AND subject = :s", s=str(Subject("segment", number))
+        )[-1]["detail"]
+        needed[f"audit of {number}"] = [kept(workspace, ledger, row, window[end]) for end in ("first", "last")]
+        needed[f"audit of the whole of {number}"] = [Path(last_checkpoint(ledger, number)["path"])]
+        if row.parent:
+            needed[f"audit of the whole of {number}"].append(Path(last_checkpoint(ledger, row.parent)["path"]))
+    for anomaly in open_anomalies(ledger, AnomalyPolicy().kinds):
+        if SegmentRow.get(ledger, anomaly.segment).state != "rewound":
+            rungs: list[Path] = []
+            for row in SegmentRow.lineage(ledger, anomaly.segment):
+                for folder in (ladder_of(workspace, row.id), Path(row.folder) / "checkpoints"):
+                    rungs += folder.glob("step-*")
+            needed[f"diagnosis of {anomaly.id}"] = [*rungs, workspace.root / "diagnoses" / f"{anomaly.id:05d}"]
+    return {action: [path for path in paths if os.path.lexists(path)] for action, paths in needed.items()}
+
+
+@pytest.fixture
+def code(code_repository: Path) -> Path:
+    return code_repository
+
+
+def make(root: Path, code: Path, seed: int, trunks: int = 6) -> tuple[Workspace, Ledger]:
+    workspace = Workspace.create(root, Config(repository=str(code)))
+    ledger = Ledger.create(workspace.ledger_url)
+    History(workspace, ledger, seed).lived(trunks)
+    return workspace, ledger
+
+
+def drawn_policy(workspace: Workspace, seed: int) -> None:
+    rng = random.Random(seed)
+    chosen = {
+        "trunk_segments": rng.randint(1, 4), "ladders": rng.randint(0, 4), "candidate_days": rng.choice([0, 5, 20]),
+        "rewound_days": rng.choice([0, 5, 20]), "worktrees": rng.randint(0, 3), "log_days": rng.choice([0, 20]),
+    }  # fmt: skip
+    (workspace.root / "policies" / "retention.yaml").write_text(yaml.safe_dump(chosen))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_that_an_action_opens_goes(tmp_path: Path, code: Path, seed: int) -> None:
+    workspace, ledger = make(tmp_path / "w", code, seed)
+    drawn_policy(workspace, seed)
+    needed = opened_next(workspace, ledger)
+    assert needed["plan a trunk or an anneal"], "the history has nothing that could be lost"
+    rows = [
+        ledger.read(f"SELECT * FROM {table}")
+        for table in ("segments", "checkpoints", "candidates", "verdicts", "releases")
+    ]
+    gone = clean(workspace, ledger).gone()
+    hard = clean(workspace, ledger, hard=True).gone()
+    assert gone or hard
+    lost = {action: [str(p) for p in paths if not os.path.lexists(p)] for action, paths in needed.items()}
+    assert {action: paths for action, paths in lost.items() if paths} == {}
+    assert opened_next(workspace, ledger) == needed
+    for row in SegmentRow.select(ledger):  # what a page of a past segment is drawn from
+        assert (Path(row.folder) / "metrics.jsonl").exists() and (Path(row.folder) / "segment.json").exists()
+    assert rows == [
+        ledger.read(f"SELECT * FROM {table}")
+        for table in ("segments", "checkpoints", "candidates", "verdicts", "releases")
+    ]
+    for choice in (*gone, *hard):
+        assert not os.path.lexists(choice.what.path)
+    assert {c.what.path.relative_to(workspace.root).as_posix() for c in (*gone, *hard)} == retired(ledger)
+    assert clean(workspace, ledger, hard=True).gone() == [], "what can go goes at once"
+
+
+def test_the_policy_keeps_what_it_says(tmp_path: Path, code: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w", Config(repository=str(code)))
+    ledger = Ledger.create(workspace.ledger_url)
+    history = History(workspace, ledger, 1)
+    trunk = None
+    for _ in range(5):
+        trunk = history.segment("trunk", trunk, "done", trunk.last_step if trunk else 0)
+    clean(workspace, ledger)
+    left = {row.id: len(list((Path(row.folder) / "checkpoints").glob("step-*"))) for row in SegmentRow.select(ledger)}
+    assert left == {1: 0, 2: 0, 3: 4, 4: 4, 5: 4}  # trunk_segments: 3
+    ladders = sorted(int(path.name) for path in (workspace.root / "ladder").iterdir())
+    assert ladders == [2, 3, 4, 5]
+    clean(workspace, ledger, hard=True)
+    left = {row.id: len(list((Path(row.folder) / "checkpoints").glob("step-*"))) for row in SegmentRow.select(ledger)}
+    assert left == {1: 0, 2: 0, 3: 0, 4: 0, 5: 4} and not list((workspace.root / "ladder").iterdir())
+
+
+def test_what_is_gone_on_from_stays_though_newer_segments_are_there(tmp_path: Path, code: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w", Config(repository=str(code)))
+    ledger = Ledger.create(workspace.ledger_url)
+    history = History(workspace, ledger, 2)
+    first = history.segment("trunk", None, "done", 0)
+    history.segment("anneal", first, "planned", first.last_step)
+    far = history.segment("trunk", first, "done", 100)
+    annealed = history.segment("anneal", far, "done", far.last_step)
+    with ledger.begin() as tx:
+        tx.execute(
+            candidates.insert().values(
+                id=1, segment=annealed.id, checkpoint="c", export_path="e", export_sha256="e", created_at=0.0
+            )
+        )
+        tx.execute(
+            verdicts.insert().values(
+                gate="release", subject="candidate:1", policy_sha256="p", subject_sha256="e", outcome="reject", reasons=[], evidence={},
+                created_at=0.0,
+            )
+        )  # fmt: skip
+    history.segment("trunk", None, "done", 0)  # begun anew by a person
+    clean(workspace, ledger, hard=True)
+    left = {
+        row.id: [p.name for p in (Path(row.folder) / "checkpoints").glob("step-*")] for row in SegmentRow.select(ledger)
+    }
+    assert left[1] == [step_name(20)] and left[3] == [step_name(120)] and left[4] == [step_name(140)] and left[5]
+
+
+def test_a_folder_that_no_row_names_is_left_to_a_person(tmp_path: Path, code: Path) -> None:
+    workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
+    foreign = workspace.segments / "00099-trunk" / "checkpoints" / step_name(5)
+    foreign.mkdir(parents=True)
+    clean(workspace, ledger, hard=True)
+    assert foreign.exists()
+    (choice,) = [one for one in examine(workspace, ledger) if one.what.path == foreign]
+    assert choice.why == "no segment of the ledger has its number: a person decides"
+
+
+@pytest.mark.parametrize("point", ["recorded", "renamed", "half removed"])
+def test_killed_between_ledger_and_folder_the_next_call_finishes(
+    tmp_path: Path, code: Path, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = make(tmp_path / "w", code, 5)
+    whole = cleaning.remove
+    first = next(one.what.path for one in examine(workspace, ledger) if one.goes and one.what.kind == "checkpoint")
+
+    class Killed(BaseException):
+        pass
+
+    def kill(path: Path) -> None:
+        if path.name == f"{REMOVED}{first.name}" and path.parent == first.parent:
+            there = path.exists()
+            if (point == "recorded" and not there) or (point != "recorded" and there):
+                if point == "half removed":
+                    (path / "manifest.json").unlink()
+                raise Killed
+        whole(path)
+
+    monkeypatch.setattr(cleaning, "remove", kill)
+    with pytest.raises(Killed):
+        clean(workspace, ledger)
+    monkeypatch.undo()
+    assert first.relative_to(workspace.root).as_posix() in retired(ledger), "the ledger comes first"
+    clean(workspace, ledger)
+    assert not first.exists() and not list(workspace.root.rglob(f"{REMOVED}*"))
+
+
+def test_a_dry_run_changes_nothing_and_says_why(tmp_path: Path, code: Path) -> None:
+    workspace, ledger = make(tmp_path / "w", code, 7)
+    home = ["--workspace", str(workspace.root)]
+    before = sorted(workspace.root.rglob("*"))
+    said = factory("clean", "--dry-run", *home)
+    assert sorted(p for p in workspace.root.rglob("*") if p.suffix != ".lock") == [
+        p for p in before if p.suffix != ".lock"
+    ]
+    assert "would go  " in said.stdout and " MB would be freed" in said.stdout and "segment 16 is failed" in said.stdout
+    listed = json.loads(factory("clean", "--dry-run", "--json", *home).stdout)
+    goes = {row["path"] for row in listed if row["goes"]}
+    assert goes and {str(one.what.path) for one in examine(workspace, ledger) if one.goes} == goes
+    done = factory("clean", *home)
+    assert done.returncode == 0 and "MB freed: " in done.stdout
+    assert not any(os.path.lexists(path) for path in goes)
+    kinds = ledger.rows(events.select().where(events.c.kind == RETIRED))
+    assert len(kinds) == len(goes) and all(row["detail"]["why"] and row["detail"]["bytes"] > 0 for row in kinds)
+
+
+def test_the_code_loop_at_work_keeps_its_worktrees(tmp_path: Path, code: Path) -> None:
+    workspace, ledger = make(tmp_path / "w", code, 9)
+    (workspace.root / "policies" / "retention.yaml").write_text("worktrees: 0\n")
+    with workspace.lock("code-loop"):
+        cleaned = clean(workspace, ledger)
+        assert not any(one.goes for one in cleaned.choices if one.what.kind in ("worktree", "compiled"))
+    assert any(one.what.kind == "worktree" for one in clean(workspace, ledger).gone())

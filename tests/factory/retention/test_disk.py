@@ -1,0 +1,74 @@
+"""A disk that fills: a real file system of a few megabytes, and a policy whose floor is above what this disk has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from factory.core.workspace import Config, Workspace
+from factory.daemon import Action, World, next_action
+from factory.ledger.files import low_disk
+from factory.ledger.ledger import Ledger
+from factory.retention.disk import EVERY_SECONDS, KEPT_BYTES, SAMPLES, Room, hours_left, note, samples
+from factory.retention.watching import training_waits
+from tests.support.said import Said
+
+
+def set_floor(workspace: Workspace, floor: int) -> None:
+    (workspace.root / "policies" / "retention.yaml").write_text(f"floor_bytes: {floor}\n")
+
+
+@pytest.fixture
+def plant(tmp_path: Path, code_repository: Path) -> tuple[Workspace, Ledger]:
+    workspace = Workspace.create(tmp_path / "w", Config(repository=str(code_repository)))
+    return workspace, Ledger.create(workspace.ledger_url)
+
+
+def test_below_the_floor_training_waits_and_says_so_once(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    said = Said()
+    set_floor(workspace, 0)
+    assert not training_waits(workspace, ledger, said) and said.lines == []
+    set_floor(workspace, 1 << 60)
+    assert training_waits(workspace, ledger, said) and training_waits(workspace, ledger, said)
+    (line,) = said.lines
+    assert line.startswith("  training waits: ") and "and the floor is 1152921504.61 GB (floor_bytes" in line
+    assert "'factory clean --dry-run' says what for" in line
+    assert (low_disk(ledger) or {})["floor"] == 1 << 60
+    set_floor(workspace, 0)
+    assert not training_waits(workspace, ledger, said) and said.about("on the disk again: training goes on")
+    assert low_disk(ledger) is None and len(said.lines) == 2
+
+
+def test_what_fills_the_disk_waits_and_the_rest_goes_on() -> None:
+    full = {
+        "low_on_disk": True,
+        "open_segment": 3,
+        "unannealed_trunk": 2,
+        "trunk_steps": 5,
+        "waiting_audit": 1,
+        "unexported_anneal": 4,
+    }
+    assert next_action(World(**full)) is None  # type: ignore[arg-type]
+    assert next_action(World(**full, unreleased_promotion=7)) == Action("release", 7)  # type: ignore[arg-type]
+    assert next_action(World(**full, arrived=(Path("a"),))) == Action("ingest", Path("a"))  # type: ignore[arg-type]
+    assert next_action(World(**full | {"low_on_disk": False})) == Action("train", 3)  # type: ignore[arg-type]
+
+
+def test_the_growth_is_measured_from_samples(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, _ = plant
+    for number in range(4):
+        note(workspace, now=1000.0 + number * EVERY_SECONDS / 2)
+    assert [at for at, _ in samples(workspace)] == [1000.0, 1000.0 + EVERY_SECONDS]
+    path = workspace.logs / SAMPLES
+    line = json.dumps({"at": 5.0, "free": 7}) + "\n"
+    path.write_text("cut off\n" + line * (3 * KEPT_BYTES // len(line)) + '{"at": 9')
+    note(workspace, now=9000.0)
+    assert path.stat().st_size < 2 * KEPT_BYTES
+    assert samples(workspace)[0] == (5.0, 7) and samples(workspace)[-1][0] == 9000.0
+    lost = [(0.0, 10_000_000_000), (7200.0, 6_000_000_000)]  # 2 GB an hour
+    assert hours_left(lost, free=6_000_000_000, floor=1_000_000_000, now=7200.0) == 2.5
+    assert hours_left(lost, free=6_000_000_000, floor=7_000_000_000, now=7200.0) == 0.0
+    assert Room.of(workspace).total >= Room.of(workspace).free > 0

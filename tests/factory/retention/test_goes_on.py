@@ -1,0 +1,42 @@
+"""A real plant that was cleaned as hard as can be goes on: trunk, anneal, export, rollback, average, and doctor misses nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from factory.actions import train
+from factory.core.progress import SILENT
+from factory.ledger.files import retired
+from factory.ledger.rows import SegmentRow
+from factory.repairs.examining import examine_work
+from factory.retention.cleaning import clean
+from factory.training.exporting import export_candidate
+from factory.training.planning import plan_anneal, plan_trunk
+from tests.support.plants.trained_plant import make_plant, train_anneal
+
+
+@pytest.mark.slow("five real segments and two exports")
+def test_after_cleaning_every_action_is_still_possible(tmp_path: Path, code_repository: Path) -> None:
+    workspace, ledger = make_plant(tmp_path, code_repository)
+    first = export_candidate(workspace, ledger, train_anneal(workspace, ledger))
+    train(workspace, ledger, plan_trunk(workspace, ledger, 10), SILENT)
+    gone = clean(workspace, ledger, hard=True).gone()
+    assert any(one.what.kind == "checkpoint" and one.what.number == 1 for one in gone) and retired(ledger)
+    train(workspace, ledger, plan_trunk(workspace, ledger, 10), SILENT)
+    number = plan_anneal(workspace, ledger)
+    train(workspace, ledger, number, SILENT)
+    clean(workspace, ledger, hard=True)
+    second = export_candidate(workspace, ledger, number)
+    clean(workspace, ledger, hard=True)
+    assert {row.state for row in SegmentRow.select(ledger)} == {"done"} and second > first
+    for candidate in (first, second):  # neither is judged: both are open
+        assert os.listdir(
+            ledger.read("SELECT export_path FROM candidates WHERE id = :id", id=candidate)[0]["export_path"]
+        )
+    examined = [
+        kind for kind in examine_work(workspace, ledger, True, SILENT) if kind.kind != "raw shards"
+    ]  # the plant keeps none
+    assert [fault for kind in examined for fault in kind.faults] == []

@@ -1,0 +1,253 @@
+"""Real trainers, killed, crashed, hung and starved at a step that is counted: noticed, told apart, and the segment comes to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from factory.actions import Action
+from factory.core.errors import SegmentError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.daemon import next_action, observe
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
+from factory.retrying.endings import HUNG, KILLED, OUT_OF_MEMORY
+from factory.retrying.tries import TrainerDiedError, abandon
+from factory.sandbox.live import Running
+from factory.training.planning import plan_trunk
+from factory.training.segment_folder import folder_lock
+from factory.training.training import _kill, run_segment
+from tests.support.factory.code_loop import make_target
+from tests.support.factory.command import factory
+from tests.support.failing.deaths import make_mortal, plan_row, strike
+from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
+from tests.support.plants.trained_plant import make_plant
+
+Plant = tuple[Workspace, Ledger]
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Plant:
+    """A trunk of 20 steps, whose next segments have a checkpoint every fourth step."""
+    root = tmp_path_factory.mktemp("dying")
+    code = make_target(root / "code")
+    make_mortal(code)
+    workspace, ledger = make_plant(root, code, checkpoint_every=4, keep_checkpoints=9)
+    return workspace, ledger
+
+
+@pytest.fixture
+def segment(plant: Plant) -> Iterator[int]:
+    """A planned one of twenty steps; afterwards nothing is parked or open, and the policy is the shipped one."""
+    workspace, ledger = plant
+    number = plan_trunk(workspace, ledger, STEPS)
+    yield number
+    (workspace.root / "policies" / "retries.yaml").unlink(missing_ok=True)
+    for path in Path(SegmentRow.get(ledger, number).folder).glob("*-*-*"):
+        path.unlink()
+    if SegmentRow.get(ledger, number).state == "failed":
+        abandon(ledger, number, "ada")
+    elif SegmentRow.get(ledger, number).state == "planned":
+        run_segment(workspace, ledger, number, SILENT)
+
+
+def policy(workspace: Workspace, **keys: float) -> None:
+    (workspace.root / "policies" / "retries.yaml").write_text(yaml.safe_dump(keys))
+
+
+def first_of(ledger: Ledger, segment: int) -> int:
+    return int(SegmentRow.get(ledger, segment).first_step)
+
+
+def deaths(ledger: Ledger, segment: int) -> list[dict[str, object]]:
+    rows = ledger.read(
+        "SELECT detail FROM events WHERE kind = 'segment_stumbled' AND subject = :s ORDER BY id", s=f"segment:{segment}"
+    )
+    return [row["detail"] for row in rows]
+
+
+def steps_of(ledger: Ledger, segment: int) -> list[int]:
+    path = Path(SegmentRow.get(ledger, segment).folder) / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow("a trainer that dies five times before its segment is done")
+def test_a_segment_whose_every_try_makes_progress_comes_to_its_end(plant: Plant, segment: int) -> None:
+    workspace, ledger = plant
+    first = first_of(ledger, segment)
+    strike(ledger, segment, *(f"fault-kill-{first + step}" for step in (5, 9, 13, 17, 18)))
+    for step in (4, 8, 12, 16):
+        words = (
+            rf"segment {segment} was killed by somebody else \(SIGKILL\), and not by this machine's OOM killer \(log: .*\); "
+            rf"it goes on from its checkpoint at step {first + step}, after 1 of 3 tries without a new checkpoint"
+        )
+        with pytest.raises(TrainerDiedError, match=words):
+            run_segment(workspace, ledger, segment, SILENT)
+    with pytest.raises(TrainerDiedError, match=rf"checkpoint at step {first + 16}, after 2 of 3 tries"):
+        run_segment(workspace, ledger, segment, SILENT)
+    assert [death["how"] for death in deaths(ledger, segment)] == [KILLED] * 5
+    run_segment(workspace, ledger, segment, SILENT)
+    assert SegmentRow.get(ledger, segment).state == "done"
+    assert steps_of(ledger, segment) == list(range(first, first + STEPS)), "each step once"
+
+
+@pytest.mark.slow("a trainer that dies three times at one step, and one that ends")
+def test_one_that_makes_none_is_parked_and_no_trunk_is_begun_beside_it(plant: Plant, segment: int) -> None:
+    workspace, ledger = plant
+    first = first_of(ledger, segment)
+    folder = strike(ledger, segment, f"always-raise-{first + 7}")
+    for tries in (1, 2):
+        with pytest.raises(
+            TrainerDiedError, match=rf"ended with exit 1: .*the weather is bad.* after {tries} of 3 tries"
+        ):
+            run_segment(workspace, ledger, segment, SILENT)
+    with pytest.raises(TrainerDiedError, match="the weather is bad") as last:
+        run_segment(workspace, ledger, segment, SILENT)
+    assert last.value.parked and next_action(observe(workspace, ledger, endless=True)) is None
+    before = ledger.read("SELECT count(*) AS n FROM segments")
+    parked = (
+        f"segment {segment} (trunk, steps {first}–{first + STEPS}) is parked at step {first + 4}: it ended with exit 1"
+    )
+    for command, code in ((("train",), 2), (("anneal",), 2), (("run", "--once"), 5)):
+        done = factory(*command, "--workspace", str(workspace.root))
+        assert done.returncode == code and parked in done.stderr and f"'factory retry {segment}'" in done.stderr, (
+            done.stderr
+        )
+    assert ledger.read("SELECT count(*) AS n FROM segments") == before
+    assert parked in factory("status", "--workspace", str(workspace.root)).stdout
+    (folder / f"always-raise-{first + 7}").unlink()
+    done = factory("retry", str(segment), "--workspace", str(workspace.root))
+    assert done.stdout == f"  segment {segment} goes on from step {first + 4} at the next pass\n"
+    assert next_action(observe(workspace, ledger)) == Action("train", segment)
+    run_segment(workspace, ledger, segment, SILENT)
+    assert steps_of(ledger, segment) == list(range(first, first + STEPS))
+
+
+@pytest.mark.slow("a trainer that hangs twice, and one that ends")
+def test_a_hung_trainer_is_killed_by_its_number_and_the_segment_goes_on(plant: Plant, segment: int) -> None:
+    workspace, ledger = plant
+    first = first_of(ledger, segment)
+    policy(workspace, hung_seconds=8.0, start_seconds=600.0)
+    strike(ledger, segment, f"fault-hang-{first + 5}")
+    with pytest.raises(TrainerDiedError, match="hung: no step for") as hung:
+        run_segment(workspace, ledger, segment, SILENT)
+    words = str(hung.value)
+    assert (
+        f"segment {segment} hung: no step for" in words and f"goes on from its checkpoint at step {first + 4}" in words
+    )
+    number = int(words.split("its trainer, process ")[1].split(",")[0])
+    assert not psutil.pid_exists(number) and deaths(ledger, segment)[-1]["how"] == HUNG
+    begun = ledger.read("SELECT detail FROM events WHERE kind = 'trainer_begun' ORDER BY id DESC LIMIT 1")[0]["detail"]
+    assert begun["process"] == number and begun["seconds"] > 0
+    run_segment(workspace, ledger, segment, SILENT)
+    assert steps_of(ledger, segment) == list(range(first, first + STEPS))
+
+
+@pytest.mark.slow("a trainer that hangs before its first step")
+def test_a_trainer_that_never_begins_is_killed_too(plant: Plant, segment: int) -> None:
+    workspace, ledger = plant
+    first = first_of(ledger, segment)
+    with ledger.begin() as tx:  # as if no trainer had ever begun here: nothing is known but the policy
+        tx.exec_driver_sql("DELETE FROM events WHERE kind = 'trainer_begun'")
+    policy(workspace, start_seconds=20.0, hung_seconds=1.0)
+    strike(ledger, segment, f"always-hang-{first}")
+    with pytest.raises(
+        TrainerDiedError, match=r"hung: no first step for .*, the limit is 20 s\).*goes on from its beginning"
+    ):
+        run_segment(workspace, ledger, segment, SILENT)
+
+
+def limited_group() -> Path | None:
+    """A control group below this process's own that may use little memory; None where none can be made."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        version_1 = "memory" in controllers.split(",")
+        if not version_1 and controllers:
+            continue
+        folder = Path("/sys/fs/cgroup" + ("/memory" if version_1 else "")) / path.lstrip("/") / f"test-{os.getpid()}"
+        try:
+            folder.mkdir()
+            (folder / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(3 << 30))
+            return folder
+        except OSError:
+            if folder.exists():
+                folder.rmdir()
+    return None
+
+
+@pytest.mark.slow("a trainer that eats three gigabytes and is killed for it by the kernel")
+def test_the_oom_killer_is_named(plant: Plant, segment: int) -> None:
+    group = limited_group()
+    if group is None:
+        pytest.skip("no control group with a memory limit can be made here")
+    workspace, ledger = plant
+    strike(ledger, segment, f"fault-memory-{first_of(ledger, segment) + 4}")
+    program = (
+        f"echo $$ > {group}/cgroup.procs; exec {sys.executable} -m factory train --steps 3 --workspace {workspace.root}"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run(["sh", "-c", program], capture_output=True, text=True, env=environment)
+    finally:
+        group.rmdir()
+    assert done.returncode == SegmentError.exit_code, done.stderr
+    assert (
+        "was ended by the kernel's OOM killer (SIGKILL): the machine or its control group has too little memory"
+        in done.stderr
+    )
+    assert deaths(ledger, segment)[-1]["how"] == OUT_OF_MEMORY
+
+
+@contextmanager
+def frozen(processes: list[int]) -> Iterator[None]:
+    """In the kernel, where no SIGKILL reaches them until the end: as one that waits for a disk that is gone."""
+    folder = Path(f"/sys/fs/cgroup/freezer/test-{os.getpid()}")
+    folder.mkdir()
+    try:
+        for process in processes:
+            (folder / "cgroup.procs").write_text(str(process))
+        (folder / "freezer.state").write_text("FROZEN")
+        yield
+    finally:
+        (folder / "freezer.state").write_text("THAWED")
+        psutil.wait_procs([psutil.Process(one) for one in processes if psutil.pid_exists(one)], timeout=PATIENCE_S)
+        folder.rmdir()
+
+
+def test_a_trainer_that_no_signal_ends_is_named(tmp_path: Path, ledger: Ledger) -> None:
+    """And the next try waits for it: it is named as the holder of the folder's lock."""
+    if not os.access("/sys/fs/cgroup/freezer", os.W_OK):
+        pytest.skip("this machine can freeze no process")
+    row = plan_row(ledger, folder=str(tmp_path / "00001-trunk"))
+    with folder_lock(Path(row.folder)) as lock:
+        process = subprocess.Popen(["sleep", "600"], pass_fds=[lock])
+    with pytest.MonkeyPatch.context() as patch, frozen([process.pid]):
+        patch.setattr("factory.training.training.KILL_SECONDS", 0.5)
+        patch.setattr("factory.training.segment_folder.LOCK_SECONDS", 0.5)
+        with pytest.raises(
+            SegmentError,
+            match=rf"hung: no step; its trainer, process {process.pid}, was killed and does not end: it waits",
+        ):
+            _kill(Running(process), row, process.pid, "no step")
+        with (
+            pytest.raises(
+                SegmentError, match=rf"is still at work there \(process {process.pid}\); end it, then try again"
+            ),
+            folder_lock(Path(row.folder)),
+        ):
+            pass
+    process.wait()
+    with folder_lock(Path(row.folder)):
+        pass

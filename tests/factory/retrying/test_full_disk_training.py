@@ -1,0 +1,58 @@
+"""A disk that fills up while a trainer works: the daemon says so, waits, and the segment goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
+from factory.training.planning import plan_trunk
+from tests.support.factory.code_loop import make_target
+from tests.support.failing.deaths import make_mortal, strike
+from tests.support.failing.nights import Listener, enough, fill, run_until, small_disk
+from tests.support.plants.trained_plant import make_plant
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Workspace, Ledger]]:
+    """On a disk of its own."""
+    root = tmp_path_factory.mktemp("full")
+    with small_disk(root / "disk", "256m") as disk:
+        code = make_target(root / "code")
+        make_mortal(code)
+        yield disk, *make_plant(disk, code, checkpoint_every=4)
+
+
+@pytest.mark.slow("a segment whose disk is full for some seconds")
+def test_a_segment_goes_on_when_there_is_room_again(plant: tuple[Path, Workspace, Ledger]) -> None:
+    disk, workspace, ledger = plant
+    number = plan_trunk(workspace, ledger, 20)
+    folder = strike(ledger, number, "always-linger-26")
+    listener = Listener()
+
+    def fill_up() -> None:
+        while not (folder / "lingers").exists():
+            time.sleep(0.05)
+        fill(disk)
+        (folder / "always-linger-26").unlink()
+
+    def free() -> None:
+        time.sleep(1.0)
+        (disk / "ballast").unlink()
+
+    threading.Thread(target=fill_up, daemon=True).start()
+    listener.on["the disk is full"] = lambda: threading.Thread(target=free, daemon=True).start()
+    listener.on[f"segment {number} (trunk): steps"] = enough
+    run_until(workspace, ledger, listener)
+    row = SegmentRow.get(ledger, number)
+    assert (row.state, row.attempts) == ("done", 0), listener.lines
+    assert listener.count("the disk is full") == 1, listener.lines
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(20, 40))

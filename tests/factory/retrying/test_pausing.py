@@ -1,0 +1,103 @@
+"""``factory pause`` and ``factory resume``: who, when, and what is held, also in the midst of a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.daemon import observe, run
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
+from factory.retrying.pausing import EVERYTHING, TRAINING, PausedError, pause, pause_of, resume
+from factory.training.planning import plan_trunk
+from tests.support.factory.code_loop import make_target
+from tests.support.factory.command import factory
+from tests.support.failing.deaths import make_mortal, strike
+from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
+from tests.support.plants.trained_plant import make_plant
+
+
+def test_the_newest_pause_is_in_force_until_it_is_taken_back(workspace: Workspace, ledger: Ledger) -> None:
+    assert pause_of(ledger) is None and observe(workspace, ledger).paused == ""
+    with pytest.raises(InputError, match="nothing is paused"):
+        resume(ledger, "bo")
+    with pytest.raises(InputError, match="cannot pause 'lunch'"):
+        pause(ledger, "lunch", "bo")
+    before = time.time()
+    pause(ledger, TRAINING, "ada", "the GPU is lent")
+    found = pause_of(ledger)
+    assert found and (found.what, found.by, found.why) == (TRAINING, "ada", "the GPU is lent") and before <= found.at
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.at))
+    assert str(found) == f"training is paused by ada since {since} (the GPU is lent); 'factory resume' goes on"
+    pause(ledger, EVERYTHING, "bo")
+    assert observe(workspace, ledger).paused == EVERYTHING
+    with pytest.raises(PausedError, match="everything is paused by bo since"):
+        run(workspace, ledger, SILENT, once=True)
+    assert resume(ledger, "ada").by == "bo" and pause_of(ledger) is None
+    run(workspace, ledger, SILENT, once=True)
+
+
+def test_the_commands(workspace: Workspace, ledger: Ledger) -> None:
+    where = ("--workspace", str(workspace.root))
+    said = factory("pause", "--why", "a lunch", *where)
+    assert said.returncode == 0 and "training is paused by " in said.stdout and "(a lunch)" in said.stdout
+    status = factory("status", *where)
+    assert "waits     for you: training, paused by " in status.stdout and "factory resume" in status.stdout
+    assert json.loads(factory("status", "--json", *where).stdout)["paused"]["why"] == "a lunch"
+    done = factory("train", *where)
+    assert done.returncode == 6 and done.stderr.startswith("factory: training is paused by "), done
+    assert json.loads(factory("resume", "--json", *where).stdout)["resumed"]["what"] == TRAINING
+    again = factory("resume", *where)
+    assert (again.returncode, again.stderr) == (2, "factory: nothing is paused\n")
+    assert "paused" not in factory("status", *where).stdout
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow("a daemon that is paused in the midst of a segment and goes on")
+def test_a_pause_ends_the_trainer_in_order_and_resume_goes_on(tmp_path: Path) -> None:
+    code = make_target(tmp_path / "code")
+    make_mortal(code)
+    workspace, ledger = make_plant(tmp_path, code)
+    number = plan_trunk(workspace, ledger, 12)
+    folder = Path(SegmentRow.get(ledger, number).folder)
+    strike(ledger, number, "always-linger-25")
+    where = ("--workspace", str(workspace.root))
+    log = tmp_path / "said"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with open(log, "w") as out:
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "factory", "run", *where], stdout=out, stderr=out, env=environment
+        )
+    try:
+        wait_until(lambda: (folder / "lingers").exists())
+        factory("pause", *where)
+        wait_until(lambda: "training is paused by " in log.read_text())
+        row = SegmentRow.get(ledger, number)
+        assert (row.state, row.attempts) == ("planned", 0) and not (folder / "result.json").exists()
+        assert log.read_text().count("training is paused by ") == 1
+        (folder / "always-linger-25").unlink()
+        factory("resume", *where)
+        wait_until(lambda: SegmentRow.get(ledger, number).state == "done")
+    finally:
+        daemon.terminate()
+        daemon.wait(timeout=PATIENCE_S)
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(20, 32)), "nothing was trained twice"
+    assert "Traceback" not in log.read_text()

@@ -1,0 +1,143 @@
+"""What counts as hung is measured. The clock is the test's; processes, files and segments are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
+from factory.retrying.policy import RetryPolicy
+from factory.retrying.watchdog import UsualTimes, Watchdog, record_begun, usual_of
+from tests.support.failing.deaths import plan_row
+
+NOBODY = 1 << 30
+POLICY = RetryPolicy(hung_times=10.0, hung_seconds=30.0, start_seconds=1000.0)
+
+
+@contextmanager
+def process(program: str) -> Iterator[int]:
+    started = subprocess.Popen([sys.executable, "-c", f"print('ready', flush=True)\n{program}"], stdout=subprocess.PIPE)
+    assert started.stdout is not None and started.stdout.readline() == b"ready\n"
+    try:
+        yield started.pid
+    finally:
+        started.kill()
+        started.communicate()
+
+
+class Watched:
+    """A watchdog with the test's clock; of nobody, who waits for no core."""
+
+    def __init__(self, folder: Path, usual: UsualTimes = UsualTimes(), pid: int = NOBODY, **how: bool) -> None:  # noqa: B008 - frozen
+        self.now = 0.0
+        self.dog = Watchdog(POLICY, usual, pid, folder, clock=lambda: self.now, **how)
+
+    def after(self, seconds: float, steps: int) -> str:
+        self.now += seconds
+        return self.dog.look(steps)
+
+
+def test_no_step_for_ten_times_the_usual_time(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    assert watched.after(900, 0) == "" and watched.after(90, 1) == "", "the start takes longer"
+    assert watched.dog.limit == 30, "no step was timed yet"
+    for step in range(2, 12):
+        assert watched.after(7.0, step) == ""
+    assert (watched.dog.step, watched.dog.limit) == (7.0, 70.0)
+    assert watched.after(65, 11) == ""
+    assert watched.after(4.9, 11) == ""
+    said = watched.after(0.2, 11)
+    assert said == "no step for 70.1 s (7 s is usual, the limit is 70 s)"
+
+
+def test_several_steps_between_two_looks_and_one_long_one(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.after(1, 3)
+    watched.after(2, 23)
+    assert watched.dog.step == pytest.approx(0.1) and watched.dog.limit == 30.0
+    watched.after(29, 24)  # a checkpoint, say: the next one may take as long
+    assert watched.dog.limit == 58.0
+
+
+def test_before_the_first_step_earlier_starts_count(tmp_path: Path) -> None:
+    assert Watched(tmp_path).dog.limit == 1000
+    watched = Watched(tmp_path, UsualTimes(start=200.0, step=40.0))
+    assert watched.after(1999, 0) == ""
+    assert watched.after(2, 0) == "no first step for 33.4 min (40 s is usual, the limit is 33.3 min)"
+    assert Watched(tmp_path, starts_often=True).after(999, 5) == ""
+    began = Watched(tmp_path, UsualTimes(start=1.0, step=40.0))
+    began.after(3, 1)
+    assert began.dog.limit == 400, "the usual step of earlier segments, until its own are timed"
+    often = Watched(tmp_path, starts_often=True)
+    often.after(3, 1)
+    assert often.dog.limit == 1000, "each of several runs may compile"
+
+
+def test_a_checkpoint_that_grows_is_a_sign_of_life(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.after(1, 1)
+    for size in range(1, 20):
+        (tmp_path / "checkpoint").write_bytes(b"x" * size)
+        assert watched.after(16, 1) == ""
+    assert watched.after(16, 1) == "" and watched.after(16, 1) != ""
+
+
+def test_waiting_for_a_core_is_not_counted(tmp_path: Path) -> None:
+    """Two programs that compute share one core: one has waited about as long as it ran. One that sleeps has not."""
+    core = {min(os.sched_getaffinity(0))}
+    spin = f"import os\nos.sched_setaffinity(0, {core})\nwhile True: pass"
+    with process(spin), process(spin) as busy, process("import time\ntime.sleep(600)") as asleep:
+        found = [Watched(tmp_path, pid=pid) for pid in (busy, asleep)]
+        assert [one.dog._waited_for_a_core() for one in found] == [0.0, 0.0], "what was before is none of the trainer's"
+        ran = waited = slept = 0.0
+        before = cpu_seconds(busy)
+        while ran < 1.0:
+            ran = cpu_seconds(busy) - before
+            waited += found[0].dog._waited_for_a_core()
+            slept += found[1].dog._waited_for_a_core()
+    assert waited > 0.2 and slept < 0.1 * waited
+
+
+def cpu_seconds(process: int) -> float:
+    return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e9
+
+
+def test_a_stopped_trainer_and_one_that_is_gone_are_quiet(tmp_path: Path) -> None:
+    with process("import time\ntime.sleep(600)") as pid:
+        os.kill(pid, signal.SIGSTOP)
+        watched = Watched(tmp_path, pid=pid)
+        watched.after(1, 1)
+        assert watched.after(29, 1) == "" and watched.after(2, 1) != ""
+    gone = Watched(tmp_path, pid=pid)
+    gone.after(1, 1)
+    assert gone.after(31, 1) != ""
+
+
+def test_the_usual_is_this_machines_and_this_recipes(ledger: Ledger) -> None:
+    def row(machine: str, recipe: str = "r", seconds: float | None = None, steps: int = 10) -> SegmentRow:
+        result = None if seconds is None else {"seconds": seconds}
+        return plan_row(
+            ledger, state="done" if result else "planned", recipe=recipe, last_step=steps, result=result,
+            computing={"machine": {"name": machine}},
+        )  # fmt: skip
+
+    assert usual_of(ledger, row("cpu")) == UsualTimes(None, None)
+    for machine, recipe, seconds in (
+        ("cpu", "r", 20.0),
+        ("cpu", "r", 40.0),
+        ("gpu", "r", 900.0),
+        ("cpu", "other", 900.0),
+    ):
+        row(machine, recipe, seconds)
+    for machine, seconds in (("cpu", 12.0), ("cpu", 70.0), ("gpu", 700.0)):
+        record_begun(ledger, row(machine), 1, seconds)
+    assert usual_of(ledger, row("cpu")) == UsualTimes(70.0, 4.0)
+    assert usual_of(ledger, row("gpu")) == UsualTimes(700.0, 90.0)

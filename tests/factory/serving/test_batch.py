@@ -1,0 +1,155 @@
+"""Tokens of a batch that requests join and leave at any moment are those that the judge's model gives each request alone."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from factory.evals.reference_model import ReferenceModel
+from factory.serving.api.defaults import Sampling
+from factory.serving.native import batch as batches
+from factory.serving.native.batch import Job, RunningBatch, Token
+from factory.serving.native.decoder import CachedDecoder
+from tests.support.factory.exports import CONTEXT, FAMILIES, VOCAB, save_export, tiny_model
+
+KINDS = {name: {} for name in FAMILIES} | {
+    "glm4_moe, no shared expert": {"n_shared_experts": 0, "first_k_dense_replace": 0, "use_qk_norm": True},
+    "llama, head of its own": {"tie_word_embeddings": False},
+}
+
+
+@functools.cache
+def models(kind: str) -> tuple[CachedDecoder, ReferenceModel]:
+    with tempfile.TemporaryDirectory() as folder:
+        export = save_export(tiny_model(3, kind.partition(",")[0], **KINDS[kind]), Path(folder))  # type: ignore[arg-type]
+        return CachedDecoder.load(export, torch.device("cpu")), ReferenceModel.load(export)
+
+
+@functools.cache
+def alone(kind: str, prompt: tuple[int, ...], count: int) -> list[tuple[int, float]]:
+    """Greedy tokens and their log-probabilities, each by a whole forward pass without a cache."""
+    ids, found = list(prompt), []
+    for _ in range(count):
+        logprobs = models(kind)[1].logits(torch.tensor([ids]))[0, -1].log_softmax(-1)
+        ids.append(int(logprobs.argmax()))
+        found.append((ids[-1], float(logprobs[ids[-1]])))
+    return found
+
+
+def run(batch: RunningBatch, arrivals: list[tuple[int, Job]], leave: dict[int, int]) -> dict[int, list[Token]]:
+    """``arrivals``: (step, job); ``leave``: a job's key and the tokens after which it is cancelled."""
+    written: dict[int, list[Token]] = {job.key: [] for _, job in arrivals}
+    number = 0
+    while any(step >= number for step, _ in arrivals) or batch.running or batch.waiting:
+        for step, job in arrivals:
+            if step == number:
+                batch.add(job)
+        for token in batch.step():
+            written[token.key].append(token)
+            if leave.get(token.key) == len(written[token.key]) and not token.end:
+                batch.cancel(token.key)
+        number += 1
+    return written
+
+
+jobs = st.lists(
+    st.tuples(
+        st.integers(0, 12),  # arrives at this step
+        st.integers(1, 40),  # prompt tokens
+        st.integers(1, 20),  # tokens to write
+        st.none() | st.integers(1, 8),  # leaves after so many
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12, deadline=None)
+@given(drawn=jobs, room=st.sampled_from([CONTEXT, 3 * CONTEXT, 100 * CONTEXT]), chunk=st.sampled_from([5, 512]))
+def test_who_joins_and_leaves_changes_nothing(kind: str, drawn: list[tuple[int, ...]], room: int, chunk: int) -> None:
+    arrivals, leave = [], {}
+    for key, (step, length, count, gone) in enumerate(drawn):
+        prompt = [(7 * key + 13 * place + length) % VOCAB for place in range(length)]
+        arrivals.append((step, Job(key, prompt, count, top=3)))
+        if gone:
+            leave[key] = gone
+    before, batches.CHUNK = batches.CHUNK, chunk
+    try:
+        written = run(RunningBatch(models(kind)[0], room), arrivals, leave)
+    finally:
+        batches.CHUNK = before
+    for _, job in arrivals:
+        count = min(leave.get(job.key, job.most_tokens), job.most_tokens)
+        expected = alone(kind, tuple(job.prompt), count)
+        found = written[job.key]
+        assert [token.token for token in found] == [token for token, _ in expected]
+        assert max(abs(token.logprob - logprob) for token, (_, logprob) in zip(found, expected, strict=True)) < 1e-5
+        assert all(token.top[0] == (token.token, token.logprob) and len(token.top) == 3 for token in found)
+        assert [token.end for token in found[:-1]] == [""] * (count - 1)
+        assert found[-1].end == ("length" if count == job.most_tokens else "")
+
+
+def test_a_stop_token_ends_a_row_and_the_others_go_on() -> None:
+    decoder, _ = models("qwen3")
+    expected = [token for token, _ in alone("qwen3", (5, 6, 7), 20)]
+    stop = expected[4]
+    arrivals = [(0, Job(1, [5, 6, 7], 20, stop_ids=frozenset({stop}))), (0, Job(2, [5, 6, 7], 20))]
+    written = run(RunningBatch(decoder, 1000), arrivals, {})
+    first = expected.index(stop)
+    assert [t.token for t in written[1]] == expected[: first + 1] and written[1][-1].end == "stop"
+    assert [t.token for t in written[2]] == expected and written[2][-1].end == "length"
+
+
+def test_what_a_seed_draws_depends_on_nobody_else() -> None:
+    decoder, _ = models("qwen3")
+    hot = lambda key, seed: Job(key, [9, 8, 7], 25, Sampling(1.0, 0.95), seed=seed)
+    one = [t.token for t in run(RunningBatch(decoder, 10_000), [(0, hot(1, 4))], {})[1]]
+    many = run(RunningBatch(decoder, 10_000), [(n % 3, hot(n, n)) for n in range(8)], {})
+    assert [t.token for t in many[4]] == one
+    assert len({tuple(t.token for t in row) for row in many.values()}) == 8
+
+
+def test_draws_follow_temperature_and_top_p() -> None:
+    from factory.serving.native.sampling import draw
+
+    logits, generator = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.Generator().manual_seed(0)
+    for sampling, expected in (
+        (Sampling(1.0), logits.softmax(0)),
+        (Sampling(0.5), (2 * logits).softmax(0)),
+        (Sampling(1.0, top_p=0.8), torch.tensor([0.7311, 0.2689, 0, 0])),
+        (Sampling(1.0, top_k=1), torch.tensor([1.0, 0, 0, 0])),
+        (Sampling(1.0, top_p=0.0), torch.tensor([1.0, 0, 0, 0])),
+    ):
+        drawn = (
+            torch.bincount(torch.tensor([draw(logits, sampling, generator) for _ in range(4000)]), minlength=4) / 4000
+        )
+        assert (drawn - expected).abs().max() < 0.03, sampling
+
+
+def test_logits_that_are_not_numbers_fail_the_row() -> None:
+    decoder, _ = models("llama")
+    broken = CachedDecoder(
+        decoder.config,
+        decoder.weights | {"model.norm.weight": decoder.weights["model.norm.weight"] * 3e38},
+        decoder.device,
+    )
+    tokens = run(RunningBatch(broken, 1000), [(0, Job(1, [5, 6], 9))], {})[1]
+    assert [token.end for token in tokens] == ["failed"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_writes_what_the_cpu_writes(kind: str) -> None:
+    decoder = models(kind)[0]
+    there = CachedDecoder(decoder.config, decoder.weights, torch.device("cuda"))
+    arrivals = [(n % 4, Job(n, [(3 * n + i) % VOCAB for i in range(1 + 5 * n)], 20)) for n in range(8)]
+    for key, found in run(RunningBatch(there, 10_000), arrivals, {}).items():
+        assert [t.token for t in found] == [token for token, _ in alone(kind, tuple(arrivals[key][1].prompt), 20)]

@@ -1,0 +1,153 @@
+"""``factory serve`` as a process: what it refuses at once, what its kill leaves, and how a person ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import psutil
+import pytest
+
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from tests.support.factory.command import factory
+from tests.support.factory.served import PROMPT, add_release, continuation, make_export, roll_back, serving
+from tests.support.paths import ROOT
+
+PATIENCE = 600.0  # a bug's, not a machine's
+
+
+@dataclass
+class Process:
+    inner: subprocess.Popen[str]
+    lines: list[str]
+    address: str
+
+    def until(self, words: str) -> None:
+        """It printed a line with ``words``."""
+        assert self.inner.stdout
+        while not any(words in line for line in self.lines):
+            line = self.inner.stdout.readline()
+            assert line, (self.lines, self.inner.wait())
+            self.lines.append(line)
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.inner.pid).children(recursive=True)
+
+    def ask(self) -> httpx.Response:
+        return httpx.post(f"{self.address}/completions", json={"prompt": PROMPT, "max_tokens": 20}, timeout=PATIENCE)
+
+
+@contextmanager
+def served(workspace: Workspace, *words: str) -> Iterator[Process]:
+    command = [sys.executable, "-m", "factory", "serve", "--workspace", str(workspace.root), "--port", "0", *words]
+    inner = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    process = Process(inner, [], "")
+    try:
+        process.until("is open")
+        process.address = process.lines[-1].split()[0]
+        yield process
+    finally:
+        inner.kill()
+        inner.wait()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    deadline = time.monotonic() + PATIENCE
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        assert time.monotonic() < deadline, processes
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.slow("three engines come up")
+def test_a_killed_router_leaves_nothing_and_comes_back_with_the_champion(workspace: Workspace, ledger: Ledger) -> None:
+    exports = [make_export(workspace.exports / str(seed), seed) for seed in (1, 2)]
+    for export in exports:
+        add_release(workspace, ledger, export)
+    with served(workspace) as first:
+        first.until("release 2 is served")
+        answer = first.ask()
+        assert answer.json()["choices"][0]["text"] == continuation(exports[1], PROMPT, 20)
+        engines = first.children()
+        assert engines
+        first.inner.send_signal(signal.SIGKILL)
+        assert gone(engines)
+    roll_back(ledger, 1)
+    with served(workspace) as second:
+        second.until("release 1 is served")
+        assert second.ask().headers["x-factory-release"] == "1"
+        engines = second.children()
+        second.inner.send_signal(signal.SIGINT)
+        assert second.inner.wait(PATIENCE) == 130 and gone(engines)
+
+
+@pytest.mark.slow("an engine comes up")
+def test_a_killed_router_in_the_midst_of_a_swap_leaves_nothing(workspace: Workspace, ledger: Ledger) -> None:
+    for seed in (1, 2):
+        export = make_export(workspace.exports / str(seed), seed)
+        if seed == 1:
+            add_release(workspace, ledger, export)
+    with served(workspace) as first:
+        first.until("release 1 is served")
+        add_release(workspace, ledger, workspace.exports / "2")
+        first.until("release 2 comes up")
+        engines = first.children()
+        assert len(engines) >= 2
+        first.inner.send_signal(signal.SIGKILL)
+        assert gone(engines)
+    with served(workspace) as second:
+        second.until("release 2 is served")
+
+
+def test_it_waits_for_the_first_release_and_says_so(workspace: Workspace, ledger: Ledger) -> None:
+    with served(workspace) as process:
+        answer = process.ask()
+        assert answer.status_code == 503 and "nothing is released yet" in answer.json()["error"]["message"]
+        assert httpx.get(process.address.replace("/v1", "/health")).json()["ok"] is False
+        process.inner.send_signal(signal.SIGTERM)
+        assert process.inner.wait(PATIENCE) == 143
+
+
+def test_what_cannot_work_is_refused_at_once(workspace: Workspace, ledger: Ledger) -> None:
+    words = ["serve", "--workspace", str(workspace.root)]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = factory(*words, "--port", port)
+        assert done.returncode == 2 and f"127.0.0.1:{port} cannot be listened on: Address already in use" in done.stderr
+    open_to_all = factory(*words, "--host", "0.0.0.0", "--port", "0")
+    assert open_to_all.returncode == 2 and "a key is required" in open_to_all.stderr
+    unknown = factory(*words, "--engine", "vlm")
+    assert unknown.returncode == 2 and "did you mean 'vllm'" in unknown.stderr
+
+
+def test_a_key_is_wanted_of_everybody(workspace: Workspace, ledger: Ledger) -> None:
+    async def scene() -> None:
+        async with serving(workspace, ledger, key="sesame") as here:
+            body = {"prompt": PROMPT}
+            for headers in ({"Authorization": ""}, {"Authorization": "Bearer sesam"}, {"Authorization": "sesame"}):
+                for path in ("/v1/completions", "/v1/models", "/metrics", "/elsewhere"):
+                    method = "POST" if path == "/v1/completions" else "GET"
+                    refused = await here.client.request(method, path, headers=headers, json=body)
+                    assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+            assert (await here.client.get("/v1/models")).json()["data"] == []
+            assert (await here.client.get("/elsewhere")).status_code == 404
+            assert (await here.client.post("/v1/completions", content=b" " * (17 << 20))).status_code == 413
+
+    asyncio.run(scene())

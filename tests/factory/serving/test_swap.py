@@ -1,0 +1,330 @@
+"""Swaps under load: no request fails, whatever is killed at whatever stage."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, events
+from factory.serving import swap
+from factory.serving.engines import Engine, native
+from tests.support.factory.served import PROMPT, Serving, add_release, continuation, make_export, roll_back, serving
+
+AT_ONCE = 100
+WRITTEN = 60  # tokens of each request: some are always in flight
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [make_export(tmp_path_factory.mktemp("exports") / str(seed), seed) for seed in (1, 2)]
+
+
+class Load:
+    """``AT_ONCE`` clients, half of which stream, that ask again and again. Each answer is held to what its release would write."""
+
+    def __init__(self, serving: Serving, exports: list[Path]) -> None:
+        self.serving, self.exports = serving, exports
+        self.answers: list[int] = []  # releases that answered
+        self.failures: list[str] = []
+        self.cut = 0  # streams that ended with an error event
+        self._on = True
+
+    async def __aenter__(self) -> Load:
+        self._clients = [asyncio.ensure_future(self._client(number)) for number in range(AT_ONCE)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._on = False
+        await asyncio.gather(*self._clients)
+
+    async def more(self, count: int) -> None:
+        """Until ``count`` further answers came."""
+        wanted = len(self.answers) + count
+        while len(self.answers) < wanted:
+            assert not all(client.done() for client in self._clients)
+            await asyncio.sleep(0.02)
+
+    async def _client(self, number: int) -> None:
+        while self._on:
+            try:
+                release, text = await (self._streamed() if number % 2 else self._whole())
+            except Exception as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+                continue
+            if text is None:
+                self.cut += 1
+            elif text != continuation(self.exports[(release - 1) % 2], PROMPT, WRITTEN):
+                self.failures.append(f"release {release} wrote {text!r}")
+            self.answers.append(release)
+
+    async def _whole(self) -> tuple[int, str | None]:
+        body = {"prompt": PROMPT, "max_tokens": WRITTEN}
+        answer = await self.serving.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return int(answer.headers["x-factory-release"]), answer.json()["choices"][0]["text"]
+
+    async def _streamed(self) -> tuple[int, str | None]:
+        body = {"prompt": PROMPT, "max_tokens": WRITTEN, "stream": True}
+        async with self.serving.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+        if "error" in lines[-1]:
+            return int(answer.headers["x-factory-release"]), None
+        assert lines[-1] == "[DONE]"
+        parts = [json.loads(line)["choices"][0]["text"] for line in lines[:-1]]
+        return int(answer.headers["x-factory-release"]), "".join(parts)
+
+
+def noted(ledger: Ledger) -> list[str]:
+    found = ledger.rows(sa.select(events.c.kind, events.c.subject).order_by(events.c.id))
+    return [f"{row['kind']} {row['subject']}" for row in found if row["kind"].startswith("serving")]
+
+
+def run(scene: Callable[[], Awaitable[Any]]) -> None:
+    asyncio.run(scene())  # type: ignore[arg-type]
+
+
+@pytest.mark.slow("three engines come up under load")
+def test_a_release_and_a_rollback_lose_no_request(workspace: Workspace, ledger: Ledger, exports: list[Path]) -> None:
+    add_release(workspace, ledger, exports[0])
+
+    async def scene() -> None:
+        async with serving(workspace, ledger) as served:
+            await served.until(1)
+            async with Load(served, exports) as load:
+                await load.more(AT_ONCE)
+                assert set(load.answers) == {1}
+                add_release(workspace, ledger, exports[1])
+                await served.until(2)
+                before = len(load.answers)
+                await load.more(2 * AT_ONCE)  # the first of them may have begun before
+                assert set(load.answers[before + AT_ONCE :]) == {2}
+                roll_back(ledger, 1)
+                await served.until(1)
+                await load.more(2 * AT_ONCE)
+                assert load.answers[-1] == 1
+            assert load.failures == [] and load.cut == 0
+            metrics = (await served.client.get("/metrics")).text
+            assert 'factory_serve_swaps_total{release="1"} 2' in metrics and "factory_serve_release 1" in metrics
+            assert f'factory_serve_requests_total{{status="200"}} {len(load.answers)}' in metrics
+            assert "factory_engine_tokens_total" in metrics
+
+    run(scene)
+    assert noted(ledger) == ["serving release:1", "serving release:2", "serving release:1"]
+
+
+@pytest.mark.slow("five engines come up for each stage")
+@pytest.mark.parametrize("stage", ["started", "healthy", "verified", "parity", "warm"])
+def test_a_new_engine_that_dies_at_any_stage_changes_nothing(
+    workspace: Workspace, ledger: Ledger, exports: list[Path], stage: str
+) -> None:
+    add_release(workspace, ledger, exports[0])
+    killed: list[int] = []
+
+    async def kill(now: str, engine: Engine) -> None:
+        if now == stage and engine.champion.release == 2 and not killed:
+            killed.append(engine.process.pid)
+            os.kill(engine.process.pid, signal.SIGKILL)
+
+    async def scene() -> None:
+        async with serving(workspace, ledger, on_stage=kill) as served:
+            await served.until(1)
+            async with Load(served, exports) as load:
+                add_release(workspace, ledger, exports[1])
+                await served.until_said("release 2 is not served")
+                assert served.supervisor.current and served.supervisor.current.champion.release == 1
+                await load.more(AT_ONCE)
+                await served.until(2)
+                await load.more(2 * AT_ONCE)
+                assert load.answers[-1] == 2
+            assert load.failures == [] and load.cut == 0
+            assert any("was ended by signal 9" in line and "release 1 serves on" in line for line in served.said)
+
+    run(scene)
+    assert len(killed) == 1
+    assert noted(ledger) == ["serving release:1", "serving_failed release:2", "serving release:2"]
+
+
+@pytest.mark.slow("three engines come up")
+def test_an_old_engine_that_dies_while_it_drains_fails_only_streams_that_had_begun(
+    workspace: Workspace, ledger: Ledger, exports: list[Path]
+) -> None:
+    add_release(workspace, ledger, exports[0])
+
+    async def scene() -> None:
+        async def kill(now: str, engine: Engine) -> None:
+            if now == "flipped" and engine.champion.release == 2:
+                (old,) = (e for e in served.supervisor.engines if e.champion.release == 1)
+                assert old.in_flight
+                os.kill(old.process.pid, signal.SIGKILL)
+
+        async with serving(workspace, ledger, on_stage=kill) as served:
+            await served.until(1)
+            async with Load(served, exports) as load:
+                await load.more(AT_ONCE)
+                add_release(workspace, ledger, exports[1])
+                await served.until(2)
+                await load.more(2 * AT_ONCE)
+            assert load.failures == [] and load.cut <= AT_ONCE // 2
+            metrics = (await served.client.get("/metrics")).text
+            assert f"factory_serve_broken_streams_total {load.cut}" in metrics
+            retries = next(line for line in metrics.splitlines() if line.startswith("factory_serve_retries_total"))
+            assert float(retries.split()[1]) > 0
+
+    run(scene)
+
+
+@pytest.mark.slow("two engines come up under load")
+def test_an_engine_that_dies_is_replaced_and_its_requests_are_asked_again(
+    workspace: Workspace, ledger: Ledger, exports: list[Path]
+) -> None:
+    add_release(workspace, ledger, exports[0])
+
+    async def scene() -> None:
+        async with serving(workspace, ledger) as served:
+            await served.until(1)
+            async with Load(served, exports) as load:
+                await load.more(AT_ONCE)
+                assert served.supervisor.current
+                os.kill(served.supervisor.current.process.pid, signal.SIGKILL)
+                await load.more(2 * AT_ONCE)
+            assert load.failures == [] and load.cut <= AT_ONCE // 2
+            assert any("was ended by signal 9" in line for line in served.said)
+            assert "factory_serve_engine_ends_total 1" in (await served.client.get("/metrics")).text
+
+    run(scene)
+    assert noted(ledger) == ["serving release:1", "serving_failed release:1", "serving release:1"]
+
+
+@pytest.mark.slow("two engines come up")
+def test_an_engine_that_hangs_is_replaced(
+    workspace: Workspace, ledger: Ledger, exports: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_release(workspace, ledger, exports[0])
+
+    async def scene() -> None:
+        async with serving(workspace, ledger) as served:
+            await served.until(1)
+            assert served.supervisor.current
+            first = served.supervisor.current.process.pid
+            await asyncio.sleep(3)  # some answers, to know how long they take
+            monkeypatch.setattr(
+                swap, "NO_ANSWER_SECONDS", 0.0
+            )  # from now on 5 times the slowest of them, and no minute
+            monkeypatch.setattr(swap, "NO_ANSWER", 5)
+            os.kill(first, signal.SIGSTOP)
+            answer = await served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4})
+            assert answer.status_code == 200 and served.supervisor.current.process.pid != first
+            assert any("did not answer" in line for line in served.said)
+
+    run(scene)
+
+
+@pytest.mark.slow("four engines come up")
+def test_engines_that_end_one_after_the_other_are_tried_after_pauses(
+    workspace: Workspace, ledger: Ledger, exports: list[Path]
+) -> None:
+    add_release(workspace, ledger, exports[0])
+    killed: list[int] = []
+
+    async def kill(now: str, engine: Engine) -> None:
+        if now == "flipped" and len(killed) < 3:
+            killed.append(engine.process.pid)
+            os.kill(engine.process.pid, signal.SIGKILL)
+
+    async def scene() -> None:
+        async with serving(workspace, ledger, on_stage=kill) as served:
+            await served.until_said("is started in 2 s")
+            await served.until(1)
+            assert (await served.client.post("/v1/completions", json={"prompt": PROMPT})).status_code == 200
+
+    run(scene)
+    assert len(set(killed)) == 3 and noted(ledger).count("serving_failed release:1") == 3
+
+
+@pytest.mark.slow("an engine comes up; what it works on is counted until nothing is left")
+def test_who_hangs_up_holds_nothing(workspace: Workspace, ledger: Ledger, exports: list[Path]) -> None:
+    add_release(workspace, ledger, exports[0])
+
+    async def hang_up(served: Serving, number: int) -> None:
+        """Close the connection: before the answer, at its first byte, or in its midst."""
+        reader, writer = await asyncio.open_connection(served.client.base_url.host, served.client.base_url.port)
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "stream": bool(number % 2), "n": 4})
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        if number % 3:
+            await writer.drain()
+        if number % 2 and number % 3 == 2:
+            await reader.read(1)
+        writer.close()
+
+    async def scene() -> None:
+        async with serving(workspace, ledger) as served:
+            await served.until(1)
+            engine = served.supervisor.current
+            assert engine
+            await asyncio.gather(*(hang_up(served, number) for number in range(60)))
+            while True:  # its answers are 200 tokens at most: this ends, or the test hangs
+                counts = (await engine.client.get("/health")).json()
+                if engine.in_flight == counts["running"] == counts["waiting"] == 0:
+                    break
+                await asyncio.sleep(0.1)
+            assert counts["tokens_total"] < 60 * 4 * 200
+            answer = await served.client.post("/v1/completions", json={"prompt": PROMPT})
+            assert answer.status_code == 200
+
+    run(scene)
+
+
+@pytest.mark.slow("two engines come up, failures are tried again after a pause")
+def test_what_was_not_judged_is_not_served(
+    workspace: Workspace, ledger: Ledger, exports: list[Path], tmp_path: Path
+) -> None:
+    add_release(workspace, ledger, exports[0])
+    touched = make_export(tmp_path / "touched", 2)
+
+    async def scene() -> None:
+        async with serving(workspace, ledger) as served:
+            await served.until(1)
+            add_release(workspace, ledger, touched)
+            (touched / "README.md").write_text("hello")
+            await served.until_said("is not what was released")
+            health = (await served.client.get("/health")).json()
+            assert (
+                health["release"] == 1 and health["champion"] == 2 and "is not what was released" in health["problem"]
+            )
+            (touched / "README.md").unlink()  # put right: it is served without anybody's word
+            await served.until(2)
+            gone = make_export(tmp_path / "gone", 1)
+            add_release(workspace, ledger, gone)
+            gone.rename(tmp_path / "elsewhere")
+            await served.until_said("it was moved or deleted; release 2 serves on")
+            answer = await served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4})
+            assert answer.headers["x-factory-release"] == "2"
+
+    run(scene)
+
+
+def test_an_engine_with_other_weights_is_not_made_current(
+    workspace: Workspace, ledger: Ledger, exports: list[Path]
+) -> None:
+    add_release(workspace, ledger, exports[0])
+    swapped = replace(native(), command=lambda export, socket: native().command(exports[1], socket))
+
+    async def scene() -> None:
+        async with serving(workspace, ledger, swapped) as served:
+            await served.until_said("the judge's side has")
+            answer = await served.client.post("/v1/completions", json={"prompt": PROMPT})
+            assert answer.status_code == 503 and "the judge's side has" in answer.json()["error"]["message"]
+            assert 'factory_serve_failures_total{stage="parity"}' in (await served.client.get("/metrics")).text
+
+    run(scene)

@@ -1,0 +1,105 @@
+"""The daemon's log: whole lines, a bounded size, what a person reads of it; and a disk that takes none of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.watching import log
+from factory.watching.log import FILES, NAME, LoggedProgress, describe, entries
+from factory.watching.running import DOING
+from tests.support.factory.command import factory
+from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
+
+
+def test_lines_and_work_are_kept_in_order(workspace: Workspace) -> None:
+    progress = LoggedProgress(workspace, SILENT)
+    progress.line("  a shard \udce9 came")
+    with progress.task("trunk 0–20", 20):
+        assert json.loads((workspace.logs / DOING).read_text())["task"] == "trunk 0–20"
+        with progress.task("measuring"):
+            assert json.loads((workspace.logs / DOING).read_text())["task"] == "measuring"
+        assert json.loads((workspace.logs / DOING).read_text())["task"] == "trunk 0–20"
+    assert json.loads((workspace.logs / DOING).read_text())["task"] == ""
+    found = entries(workspace, 10)
+    assert [(one["kind"], one["text"]) for one in found] == [
+        ("said", "a shard \\udce9 came"), ("began", "trunk 0–20"), ("began", "measuring"), ("ended", "measuring"), ("ended", "trunk 0–20"),
+    ]  # fmt: skip
+    assert entries(workspace, 2) == found[-2:] and entries(workspace, 0) == []
+    assert describe(found[1])[:2] == "20" and describe(found[1]).endswith("  begins: trunk 0–20")
+    assert describe(found[-1]).endswith("  ended: trunk 0–20 (0 s)")
+
+
+def test_the_log_is_cut_by_size(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "FILE_BYTES", 1000)
+    progress = LoggedProgress(workspace, SILENT)
+    for number in range(100):
+        progress.line(f"line {number}")
+    files = sorted(path.name for path in workspace.logs.glob(f"{NAME}*"))
+    assert files == [NAME, *(f"{NAME}.{n}" for n in range(1, FILES))]
+    assert all(path.stat().st_size <= 1000 for path in workspace.logs.glob(f"{NAME}*"))
+    numbers = [int(one["text"].split()[1]) for one in entries(workspace, 1000)]
+    assert numbers == list(range(numbers[0], 100)) and len(numbers) > 20
+
+
+def test_a_half_written_line_is_left_out(workspace: Workspace) -> None:
+    progress = LoggedProgress(workspace, SILENT)
+    progress.line("whole")
+    with open(workspace.logs / NAME, "ab") as file:
+        file.write(b'{"at": "20')
+    assert [one["text"] for one in entries(workspace, 5)] == ["whole"]
+
+
+def test_a_log_that_cannot_be_written_holds_nothing_up(workspace: Workspace) -> None:
+    progress = LoggedProgress(workspace, SILENT)
+    (workspace.logs / NAME).unlink(missing_ok=True)
+    (workspace.logs / NAME).mkdir()
+    (workspace.logs / DOING).unlink()
+    (workspace.logs / DOING).mkdir()
+    progress.line("nobody reads this")
+    with progress.task("work goes on"):
+        pass
+
+
+def test_a_person_follows_it_over_a_rotation(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "FILE_BYTES", 600)
+    progress = LoggedProgress(workspace, SILENT)
+    progress.line("before")
+    home = ["-w", str(workspace.root)]
+    assert factory("log", *home).stdout.endswith("  before\n")
+    command = [sys.executable, "-m", "factory", "log", "--follow", "--json", "-n", "1", *home]
+    following = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    giving_up = threading.Timer(PATIENCE_S, following.kill)
+    giving_up.start()
+    try:
+        assert following.stdout and json.loads(following.stdout.readline())["text"] == "before"
+        progress.line("first")
+        assert json.loads(following.stdout.readline())["text"] == "first"
+        for number in range(12):
+            progress.line(f"line {number}")
+            assert json.loads(following.stdout.readline())["text"] == f"line {number}"
+        assert (workspace.logs / f"{NAME}.1").exists(), "it was renamed meanwhile"
+    finally:
+        giving_up.cancel()
+        following.terminate()
+        following.communicate()
+
+
+def test_the_daemon_keeps_its_log(workspace: Workspace, tmp_path: Path) -> None:
+    home = ["-w", str(workspace.root)]
+    assert factory("init", "--no-tune", *home).returncode == 0
+    (workspace.inbox / "bad.jason").write_text("x")
+    done = factory("run", "--once", *home)
+    assert "QUARANTINED" in done.stdout, done.stderr
+    assert "QUARANTINED" in factory("log", *home).stdout

@@ -1,0 +1,357 @@
+"""What an operator sees: from a real ledger, a real lock of a real process, real files, a real GET."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factory.core.errors import ConfigError
+from factory.core.workspace import Config, Workspace
+from factory.ledger.anomalies import ASKED, DIAGNOSED
+from factory.ledger.files import HELD
+from factory.ledger.ledger import (
+    Ledger,
+    anomalies,
+    candidates,
+    data_plans,
+    exchanges,
+    proposals,
+    record,
+    releases,
+    segments,
+    verdicts,
+)
+from factory.ledger.rows import Subject
+from factory.retention.disk import EVERY_SECONDS, SAMPLES
+from factory.watching.log import LoggedProgress
+from factory.watching.metrics import serving, text
+from factory.watching.running import daemon
+from factory.watching.status import facts, screen
+from factory.watching.waiting import waiting
+from tests.support.factory.command import factory
+from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
+from tests.support.said import Said
+
+NOW = time.time()
+
+
+def put(ledger: Ledger, table: Any, **values: Any) -> None:
+    with ledger.begin() as tx:
+        tx.execute(table.insert().values(**values))
+
+
+def segment(workspace: Workspace, ledger: Ledger, number: int, state: str, **changed: Any) -> Path:
+    folder = workspace.segments / f"{number:05d}-trunk"
+    folder.mkdir()
+    values = {
+        "id": number, "kind": "trunk", "generation": 1, "recipe": "r", "recipe_json": {"precision": "fp32"}, "recipe_sha256": "r",
+        "data_plan": "p", "code_commit": "c", "first_step": 100, "last_step": 200, "state": state, "folder": str(folder),
+        "created_at": NOW - 600,
+    }  # fmt: skip
+    put(ledger, segments, **values | changed)
+    return folder
+
+
+@pytest.fixture
+def plant(workspace: Workspace, ledger: Ledger) -> tuple[Workspace, Ledger]:
+    put(ledger, data_plans, id="p", plan={"token_shards": []}, created_at=0.0)
+    return workspace, ledger
+
+
+def shown(workspace: Workspace) -> str:
+    return "\n".join(screen(facts(workspace)))
+
+
+# -- the daemon --------------------------------------------------------------------------------------------------------
+HOLDER = """
+import sys, time
+from pathlib import Path
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.watching.log import LoggedProgress
+workspace = Workspace.open(Path(sys.argv[1]))
+with workspace.lock("model-loop"):
+    with LoggedProgress(workspace, SILENT).task("trunk 100–200", 100):
+        print("held", flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_the_daemon_is_seen_by_its_lock(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, _ = plant
+    assert daemon(workspace) == {"running": False}
+    assert "daemon    does not run: 'factory run' starts it" in shown(workspace)
+    command = [sys.executable, "-c", HOLDER, str(workspace.root)]
+    holder = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    try:
+        assert holder.stdout and holder.stdout.readline() == "held\n"
+        found = daemon(workspace)
+        assert found["running"] and found["process"] == holder.pid and found["doing"] == "trunk 100–200"
+        assert f"daemon    runs: process {holder.pid} (python" in shown(workspace)
+        assert "; now trunk 100–200, for " in shown(workspace)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert daemon(workspace) == {"running": False}, "the file is left, and its process is gone"
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+def lines(folder: Path, steps: range, seconds: float, **last: object) -> None:
+    begun = time.time() - seconds * len(steps) - 30
+    rows = [
+        {"step": s, "loss": 4.0 - s / 1000, "tokens_per_s": 1000.0 + s, "time": begun + seconds * n}
+        for n, s in enumerate(steps)
+    ]
+    rows[-1] |= last
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1')
+
+
+def test_the_segment_that_trains_shows_step_loss_rate_and_what_is_left(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    folder = segment(workspace, ledger, 4, "planned", attempts=1)
+    assert re.search(
+        r"training  segment 4 \(trunk\): step 100 of 200, planned \d+ min ago, 1 tries failed", shown(workspace)
+    )
+    lines(folder, range(100, 150), seconds=2.0)
+    row = facts(workspace)["training"]
+    assert row["step"] == 150 and row["loss"] == pytest.approx(3.851) and row["step_seconds"] == pytest.approx(2.0)
+    assert row["eta_seconds"] == pytest.approx(100.0) and row["tokens_per_s"] == pytest.approx(1134.0, abs=1.0)
+    assert 30 <= row["quiet_seconds"] < 300
+    assert "step 150 of 200, loss 3.851, 1,13" in shown(workspace) and " tokens/s, 2 min left, newest step " in shown(
+        workspace
+    )
+
+
+def test_what_a_trainer_wrote_is_not_trusted(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    folder = segment(workspace, ledger, 4, "planned")
+    rows = [
+        "null",
+        "[]",
+        "{}",
+        '{"step": 1e9, "time": 1}',
+        '{"step": 5, "time": "x"}',
+        '{"step": 7, "time": 1.0, "loss": NaN}',
+        "{",
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    row = facts(workspace)["training"]
+    assert row["step"] == 8 and row["loss"] is None and row["eta_seconds"] is None
+    assert shown(workspace)
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+    assert facts(workspace)["training"]["step"] == 100
+
+
+def test_too_little_data_says_how_much_is_missing(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    with ledger.begin() as tx:
+        record(tx, "trunk_ahead", "daemon", {"steps": 0, "new_shards": 1, "wanted": 20, "missing_tokens": 12345})
+    assert "training  too little data: at least 12,345 tokens more are needed" in shown(workspace)
+
+
+# -- what waits --------------------------------------------------------------------------------------------------------
+def candidate(ledger: Ledger, number: int, segment: int, outcome: str, created_at: float = NOW) -> None:
+    put(
+        ledger,
+        candidates,
+        id=number,
+        segment=segment,
+        checkpoint="c",
+        export_path="e",
+        export_sha256="e",
+        created_at=NOW,
+    )
+    put(
+        ledger, verdicts, id=number, gate="release", subject=f"candidate:{number}", policy_sha256="p", subject_sha256="e",
+        outcome=outcome, reasons=["so"], evidence={}, created_at=created_at,
+    )  # fmt: skip
+
+
+def test_each_thing_that_waits_for_a_person_names_the_command(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    assert waiting(workspace, ledger) == []
+    segment(workspace, ledger, 1, "done")
+    segment(workspace, ledger, 2, "failed", parent=1)
+    candidate(ledger, 1, 1, "promote")
+    put(
+        ledger, proposals, number=3, agent="search", target="t", title="faster", hypothesis="h", base_commit="b", branch="x",
+        state="judged", verdict=1, created_at=NOW,
+    )  # fmt: skip
+    put(ledger, anomalies, id=7, segment=1, step=105, kind="loss_spike", detail={})
+    with ledger.begin() as tx:
+        record(tx, DIAGNOSED, Subject("anomaly", 7), {"anomalies": [7], "causes": ["rate"], "why": "so", "guilty": []})
+        record(tx, ASKED, Subject("anomaly", 7), {"anomalies": [7], "diagnosis": 1})
+        record(tx, "paused", "daemon", {"what": "training", "by": "ann", "why": "move"})
+        record(tx, "disk_low", "daemon", {"free": 10, "floor": 20})
+        for name in ("here.jsonl", "gone.jsonl"):
+            record(tx, HELD, f"inbox:{name}", {"name": name, "stamp": [1], "why": "close it", "refused": False})
+    (workspace.inbox / "here.jsonl").touch()
+    found = {one["what"].split(",")[0].split(":")[0]: one["command"] for one in waiting(workspace, ledger)}
+    assert found == {
+        "training": "free some space; factory clean --dry-run", "segment 2": "factory retry 2, or factory abandon 2",
+        "candidate 1": "factory release 1", "proposal 3": "factory proposals approve 3",
+        "anomaly 7": "factory anomalies show 7, then accept or reject 7", "here.jsonl in the inbox": "close it",
+    } or "training" in found  # fmt: skip
+    said = shown(workspace)
+    for words in (
+        "waits     for you: training, paused by ann → factory resume",
+        "segment 2, parked → factory retry 2",
+        "candidate 1, promoted",
+    ):
+        assert words in said
+    assert facts(workspace)["open_verdicts"] == ["candidate 1: promote", "proposal 3: promote"]
+    assert facts(workspace)["open_anomalies"] == 1
+
+
+def test_the_champion_is_by_event_and_number_whatever_the_clock_says(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    for number, at in ((1, NOW), (2, NOW - 9e6)):  # the clock was set back
+        segment(workspace, ledger, number, "done")
+        candidate(ledger, number, number, "promote", created_at=at)
+        put(ledger, releases, number=number, candidate=number, verdict=number, state="published", created_at=at)
+        with ledger.begin() as tx:
+            record(tx, "promoted", Subject("release", number), {"candidate": number})
+    assert facts(workspace)["champion"]["number"] == 2 and "champion  release 2 of 20" in shown(workspace)
+    assert not [one for one in waiting(workspace, ledger) if "candidate" in one["what"]]
+
+
+def test_errors_spend_and_disk(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    with ledger.begin() as tx:
+        detail = {"what": "judge 3", "error": "no room", "failures": 2, "again_in_s": 40.0}
+        record(tx, "action_failed", "daemon", detail)
+    for at, usd in ((NOW, 0.5), (NOW - 3 * 86400, 2.0)):
+        put(ledger, exchanges, at=at, run=1, label="l", state="done", tokens=100, usd=usd)
+    sample = {
+        "at": time.time() - 2 * EVERY_SECONDS,
+        "free": os.statvfs(workspace.root).f_bavail * os.statvfs(workspace.root).f_frsize + 10**10,
+    }
+    (workspace.logs / SAMPLES).write_text(json.dumps(sample) + "\n")
+    said = shown(workspace)
+    assert re.search(r"last error 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \(\d+ s ago\), judge 3: no room", said)
+    assert "failing   judge 3 since 20" in said
+    assert "spend     agents: 0.50 USD and 100 tokens today (UTC), 2.50 USD and 200 tokens in all" in said
+    disk = facts(workspace)["disk"]
+    assert disk["hours_left"] == pytest.approx(
+        (disk["free"] - disk["floor"]) / 10**10 * 2 * EVERY_SECONDS / 3600, rel=0.05
+    )
+    assert " until the floor of 1.0 GB, at the rate of the last hours" in said
+
+
+def test_json_has_every_moment_with_its_time_zone(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    segment(workspace, ledger, 1, "done", finished_at=NOW)
+    found = json.loads(factory("status", "--json", "-w", str(workspace.root)).stdout)
+    (row,) = found["segments"]
+    assert abs(datetime.fromisoformat(row["finished_at"]).timestamp() - NOW) < 1
+    assert datetime.fromisoformat(found["at"]).tzinfo is not None
+
+
+def test_watch_shows_it_again(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    command = [sys.executable, "-m", "factory", "status", "--watch", "--json", "-w", str(workspace.root)]
+    watching = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert watching.stdout
+    giving_up = threading.Timer(PATIENCE_S, watching.kill)
+    giving_up.start()
+    try:
+        count = (line for line in watching.stdout if line.startswith('  "waiting_in_inbox"'))
+        assert "0" in next(count)
+        (workspace.inbox / "new.jsonl").touch()
+        assert any("1" in next(count) for _ in range(5)), "it is looked at again"
+    finally:
+        giving_up.cancel()
+        watching.terminate()
+        watching.communicate()
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def test_prometheus_gets_the_numbers_of_the_ledger(tmp_path: Path) -> None:
+    port = free_port()
+    workspace = Workspace.create(tmp_path / "w", Config(metrics_port=port))
+    ledger = Ledger.create(workspace.ledger_url)
+    put(ledger, data_plans, id="p", plan={"token_shards": []}, created_at=0.0)
+    lines(segment(workspace, ledger, 3, "planned"), range(100, 120), seconds=1.0)
+    segment(workspace, ledger, 2, "done")
+    with serving(Workspace.open(workspace.root)):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            said, kind = answer.read().decode(), answer.headers["Content-Type"]
+        with pytest.raises(urllib.error.HTTPError) as missing:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/other")
+        assert missing.value.code == 404
+        with (
+            pytest.raises(ConfigError, match=f"metrics_port: {port} cannot be listened on: Address already in use"),
+            serving(workspace),
+        ):
+            pass
+    assert kind == "text/plain; version=0.0.4; charset=utf-8"
+    rows = dict(line.rsplit(" ", 1) for line in said.splitlines() if not line.startswith("#"))
+    assert rows["factory_segment_step"] == "120" and float(rows["factory_segment_loss"]) == pytest.approx(3.881)
+    assert rows['factory_segments{state="done"}'] == "1" and rows['factory_segments{state="planned"}'] == "1"
+    assert rows["factory_champion_release"] == "0" and rows["factory_daemon_running"] == "0"
+    assert all(re.fullmatch(r'factory_\w+(\{\w+="[^"]*"\})?', name) for name in rows)
+    assert {line.split()[2] for line in said.splitlines() if line.startswith("# TYPE")} == {
+        name.split("{")[0] for name in rows
+    }
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics")  # over with the daemon
+
+
+def test_no_port_and_no_numbers_by_default(workspace: Workspace, ledger: Ledger) -> None:
+    with serving(workspace) as port:
+        assert port == 0
+    assert "factory_disk_free_bytes " in text(facts(workspace))
+    (workspace.root / "factory.yaml").write_text("metrics_port: 70000\n")
+    assert (
+        "metrics_port: expected a port, 1 to 65535, or 0 for none; got 70000"
+        in factory("status", "-w", str(workspace.root)).stderr
+    )
+
+
+def test_a_label_cannot_end_its_line(workspace: Workspace, ledger: Ledger) -> None:
+    found = facts(workspace) | {"domains": {'a"b\\c\nd': {"tokens": 5}}}
+    assert 'factory_tokens{domain="a\\"b\\\\c\\nd"} 5\n' in text(found)
+
+
+def test_the_version_names_the_commit() -> None:
+    said = factory("--version")
+    head = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    assert said.returncode == 0 and said.stdout == f"llm-factory 0.1.0 ({head})\n" if head else said.stdout
+
+
+def test_what_is_logged_is_shown_too(workspace: Workspace) -> None:
+    said = Said()
+    LoggedProgress(workspace, said).line("  hello")
+    assert said.lines == ["  hello"]

@@ -1,0 +1,28 @@
+"""Progress that is kept: what a person would have read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from factory.core.progress import SilentTask, Task
+
+
+class Said:
+    """``lines`` in order. ``at_task``: called with the title of each task that begins."""
+
+    def __init__(self, at_task: Callable[[str], object] = lambda title: None) -> None:
+        self.lines: list[str] = []
+        self.at_task = at_task
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    @contextmanager
+    def task(self, title: str, total: float | None = None) -> Iterator[Task]:
+        self.at_task(title)
+        yield SilentTask()
+
+    def about(self, words: str) -> list[str]:
+        """The lines that hold these words."""
+        return [line for line in self.lines if words in line]
