@@ -39,11 +39,9 @@ class NotWhole(WorkspaceError):
     """A database that SQLite itself calls damaged."""
 
 
-def stamp(root: Path | None = None) -> str:
-    """The time in a backup's name: '2026-01-31T12-00-00'; with a number where there is one of that second in ``root``."""
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")
-    taken = [path.name for path in (root / BACKUPS).glob(f"{now}*")] if root else []
-    return f"{now}-{len(taken)}" if taken else now
+def stamp() -> str:
+    """The time as it stands in the names of what is kept below ``backups/``: '2026-01-31T12-00-00'."""
+    return datetime.now(UTC).strftime(journal.TIME)
 
 
 def make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None = None) -> tuple[Path, list[str]]:
@@ -54,7 +52,11 @@ def make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None = None
     if ledger.file is None:
         raise WorkspaceError(PG_DUMP)
     own = folder is None
-    target = workspace.root / BACKUPS / stamp(workspace.root) if folder is None else folder.expanduser().resolve()
+    target = (
+        workspace.root / BACKUPS / journal.next_name(workspace.root, datetime.now(UTC))
+        if folder is None
+        else folder.expanduser().resolve()
+    )
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise InputError(f"{target} is not empty: name another folder for the backup")
     target.parent.mkdir(parents=True, exist_ok=True)

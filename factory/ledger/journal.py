@@ -18,6 +18,7 @@ import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from factory.core.file_lock import LockedError, file_lock
 
 BACKUPS = "backups"
 NAME, ABOUT = "journal.jsonl", "backup.json"  # in a backup's folder
+TIME = "%Y-%m-%dT%H-%M-%S"  # in a backup's name
 STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(-\d+)?")
 END = re.compile(rb'"to": (\d+)\}\n$')
 LONG = frozenset({"near_dup_bands", "near_dup_signatures", "ngrams", "held_out"})  # not carried
@@ -62,7 +64,25 @@ def key_of(table: sa.Table) -> str:
 def backups_of(root: Path) -> list[Path]:
     """The folders of the workspace's backups, oldest first."""
     folder = root / BACKUPS
-    return sorted(path for path in folder.glob("2*") if STAMP.fullmatch(path.name) and (path / ABOUT).is_file())
+    return sorted(
+        (path for path in folder.glob("2*") if STAMP.fullmatch(path.name) and (path / ABOUT).is_file()), key=_order
+    )
+
+
+def next_name(root: Path, now: datetime) -> str:
+    """The name of a backup made ``now`` (UTC): its time; after a clock that went back, or in the same second, the newest's and a number.
+
+    So the order of the names is the order in which the backups were made: '2026-01-31T12-00-00', '2026-01-31T12-00-00-1', ….
+    """
+    name = now.strftime(TIME)
+    backups = backups_of(root)
+    newest, number = _order(backups[-1]) if backups else ("", 0)
+    return name if name > newest else f"{newest}-{number + 1}"
+
+
+def _order(backup: Path) -> tuple[str, int]:
+    """'2026-01-31T12-00-00-7' -> ('2026-01-31T12-00-00', 7)."""
+    return backup.name[:19], int(backup.name[20:] or 0)
 
 
 def carry(database: Path, root: Path) -> None:

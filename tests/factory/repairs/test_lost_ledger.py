@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import ingest_arrived
-from factory.ledger.journal import LONG, NAME, backups_of
+from factory.ledger.journal import ABOUT, BACKUPS, LONG, NAME, backups_of, next_name
 from factory.ledger.ledger import Ledger, metadata, record
 from factory.ledger.rows import SegmentRow
 from factory.repairs.lost_ledger import restore
@@ -183,6 +184,19 @@ def test_the_newest_backups_stay_and_a_damaged_one_is_passed_over(copied: Copy, 
     assert rows_of(workspace) == before
     assert restore(workspace.root, str(other), SILENT) and rows_of(workspace) == before
     assert before.keys() >= LONG
+
+
+def test_the_newest_backup_is_the_last_one_made_also_after_a_clock_went_back(tmp_path: Path) -> None:
+    now = datetime(2026, 1, 31, 12)
+    names = []
+    for hours in (0, 0, -30, 0, *[-1] * 8, 1):
+        names.append(next_name(tmp_path, now + timedelta(hours=hours)))
+        (tmp_path / BACKUPS / names[-1]).mkdir(parents=True)
+        (tmp_path / BACKUPS / names[-1] / ABOUT).write_text("{}")
+        if len(names) > KEPT:
+            shutil.rmtree(backups_of(tmp_path)[0])
+        assert [path.name for path in backups_of(tmp_path)] == names[-KEPT:]
+    assert names[1] == "2026-01-31T12-00-00-1" and names[-1] == "2026-01-31T13-00-00"
 
 
 def test_a_damaged_ledger_is_not_backed_up(copied: Copy) -> None:
