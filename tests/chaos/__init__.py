@@ -9,5 +9,8 @@
     campaign            inject, run again, compare; the table
     mutants             every fsync and rename: without it, the suite is red
 
+Where a program is started counts as an effect too. A commit of the ledger or of MLflow's store, and what git does, are effects of libc's, and
+need no name of their own; MLflow's server over HTTP is in ``tests/factory/tracking/test_outages.py``.
+
 ``python -m tests.chaos`` (``make chaos``) does every effect of every scenario; the slow tests do a few, drawn.
 """

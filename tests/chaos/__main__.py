@@ -21,9 +21,11 @@ from tests.chaos.shim import ERRORS, NAMES, SYNCS, WRITES, Effect
 WAYS = ("kill", "tear", "pair", "error", "power")
 
 
-def injections(effects: list[Effect], ways: Iterable[str], chance: random.Random) -> list[Injection]:
-    """All that can be injected into a scenario with these effects. To kill after an effect is to kill before the next."""
-    made = [e for e in effects if not e.error]
+def injections(
+    effects: list[Effect], places: list[Effect], ways: Iterable[str], chance: random.Random
+) -> list[Injection]:
+    """All that can be injected at ``places`` into a scenario with these effects. To kill after an effect is to kill before the next."""
+    made = [e for e in places if not e.error]
     found: list[Injection] = []
     for effect in made:
         number = effect.number
@@ -37,7 +39,7 @@ def injections(effects: list[Effect], ways: Iterable[str], chance: random.Random
             found += [Injection(mode, number) for mode in ERRORS]
         if "power" in ways and effect.kind in NAMES | SYNCS:
             found += [Injection(loss, number) for loss in power.LOSSES]
-    if "kill" in ways:
+    if "kill" in ways and made:
         found.append(Injection("kill after", made[-1].number))
     return found
 
@@ -82,6 +84,7 @@ def main() -> int:
         "--scenario", action="append", choices=list(SCENARIOS), help="only this one (again: this one too)"
     )
     parser.add_argument("--way", action="append", choices=WAYS, help="only this way")
+    parser.add_argument("--kind", help="only at effects of this kind, as 'spawn' or 'rename'")
     parser.add_argument("--every", type=int, default=1, help="only every so-many-th injection, drawn with --seed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -98,9 +101,10 @@ def main() -> int:
             for name in given.scenario or SCENARIOS:
                 chance = random.Random(f"{given.seed} {name}")
                 effects, _ = site.straight(name)
-                every = injections(effects, given.way or WAYS, chance)
+                places = [e for e in effects if given.kind in (None, e.kind)]
+                every = injections(effects, places, given.way or WAYS, chance)
                 chosen = drawn(every, effects, site.site, chance)[: max(1, len(every) // given.every)]
-                print(f"{name}: {len(effects)} effects, {len(chosen)} injections", flush=True)
+                print(f"{name}: {len(places)} effects, {len(chosen)} injections", flush=True)
                 for count, injection in enumerate(chosen, 1):
                     if (name, injection.mode, injection.number, injection.again) in done:
                         continue

@@ -185,7 +185,8 @@ static int start(struct effect *e, const char *kind) {
     e->other_folder = e->other[0] ? inode_of_parent(e->other) : 0;
     e->ino = inode(e->path);
     int here = e->number == control->target, later = control->target && e->number >= control->target;
-    int takes_space = strcmp(kind, "unlink") && strcmp(kind, "rmdir") && strcmp(kind, "rename") && strcmp(kind, "mmap");
+    int spawns = !strcmp(kind, "spawn"), failure = spawns ? EAGAIN : EIO;
+    int takes_space = !spawns && strcmp(kind, "unlink") && strcmp(kind, "rmdir") && strcmp(kind, "rename") && strcmp(kind, "mmap");
     if (here) control->fired = 1;
     switch (control->mode) {
     case KILL_BEFORE:
@@ -195,8 +196,8 @@ static int start(struct effect *e, const char *kind) {
         if (here && !e->writes) die();
         e->torn = here;
         break;
-    case EIO_ONCE: return here ? EIO : 0;
-    case EIO_ALWAYS: return later ? EIO : 0;
+    case EIO_ONCE: return here ? failure : 0;
+    case EIO_ALWAYS: return later ? failure : 0;
     case ENOSPC_ONCE: return here && takes_space ? ENOSPC : 0;
     case ENOSPC_ALWAYS: return later && takes_space ? ENOSPC : 0;
     }

@@ -15,7 +15,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.shim import SYNCS, Effect
+from tests.chaos.shim import SPAWN, SYNCS, Effect
 
 LOSSES = ("power cut, names kept", "power cut, names lost")
 
@@ -67,6 +67,8 @@ def _apply(root: Node, site: Path, effect: Effect, store: Path) -> None:
     if effect.path == str(site):
         if effect.kind in SYNCS:
             root.flushed = dict(root.names)
+        return
+    if effect.kind == SPAWN:  # it leaves nothing on a disk
         return
     folder, name = _at(root, site, effect.path)
     kind = effect.kind

@@ -238,7 +238,24 @@ static char **with_shim(char *const *given, char **room, int most) {
 #define ROOM char *room[2048]
 extern char **environ;
 
-int execve(const char *name, char *const words[], char *const given[]) { ROOM; return syscall(SYS_execve, name, words, with_shim(given, room, 2048)); }
+/* A program's start counts as an effect at "(spawn)/PROGRAM": killed there, its caller never learns of it. Its line is written before. */
+static int spawned(const char *name) {
+    struct effect e;
+    e.path[0] = e.other[0] = e.writes = 0;
+    if (control && control->armed && !access(name, X_OK)) {
+        const char *slash = strrchr(name, '/');
+        snprintf(e.path, PATHS, "%.900s/(spawn)/%.100s", control->root, slash ? slash + 1 : name);
+    }
+    int error = start(&e, "spawn");
+    if (error) return FAIL(&e, error), error;
+    finish(&e, 0, 0);
+    return 0;
+}
+
+int execve(const char *name, char *const words[], char *const given[]) {
+    ROOM;
+    return spawned(name) ? -1 : syscall(SYS_execve, name, words, with_shim(given, room, 2048));
+}
 int execv(const char *name, char *const words[]) { return execve(name, words, environ); }
 int execvpe(const char *name, char *const words[], char *const given[]) {
     NEXT(execvpe);
@@ -249,7 +266,8 @@ int execvp(const char *name, char *const words[]) { return execvpe(name, words, 
 int posix_spawn(pid_t *pid, const char *name, const posix_spawn_file_actions_t *actions, const posix_spawnattr_t *how, char *const words[], char *const given[]) {
     NEXT(posix_spawn);
     ROOM;
-    return next(pid, name, actions, how, words, with_shim(given, room, 2048));
+    int error = spawned(name);
+    return error ? error : next(pid, name, actions, how, words, with_shim(given, room, 2048));
 }
 int posix_spawnp(pid_t *pid, const char *name, const posix_spawn_file_actions_t *actions, const posix_spawnattr_t *how, char *const words[], char *const given[]) {
     NEXT(posix_spawnp);

@@ -21,7 +21,8 @@ ERRORS = MODES[4:]
 WRITES = frozenset({"write", "pwrite", "writev", "pwritev", "sendfile", "copy_file_range"})
 NAMES = frozenset({"create", "rename", "unlink", "link", "symlink", "mkdir", "rmdir"})
 SYNCS = frozenset({"fsync", "fdatasync"})
-KINDS = WRITES | NAMES | SYNCS | {"truncate"}
+SPAWN = "spawn"  # a program is started; its error is EAGAIN
+KINDS = WRITES | NAMES | SYNCS | {"truncate", SPAWN}
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ PLACES = {
     r"target/\.git/logs/.*|target/\.git/worktrees(/.*)?": "git's: for people, or made again with the worktree",
     r"target/\.git/factory-at-work": "says whose lock files are left",
     r"target/.*\.factory-part": "written aside, flushed, renamed",
+    r"\(spawn\)/.*": "whoever starts a program writes down first what it is for, or looks for what is left",
     r"target/[^.].*": "renamed into place, flushed; after a kill the same decision finishes",
 }
 

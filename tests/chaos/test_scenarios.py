@@ -29,7 +29,7 @@ def test_killed_torn_failed_or_without_power_it_ends_as_if_nothing_had_been(site
     print(f"FACTORY_CHAOS_SEED={seed}")
     chance = random.Random(f"{seed} {name}")
     effects, _ = site.straight(name)
-    chosen = drawn(injections(effects, WAYS, chance), effects, site.site, chance)[: EACH[name]]
+    chosen = drawn(injections(effects, effects, WAYS, chance), effects, site.site, chance)[: EACH[name]]
     results = [site.inject(name, injection) for injection in chosen]
     assert all(result.fired for result in results)
     assert not [result for result in results if result.wrong], told(results)
