@@ -87,8 +87,8 @@ def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress
     follower.begin()
     try:
         with keeping(workspace, ledger, row, progress), climbing(workspace, row):
-            mended = lambda: mend_inputs(workspace, ledger, segment, progress)
-            result = run_segment(workspace, ledger, segment, progress, follower, mended)
+            mend = lambda every: mend_inputs(workspace, ledger, segment, progress, every)
+            result = run_segment(workspace, ledger, segment, progress, follower, mend)
     finally:
         follower.finish()
     tidy(workspace, ledger, progress)

@@ -15,7 +15,7 @@ from factory.release.releases import reconcile
 from factory.repairs.checkpoints import checkpoint_fault, export_again, replay_checkpoint
 from factory.repairs.examining import Damage, checkpoint_faults, database_faults, examine_work, token_shard_faults
 from factory.repairs.lost_ledger import restore, restore_mlflow
-from factory.repairs.token_shards import rebuild_token_shard, token_shard_fault
+from factory.repairs.token_shards import HashedShards, rebuild_token_shard, token_shard_fault
 from factory.tracking.missed import REMADE, show_missed
 from factory.training.planning import last_checkpoint, plan_of
 from trainer.contract.errors import TrainerError
@@ -68,20 +68,26 @@ def _mend(workspace: Workspace, ledger: Ledger, fault: Damage, progress: Progres
     raise AssertionError(fault)
 
 
-def mend_inputs(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> bool:
+def mend_inputs(workspace: Workspace, ledger: Ledger, number: int, progress: Progress, every: bool = True) -> bool:
     """Look at all that a segment reads, to the last byte, and mend what is damaged; returns whether anything was.
 
+    Without ``every`` only token shards are looked at that changed since they were last hashed: the trainer itself hashes what else it reads.
     Raises: FactoryError when it cannot be mended, with what a person can do.
     """
-    row = SegmentRow.get(ledger, number)
-    damaged = [
-        Damage("token shards", shard["id"], fault, "", True)
-        for shard in plan_of(ledger, row)["token_shards"]
-        if (fault := token_shard_fault(Path(shard["path"]), deep=True))
-    ]
-    if row.parent and (fault := checkpoint_fault(last_checkpoint(ledger, row.parent), deep=True)):
+    row, known = SegmentRow.get(ledger, number), HashedShards(workspace)
+    shards = {shard["id"]: Path(shard["path"]) for shard in plan_of(ledger, row)["token_shards"]}
+    looked = {name: path for name, path in shards.items() if every or not known.same(path)}
+    damaged = []
+    with progress.task("hash token shards", len(looked)) as task:
+        for name, path in looked.items():
+            if fault := token_shard_fault(path, deep=True):
+                damaged.append(Damage("token shards", name, fault, "", True))
+            task.advance()
+    if every and row.parent and (fault := checkpoint_fault(last_checkpoint(ledger, row.parent), deep=True)):
         damaged.append(Damage("checkpoints", str(row.parent), fault, "", True))
-    return _mended(workspace, ledger, damaged, progress)
+    mended = _mended(workspace, ledger, damaged, progress)
+    known.note(looked.values())
+    return mended
 
 
 def with_mending(workspace: Workspace, ledger: Ledger, progress: Progress, act: Callable[[], T]) -> T:

@@ -8,8 +8,9 @@ bit, or it is refused.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from factory.ingest.worker import FinishTask, IngestJob, analyse, finish, spool_
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger, record
 from factory.training.segment_folder import set_aside
-from kernels.contract.files import put_in_place
+from kernels.contract.files import put_in_place, write_atomically
 from trainer.contract.data.token_shard import FILES, TokenizedDocument, TokenShard, file_sha256, write_token_shard
 from trainer.contract.errors import TokenShardError
 
@@ -56,6 +57,44 @@ def token_shard_fault(path: Path, deep: bool) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{path}: {error}"
     return ""
+
+
+class HashedShards:
+    """How the files of each token shard were when they were last hashed and found whole: a note in ``cache/hashed.json``.
+
+    A file whose size and times are the same is taken to be the same, so that a segment's start hashes what is new or was touched, not the
+    corpus. What a disk changes by itself leaves no trace there: ``factory doctor`` finds it, which hashes a few of all and, with ``--deep``, all.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.file = workspace.root / "cache" / "hashed.json"
+        try:
+            noted = json.loads(self.file.read_text())
+        except (OSError, ValueError):  # none yet, or damaged: all is hashed again
+            noted = {}
+        self.known: dict[str, list[list[int]]] = noted if isinstance(noted, dict) else {}
+
+    def same(self, folder: Path) -> bool:
+        return self.known.get(folder.name) == _times(folder)
+
+    def note(self, folders: Iterable[Path]) -> None:
+        new = {folder.name: _times(folder) for folder in folders}
+        if any(self.known.get(name) != times for name, times in new.items()):
+            self.known |= new
+            self.file.parent.mkdir(exist_ok=True)
+            write_atomically(self.file, json.dumps(self.known))
+
+
+def _times(folder: Path) -> list[list[int]]:
+    """(bytes, last change of the content, last change at all, inode) of each file; [] of one that is gone."""
+    found = []
+    for name in ("manifest.json", *FILES):
+        try:
+            status = os.stat(folder / name)
+        except OSError:
+            return []
+        found.append([status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
+    return found
 
 
 def raw_shard(workspace: Workspace, ledger: Ledger, sha256: str) -> tuple[Path | None, str]:

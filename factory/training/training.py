@@ -56,11 +56,12 @@ def run_segment(
     number: int,
     progress: Progress,
     follower: Follower | None = None,
-    mended: Callable[[], bool] = lambda: False,
+    mend: Callable[[bool], bool] = lambda every: False,
 ) -> dict[str, Any]:
     """Run, or resume, a planned segment to its end; returns the content of result.json.
 
-    ``mended``: called when the trainer failed; mends what it reads, and says whether anything had to be. Then it runs again.
+    ``mend``: mends what the trainer reads, and says whether anything had to be: at the start what changed since it was last looked at
+    (False); when the trainer failed, all (True). Then it runs again.
     An average (``factory.training.averaging``) is made, not trained.
 
     Raises: NotCertified when the code changed and may not go on (nothing was started); PausedError while training is paused;
@@ -81,12 +82,11 @@ def run_segment(
     check_ranks(workspace, Recipe.parse(row.recipe_json))  # planned on another number of GPUs, say
     folder = claim(workspace, ledger, row, progress)
     ensure_certified(workspace, ledger, row, progress)
-    if not all(path.exists() for path in read_by(spec_of(ledger, row))):
-        mended()
+    mend(not all(path.exists() for path in read_by(spec_of(ledger, row))))
     while True:
         kills = oom_kills()
         code, hung = run_trainer(workspace, ledger, row, folder, progress, follower)
-        if hung or code in ENDED or not mended():
+        if hung or code in ENDED or not mend(True):
             break  # else what it read was damaged, and is whole again
     if hung or code != 0 or not (folder / "result.json").exists():
         failed(workspace, ledger, row, code, kills, hung)

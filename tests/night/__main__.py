@@ -12,6 +12,7 @@ and the champion is the right one.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import signal
@@ -25,11 +26,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from factory.backups.backups import make_ledger
 from tests.night.daemon import Night
 from tests.night.faults import FAULTS, Fault
 from tests.night.morning import wrong_in_the_morning
 from tests.support.factory.code_loop import make_target
-from tests.support.plants.trained_plant import make_plant
+from tests.support.plants.trained_plant import lenient_plant, write_shards
 
 SETTINGS = {
     "stability": {"window": 16, "noise_scale_every": 5},
@@ -137,11 +139,15 @@ def main(arguments: list[str]) -> int:
     root = Path(tempfile.mkdtemp(prefix="factory-night-"))
     began = time.monotonic()
     with disk(root / "disk") as mounted:
-        workspace, _ = make_plant(root / "disk", make_target(root / "target"), **SETTINGS)
+        workspace = lenient_plant(root / "disk", make_target(root / "target"), **SETTINGS)
+        make_ledger(workspace)
         for name, text in POLICIES.items():
             (workspace.root / "policies" / name).write_text(text)
         night = Night(workspace, root / "daemon.out", random.Random(asked.seed), own_tmpfs=mounted)
         night.out.touch()
+        write_shards(workspace.inbox)
+        for path in workspace.inbox.glob("*.jsonl"):
+            night.dropped[path.name] = [json.loads(line)["id"] for line in path.read_text().splitlines()]
         night.start()
         try:
             done = live_through(night, chosen_faults(asked.faults, mounted), asked.minutes)

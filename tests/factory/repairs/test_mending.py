@@ -18,9 +18,10 @@ from factory.core.progress import Silent
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, SegmentRow
+from factory.repairs import mending
 from factory.repairs.checkpoints import replay_checkpoint
 from factory.repairs.examining import examine_work
-from factory.repairs.mending import with_mending
+from factory.repairs.mending import mend_inputs, with_mending
 from factory.repairs.token_shards import rebuild_token_shard, token_shard_fault
 from factory.training.planning import last_checkpoint, plan_anneal, plan_trunk
 from tests.support.factory.command import factory
@@ -110,6 +111,23 @@ def test_training_goes_on_over_a_token_shard_that_was_damaged(copied: Copy, dama
     actions.train(workspace, ledger, number, said)
     assert SegmentRow.get(ledger, number).state == "done"
     assert said.text.count(f"token shard {folder.name} is whole again") == 2
+
+
+def test_a_token_that_changed_is_never_trained_on(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace, ledger = copied()
+    folders = [Path(row["path"]) for row in token_shards(ledger)]
+    hashed: list[str] = []
+    look = mending.token_shard_fault
+    monkeypatch.setattr(mending, "token_shard_fault", lambda path, deep: hashed.append(path.name) or look(path, deep))
+    first, said = plan_trunk(workspace, ledger, 4), Said()
+    assert not mend_inputs(workspace, ledger, first, said, every=False) and set(hashed) == {one.name for one in folders}
+    assert not mend_inputs(workspace, ledger, first, said, every=False) and len(hashed) == len(folders)
+    before = hashes(folders[0])
+    flip(folders[0] / "tokens.bin")
+    actions.train(workspace, ledger, first, said)
+    assert f"token shard {folders[0].name} is whole again" in said.text and hashes(folders[0]) == before
+    assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
+    assert not mend_inputs(workspace, ledger, first, said, every=False) and len(hashed) == len(folders) + 1
 
 
 def test_a_flipped_byte_in_a_parents_checkpoint_stops_nothing(copied: Copy) -> None:
