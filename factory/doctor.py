@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from factory.core import devices
@@ -121,11 +122,20 @@ def _recipe(workspace: Workspace | None) -> Recipe:
 
 def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
     """What computes each op of the recipe's step here: a line each, those first that are not as chosen."""
+    from factory.computing.tuned_kernels import KERNELS, live_kernels
+
+    if workspace is None:
+        return _computing(None, code_root() / KERNELS)
+    with live_kernels(workspace) as (path, _):
+        ok, said = _computing(workspace, path)
+        return ok, said.replace(str(path), str(workspace.repository / KERNELS))
+
+
+def _computing(workspace: Workspace | None, path: Path) -> tuple[bool | None, str]:
     from factory.computing.computing import decide, measured_precision
     from kernels.contract.bench import DTYPES, Setting
     from kernels.contract.registry import OPS, KernelError, computing, load_choice, load_fallback
 
-    path = workspace.policy("kernels.yaml") if workspace else code_root() / "policies" / "kernels.yaml"
     device = devices.kind()
     try:
         load_choice(path, device)  # says what is wrong with it, by key

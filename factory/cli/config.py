@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -126,12 +125,12 @@ def _configuration(workspace: Workspace) -> list[Value]:
 def _kernels(workspace: Workspace, path: Path) -> list[Value]:
     """The choice of each op by kind of device, as the live code has it; ``auto`` is resolved when a segment is planned."""
     from factory.cli.policy_sources import Value
+    from factory.computing.tuned_kernels import live_kernels
     from kernels.contract.registry import KernelError, load_choice
 
-    with TemporaryDirectory() as folder:
-        live, source = Path(folder) / path.name, _source(workspace, path)
-        live.write_text(text if (text := _live_text(workspace)) is not None else path.read_text())
-        if text is not None and text != path.read_text():
+    source = _source(workspace, path)
+    with live_kernels(workspace) as (live, text):
+        if not path.exists() or text != path.read_text("utf-8"):
             source = f"{source}, as committed"
         try:
             load_choice(live)
@@ -142,17 +141,6 @@ def _kernels(workspace: Workspace, path: Path) -> list[Value]:
     found = [(f"{kind}.{op}", one) for kind, ops in raw.items() if isinstance(ops, dict) for op, one in ops.items()]
     found += [(key, value) for key, value in raw.items() if not isinstance(value, dict)]
     return [Value(key, value, source, "") for key, value in found]
-
-
-def _live_text(workspace: Workspace) -> str | None:
-    """kernels.yaml of the live commit, which is what trains; None where the code is in no repository."""
-    from factory.computing.tuned_kernels import KERNELS
-    from factory.git.repository import RepositoryError, file_text, live_commit
-
-    try:
-        return file_text(workspace.repository, live_commit(workspace.repository), KERNELS)
-    except RepositoryError:
-        return None
 
 
 def _print(name: str, path: Path, values: list[Value]) -> None:

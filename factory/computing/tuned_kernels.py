@@ -6,9 +6,11 @@ What ``kernels.yaml`` leaves to ``auto`` is looked up here when a segment is pla
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import ConfigError, InputError, nearest
@@ -27,6 +29,23 @@ class Tuned:
     choice: Mapping[str, str] | None
     source: str  # the file, or ''
     note: str = ""
+
+
+@contextmanager
+def live_kernels(workspace: Workspace) -> Iterator[tuple[Path, str]]:
+    """(a file with ``kernels.yaml`` as the live commit holds it, which is what trains; its text). Where the code is in no repository, its own."""
+    from factory.git.repository import RepositoryError, file_text, live_commit
+
+    path = workspace.repository / KERNELS
+    try:
+        text = file_text(workspace.repository, live_commit(workspace.repository), KERNELS)
+    except RepositoryError:
+        yield path, path.read_text("utf-8")
+        return
+    with TemporaryDirectory() as folder:
+        live = Path(folder) / path.name
+        live.write_text(text, "utf-8")
+        yield live, text
 
 
 def path_of(workspace: Workspace, machine_class: str, precision: str) -> Path:

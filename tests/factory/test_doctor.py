@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from factory import doctor
-from factory.core.workspace import Workspace
+from factory.core.workspace import Config, Workspace
 from kernels import native as native_library
 from kernels.attention import cpp as attention_native
 from kernels.contract import registry
+from tests.support.factory.command import factory
+from tests.support.git import git
 from tests.support.paths import ROOT
 from trainer.contract.plan import precision
 
@@ -20,13 +23,14 @@ RECIPE = (ROOT / "policies" / "recipes" / "tiny.yaml").read_text()
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
-    made = Workspace.create(tmp_path / "factory")
-    (made.root / "policies" / "recipes").mkdir(parents=True, exist_ok=True)
+    made = Workspace.create(tmp_path / "factory", Config(repository=str(tmp_path / "code")))
+    for folder in (made.root / "policies" / "recipes", made.repository / "policies"):
+        folder.mkdir(parents=True, exist_ok=True)
     return made
 
 
 def _kernels(workspace: Workspace, kernels: str, precision: str = "bf16") -> tuple[bool | None, list[str]]:
-    (workspace.root / "policies" / "kernels.yaml").write_text(kernels)
+    (workspace.repository / "policies" / "kernels.yaml").write_text(kernels)
     recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
     recipe.write_text(RECIPE.replace("precision: fp32", f"precision: {precision}"))
     row = next(row for row in doctor.examine(workspace) if row["check"] == "kernels")
@@ -88,3 +92,19 @@ def test_measured_rates_and_the_cost_of_a_slow_precision_are_reported(
     assert row["ok"] is False and row["detail"].endswith(
         "precision: bf16 is used as the recipe says, but fp32 is 40.0x as fast on this machine; 'precision: auto' would choose it"
     )
+
+
+def test_the_kernels_are_those_of_the_live_commit_which_is_what_trains(workspace: Workspace) -> None:
+    file = workspace.repository / "policies" / "kernels.yaml"
+    git(workspace.repository.parent, "init", "-q", "-b", "main", str(workspace.repository))
+    file.write_text("cpu: {rms_norm: compiled}")
+    git(workspace.repository, "add", "-A")
+    git(workspace.repository, "commit", "-q", "-m", "base")
+    ok, _ = _kernels(workspace, "cpu: {rms_norm: not committed yet}")
+    shown = json.loads(factory("config", "show", "kernels", "--json", "-w", str(workspace.root)).stdout)
+    (one,) = shown["kernels"]["keys"]
+    assert ok and (one["key"], one["value"]) == ("cpu.rms_norm", "compiled") and one["source"].endswith("as committed")
+    git(workspace.repository, "add", "-A")
+    git(workspace.repository, "commit", "-q", "-m", "a name that is none")
+    ok, lines = _kernels(workspace, "cpu: {rms_norm: compiled}")
+    assert ok is False and str(file) in lines[0]
