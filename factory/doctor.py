@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from factory.core import devices
-from factory.core.errors import FactoryError
+from factory.core.errors import ConfigError, FactoryError
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace, code_root
 
@@ -179,8 +179,17 @@ def _endpoint(workspace: Workspace | None) -> tuple[bool | None, str]:
 
 
 def _workspace(workspace: Workspace) -> tuple[bool | None, str]:
-    free = shutil.disk_usage(workspace.root).free / 2**30
-    return free > 1, f"{workspace.root}, {free:.1f} GiB free"
+    from factory.retention.disk import Room
+    from factory.retention.policy import RetentionPolicy
+
+    room = Room.of(workspace)
+    try:
+        floor = RetentionPolicy.load(workspace.policy("retention.yaml")).floor(room.total)
+    except ConfigError as error:
+        return False, str(error)
+    said = f"{workspace.root}, {room.free / 1e9:.1f} GB free"
+    few = f": less than the {floor / 1e9:.1f} GB (floor_bytes, floor_share in policies/retention.yaml) below which training waits"
+    return room.free >= floor, said if room.free >= floor else said + few
 
 
 def _ranks(workspace: Workspace) -> tuple[bool | None, str]:

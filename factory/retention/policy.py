@@ -39,6 +39,10 @@ class RetentionPolicy(StrictPolicy):
         """Raises: ConfigError naming the file and the key."""
         return load_policy(cls, path)
 
+    def floor(self, total: int) -> int:
+        """Bytes, of a disk that has ``total``."""
+        return max(self.floor_bytes, int(self.floor_share * total))
+
     def at_least(self) -> Self:
         """The same where room is short: only what is needed is kept."""
         least = {

@@ -16,7 +16,7 @@ def training_waits(workspace: Workspace, ledger: Ledger, progress: Progress) -> 
     note(workspace)
     policy = RetentionPolicy.load(workspace.policy("retention.yaml"))
     room = Room.of(workspace)
-    floor = max(policy.floor_bytes, int(policy.floor_share * room.total))
+    floor = policy.floor(room.total)
     was_low = low_disk(ledger) is not None
     if room.free < floor:
         cleaned = clean(workspace, ledger, hard=True)

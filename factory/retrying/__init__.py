@@ -2,5 +2,6 @@
 
 an action fails ─► faults (is it the machine?) ─► steady (waits longer each time, says so once; the rest goes on)
 a trainer dies  ─► endings (crash, OOM killer, hang: watchdog) ─► tries (again from its checkpoint, or parked)
+a tool hangs    ─► quiet (does nothing any more: killed)
 a person        ─► pausing (pause, resume), tries (retry, abandon)
 """

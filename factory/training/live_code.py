@@ -26,6 +26,8 @@ from factory.core.progress import Progress
 from factory.core.stopping import TRAINER_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
+from factory.retrying.policy import RetryPolicy
+from factory.retrying.quiet import killed_when_quiet
 from factory.sandbox import live
 from factory.sandbox.live import Running
 from factory.sandbox.view import cache_variables
@@ -39,6 +41,7 @@ class LiveCode:
     folder: Path
     cache: Path | None  # of what this commit's code compiled, which no other code reads; None: torch's own
     isolated: bool
+    hung_seconds: float = RetryPolicy().hung_seconds  # a tool that does nothing for so long is killed
 
     @classmethod
     def of(cls, workspace: Workspace, ledger: Ledger, commit: str, progress: Progress) -> LiveCode:
@@ -49,7 +52,8 @@ class LiveCode:
         if not isolated:
             progress.line(f"  WARNING: live code runs, and NOT in the sandbox: {why}")
         cache = devices.compiled(workspace.root, commit).parent
-        return cls(checkout_live(workspace, commit), cache, isolated)
+        patience = RetryPolicy.load(workspace.policy("retries.yaml")).hung_seconds
+        return cls(checkout_live(workspace, commit), cache, isolated, patience)
 
     def start(
         self,
@@ -99,7 +103,10 @@ class LiveCode:
         on_line: Callable[[str], object] = lambda _: None,
         environment: Mapping[str, str] = {},
     ) -> subprocess.CompletedProcess[str]:
-        """``python words`` to its end; ``on_line`` gets its standard error line by line. Raises: IsolationError."""
+        """``python words`` to its end; ``on_line`` gets its standard error line by line. One that hangs is killed, and says so last there.
+
+        Raises: IsolationError.
+        """
         with tempfile.TemporaryFile("w+b") as out:
             process = self.start(
                 [sys.executable, *words],
@@ -111,10 +118,12 @@ class LiveCode:
             )
             errors = []
             try:
-                for line in process.errors():
-                    on_line(line)
-                    errors.append(line)
-                process.wait()
+                with killed_when_quiet(process.pid, self.hung_seconds) as killed:
+                    for line in process.errors():
+                        on_line(line)
+                        errors.append(line)
+                    process.wait()
+                errors += [f"{line}\n" for line in killed]
             except IsolationError as error:
                 raise IsolationError(f"{error}: {(errors or [''])[-1].strip()}") from None
             finally:

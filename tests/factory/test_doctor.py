@@ -108,3 +108,10 @@ def test_the_kernels_are_those_of_the_live_commit_which_is_what_trains(workspace
     git(workspace.repository, "commit", "-q", "-m", "a name that is none")
     ok, lines = _kernels(workspace, "cpu: {rms_norm: compiled}")
     assert ok is False and str(file) in lines[0]
+
+
+def test_too_little_room_is_told_by_the_floor_of_retention(workspace: Workspace) -> None:
+    room = lambda: next(row for row in doctor.examine(workspace) if row["check"] == "workspace")
+    assert room()["ok"] and room()["detail"].endswith(" GB free")
+    (workspace.root / "policies" / "retention.yaml").write_text("floor_share: 1.0\n")
+    assert room()["ok"] is False and "below which training waits" in room()["detail"]
