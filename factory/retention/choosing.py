@@ -51,6 +51,9 @@ def choose(
         if what.kind == "diagnosis":
             choices.append(Choice(what, True, "its anomaly is closed"))
             continue
+        if what.made is not None:
+            choices.append(_by_age(what, (now - what.made) / DAY, policy.log_days, "log_days", "it was written"))
+            continue
         row = rows.get(what.number)
         if row is None:
             choices.append(Choice(what, False, "no segment of the ledger has its number: a person decides"))
@@ -64,10 +67,14 @@ def _needed(needs: Needs, ends: dict[int, int], what: StoredFolder) -> str:
         return next((why for commit, why in needs.commits.items() if commit[:12] == what.commit), "")
     if what.kind == "diagnosis":
         return needs.diagnoses.get(what.number, "")
+    if what.made is not None:
+        return ""
     if what.kind in ("export", "model"):
         return needs.exports.get(what.number, "")
     if why := needs.segments.get(what.number):
         return why
+    if what.kind == "run":
+        return needs.exports.get(what.number, "")
     if what.kind == "audit":
         return needs.audits.get(what.number, "")
     if what.kind != "checkpoint":
@@ -92,6 +99,8 @@ def _of_segment(
         return Choice(what, True, "newer segments have ladders")
     if what.kind == "log":
         return _by_age(what, days, policy.log_days, "log_days", f"segment {row.id} ended")
+    if what.kind == "run":
+        return _by_age(what, days, policy.run_days, "run_days", f"segment {row.id} ended")
     if what.kind == "audit":
         return _by_age(what, days, policy.candidate_days, "candidate_days", f"segment {row.id} was audited, and ended")
     if row.state != "done":

@@ -18,12 +18,13 @@ from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.repository import remove_worktree
 from factory.ledger.files import RETIRED
-from factory.ledger.ledger import Ledger, record
-from factory.ledger.rows import SegmentRow
+from factory.ledger.ledger import Ledger, record, tracked_runs
+from factory.ledger.rows import SegmentRow, Subject
 from factory.retention.choosing import Choice, choose
 from factory.retention.needs import Needs
 from factory.retention.policy import RetentionPolicy
 from factory.retention.stored import stored
+from factory.tracking.tracking import Tracking
 
 REMOVED = ".retired-"  # a folder that is being removed
 BUSY = "another process works with folders of its kind now"
@@ -63,10 +64,9 @@ def clean(workspace: Workspace, ledger: Ledger, *, hard: bool = False) -> Cleane
             Choice(one.what, False, BUSY) if one.goes and LOCKS.get(one.what.kind) in busy else one
             for one in examine(workspace, ledger, hard=hard)
         ]
-        freed = 0
-        for choice in choices:
-            if choice.goes:
-                freed += _remove(workspace, ledger, choice)
+        going = [choice for choice in choices if choice.goes]
+        freed = sum(_remove(workspace, ledger, choice) for choice in going if choice.what.kind != "run")
+        freed += _remove_runs(workspace, ledger, [choice for choice in going if choice.what.kind == "run"])
     return Cleaned(choices, freed)
 
 
@@ -83,6 +83,25 @@ def _remove(workspace: Workspace, ledger: Ledger, choice: Choice) -> int:
     remove(aside)
     os.rename(what.path, aside)
     remove(aside)
+    return size
+
+
+def _remove_runs(workspace: Workspace, ledger: Ledger, choices: list[Choice]) -> int:
+    """MLflow first: a run that the ledger has forgotten would stay for ever, and one that is gone already is no error."""
+    if not choices:
+        return 0
+    Tracking.open(workspace, ledger).delete_runs([choice.what.path.name for choice in choices])
+    size = sum(choice.what.bytes() for choice in choices)
+    with ledger.begin() as tx:
+        for choice in choices:
+            subject, name = (
+                Subject("segment", choice.what.number),
+                choice.what.path.relative_to(workspace.root).as_posix(),
+            )
+            tx.execute(tracked_runs.delete().where(tracked_runs.c.subject == subject))
+            record(tx, RETIRED, f"run:{name}", {"path": name, "kind": "run", "bytes": size, "why": choice.why})
+    for choice in choices:
+        remove(choice.what.path)
     return size
 
 
@@ -117,7 +136,9 @@ def describe(cleaned: Cleaned) -> str:
 
 def _plural(kind: str) -> str:
     named = {"runs": "runs beside segments", "compiled": "folders of compiled code", "diagnosis": "diagnoses' replays"}
-    return named.get(kind, {"audit": "audits' windows", "model": "models in MLflow"}.get(kind, f"{kind}s"))
+    return named.get(
+        kind, {"audit": "audits' windows", "model": "models in MLflow", "run": "runs in MLflow"}.get(kind, f"{kind}s")
+    )
 
 
 def tidy(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:

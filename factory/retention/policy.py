@@ -28,7 +28,9 @@ class RetentionPolicy(StrictPolicy):
     worktrees: Number = 3
     """Newest commits that trained whose worktrees and compiled kernels are kept: either is made again where it is missing."""
     log_days: Days = 90.0
-    """Of a segment's log, after the segment ended."""
+    """Of a segment's log, after the segment ended; of torchrun's logs and of exchanges with language models, after they were written."""
+    run_days: Days = 180.0
+    """Of a segment's run in MLflow, after the segment ended: its curves. They stay in the segment's metrics.jsonl."""
     floor_bytes: Number = FLOOR_BYTES
     """Free on the workspace's disk. With less, all goes that nothing needs, however new; where that is not enough, training waits."""
     floor_share: Share = 0.0
@@ -44,7 +46,7 @@ class RetentionPolicy(StrictPolicy):
         return max(self.floor_bytes, int(self.floor_share * total))
 
     def at_least(self) -> Self:
-        """The same where room is short: only what is needed is kept."""
+        """The same where room is short: only what is needed is kept, and runs of MLflow, whose store does not shrink."""
         least = {
             "trunk_segments": 1,
             "ladders": 0,

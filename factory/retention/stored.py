@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import Literal
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import Subject
+from factory.tracking.tracking import TRAINING
 
-Kind = Literal["checkpoint", "ladder", "runs", "audit", "diagnosis", "export", "model", "worktree", "compiled", "log"]
+Kind = Literal[
+    "checkpoint", "ladder", "runs", "audit", "diagnosis", "export", "model", "worktree", "compiled", "log", "run"
+]
 NUMBERED = re.compile(r"(\d{5})")
 STEP = re.compile(r"(bad-)?step-(\d+)")
 # Made beside a segment by a certificate, a preflight or an average, and removed by whoever made it, unless it was killed.
@@ -22,13 +26,18 @@ RUNS = ("certificate", "preflight", "export")
 
 @dataclass(frozen=True)
 class StoredFolder:
-    """A folder or a file. ``number``: of its segment, or of a diagnosis's anomaly; ``step``: of a checkpoint, −1 of one that was put away."""
+    """A folder or a file, or a run of MLflow by the folder of its artifacts, which need not be there.
+
+    ``number``: of its segment, or of a diagnosis's anomaly; ``step``: of a checkpoint, −1 of one that was put away; ``made``: when, in seconds
+    since 1970, of what belongs to no segment.
+    """
 
     kind: Kind
     path: Path
     number: int = 0
     step: int = 0
     commit: str = ""  # the first twelve digits
+    made: float | None = None
 
     def bytes(self) -> int:
         """On the disk."""
@@ -39,7 +48,8 @@ class StoredFolder:
 
 def stored(workspace: Workspace, ledger: Ledger) -> list[StoredFolder]:
     """Everything, in a fixed order."""
-    return [*_of_segments(workspace), *_of_candidates(workspace, ledger), *_of_commits(workspace)]
+    kinds = (_of_candidates(workspace, ledger), _of_nothing(workspace, ledger), _runs(workspace, ledger))
+    return [*_of_segments(workspace), *_of_commits(workspace), *(what for kind in kinds for what in kind)]
 
 
 def _of_segments(workspace: Workspace) -> Iterator[StoredFolder]:
@@ -78,10 +88,33 @@ def _of_commits(workspace: Workspace) -> Iterator[StoredFolder]:
         yield StoredFolder("compiled", path, commit=path.name.split("-")[1])
 
 
+def _of_nothing(workspace: Workspace, ledger: Ledger) -> Iterator[StoredFolder]:
+    """Logs of no segment; of exchanges those that MLflow has."""
+    unsent = {row["file"] for row in ledger.read("SELECT file FROM exchanges WHERE trace IS NULL AND file IS NOT NULL")}
+    for place in ("torchrun", "exchanges"):
+        for path in sorted((workspace.logs / place).glob("*")):
+            if str(path) not in unsent:
+                yield StoredFolder("log", path, made=_changed(path))
+
+
+def _runs(workspace: Workspace, ledger: Ledger) -> Iterator[StoredFolder]:
+    for row in ledger.read("SELECT subject, run_id FROM tracked_runs ORDER BY subject"):
+        subject = Subject.parse(row["subject"])
+        if subject.kind == "segment":
+            yield StoredFolder("run", workspace.mlflow_artifacts / TRAINING / row["run_id"], subject.number)
+
+
 def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in sorted(folder.glob("[0-9][0-9][0-9][0-9][0-9]*")):
         if path.is_dir() and not path.is_symlink():
             yield int(path.name[:5]), path
+
+
+def _changed(path: Path) -> float:
+    try:
+        return os.lstat(path).st_mtime
+    except OSError:
+        return time.time()  # gone meanwhile
 
 
 def _size(path: Path) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,6 +126,19 @@ def flush(workspace: Workspace) -> None:
             with suppress(FileNotFoundError):  # without a connection there is no -wal
                 sync_folder(file)
         sync_folder(folder)
+
+
+def remove_deleted(workspace: Workspace, runs: Sequence[str]) -> None:
+    """Remove deleted runs from an SQLite store for good, by MLflow's own command; a server does that by itself. Raises: TrackingError."""
+    uri = workspace.mlflow_uri
+    if _sqlite_path(uri) is None or not runs:
+        return
+    words = ["-m", "mlflow", "gc", "--backend-store-uri", uri, "--tracking-uri", uri, "--run-ids", ",".join(runs)]
+    done = subprocess.run(
+        [sys.executable, *words], env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise TrackingError(f"MLflow: removing runs failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
 
 
 def ui_command(workspace: Workspace, port: int = 5000) -> tuple[list[str], dict[str, str]]:

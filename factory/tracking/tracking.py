@@ -20,7 +20,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record, tracked_runs
 from factory.ledger.rows import CandidateRow, EvaluationRow, ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.tracking.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers
-from factory.tracking.mlflow_store import flush, mlflow_errors, open_client, ui_command, waiting_lock
+from factory.tracking.mlflow_store import flush, mlflow_errors, open_client, remove_deleted, ui_command, waiting_lock
 from factory.tracking.outages import refuse_resting
 
 if TYPE_CHECKING:
@@ -218,6 +218,21 @@ class Tracking:
             self.log_report(run, Path(proposal.report))
         self._note(subject, SHOWN, {"state": proposal.state})
         return run
+
+    def delete_runs(self, runs: Sequence[str]) -> None:
+        """Remove runs, from an SQLite store for good; a server keeps them as deleted until its own ``mlflow gc``. Raises: TrackingError."""
+        from mlflow.exceptions import MlflowException
+
+        there = []
+        for run in runs:
+            with mlflow_errors(f"removing run {run}"):
+                try:
+                    self.client.delete_run(run)
+                    there.append(run)
+                except MlflowException as error:
+                    if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                        raise
+        remove_deleted(self.workspace, there)
 
     def _note(self, subject: Subject, kind: str, detail: dict[str, Any]) -> None:
         """Record what MLflow has, unless the newest event says so."""

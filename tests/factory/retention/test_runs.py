@@ -1,0 +1,71 @@
+"""Runs of MLflow, and logs that belong to no segment: what is old goes, also out of MLflow's store; the rest stays."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from mlflow.exceptions import MlflowException
+
+from factory.core.workspace import Config, Workspace
+from factory.ledger.ledger import Ledger, exchanges
+from factory.ledger.rows import SegmentRow
+from factory.retention.cleaning import clean
+from factory.tracking.tracking import Tracking
+from tests.support.plants.history import DAY, History
+
+
+def aged(ledger: Ledger, segment: int, days: float) -> None:
+    with ledger.begin() as tx:
+        tx.exec_driver_sql("UPDATE segments SET finished_at = ? WHERE id = ?", (time.time() - days * DAY, segment))
+
+
+def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, code_repository: Path) -> None:
+    workspace = Workspace.create(tmp_path / "plant", Config(repository=str(code_repository)))
+    ledger = Ledger.create(workspace.ledger_url)
+    history, tracking = History(workspace, ledger, 1), Tracking.open(workspace, ledger)
+    runs, parent = [], None
+    for days in (400.0, 200.0, 30.0, 1.0):
+        parent = history.segment("trunk", parent, "done", parent.last_step if parent else 0)
+        aged(ledger, parent.id, days)
+        runs.append(tracking.segment_run(parent))
+        tracking.client.log_metric(runs[-1], "loss", 3.0, step=1)
+    history.candidate(parent)
+    gone = [one for one in clean(workspace, ledger).gone() if one.what.kind == "run"]
+    assert [one.what.path.name for one in gone] == runs[:2]
+    assert "segment 1 ended 400.0 days ago (run_days: 180)" in gone[0].why
+    for run in runs[:2]:
+        with pytest.raises(MlflowException, match="not found"):
+            tracking.client.get_run(run)
+    with closing(sqlite3.connect(workspace.root / "mlflow.db")) as store:
+        assert {row[0] for row in store.execute("SELECT run_uuid FROM metrics")} == set(runs[2:])
+    assert all(one.what.kind != "run" for one in clean(workspace, ledger).gone())
+    tracking.delete_runs(runs[:1])  # whoever was killed behind MLflow's removal does it again
+    assert len(SegmentRow.select(ledger)) == 4
+
+
+def test_old_logs_of_ranks_and_of_exchanges_go_once_mlflow_has_them(tmp_path: Path, code_repository: Path) -> None:
+    workspace = Workspace.create(tmp_path / "plant", Config(repository=str(code_repository)))
+    ledger = Ledger.create(workspace.ledger_url)
+    folder = workspace.logs / "exchanges"
+    paths = {name: folder / f"{name}.json" for name in ("old", "new", "unsent")} | {
+        "ranks": workspace.logs / "torchrun" / "a"
+    }
+    for name, path in paths.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+        with ledger.begin() as tx:
+            tx.execute(
+                exchanges.insert().values(
+                    at=0.0, run=1, label=name, state="done", tokens=1, usd=0.0, file=ledger.inside(path), trace=None if name == "unsent" else "t"
+                )
+            )  # fmt: skip
+    long_ago = time.time() - 91 * DAY
+    for name in ("old", "unsent", "ranks"):
+        os.utime(paths[name], (long_ago, long_ago))
+    clean(workspace, ledger)
+    assert {name for name, path in paths.items() if path.exists()} == {"new", "unsent"}
