@@ -20,7 +20,8 @@ def killed_when_quiet(process: int, seconds: float) -> Iterator[list[str]]:
     over, said = threading.Event(), list[str]()
 
     def watch() -> None:
-        pause, quiet, before = min(POLL_SECONDS, seconds / 4), 0.0, ()
+        pause, quiet = min(POLL_SECONDS, seconds / 4), 0.0
+        before: tuple[int, ...] = ()
         while not over.wait(pause):
             now = activity(process)
             quiet, before = quiet + pause if now == before else 0.0, now
