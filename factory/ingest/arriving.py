@@ -2,7 +2,7 @@
 
 A writer is seen by the kernel's read lease, which it refuses while any process has the file open for writing; where a file system has
 no leases, by the open files of all processes that this one may look at. What is written from another machine is seen by neither: the
-last row is looked at too. Only the standard library is used: ``factory status`` asks as well.
+last row is looked at too. Little is imported: ``factory status`` asks as well.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import stat
 import zlib
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 Stamp = tuple[int, ...]  # of a file's content: another one, another content
 STILL_SECONDS = 600.0  # without a change, after which a file is whole whatever its last row looks like
@@ -89,18 +90,26 @@ def _cut_off(path: Path, stamp: Stamp) -> str:
         with open(path, "rb") as file:
             file.seek(max(0, stamp[0] - len(PARQUET)))
             return "" if file.read() == PARQUET else "it has no Parquet footer yet"
-    if name.endswith((".jsonl.gz", ".ndjson.gz")):
+    if name.endswith(tuple(f"{rows}{packed}" for rows in (".jsonl", ".ndjson") for packed in (".gz", ".zst", ".zstd"))):
         last = b""
         try:
-            with gzip.open(path, "rb") as file:
+            with gzip.open(path, "rb") if name.endswith(".gz") else _zstd(path) as file:
                 while block := file.read(TAIL):
                     last = (last + block)[-TAIL:]
         except EOFError:
             return "its compressed data end too early"
-        except (OSError, zlib.error):
-            return ""  # damaged, which waiting does not mend
+        except OSError as error:  # what is damaged, waiting does not mend
+            return "its compressed data end too early" if "Truncated" in str(error) else ""
+        except zlib.error:
+            return ""
         return _last_row(last)
     return ""
+
+
+def _zstd(path: Path) -> Any:
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
 
 
 def _last_row(tail: bytes) -> str:

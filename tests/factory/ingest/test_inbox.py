@@ -153,7 +153,7 @@ def test_a_writer_that_pauses_loses_nothing(
     assert trained_on(ledger) == exactly(40)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_a_half_upload_waits_until_it_is_whole_or_still_for_long(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, name: str
 ) -> None:
@@ -165,6 +165,8 @@ def test_a_half_upload_waits_until_it_is_whole_or_still_for_long(
     data = rows(0, 30)
     if name.endswith(".gz"):
         data = gzip.compress(data)
+    elif name.endswith(".zst"):
+        data = pa.compress(data, "zstd", asbytes=True)
     elif name.endswith(".parquet"):
         pq.write_table(pa.Table.from_pylist([json.loads(line) for line in data.splitlines()]), tmp_path / name)
         data = (tmp_path / name).read_bytes()
