@@ -46,6 +46,21 @@ class SegmentError(FactoryError):
     exit_code = 5
 
 
+class DamagedExportError(FactoryError):
+    """The export of a candidate is gone, or no longer what it was when it was made: nothing was measured, so nothing is said of the model."""
+
+    def __init__(self, candidate: int, why: str) -> None:
+        super().__init__(
+            f"the export of candidate {candidate} cannot be measured: {why}. The daemon makes it again from its checkpoint; "
+            "'factory doctor --repair' does so now"
+        )
+        self.candidate, self.why = candidate, why
+
+
+class NoMemoryError(FactoryError, MemoryError):
+    """Something needs more memory than is free now: a fault of the machine, which passes."""
+
+
 class WaitingError(FactoryError):
     """Nothing failed: what was asked for waits for a person."""
 

@@ -1,7 +1,8 @@
 """Measures one candidate on the suite as it is now, and records the evaluation in one transaction.
 
-For the same candidate and suite again it returns the recorded evaluation. An export that cannot be loaded, or has no finite loss, is a
-result like any other: the evaluation is recorded with the failed check, which the gate reads.
+For the same candidate and suite again it returns the recorded evaluation. An export that is not one, or has no finite loss, is a result like
+any other: the evaluation is recorded with the failed check, which the gate reads. What could not be measured (the export is not the one that
+was made, memory is short) is an error and is not recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.errors import InputError
+from factory.core.errors import DamagedExportError, InputError
 from factory.core.exports import folder_sha256
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
@@ -58,7 +59,7 @@ def current_suite(workspace: Workspace, ledger: Ledger) -> Suite:
 def evaluate(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress) -> int:
     """Measure a candidate; returns the evaluation's id. Idempotent per candidate and suite.
 
-    Raises: InputError for an unknown candidate, or when nothing is held out.
+    Raises: InputError for an unknown candidate, or when nothing is held out; DamagedExportError; NoMemoryError.
     """
     return evaluate_on(workspace, ledger, candidate_id, current_suite(workspace, ledger), progress)
 
@@ -116,20 +117,16 @@ def _measure(
     }
     try:
         if folder_sha256(export) != candidate.export_sha256:
-            raise ExportError(
-                f"{export} has changed since it was exported: its hash is not the one recorded for the candidate"
-            )
+            raise DamagedExportError(candidate.id, f"{export} has changed since: its hash is not the recorded one")
+    except (InputError, OSError) as error:
+        raise DamagedExportError(candidate.id, str(error)) from error
+    try:
         model = ReferenceModel.load(export)
         if model.config.vocab_size < tokenizer.vocab_size:
             raise ExportError(
                 f"{export}: {model.config.vocab_size} tokens in the model, {tokenizer.vocab_size} in the tokenizer"
             )
-    except (
-        ExportError,
-        OSError,
-        MemoryError,
-        RuntimeError,
-    ) as error:  # torch says RuntimeError when it cannot allocate
+    except ExportError as error:
         return summary | _parity_summary([Check("export", False, str(error)[:500])]), []
     texts = encode_suite(suite, tokenizer, token_bytes, policy.document_bytes)
     cloze = build_cloze(suite, tokenizer, policy)

@@ -1,6 +1,6 @@
 """An export folder read as hostile input: its files and its weights, each checked before anything is allocated.
 
-Safetensors only, never a pickle, never remote code. Everything that is wrong raises ``ExportError`` with the file and the key.
+Safetensors only, never a pickle, never remote code. Everything that is wrong with it raises ``ExportError`` with the file and the key.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
+from factory.core.errors import NoMemoryError
 from factory.evals.export_config import ExportConfig, ExportError, parse_config
 
 ALLOWED_SUFFIXES = {".json", ".safetensors", ".jinja"}
@@ -42,13 +43,19 @@ def read_config(folder: Path) -> ExportConfig:
 
 
 def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
-    """All weights as fp32. Raises: ExportError for missing, extra, misshapen or non-finite tensors, or more than memory holds."""
+    """All weights as fp32. Raises: ExportError for missing, extra, misshapen or non-finite tensors; NoMemoryError."""
     path = folder / "model.safetensors"
     expected = config.shapes()
-    needed = 4 * sum(math.prod(shape) for shape in expected.values())
+    count = sum(math.prod(shape) for shape in expected.values())
+    held = path.stat().st_size if path.is_file() else 0
+    if 2 * count > held:
+        raise ExportError(f"{path}: {held} bytes cannot hold the {count} weights that config.json asks for")
+    needed = 4 * count
     available = psutil.virtual_memory().available
     if needed > available // 2:
-        raise ExportError(f"{path}: config.json asks for {needed >> 20} MiB of weights, {available >> 20} MiB are free")
+        raise NoMemoryError(
+            f"{path}: its weights take {needed >> 20} MiB, and {available >> 20} MiB are free, half of which may be taken"
+        )
     weights: dict[str, torch.Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from factory.core.errors import FactoryError, WorkspaceError
+from factory.core.errors import DamagedExportError, FactoryError, WorkspaceError
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
@@ -91,7 +91,7 @@ def mend_inputs(workspace: Workspace, ledger: Ledger, number: int, progress: Pro
 
 
 def with_mending(workspace: Workspace, ledger: Ledger, progress: Progress, act: Callable[[], T]) -> T:
-    """Do ``act``; when it fails and a token shard or a checkpoint is gone or damaged, mend that and do it again.
+    """Do ``act``; when it fails and a token shard, a checkpoint or the export that it read is gone or damaged, mend that and do it again.
 
     Raises: what ``act`` raises, when there was nothing to mend, or the same fault is there again.
     """
@@ -102,9 +102,12 @@ def with_mending(workspace: Workspace, ledger: Ledger, progress: Progress, act: 
         except (FactoryError, TrainerError, OSError, ValueError) as error:
             if isinstance(error, WorkspaceError):
                 raise  # in use, or the ledger itself
-            shards = token_shard_faults(workspace, ledger, False, SILENT).faults
-            tips = [one for one in checkpoint_faults(workspace, ledger, False, SILENT).faults if one.mends]
-            damaged = [fault for fault in (*shards, *tips) if fault not in seen]
+            if isinstance(error, DamagedExportError):
+                found = [Damage("exports", str(error.candidate), error.why, "", True)]
+            else:
+                found = token_shard_faults(workspace, ledger, False, SILENT).faults
+                found += [one for one in checkpoint_faults(workspace, ledger, False, SILENT).faults if one.mends]
+            damaged = [fault for fault in found if fault not in seen]
             if not damaged or not _mended(workspace, ledger, damaged, progress):
                 raise
             seen.update(damaged)

@@ -11,14 +11,14 @@ import pytest
 import sqlalchemy as sa
 import torch
 
-from factory.core.errors import InputError
+from factory.core.errors import DamagedExportError, InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.evals.evaluator import evaluate
 from factory.evals.parity import CHECKS
 from factory.gates.release.gate import decide
 from factory.ledger.ledger import Ledger, documents, eval_items, evaluations, held_out, record, releases, verdicts
-from factory.ledger.rows import champion
+from factory.ledger.rows import CandidateRow, champion
 from tests.support.factory.exports import SHARD, Plant, build_plant, save_export, tiny_model, trained
 
 
@@ -112,14 +112,43 @@ def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Plant,
     with torch.no_grad():  # finite weights, no finite loss
         huge.model.norm.weight.fill_(3e38)
     overflow = plant.add_candidate(save_export(huge, plant.workspace.exports / "overflow", plant.tokenizer))
-    folder = Path(shutil.copytree(plant.workspace.exports / "better", plant.workspace.exports / "tampered"))
-    tampered = plant.add_candidate(folder)
-    config = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [5]}))
-    for candidate, words in ((nan, "NaN"), (overflow, "no finite loss"), (tampered, "has changed since")):
+    hollow = Path(shutil.copytree(plant.workspace.exports / "better", plant.workspace.exports / "hollow"))
+    config = json.loads((hollow / "config.json").read_text())
+    (hollow / "config.json").write_text(json.dumps(config | {"vocab_size": 1 << 20}))
+    asks = plant.add_candidate(hollow)
+    for candidate, words in ((nan, "NaN"), (overflow, "no finite loss"), (asks, "cannot hold the ")):
         verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, candidate, SILENT))
         assert verdict["outcome"] == "reject"
         assert words in verdict["reasons"][0], verdict["reasons"]
+
+
+def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: Plant, weak: int, better: int) -> None:
+    """A champion's too: a stray file in it says nothing of the models."""
+    for candidate, judged in ((better, better), (weak, better)):
+        stray = Path(CandidateRow.get(plant.ledger, candidate).export_path) / "README.md"
+        stray.write_text("# Ours")
+        with plant.ledger.begin() as tx:
+            tx.execute(eval_items.delete())
+            tx.execute(evaluations.delete())
+            tx.execute(releases.delete())
+            verdict = tx.execute(
+                verdicts.insert().values(
+                    gate="release", subject=f"candidate:{weak}", policy_sha256="p", subject_sha256="e", outcome="promote", reasons=[], evidence={},
+                    created_at=0.0,
+                ).returning(verdicts.c.id)
+            ).scalar_one()  # fmt: skip
+            tx.execute(
+                releases.insert().values(number=1, candidate=weak, verdict=verdict, state="published", created_at=0.0)
+            )
+        with pytest.raises(
+            DamagedExportError, match=f"candidate {candidate} cannot be measured: .* has changed since"
+        ) as caught:
+            decide(plant.workspace, plant.ledger, judged, SILENT)
+        assert caught.value.candidate == candidate and "factory doctor --repair" in str(caught.value)
+        assert not plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
+        stray.unlink()
+        decide(plant.workspace, plant.ledger, judged, SILENT)
+        assert plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
 
 
 def test_server_disagreement_and_contamination_are_found(plant: Plant, better: int) -> None:

@@ -14,8 +14,9 @@ import pytest
 from factory import actions, daemon
 from factory.core.errors import FactoryError
 from factory.core.exports import folder_sha256
-from factory.core.progress import Silent
+from factory.core.progress import SILENT, Silent
 from factory.core.workspace import Workspace
+from factory.gates.release.gate import decide
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, SegmentRow
 from factory.repairs import mending
@@ -128,6 +129,16 @@ def test_a_token_that_changed_is_never_trained_on(copied: Copy, monkeypatch: pyt
     assert f"token shard {folders[0].name} is whole again" in said.text and hashes(folders[0]) == before
     assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
     assert not mend_inputs(workspace, ledger, first, said, every=False) and len(hashed) == len(folders) + 1
+
+
+def test_a_champions_export_that_was_touched_is_made_again_and_the_next_candidate_is_judged(copied: Copy) -> None:
+    workspace, ledger = copied()
+    row = CandidateRow.first(ledger, "ORDER BY id")
+    assert row is not None
+    (Path(row.export_path) / "README.md").write_text("# Ours")
+    said = Said()
+    with_mending(workspace, ledger, said, lambda: decide(workspace, ledger, row.id, SILENT))
+    assert f"export {row.id} is whole again" in said.text and folder_sha256(Path(row.export_path)) == row.export_sha256
 
 
 def test_a_flipped_byte_in_a_parents_checkpoint_stops_nothing(copied: Copy) -> None:
