@@ -97,7 +97,7 @@ def evidence_of(pair: Pair, look: int, lost: dict[str, float]) -> ReleaseEvidenc
     return ReleaseEvidence(
         against="candidate:1", domains=DOMAINS, documents=dict.fromkeys(DOMAINS, 100), bits_per_byte=level, champion_bits_per_byte=level,
         noise_floor=dict.fromkeys(DOMAINS, 0.0005), cloze_items=0, checks=dict.fromkeys(CHECKS, (True, "")), target=target, guards=guards,
-        anomalies=(), look=look, lost=lost,
+        anomalies=(), releasable=1.0, look=look, lost=lost,
     )  # fmt: skip
 
 

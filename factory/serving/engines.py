@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -93,6 +94,12 @@ class Engine:
             shutil.rmtree(folder, ignore_errors=True)
             raise EngineError(f"{command[0]} cannot be started: {error.strerror}") from error
         return cls(kind, champion, folder, path, process)
+
+    async def ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
+        """Its answer, of which nothing is read yet. Raises: httpx.TransportError, also once the engine was stopped."""
+        if self.client.is_closed:
+            raise httpx.ConnectError("the engine was stopped")
+        return await self.client.send(self.client.build_request(method, path, **parts), stream=True)
 
     async def wait_ready(self) -> None:
         """Until it answers. A large model takes its time: only the end of its process ends the waiting. Raises: EngineError."""

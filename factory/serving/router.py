@@ -99,8 +99,7 @@ class _Router:
             "content-type": "application/json",
             "accept-encoding": "identity",
         }  # the bytes are passed on as they are
-        request = engine.client.build_request("POST", path, content=body, headers=headers)
-        response = await engine.client.send(request, stream=True)
+        response = await engine.ask("POST", path, content=body, headers=headers)
         held.push_async_callback(response.aclose)
         if response.headers.get("content-type", "").startswith("text/event-stream"):
             chunks = response.aiter_raw()
@@ -163,7 +162,7 @@ class _Router:
         text = self.metrics.text(gauges)
         if engine:
             try:
-                text += (await engine.client.get("/metrics")).text
+                text += (await (await engine.ask("GET", "/metrics")).aread()).decode()
             except httpx.HTTPError as error:
                 text += f"# the engine's own metrics could not be read: {type(error).__name__}\n"
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,12 +120,25 @@ def flush(workspace: Workspace) -> None:
     path = _sqlite_path(workspace.mlflow_uri)
     if path is None:
         return
-    folder = path.parent
+    files, log = [path, path.parent], path.with_name(f"{path.name}-wal")  # there is none without a connection
     with mlflow_errors(f"flushing {path}"):
-        for file in (path.with_name(f"{path.name}-wal"), path):
-            with suppress(FileNotFoundError):  # without a connection there is no -wal
-                sync_folder(file)
-        sync_folder(folder)
+        logged = log.exists()
+        if logged and sync_elsewhere([*files, log]):
+            return
+        if (logged and log.exists()) or not sync_elsewhere(
+            files
+        ):  # a log that went left all that it held in the database
+            raise OSError(f"{path} could not be written to the disk")
+
+
+def sync_elsewhere(files: Sequence[Path]) -> bool:
+    """Flush files and folders; did that work?
+
+    Another process does it: a process that closes any handle of a file loses all its locks of that file (fcntl(2), "Advisory record locking"),
+    SQLite's among them. Whoever then closes the database as the last one, as it seems, removes the log to which this process goes on
+    writing, and the database is malformed (sqlite.org/howtocorrupt.html §2.2).
+    """
+    return subprocess.run(["sync", "--", *files], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 
 def remove_deleted(workspace: Workspace, runs: Sequence[str]) -> None:

@@ -106,8 +106,12 @@ MUTANTS = (
     Mutant("factory/release/serving.py", "os.replace(new_link, folder / LINK)", RELEASE),
     Mutant("factory/release/serving.py", "sync_folder(folder)", RELEASE),
     Mutant("factory/tracking/mlflow_store.py", "os.fsync(handle)", STORE),
-    Mutant("factory/tracking/mlflow_store.py", "sync_folder(file)", SEGMENT),
-    Mutant("factory/tracking/mlflow_store.py", "sync_folder(folder)", SEGMENT),
+    Mutant(
+        "factory/tracking/mlflow_store.py",
+        'return subprocess.run(["sync", "--", *files], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0',
+        SEGMENT,
+        instead="return True",
+    ),
     Mutant("factory/tracking/mlflow_store.py", "os.replace(aside, path)", STORE),
     Mutant("factory/tracking/mlflow_store.py", "sync_folder(path.parent)", STORE),
     Mutant(

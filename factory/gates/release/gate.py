@@ -20,8 +20,10 @@ from factory.evals.statistics import compare
 from factory.evals.suite import Suite
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.judge import FIRST_RELEASE, ReleaseEvidence, judge
+from factory.gates.release.licences import not_releasable, tokens_by_licence
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.policy import ReleasePolicy
+from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import open_in, rewound_in
 from factory.ledger.ledger import Ledger, record, verdicts
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
@@ -46,7 +48,15 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
         None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, progress, released=True)
     )
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
-    evidence = replace(evidence, anomalies=_open_anomalies(workspace, ledger, candidate_id))
+    licences = DataPolicy.load(workspace.policy("data.yaml")).licences
+    tokens = tokens_by_licence(ledger, CandidateRow.get(ledger, candidate_id).segment)
+    other = not_releasable(licences, tokens)
+    evidence = replace(
+        evidence,
+        anomalies=_open_anomalies(workspace, ledger, candidate_id),
+        releasable=1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
+        not_releasable=other,
+    )
     return _record(ledger, policy, candidate_id, champion_id, suite, evidence, {"candidate": ours, "champion": theirs})
 
 

@@ -17,6 +17,7 @@ from factory.gates.release.policy import ReleasePolicy
 
 FIRST_RELEASE = "first release"
 PROMOTE, HOLD, REJECT = "promote", "hold", "reject"
+NAMED = 5  # licences in a reason
 Numbers = Mapping[str, float | None]
 
 
@@ -45,6 +46,8 @@ class ReleaseEvidence:
         default_factory=dict
     )  # by guard: what the champion had lost already, since the best release of its line
     look: int | None = None  # 1: the first candidate that is judged against this champion
+    releasable: float | None = None  # share of the tokens it was trained on whose licence allows to release a model
+    not_releasable: Numbers = field(default_factory=dict)  # by other licence, its share: for words alone
     anomalies: tuple[str, ...] | None = None  # of the training that it comes from: open ones, rewound segments
 
     def to_json(self) -> dict[str, Any]:
@@ -64,6 +67,7 @@ def judge(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Verdict:
     if evidence.anomalies is None:
         missing.append("Whether its training had an anomaly was not looked up.")
     missing += [f"Its training went wrong: {words}." for words in evidence.anomalies or ()]
+    missing += _licences(policy, evidence)
     if evidence.against is None:
         missing.append("The evidence does not say which champion to compare with.")
     elif evidence.against == FIRST_RELEASE:
@@ -110,6 +114,21 @@ def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
     if _number(evidence.cloze_items) is None:
         missing.append("Cloze was not measured.")
     return missing
+
+
+def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
+    share = _number(evidence.releasable)
+    if share is None or not 0 <= share <= 1:
+        return ["The licences of what it was trained on are not known."]
+    if 1 - share <= policy.not_releasable_max:
+        return []
+    shares = {name: _number(part) for name, part in evidence.not_releasable.items()}
+    named = ", ".join(f"{name} {part:.1%}" for name, part in list(shares.items())[:NAMED] if part is not None)
+    return [
+        f"{1 - share:.1%} of the supervised tokens that it was trained on are of documents whose licence does not allow the release of a model, "
+        f"at most {policy.not_releasable_max:.1%} is allowed: {named}. If you have the right, say so under licences in data.yaml "
+        "('missing' is for documents that name none)."
+    ]
 
 
 def _first_release(

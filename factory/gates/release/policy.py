@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from factory.core.policy_file import Count, StrictPolicy, load_policy
+from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 
 Level = Annotated[float, Field(gt=0, lt=0.5)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -56,6 +56,9 @@ class ReleasePolicy(StrictPolicy):
     """Held-out documents in every domain; fewer is no evidence."""
     clusters_min: Count = 8
     """Source documents behind every interval."""
+    not_releasable_max: Share = 0.0
+    """Of the supervised tokens that a candidate was trained on: share from documents whose licence does not allow the release of a model,
+    as ``licences`` in data.yaml says now."""
     target: Target = Field(default_factory=Target)
     guards: Guards = Field(default_factory=Guards)
     first_release: FirstRelease = Field(default_factory=FirstRelease)

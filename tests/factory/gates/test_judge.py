@@ -46,6 +46,7 @@ def evidence(against: str = "candidate:1", target: float = 0.08, **guards: float
         lost=dict.fromkeys(MEASURES, 0.0),
         guards=each,
         anomalies=(),
+        releasable=1.0,
     )
 
 
@@ -78,6 +79,15 @@ CASES = [
     ("reject", changed(FIRST, "checks", "stop", (False, "ran on")), "Check stop failed: ran on."),
     ("hold", changed(FIRST, "checks", "smoke", (None, "no end after 600 s")), "Check smoke could not be made: no end"),
     ("hold", ReleaseEvidence(), "does not say which champion"),
+    ("hold", replace(evidence(), releasable=None), "The licences of what it was trained on are not known"),
+    ("hold", replace(evidence(), releasable=float("nan")), "The licences of what it was trained on are not known"),
+    ("hold", replace(evidence(), releasable=1.5), "The licences of what it was trained on are not known"),
+    (
+        "hold",
+        replace(evidence(), releasable=0.575, not_releasable={"CC-BY-NC-4.0": 0.3, "no licence": 0.125}),
+        "42.5% of the supervised tokens that it was trained on are of documents whose licence does not allow the release of a model, at most 0.0% "
+        "is allowed: CC-BY-NC-4.0 30.0%, no licence 12.5%. If you have the right",
+    ),
     (
         "hold",
         replace(evidence(), anomalies=("loss_spike at step 4 of segment 2 (anomaly 1)",)),

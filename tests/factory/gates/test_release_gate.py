@@ -20,6 +20,7 @@ from factory.gates.release.gate import decide
 from factory.ledger.ledger import Ledger, documents, eval_items, evaluations, held_out, record, releases, verdicts
 from factory.ledger.rows import CandidateRow, champion
 from tests.support.factory.exports import SHARD, Plant, build_plant, save_export, tiny_model, trained
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,7 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: Plant, w
             tx.execute(
                 releases.insert().values(number=1, candidate=weak, verdict=verdict, state="published", created_at=0.0)
             )
+            record(tx, "promoted", "release:1")
         with pytest.raises(
             DamagedExportError, match=f"candidate {candidate} cannot be measured: .* has changed since"
         ) as caught:
@@ -149,6 +151,26 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: Plant, w
         stray.unlink()
         decide(plant.workspace, plant.ledger, judged, SILENT)
         assert plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
+
+
+def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: Plant, weak: int, better: int) -> None:
+    """By the policy as it is now: a person who has the right says so, and the next verdict knows."""
+    allowed = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    assert allowed["evidence"]["releasable"] == 1 and not any("licence" in one for one in allowed["reasons"])
+    with plant.ledger.begin() as tx:
+        tx.execute(documents.update().where(documents.c.domain == "docs").values(license="CC-BY-NC-4.0"))
+    verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    assert verdict["outcome"] == "hold" and any("is allowed: CC-BY-NC-4.0 " in one for one in verdict["reasons"])
+    share = verdict["evidence"]["not_releasable"]["CC-BY-NC-4.0"]
+    assert 0 < share < 1 and verdict["evidence"]["releasable"] == pytest.approx(1 - share)
+    own = plant.workspace.root / "policies" / "data.yaml"
+    text = (ROOT / "policies" / "data.yaml").read_text()
+    own.write_text(
+        text.replace("CC-BY-NC-4.0: {train: true, release: false}", "CC-BY-NC-4.0: {train: true, release: true}")
+    )
+    allowed = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    own.unlink()
+    assert allowed["evidence"]["releasable"] == 1 and not any("licence" in one for one in allowed["reasons"])
 
 
 def test_server_disagreement_and_contamination_are_found(plant: Plant, better: int) -> None:

@@ -27,7 +27,9 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Work
     with small_disk(root / "disk", "256m") as disk:
         code = make_target(root / "code")
         make_mortal(code)
-        yield disk, *make_plant(disk, code, checkpoint_every=4)
+        workspace, ledger = make_plant(disk, code, checkpoint_every=4)
+        (workspace.root / "policies" / "retention.yaml").write_text("floor_bytes: 1000000\n")
+        yield disk, workspace, ledger
 
 
 @pytest.mark.slow("a segment whose disk is full for some seconds")

@@ -21,7 +21,12 @@ from factory.serving.engines import Engine, native
 from tests.support.factory.served import PROMPT, Serving, add_release, continuation, make_export, roll_back, serving
 
 AT_ONCE = 100
-WRITTEN = 60  # tokens of each request: some are always in flight
+WRITTEN = (
+    60,
+    50,
+    40,
+    30,
+)  # tokens of a client's requests: answers of one length would all come at once, with none in flight then
 
 
 @pytest.fixture(scope="module")
@@ -55,26 +60,27 @@ class Load:
             await asyncio.sleep(0.02)
 
     async def _client(self, number: int) -> None:
+        count = WRITTEN[number // 2 % len(WRITTEN)]
         while self._on:
             try:
-                release, text = await (self._streamed() if number % 2 else self._whole())
+                release, text = await (self._streamed(count) if number % 2 else self._whole(count))
             except Exception as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
                 continue
             if text is None:
                 self.cut += 1
-            elif text != continuation(self.exports[(release - 1) % 2], PROMPT, WRITTEN):
+            elif text != continuation(self.exports[(release - 1) % 2], PROMPT, count):
                 self.failures.append(f"release {release} wrote {text!r}")
             self.answers.append(release)
 
-    async def _whole(self) -> tuple[int, str | None]:
-        body = {"prompt": PROMPT, "max_tokens": WRITTEN}
+    async def _whole(self, count: int) -> tuple[int, str | None]:
+        body = {"prompt": PROMPT, "max_tokens": count}
         answer = await self.serving.client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         return int(answer.headers["x-factory-release"]), answer.json()["choices"][0]["text"]
 
-    async def _streamed(self) -> tuple[int, str | None]:
-        body = {"prompt": PROMPT, "max_tokens": WRITTEN, "stream": True}
+    async def _streamed(self, count: int) -> tuple[int, str | None]:
+        body = {"prompt": PROMPT, "max_tokens": count, "stream": True}
         async with self.serving.client.stream("POST", "/v1/completions", json=body) as answer:
             assert answer.status_code == 200, await answer.aread()
             lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from factory.core.workspace import Workspace, code_root
 from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
 from factory.tracking.metrics_follower import metric_key, numbers
-from factory.tracking.mlflow_store import TrackingError, open_client, waiting_lock
+from factory.tracking.mlflow_store import TrackingError, flush, open_client, waiting_lock
 from factory.tracking.tracking import SUBJECT, Tracking, flatten
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.release_scene import add_candidate, add_segment, metrics_line, with_store, write_metrics
@@ -40,6 +41,20 @@ print(Tracking.open(workspace, ledger).segment_run(SegmentRow.get(ledger, 1)))
 @pytest.fixture
 def tracking(workspace: Workspace, ledger: Ledger) -> Tracking:
     return Tracking.open(with_store(workspace), ledger)
+
+
+def test_who_flushes_the_store_keeps_its_locks(workspace: Workspace, ledger: Ledger, tracking: Tracking) -> None:
+    """Another process that closes it is not the last one, and leaves the log in which the next rows go."""
+    run = tracking.segment_run(add_segment(workspace, ledger))
+    flush(workspace)
+    file = workspace.root / "mlflow.db"
+    closes = f"import sqlite3; db = sqlite3.connect({str(file)!r}); db.execute('SELECT COUNT(*) FROM runs').fetchone(); db.close()"
+    subprocess.run([sys.executable, "-c", closes], check=True)
+    assert (workspace.root / "mlflow.db-wal").exists()
+    tracking.client.log_metric(run, "loss", 2.0, step=1)
+    with closing(sqlite3.connect(file)) as db:
+        assert db.execute("SELECT COUNT(*) FROM metrics").fetchone() == (1,)
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 def test_processes_that_start_at_once_make_one_store_and_one_run(workspace: Workspace, ledger: Ledger) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from factory.ledger.ledger import Ledger, data_plans, segments
 from factory.ledger.rows import SegmentRow
 from factory.ledger.writing import insert
+from factory.training.segment_folder import mark_owner
 from tests.support.plants.trained_plant import commit_edit
 
 STEP = "        recipe, spec = self.recipe, self.spec\n        lr ="
@@ -49,8 +50,9 @@ def make_mortal(code: Path) -> None:
 
 def strike(ledger: Ledger, segment: int, *marks: str) -> Path:
     """Put marks into a planned segment's folder, which it returns."""
-    folder = Path(SegmentRow.get(ledger, segment).folder)
-    folder.mkdir(exist_ok=True)
+    row = SegmentRow.get(ledger, segment)
+    folder = Path(row.folder)
+    mark_owner(ledger, row)
     for mark in marks:
         (folder / mark).touch()
     return folder

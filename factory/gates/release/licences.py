@@ -1,0 +1,41 @@
+"""Which licences the tokens have that a candidate was trained on, and whether they allow to release a model that was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from factory.ingest.rules.policy import Licences
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
+
+NONE = "no licence"  # of documents that name none
+
+
+def tokens_by_licence(ledger: Ledger, segment: int) -> dict[str, int]:
+    """Supervised tokens of each licence in the token shards of a segment and of all before it; '' where a document names none.
+
+    Documents that were trained on and are quarantined since count too.
+    """
+    used: set[str] = set()
+    for row in SegmentRow.lineage(ledger, segment):
+        plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=row.data_plan)[0]["plan"]
+        used |= {shard["id"] for shard in plan["token_shards"]}
+    sql = """SELECT token_shard, license, SUM(supervised_tokens) AS tokens FROM documents
+        WHERE fate IN ('train', 'quarantined') AND token_shard IS NOT NULL GROUP BY token_shard, license"""
+    found: Counter[str] = Counter()
+    for row in ledger.read(sql):
+        if row["token_shard"] in used:
+            found[row["license"] or ""] += row["tokens"]
+    return dict(found)
+
+
+def not_releasable(policy: Licences, tokens: Mapping[str, int]) -> dict[str, float]:
+    """By licence that does not allow a release, as the policy says now, its share of the tokens; largest first.
+
+    >>> not_releasable(Licences(), {"": 25, "unheard of": 75})
+    {'unheard of': 0.75, 'no licence': 0.25}
+    """
+    total = sum(tokens.values())
+    shares = {name or NONE: count / total for name, count in tokens.items() if count and not policy.of(name).release}
+    return dict(sorted(shares.items(), key=lambda one: (-one[1], one[0])))
