@@ -76,8 +76,8 @@ def parked(db: Reads) -> SegmentRow | None:
     return newest if newest is not None and newest.state == "failed" else None
 
 
-def describe_parked(db: Reads, row: SegmentRow) -> str:
-    """A sentence for a person: what is parked, why, and the two commands to choose from."""
+def why_parked(db: Reads, row: SegmentRow) -> str:
+    """What is parked, where and why."""
     step = newest_step(Path(row.folder))
     where = f"at step {step}" if step is not None else "before its first checkpoint"
     newest = db.read(
@@ -85,10 +85,16 @@ def describe_parked(db: Reads, row: SegmentRow) -> str:
         subject=str(Subject("segment", row.id)),
     )
     said = str((newest[0]["detail"] or {}).get("said", "")).removeprefix(": ") if newest else ""
+    name = f"segment {row.id} ({row.kind}, steps {row.first_step}–{row.last_step})"
+    return f"{name} is parked {where}" + (f": it {said}" if said else "")
+
+
+def describe_parked(db: Reads, row: SegmentRow) -> str:
+    """``why_parked``, and the two commands to choose from."""
+    step = newest_step(Path(row.folder))
     goes_on = f"goes on from step {step}" if step is not None else "begins it again"
     return (
-        f"segment {row.id} ({row.kind}, steps {row.first_step}–{row.last_step}) is parked {where}"
-        f"{f': it {said}' if said else ''}. Training waits: correct the cause, then 'factory retry {row.id}' {goes_on}; "
+        f"{why_parked(db, row)}. Training waits: correct the cause, then 'factory retry {row.id}' {goes_on}; "
         f"'factory abandon {row.id}' gives its steps up and trains on from before them"
     )
 
