@@ -130,6 +130,9 @@ def _release_lines(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"  shard {row['name']} (generation {row['generation']}): {row['documents']:,} documents, {row['tokens']:,} tokens"
         )
+    total = max(1, sum(found["licences"].values()))
+    for name, tokens in sorted(found["licences"].items(), key=lambda one: -one[1]):
+        lines.append(f"  licence {name or 'none named'}: {tokens:,} supervised tokens, {tokens / total:.1%}")
     return lines
 
 

@@ -104,9 +104,20 @@ def return_quarantined(workspace: Workspace, ledger: Ledger, progress: Progress)
     key = reading_key(workspace) if there else ""
     for path in there:
         last = known.get((QUARANTINE, path.name))
+        if last is None and _waits_to_be_filed(workspace, ledger, path):
+            continue
         if last is None or last["read_by"] != key or _changed(path, last):
             back = return_file(workspace, path)
             progress.line(f"  {back.name} was quarantined, and it or what reads it changed since: it is tried again")
+
+
+def _waits_to_be_filed(workspace: Workspace, ledger: Ledger, copy: Path) -> bool:
+    """Was a copy made before its file could be put away, which the next pass does?"""
+    prefix = PREFIX.match(copy.name)
+    rows = (
+        ledger.read("SELECT path FROM shards WHERE sha256 LIKE :prefix", prefix=f"{prefix[0][:-1]}%") if prefix else []
+    )
+    return any(Path(row["path"]).parent == workspace.inbox and Path(row["path"]).exists() for row in rows)
 
 
 def quarantined_files(workspace: Workspace) -> list[Path]:

@@ -7,6 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError, nearest
+from factory.gates.release.licences import tokens_by_licence
 from factory.ledger.ledger import Ledger, data_plans, documents, held_out, shards, token_shards
 from factory.ledger.rows import ReleaseRow, SegmentRow, VerdictRow
 
@@ -61,7 +62,8 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
 
 
 def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
-    """What a release was made of: verdict, segments with recipe, code and data plan, token shards, shards, document counts by domain.
+    """What a release was made of: verdict, segments with recipe, code and data plan, token shards, shards, document counts by domain, supervised
+    tokens by licence ('' where documents name none).
 
     Raises: InputError that lists the releases when there is no such one.
     """
@@ -84,4 +86,5 @@ def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
         "verdict": verdict.only("outcome reasons against policy_sha256"),
         "segments": steps,
         "shards": [row | {"generation": used[row["id"]]} for row in listed],
+        "licences": tokens_by_licence(ledger, release.segment),
     }

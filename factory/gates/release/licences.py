@@ -24,9 +24,9 @@ def tokens_by_licence(ledger: Ledger, segment: int) -> dict[str, int]:
     sql = """SELECT token_shard, license, SUM(supervised_tokens) AS tokens FROM documents
         WHERE fate IN ('train', 'quarantined') AND token_shard IS NOT NULL GROUP BY token_shard, license"""
     found: Counter[str] = Counter()
-    for row in ledger.read(sql):
-        if row["token_shard"] in used:
-            found[row["license"] or ""] += row["tokens"]
+    for counted in ledger.read(sql):
+        if counted["token_shard"] in used:
+            found[counted["license"] or ""] += counted["tokens"]
     return dict(found)
 
 

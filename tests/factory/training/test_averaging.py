@@ -84,6 +84,9 @@ def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Plant) -
     found = of_release(ledger, made)
     assert [step["kind"] for step in found["segments"]] == ["trunk", "trunk", "average"]
     assert found["segments"][-1]["averaged"] == averaged and found["shards"]
+    assert set(found["licences"]) == {""} and found["licences"][""] > 0  # the plant's documents name none
+    told = factory("provenance", "--release", str(made), "-w", str(workspace.root)).stdout
+    assert f"licence none named: {found['licences']['']:,} supervised tokens, 100.0%" in told
     assert "average of 3 checkpoints (steps 20, 25, 26; uniform)" in "\n".join(screen(snapshot(workspace)))
 
 
