@@ -14,9 +14,9 @@ import numpy as np
 
 from factory.ingest.document import Row
 from factory.ingest.index import Index
-from factory.ingest.rules import decontaminate
+from factory.ingest.rules import decontaminate, split
 from factory.ingest.rules.near_dup import NearDuplicates, Signatures
-from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.rules.policy import DataPolicy, DomainRules
 from factory.ingest.rules.words import Hashes
 from factory.ingest.worker import Analysed, FinishTask, spool_ngrams
 
@@ -108,7 +108,8 @@ def _hold_out(
     living: Sequence[_Living], analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path
 ) -> dict[str, Hashes]:
     """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
-    wanting = [one for one in living if one.row.wants_held_out]
+    room = index.held_out_count()
+    wanting = _wanting(living, policy, room, index)
     if not wanting:
         return {}
     candidates = {one.number: grams for one, grams in _grams(wanting, analysed, spool)}
@@ -124,7 +125,6 @@ def _hold_out(
         counts[np.searchsorted(all_grams, np.uint64(gram))] += len(keys)
     common = all_grams[counts > policy.decontamination.common]
 
-    room = index.held_out_count()
     chosen: dict[str, Hashes] = {}
     for one in wanting:
         row = one.row
@@ -139,6 +139,52 @@ def _hold_out(
             chosen[row.key] = grams
             row.fate = "held_out"
     return chosen
+
+
+def _wanting(living: Sequence[_Living], policy: DataPolicy, room: dict[str, int], index: Index) -> list[_Living]:
+    """Those of the share, and what a domain with fewer than ``least`` held-out documents needs."""
+    if not policy.held_out.share:
+        return []
+    by_domain: dict[str, list[_Living]] = {}
+    for one in living:
+        by_domain.setdefault(one.row.domain, []).append(one)
+    before = index.held_out_sources()
+    whole = {
+        domain for domain in {*by_domain, *(of for of, _ in before)} if policy.rules(domain).hold_out_by == "source"
+    }
+    kept = {
+        source for domain, source in before if domain in whole
+    }  # sources that were taken stay held out, whatever their draw
+    wants: set[int] = set()
+    for domain, ones in by_domain.items():
+        mine = {one.number for one in ones if one.row.wants_held_out or (domain in whole and one.row.source in kept)}
+        rules = policy.rules(domain)
+        missing = min(policy.held_out.least, rules.hold_out_at_most) - room.get(domain, 0) - len(mine)
+        wants |= mine | _next_drawn(ones, mine, rules, {source for of, source in before if of == domain}, missing)
+    kept |= {one.row.source for one in living if one.number in wants and one.row.domain in whole and one.row.source}
+    return [one for one in living if one.number in wants or (one.row.domain in whole and one.row.source in kept)]
+
+
+def _next_drawn(
+    ones: Sequence[_Living], mine: set[int], rules: DomainRules, sources: set[str], missing: int
+) -> set[int]:
+    """Up to ``missing`` documents of a domain beside ``mine``: those that would be drawn next, first of sources of which nothing is held out
+    yet; whole sources where sources are held out; with ``mine`` at most half of all."""
+    units: dict[int, list[_Living]] = {}
+    for one in ones:
+        assert one.row.content_sha256
+        if one.number not in mine:
+            units.setdefault(split.draw(one.row.content_sha256, one.row.source, rules), []).append(one)
+    seen = sources | {one.row.source or "" for one in ones if one.number in mine}
+    found: set[int] = set()
+    for of_seen in (False, True):
+        for _, unit in sorted(units.items()):
+            numbers, source = {one.number for one in unit}, unit[0].row.source or ""
+            fits = len(found) < missing and 2 * (len(mine) + len(found) + len(unit)) <= len(ones)
+            if fits and not numbers & found and (of_seen or source not in seen):
+                found |= numbers
+                seen = seen | {source}
+    return found
 
 
 def _places(ordered: Hashes, values: Hashes) -> np.ndarray:

@@ -85,6 +85,11 @@ class Index:
         statement = sa.select(held_out.c.domain, sa.func.count().label("n")).group_by(held_out.c.domain)
         return {row["domain"]: row["n"] for row in self._ledger.rows(statement)}
 
+    def held_out_sources(self) -> set[tuple[str, str]]:
+        """(domain, source) of every held-out document that names one."""
+        statement = sa.select(held_out.c.domain, held_out.c.source).where(held_out.c.source.is_not(None)).distinct()
+        return {(row["domain"], row["source"]) for row in self._ledger.rows(statement)}
+
     def _select(self, columns: Sequence[Any], by: Any, values: Sequence[Any], *where: Any) -> Iterator[tuple[Any, ...]]:
         statement = sa.select(*columns).where(by.in_(sa.bindparam("values", expanding=True)), *where)
         with self._ledger.engine.connect().execution_options(reads_only=True) as connection:

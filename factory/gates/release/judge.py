@@ -107,7 +107,8 @@ def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
         count = _number(evidence.documents.get(domain))
         if count is None or count < policy.documents_min:
             missing.append(
-                f"{domain}: {0 if count is None else count:.0f} held-out documents, at least {policy.documents_min} are needed."
+                f"{domain}: {0 if count is None else count:.0f} held-out documents, at least {policy.documents_min} are needed: the next "
+                "shards with documents of it bring some (held_out.least in data.yaml)."
             )
         if _number(evidence.bits_per_byte.get(domain)) is None:
             missing.append(f"{domain}: bits per byte were not measured.")
