@@ -18,7 +18,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from trainer.contract import stopping
 from trainer.contract.errors import EXIT_STOPPED
@@ -67,16 +66,6 @@ def die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def end(code: int) -> NoReturn:
-    """End this process; a rank without Python's own clearing up, in which gloo's threads that still hold a tensor abort the process, and so
-    the whole segment, after its work is done (pytorch/pytorch#179291)."""
-    if "RANK" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
 def await_spec(folder: Path) -> None:
     """Write FOLDER/ready; return when segment.json is there (it is renamed into place, so it is complete), or on SIGTERM."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,4 +77,4 @@ def await_spec(folder: Path) -> None:
 if __name__ == "__main__":
     for given in folders_of(sys.argv[1:])[:1]:  # of several, any will do: who started us looks into all
         stopping.end_on_sigterm(before=functools.partial(leave_code, given, EXIT_STOPPED))
-    end(main(sys.argv[1:]))
+    stopping.end(main(sys.argv[1:]))
