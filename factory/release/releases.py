@@ -248,14 +248,15 @@ class _Saga:
         return done
 
     def show_judged(self) -> list[str]:
-        """Register every judged candidate that MLflow does not show with its newest verdict."""
+        """Register every judged candidate that MLflow does not show with its newest verdict and its release."""
         with mlflow_errors("listing versions"):
             found = self.tracking.client.search_model_versions(f"name = '{MODEL}'")
-        shown = {(v.tags.get("candidate"), v.tags.get("export_sha256"), v.tags.get("verdict")) for v in found}
+        shown = {tuple(v.tags.get(key) for key in ("candidate", "export_sha256", "verdict", "release")) for v in found}
+        released = {row.candidate: str(row.number) for row in ReleaseRow.select(self.ledger)}
         done = []
         for row in CandidateRow.select(self.ledger):
             verdict = VerdictRow.newest(self.ledger, "release", Subject("candidate", row.id))
-            if verdict is None or (str(row.id), row.export_sha256, verdict.outcome) in shown:
+            if verdict is None or (str(row.id), row.export_sha256, verdict.outcome, released.get(row.id)) in shown:
                 continue
             try:
                 register_candidate(self.workspace, self.ledger, row.id)

@@ -122,6 +122,19 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     assert any("answers again" in line for line in said.lines)
 
 
+def test_a_version_that_does_not_say_its_release_is_told_later(workspace: Workspace, ledger: Ledger) -> None:
+    """As a disk that was full when the release was registered leaves it."""
+    approval(with_store(workspace), "automatic")
+    candidate = add_candidate(workspace, ledger)
+    number = release(workspace, ledger, add_verdict(ledger, candidate), Said())
+    client = open_client(workspace)
+    version = client.get_model_version_by_alias(MODEL, CHAMPION)
+    client.delete_model_version_tag(MODEL, version.version, "release")
+    assert reconcile(workspace, ledger, Said()) == [f"candidate {candidate} is shown in MLflow"]
+    assert client.get_model_version(MODEL, version.version).tags["release"] == str(number)
+    assert reconcile(workspace, ledger, Said()) == []
+
+
 def test_a_rollback_does_not_wait_for_mlflow(workspace: Workspace, ledger: Ledger) -> None:
     approval(with_store(workspace), "automatic")
     numbers = []
