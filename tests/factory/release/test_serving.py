@@ -39,8 +39,9 @@ def test_an_interrupted_publish_is_noticed(workspace: Workspace) -> None:
     assert served(workspace) is None
     assert (workspace.exports / "champion" / "config.json").read_text() == "segment-1", "still one whole model"
     (workspace.exports / ".champion.new").symlink_to("nowhere")
-    (workspace.exports / ".serving.json.new").write_text("{")
+    (workspace.exports / ".serving.json.0123456789ab.part").write_text("{")
     publish(workspace, 2, second, "b" * 64)
+    assert not list(workspace.exports.glob(".*"))
     assert (served(workspace) or {})["release"] == 2
 
 
