@@ -144,7 +144,7 @@ class Site:
         if injection.mode in power.LOSSES:
             self.start(scenario)
             done = self.cut(scenario, injection.number, injection.mode)
-            result.wrong += lost(self.site)
+            result.wrong += lost(self.site, scenario)
         else:
             self.start(scenario)
             answer = self.run(scenario, injection.mode, injection.number)

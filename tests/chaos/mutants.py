@@ -214,7 +214,7 @@ def notices(cut: Cut, work: Path) -> list[str]:
         for loss in power.LOSSES:
             site.start(cut.scenario)
             site.cut(cut.scenario, _number(cut, effects, site.site), loss)
-            found = [] if cut.at_once else lost(site.site)
+            found = [] if cut.at_once else lost(site.site, cut.scenario)
             if not found:
                 answers = [site.run(cut.scenario) for _ in range(2)]
                 found = [f"it ended with {answers[-1]['code']}"] if answers[-1]["code"] else []

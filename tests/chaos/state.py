@@ -137,8 +137,11 @@ def broken(site: Path) -> list[str]:
     return wrong
 
 
-def lost(site: Path) -> list[str]:
-    """What the ledger says is there, and is not, before anything repairs it: a flush came too late, or never."""
+def lost(site: Path, scenario: str) -> list[str]:
+    """What the ledger says is there, and is not, before anything repairs it: a flush came too late, or never.
+
+    While a patch is reverted, the checkout is on the way to another state than the ledger's: that one is looked at when it is there.
+    """
     plant = site / "plant"
     if not (plant / "ledger.db").exists():
         return ["the ledger is gone"]
@@ -167,7 +170,8 @@ def lost(site: Path) -> list[str]:
         decided = "SELECT state, branch FROM proposals WHERE state IN ('approved', 'reverted')"
         for state, branch in db.execute(decided):
             target = site / "target"
-            changes = _lines(target, "status", "--porcelain")
+            under_way = state == "approved" and scenario == "revert"
+            changes = [] if under_way else _lines(target, "status", "--porcelain")
             held = _lines(target, "merge-base", "--is-ancestor", branch, "HEAD")
             if changes or held:
                 wrong.append(f"a proposal is {state}, and the checkout says {changes or held}")
