@@ -244,13 +244,21 @@ def _ledger(workspace: Workspace) -> tuple[bool | None, str]:
 
 
 def _backups(workspace: Workspace) -> tuple[bool | None, str]:
-    from factory.backups.backups import DAY_SECONDS, PG_DUMP, about
+    from factory.backups.backups import DAY_SECONDS, LEDGER, PG_DUMP, about, fault_of
     from factory.ledger.engine import sqlite_file
-    from factory.ledger.journal import backups_of
+    from factory.ledger.journal import NAME, backups_of, damage_of, folders_of
 
     if sqlite_file(workspace.ledger_url) is None:
         return None, PG_DUMP
     backups = backups_of(workspace.root)
+    unread = [path for path in folders_of(workspace.root) if path not in backups]
+    faults = [f"{path} is no backup any more: its backup.json cannot be read" for path in unread]
+    if backups:
+        fault = fault_of(backups[-1] / LEDGER)
+        faults += [f"{backups[-1] / LEDGER} is damaged: {fault}"] if fault else []
+        faults += [damage for damage in (damage_of(backups[-1] / NAME),) if damage]
+    if faults:
+        return False, "; ".join(faults) + ": 'factory backup' makes a new one; then remove what is damaged"
     if not backups:
         return False, "none: 'factory backup' makes one, 'factory run' one a day"
     hours = (time.time() - about(backups[-1])["made_at"]) / 3600

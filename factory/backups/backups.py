@@ -1,6 +1,6 @@
-"""Backups of a workspace: the ledger, MLflow's database, ``factory.yaml`` and the policies, in a folder below ``backups/``.
+"""Backups of a workspace: the ledger, MLflow's database, ``factory.yaml``, policies and tokenizer, in a folder below ``backups/``.
 
-    2026-01-31T12-00-00/ledger.db  mlflow.db  factory.yaml  policies/  backup.json  journal.jsonl
+    2026-01-31T12-00-00/ledger.db  mlflow.db  factory.yaml  policies/  tokenizer/  backup.json  journal.jsonl
 
 SQLite's own online backup copies a database while others write to it. What is committed after a backup is appended to its journal
 (``factory.ledger.journal``), so that a lost ledger is made again as it was at the last commit. Data, checkpoints and exports are not
@@ -13,7 +13,7 @@ import json
 import shutil
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,12 @@ def make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None = None
     )
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise InputError(f"{target} is not empty: name another folder for the backup")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(".backup-*") if own else ():  # of one that was killed
-        remove(left)
     aside = target.with_name(f".backup-{target.name}")
-    remove(aside)
-    aside.mkdir()
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for left in (aside, *(target.parent.glob(".backup-*") if own else ())):  # of one that was killed
+            remove(left)
+        aside.mkdir()
         said = _fill(workspace, ledger, aside)
         if own:
             with journal.journal_lock(workspace.root):
@@ -79,9 +78,10 @@ def make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None = None
     except OSError as error:
         raise FactoryError(f"no backup was made: {error.strerror} ({error.filename})") from error
     finally:
-        remove(aside)
+        with suppress(OSError):
+            remove(aside)
     if own:
-        newest = json.loads((target / ABOUT).read_text())["seq"]
+        newest = about(target)["seq"]
         with ledger.begin() as tx:
             tx.exec_driver_sql("DELETE FROM changes WHERE seq <= ?", (newest,))
         for old in backups_of(workspace.root)[:-KEPT]:
@@ -115,10 +115,8 @@ def back_up_daily(workspace: Workspace, ledger: Ledger) -> str:
     """
     if ledger.file is None:
         return ""
-    if backups := backups_of(workspace.root):
-        made = json.loads((backups[-1] / ABOUT).read_text())["made_at"]
-        if abs(time.time() - made) < DAY_SECONDS:
-            return ""
+    if (backups := backups_of(workspace.root)) and abs(time.time() - about(backups[-1])["made_at"]) < DAY_SECONDS:
+        return ""
     path, said = make_backup(workspace, ledger)
     return "; ".join((f"backup made: {path}", *said))
 
@@ -132,6 +130,10 @@ def copy_database(source: Path, target: Path, table: str = "meta") -> None:
         ):
             old.backup(new)
             new.execute("PRAGMA journal_mode=DELETE")  # one file, no -wal
+    except (
+        sqlite3.OperationalError
+    ) as error:  # the disk is full, a lock is held for long: nothing is known of the database
+        raise FactoryError(f"{source} could not be copied to {target.parent}: {error}") from error
     except sqlite3.DatabaseError as error:
         raise NotWhole(f"{source} is damaged: {error}") from error
     if fault := fault_of(target, table):
@@ -156,14 +158,10 @@ def fault_of(database: Path, table: str = "meta") -> str:
 
 
 def about(backup: Path) -> dict[str, Any]:
-    """``backup.json``: when it was made, the ledger's identity and schema, the number of its newest change. Raises: InputError."""
-    try:
-        found = json.loads((backup / ABOUT).read_text())
-        if {"made_at", "identity", "schema", "seq"} <= found.keys():
-            return dict(found)
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{backup} is not a backup: {error}") from None
-    raise InputError(f"{backup} is not a backup: {ABOUT} lacks keys")
+    """``journal.about``. Raises: InputError."""
+    if found := journal.about(backup):
+        return found
+    raise InputError(f"{backup} is not a backup: it has no {ABOUT}, or none that can be read")
 
 
 def _fill(workspace: Workspace, ledger: Ledger, aside: Path) -> list[str]:
@@ -180,6 +178,8 @@ def _fill(workspace: Workspace, ledger: Ledger, aside: Path) -> list[str]:
     shutil.copyfile(workspace.root / "factory.yaml", aside / "factory.yaml")
     if (policies := workspace.root / "policies").is_dir():
         shutil.copytree(policies, aside / "policies")
+    if workspace.tokenizer.is_dir():
+        shutil.copytree(workspace.tokenizer, aside / "tokenizer")
     with closing(sqlite3.connect(aside / LEDGER)) as copy:
         sequence = copy.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
         meta = dict(copy.execute("SELECT key, value FROM meta").fetchall())

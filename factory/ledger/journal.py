@@ -1,8 +1,8 @@
 """What happened after the newest backup: every row that was added, changed or removed, as lines of ``journal.jsonl`` beside it.
 
 SQLite's triggers note which rows changed in the table ``changes``, in the transaction that changes them; after its commit, ``carry`` appends
-these rows as they are then. A line is a batch: ``{"rows": [[table, row], …], "gone": [[table, key, value], …], "to": 42}``, where ``to`` is
-the newest note in it. Whoever is killed before its line is written, or half way through it, leaves that to the next one. ``replayed``
+these rows as they are then. A line is a batch: ``{"crc32": …, "rows": [[table, row], …], "gone": [[table, key, value], …], "from": 40, "to": 42}``:
+the notes after ``from`` until ``to``. Whoever is killed before its line is written, or half way through it, leaves that to the next one. ``replayed``
 gives the lines back.
 
 What ingest makes of a shard (documents, hashes, n-grams) is long, and is not carried: a restored ledger ingests the shard again
@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sqlite3
+import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import datetime
@@ -62,11 +63,22 @@ def key_of(table: sa.Table) -> str:
 
 
 def backups_of(root: Path) -> list[Path]:
-    """The folders of the workspace's backups, oldest first."""
-    folder = root / BACKUPS
-    return sorted(
-        (path for path in folder.glob("2*") if STAMP.fullmatch(path.name) and (path / ABOUT).is_file()), key=_order
-    )
+    """The folders of the workspace's backups, oldest first; without those whose ``backup.json`` cannot be read."""
+    return [path for path in folders_of(root) if about(path)]
+
+
+def folders_of(root: Path) -> list[Path]:
+    """``backups_of``, and what is left of damaged ones: their journals may be whole."""
+    return sorted((path for path in (root / BACKUPS).glob("2*") if STAMP.fullmatch(path.name)), key=order_of)
+
+
+def about(backup: Path) -> dict[str, Any]:
+    """``backup.json``: when it was made, the ledger's identity and schema, the number of its newest change; empty when it cannot be read."""
+    try:
+        found = json.loads((backup / ABOUT).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and {"made_at", "identity", "schema", "seq"} <= found.keys() else {}
 
 
 def next_name(root: Path, now: datetime) -> str:
@@ -76,12 +88,12 @@ def next_name(root: Path, now: datetime) -> str:
     """
     name = now.strftime(TIME)
     backups = backups_of(root)
-    newest, number = _order(backups[-1]) if backups else ("", 0)
+    newest, number = order_of(backups[-1]) if backups else ("", 0)
     return name if name > newest else f"{newest}-{number + 1}"
 
 
-def _order(backup: Path) -> tuple[str, int]:
-    """'2026-01-31T12-00-00-7' -> ('2026-01-31T12-00-00', 7)."""
+def order_of(backup: Path) -> tuple[str, int]:
+    """In what order backups were made: '2026-01-31T12-00-00-7' -> ('2026-01-31T12-00-00', 7)."""
     return backup.name[:19], int(backup.name[20:] or 0)
 
 
@@ -91,7 +103,7 @@ def carry(database: Path, root: Path) -> None:
     A disk that is full, or another process that holds the journal for long, loses nothing: the next call appends it.
     """
     if backups := backups_of(root):
-        with contextlib.suppress(OSError, LockedError, sqlite3.Error), journal_lock(root):
+        with contextlib.suppress(OSError, ValueError, LockedError, sqlite3.Error), journal_lock(root):
             append(database, backups[-1])
 
 
@@ -105,7 +117,7 @@ def journal_lock(root: Path) -> Iterator[None]:
 def append(database: Path, backup: Path) -> None:
     """``carry`` into one backup's journal; the caller holds the lock. Raises: OSError; sqlite3.Error."""
     path = backup / NAME
-    since, whole = _end(path, json.loads((backup / ABOUT).read_text())["seq"])
+    since, whole = _end(path, about(backup).get("seq", 0))
     with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=PATIENCE)) as ledger:
         ledger.row_factory = sqlite3.Row
         ledger.execute("BEGIN")
@@ -127,8 +139,8 @@ def append(database: Path, backup: Path) -> None:
         for table, row in rows:
             for held in ledger.execute(f'SELECT rowid AS "rowid", * FROM "{table}" WHERE rowid = ?', [row]):
                 found.append([table, dict(held)])
-    batch = {"rows": found, "gone": [list(one) for one in gone], "to": newest}
-    encoded = json.dumps(batch).encode() + b"\n"
+    batch = {"rows": found, "gone": [list(one) for one in gone], "from": since, "to": newest}
+    encoded = json.dumps({"crc32": _crc32(batch)} | batch).encode() + b"\n"
     with open(path, "ab") as out:
         out.write(encoded if whole else b"\n" + encoded)
         out.flush()
@@ -137,14 +149,45 @@ def append(database: Path, backup: Path) -> None:
 
 def replayed(journal: Path) -> Iterator[dict[str, Any]]:
     """The batches of a journal; a torn line is passed over: what was in it is in the next one."""
+    yield from (batch for batch in _lines(journal) if batch)
+
+
+def damage_of(journal: Path) -> str:
+    """What of a journal cannot be read though it was written whole; empty: nothing. A line that a kill tore is none: the next one holds it."""
+    unread, last = False, about(journal.parent).get("seq")
+    for batch in _lines(journal):
+        if batch is None:
+            unread = True
+            continue
+        begins = batch.get("from")
+        if last is not None and begins is not None:
+            unread = begins > last  # there is a gap, whether or not a line stands in it
+        if unread:
+            break
+        last = batch["to"]
+    if not unread:
+        return ""
+    return f"{journal} is damaged: a line of it cannot be read, and what was in it is lost"
+
+
+def _lines(journal: Path) -> Iterator[dict[str, Any] | None]:
+    """Each whole line; None for one that is not as it was written. Lines from before there was a 'crc32' are taken as they are."""
     if not journal.exists():
         return
     with open(journal, "rb") as lines:
         for line in lines:
-            with contextlib.suppress(ValueError):
+            batch = None
+            with contextlib.suppress(ValueError, RecursionError):
                 batch = json.loads(line)
-                if isinstance(batch, dict) and {"rows", "gone", "to"} <= batch.keys():
-                    yield batch
+            if isinstance(batch, dict) and {"rows", "gone", "to"} <= batch.keys():
+                crc32 = batch.pop("crc32", None)
+                yield batch if crc32 is None or crc32 == _crc32(batch) else None
+            elif line.endswith(b"\n") and line.strip():
+                yield None
+
+
+def _crc32(batch: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(batch).encode())
 
 
 def _end(path: Path, base: int) -> tuple[int, bool]:

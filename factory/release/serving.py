@@ -28,7 +28,10 @@ def publish(workspace: Workspace, release: int, export: Path, sha256: str) -> No
     target = os.path.relpath(export, folder)  # relative: a workspace that is moved stays whole
     note = {"release": release, "export": target, "export_sha256": sha256, "model_name": MODEL_NAME}
     new_link = folder / f".{LINK}.new"
-    for left in (new_link, *folder.glob(f".{NOTE}.*.part")):  # of a process that was killed here; one publishes at a time
+    for left in (
+        new_link,
+        *folder.glob(f".{NOTE}.*.part"),
+    ):  # of a process that was killed here; one publishes at a time
         left.unlink(missing_ok=True)
     os.symlink(target, new_link)
     write_atomically(folder / NOTE, json.dumps(note, indent=2))

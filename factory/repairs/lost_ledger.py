@@ -7,6 +7,7 @@ Everything happens in a copy below ``backups/``; the last step, a rename, puts i
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sqlite3
@@ -36,7 +37,7 @@ from factory.ingest.chain import ingest_shard, report
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import journal
 from factory.ledger.engine import sqlite_file
-from factory.ledger.journal import BACKUPS, NAME, backups_of, key_of, replayed
+from factory.ledger.journal import BACKUPS, NAME, backups_of, damage_of, folders_of, key_of, order_of, replayed
 from factory.ledger.ledger import Ledger, data_plans, meta, metadata, record, segments, tokenizers
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA
@@ -70,8 +71,13 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
         base = find_backup(workspace, name) if name else _newest_good(root, said)
         if base is None and not work_in(root):
             raise WorkspaceError(f"{root} holds nothing to make a ledger of: run 'factory init'")
+        if base is None and not fault_of(file):
+            raise InputError(
+                f"{file} is whole, and there is no backup: nothing is restored ('factory backup' makes one). To have the ledger made again from "
+                f"the workspace's folders, which know less, move {file.name} away first"
+            )
         if file.exists() and not fault_of(file) and backups_of(root):
-            with suppress(OSError, sqlite3.Error), journal.journal_lock(root):
+            with suppress(OSError, ValueError, sqlite3.Error), journal.journal_lock(root):
                 journal.append(file, backups_of(root)[-1])
         aside = root / BACKUPS / ".restoring"
         remove(aside)
@@ -144,13 +150,15 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
 # -- the journal -------------------------------------------------------------------------------------------------------
 def _replay(workspace: Workspace, ledger: Ledger, base: Path, progress: Progress, said: list[str]) -> tuple[int, int]:
     """(batches, shards ingested again). A batch that was in the backup already changes nothing."""
-    own = backups_of(workspace.root)
-    journals = [path / NAME for path in own if path.name >= base.name]
+    own = folders_of(workspace.root)
+    journals = [path / NAME for path in own if order_of(path) >= order_of(base)]
     if base.parent != workspace.root / BACKUPS:  # from elsewhere: begin with the journal that ran when it was made
-        earlier = [path for path in own if about(path)["made_at"] <= about(base)["made_at"]]
+        earlier = [path for path in own if journal.about(path).get("made_at", math.inf) <= about(base)["made_at"]]
         journals = [path / NAME for path in own[max(0, len(earlier) - 1) :]]
     batches = again = 0
     for path in journals:
+        if damage := damage_of(path):
+            said.append(f"  {damage}")
         for batch in replayed(path):
             batches += 1
             for row in [row for table, row in batch["rows"] if table == "shards"]:

@@ -112,16 +112,21 @@ def retry(ledger: Ledger, segment: int | None, by: str) -> str:
     """
     from factory.ledger.ledger import record, segments
 
-    with ledger.begin() as tx:
-        record(tx, ASKED, "daemon", {"by": by, "segment": segment})
     if segment is None:
+        with ledger.begin() as tx:
+            record(tx, ASKED, "daemon", {"by": by, "segment": None})
         return "the daemon tries again now what waits after a failure"
     row = SegmentRow.get(ledger, segment)
-    if row.state not in ("failed", "planned"):
-        raise InputError(f"segment {segment} is {row.state}: only a parked segment, or one that waits, is tried again")
     with ledger.begin() as tx:
         changed = {"state": "planned", "attempts": 0, "finished_at": None}
-        tx.execute(segments.update().where(segments.c.id == segment).values(**changed))
+        mine = (segments.c.id == segment) & segments.c.state.in_(
+            ("failed", "planned")
+        )  # the daemon may end it meanwhile
+        if not tx.execute(segments.update().where(mine).values(**changed)).rowcount:
+            raise InputError(
+                f"segment {segment} is {row.state}: only a parked segment, or one that waits, is tried again"
+            )
+        record(tx, ASKED, "daemon", {"by": by, "segment": segment})
         record(tx, RETRIED, Subject("segment", segment), {"by": by})
     step = newest_step(Path(row.folder))
     return f"segment {segment} goes on from {f'step {step}' if step is not None else 'its beginning'} at the next pass"
@@ -135,11 +140,11 @@ def abandon(ledger: Ledger, segment: int, by: str) -> str:
     from factory.ledger.ledger import record, segments
 
     row = SegmentRow.get(ledger, segment)
-    if row.state != "failed":
-        raise InputError(f"segment {segment} is {row.state}, not parked: there is nothing to abandon")
     step = newest_step(Path(row.folder))
     with ledger.begin() as tx:
-        tx.execute(segments.update().where(segments.c.id == segment).values(state="abandoned"))
+        mine = (segments.c.id == segment) & (segments.c.state == "failed")
+        if not tx.execute(segments.update().where(mine).values(state="abandoned")).rowcount:
+            raise InputError(f"segment {segment} is {row.state}, not parked: there is nothing to abandon")
         record(tx, ABANDONED, Subject("segment", segment), {"by": by, "step": step})
     begins = f"from step {row.first_step}" if row.parent else "anew, at step 0"
     lost = f"{step - row.first_step} steps are given up" if step is not None else "no step is lost"

@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 
-from factory.backups.backups import KEPT, make_backup, make_ledger
+from factory.backups.backups import KEPT, back_up_daily, make_backup, make_ledger
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import ingest_arrived
-from factory.ledger.journal import ABOUT, BACKUPS, LONG, NAME, backups_of, next_name
+from factory.ledger.journal import ABOUT, BACKUPS, LONG, NAME, backups_of, damage_of, next_name
 from factory.ledger.ledger import Ledger, metadata, record
 from factory.ledger.rows import SegmentRow
 from factory.repairs.lost_ledger import restore
 from tests.support.factory.command import factory
+from tests.support.failing.nights import small_disk
 from tests.support.plants.trained_plant import train_trunk
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
@@ -186,13 +187,94 @@ def test_the_newest_backups_stay_and_a_damaged_one_is_passed_over(copied: Copy, 
     assert before.keys() >= LONG
 
 
+def test_a_backup_whose_description_is_damaged_is_passed_over_and_its_journal_is_not(copied: Copy) -> None:
+    workspace, ledger = copied()
+    make_backup(workspace, ledger)
+    with ledger.begin() as tx:
+        record(tx, "noted", "daemon", {"in": "its journal"})
+    broken = backups_of(workspace.root)[-1]
+    (broken / ABOUT).write_bytes(b"")
+    with ledger.begin() as tx:  # nothing that is committed raises
+        record(tx, "noted", "daemon", {"after": "it"})
+    assert broken not in backups_of(workspace.root)
+    home = ["--workspace", str(workspace.root)]
+    assert f"✗ backups       {broken} is no backup any more" in factory("doctor", *home).stdout
+    before = rows_of(workspace)
+    ledger.engine.dispose()
+    (workspace.root / "ledger.db").unlink()
+    assert restore(workspace.root, "", SILENT) and rows_of(workspace) == before
+    assert back_up_daily(workspace, Ledger.open(workspace.ledger_url)) == "", "restoring made one"
+
+
+def test_a_journal_goes_on_in_the_order_of_the_backups(copied: Copy) -> None:
+    """Ten of one moment, as a clock that was once in the future leaves them: the tenth is not before the second."""
+    workspace, ledger = copied()
+    first = backups_of(workspace.root)[-1]
+    first.rename(first.with_name("2037-01-01T00-00-00"))
+    for _ in range(10):
+        made, _ = make_backup(workspace, ledger)
+    assert made.name == "2037-01-01T00-00-00-10"
+    with ledger.begin() as tx:
+        record(tx, "noted", "daemon", {"in": "the last journal"})
+    before = rows_of(workspace)
+    ledger.engine.dispose()
+    for file in (made / "ledger.db", workspace.root / "ledger.db"):
+        file.write_bytes(b"x" * 9000)
+    said = restore(workspace.root, "", SILENT)
+    assert f"backup {made.name} is passed over" in said[0] and rows_of(workspace) == before
+
+
+def test_a_damaged_line_of_a_journal_is_said(copied: Copy) -> None:
+    workspace, ledger = copied()
+    made, _ = make_backup(workspace, ledger)
+    for number in range(3):
+        with ledger.begin() as tx:
+            record(tx, "noted", "daemon", {"number": number})
+    file = made / NAME
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3 and damage_of(file) == ""
+    for at, text in ((0, lines[0].replace(b'"number', b'"numbed')), (1, b"\xff" * 20 + b"\n"), (2, b"torn\n")):
+        file.write_bytes(b"".join([*lines[:at], text, *lines[at + 1 :]]))
+        assert damage_of(file), at
+        doctor = factory("doctor", "--workspace", str(workspace.root)).stdout
+        assert f"✗ backups       {file} is damaged: a line of it cannot be read" in doctor
+    file.write_bytes(lines[0] + lines[1][:50])  # a kill tore it, and the next process wrote all of it
+    assert damage_of(file) == ""
+    with open(file, "ab") as out:
+        out.write(b"\n" + lines[1] + lines[2])
+    assert damage_of(file) == ""
+    file.write_bytes(lines[0] + lines[2])
+    said = restore(workspace.root, made.name, SILENT)
+    assert any(f"{file} is damaged" in line for line in said), said
+
+
+def test_a_whole_ledger_without_a_backup_is_not_thrown_away(copied: Copy) -> None:
+    workspace, ledger = copied()
+    before = rows_of(workspace)
+    shutil.rmtree(workspace.root / "backups")
+    with pytest.raises(InputError, match="is whole, and there is no backup: nothing is restored"):
+        restore(workspace.root, "", SILENT)
+    assert rows_of(workspace) == before and ledger.read("SELECT id FROM segments")
+
+
+def test_a_backup_that_cannot_be_written_says_nothing_of_the_ledger(copied: Copy, tmp_path: Path) -> None:
+    workspace, _ = copied()
+    done = factory("backup", "/proc/elsewhere", "--workspace", str(workspace.root))
+    assert done.stderr.startswith("factory: no backup was made: ") and done.returncode == 1
+    with small_disk(tmp_path / "disk", "200k") as disk:
+        done = factory("backup", str(disk / "kept"), "--workspace", str(workspace.root))
+        assert "is damaged" not in done.stderr and "Traceback" not in done.stderr and done.returncode, done.stderr
+        assert not list(disk.iterdir())
+
+
 def test_the_newest_backup_is_the_last_one_made_also_after_a_clock_went_back(tmp_path: Path) -> None:
     now = datetime(2026, 1, 31, 12)
     names = []
     for hours in (0, 0, -30, 0, *[-1] * 8, 1):
         names.append(next_name(tmp_path, now + timedelta(hours=hours)))
         (tmp_path / BACKUPS / names[-1]).mkdir(parents=True)
-        (tmp_path / BACKUPS / names[-1] / ABOUT).write_text("{}")
+        about = {"made_at": 0.0, "identity": "", "schema": "", "seq": 0}
+        (tmp_path / BACKUPS / names[-1] / ABOUT).write_text(json.dumps(about))
         if len(names) > KEPT:
             shutil.rmtree(backups_of(tmp_path)[0])
         assert [path.name for path in backups_of(tmp_path)] == names[-KEPT:]
