@@ -140,6 +140,7 @@ class Workspace:
     def create(cls, root: Path, config: Config | None = None) -> Workspace:
         """Make the folders and ``factory.yaml``; a workspace that is already there is opened, never overwritten."""
         root = root.expanduser().resolve()
+        _refuse_odd_name(root)
         if (root / "factory.yaml").exists():
             return cls.open(root)
         if root.exists() and not root.is_dir():
@@ -164,6 +165,7 @@ class Workspace:
     def open(cls, root: Path) -> Workspace:
         """Raises: WorkspaceError when there is none, or of another version; ConfigError for a bad factory.yaml."""
         root = root.expanduser().resolve()
+        _refuse_odd_name(root)
         path = root / "factory.yaml"
         if not os.access(root, os.R_OK | os.X_OK) and root.exists():
             raise WorkspaceError(f"{root} cannot be read: this user has no permission")
@@ -203,6 +205,15 @@ def work_in(root: Path) -> list[str]:
     listed = ["ledger.db", "mlflow.db", "backups", "checkpoints", *(name for name in FOLDERS if name not in GIVEN)]
     there = [name for name in listed if (root / name).exists()]
     return [name for name in there if not (root / name).is_dir() or any((root / name).iterdir())]
+
+
+def _refuse_odd_name(root: Path) -> None:
+    """The databases' addresses hold the path: there '?' and '%' would name another file. Raises: WorkspaceError."""
+    shown = os.fsencode(root).decode("utf-8", "backslashreplace")
+    if shown != str(root) or "?" in shown or "%" in shown:
+        raise WorkspaceError(
+            f"{shown}: the path of a workspace may hold no '?' and no '%', and is UTF-8: rename the folder"
+        )
 
 
 def _write_config(path: Path, config: Config) -> None:

@@ -104,3 +104,13 @@ def test_a_workspace_that_lost_its_configuration_is_not_made_anew(tmp_path: Path
     for act in (Workspace.create, Workspace.open):
         with pytest.raises(WorkspaceError, match="holds a factory's segments.*'factory restore"):
             act(tmp_path / "w")
+
+
+@pytest.mark.parametrize("name", ["what?", "100%41", os.fsdecode(b"caf\xe9")])
+def test_a_path_that_a_databases_address_cannot_hold_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(WorkspaceError, match="rename the folder"):
+        Workspace.create(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    Workspace.create(tmp_path / "a b#c&d;").root.rename(tmp_path / name)
+    with pytest.raises(WorkspaceError, match="rename the folder"):
+        Workspace.open(tmp_path / name)
