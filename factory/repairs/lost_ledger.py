@@ -94,11 +94,14 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
 
 def _restore_config(root: Path, name: str) -> list[str]:
     """``factory.yaml`` and the folders, where they are gone; a policy that is there is left alone."""
-    if (root / "factory.yaml").exists() or not work_in(root):
+    backups = [root / BACKUPS / name, Path(name).expanduser().resolve()] if name else backups_of(root)[::-1]
+    fresh = not work_in(root) and not (
+        root.is_dir() and any(root.iterdir())
+    )  # a new disk: all comes from the backup that is named
+    if (root / "factory.yaml").exists() or not (work_in(root) or (fresh and any(map(journal.about, backups)))):
         for folder in FOLDERS if work_in(root) else ():
             (root / folder).mkdir(exist_ok=True)
         return []
-    backups = [root / BACKUPS / name] if name else backups_of(root)[::-1]
     kept = next((path for path in backups if (path / "factory.yaml").is_file()), None)
     if kept is None:
         raise WorkspaceError(
@@ -106,8 +109,10 @@ def _restore_config(root: Path, name: str) -> list[str]:
             "run 'factory restore' again"
         )
     for folder in FOLDERS:
-        (root / folder).mkdir(exist_ok=True)
+        (root / folder).mkdir(parents=True, exist_ok=True)
     shutil.copyfile(kept / "factory.yaml", root / "factory.yaml")
+    if (kept / "tokenizer").is_dir() and not (root / "tokenizer" / "tokenizer.json").exists():
+        shutil.copytree(kept / "tokenizer", root / "tokenizer", dirs_exist_ok=True)
     for path in (kept / "policies").rglob("*") if (kept / "policies").is_dir() else ():
         place = root / "policies" / path.relative_to(kept / "policies")
         if path.is_file() and not place.exists():

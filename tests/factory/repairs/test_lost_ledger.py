@@ -257,6 +257,19 @@ def test_a_whole_ledger_without_a_backup_is_not_thrown_away(copied: Copy) -> Non
     assert rows_of(workspace) == before and ledger.read("SELECT id FROM segments")
 
 
+def test_a_backup_restores_a_workspace_on_a_new_disk(copied: Copy, tmp_path: Path) -> None:
+    """What lay in the old one is gone: segments are taken up again once it is back."""
+    workspace, ledger = copied()
+    make_backup(workspace, ledger, tmp_path / "kept")
+    new = tmp_path / "new" / "plant"
+    done = factory("restore", str(tmp_path / "kept"), "--workspace", str(new))
+    assert done.returncode == 0, done.stderr
+    made = Workspace.open(new)
+    assert SegmentRow.get(Ledger.open(made.ledger_url), 1).state == "done"
+    assert (made.tokenizer / "tokenizer.json").read_bytes() == (workspace.tokenizer / "tokenizer.json").read_bytes()
+    assert "init" not in factory("restore", "--workspace", str(tmp_path / "none")).stdout
+
+
 def test_a_backup_that_cannot_be_written_says_nothing_of_the_ledger(copied: Copy, tmp_path: Path) -> None:
     workspace, _ = copied()
     done = factory("backup", "/proc/elsewhere", "--workspace", str(workspace.root))
