@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
+
+import sqlalchemy as sa
 
 from factory.core.workspace import Workspace, code_root
+from factory.ledger.ledger import Ledger, held_out
 
 _SYLLABLES = [
     "ba",
@@ -46,3 +50,15 @@ def use_small_vocabulary(workspace: Workspace) -> None:
     """The shipped policy, with a tokenizer that trains in no time."""
     shipped = (code_root() / "policies" / "data.yaml").read_text()
     use_policy(workspace, shipped.replace("vocab_size: 4096", "vocab_size: 400"))
+
+
+MIT = {"license": "MIT"}
+
+
+def texts(first: int, count: int, words: int = 120) -> list[dict[str, Any]]:
+    return [{"id": f"d{i}", "text": prose(i, words), "source": f"s{i}", **MIT} for i in range(first, first + count)]
+
+
+def held_out_texts(ledger: Ledger) -> list[tuple[str, str]]:
+    rows = ledger.rows(sa.select(held_out.c.key, held_out.c.content).order_by(held_out.c.key))
+    return [(row["key"], row["content"]["text"]) for row in rows]

@@ -1,0 +1,87 @@
+"""Which documents are held out: by share, by source, until a domain can be judged; never what was trained on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ingest.chain import ShardReport, ingest_shard
+from factory.ledger.ledger import Ledger, documents, held_out
+from tests.support.factory.made_up_text import held_out_texts, prose, texts, use_policy
+
+Ingest = Callable[..., ShardReport]
+
+
+def test_training_data_is_never_held_out_later(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+    use_policy(workspace, "held_out: {share: 0}\n")
+    ingest(texts(0, 20, 200), "first.jsonl")
+    use_policy(workspace, "held_out: {share: 0.5}\n")
+    rows = [
+        {"id": f"n{i}", "text": f"{prose(500 + i, 200)} {' '.join(prose(i, 200).split()[:60])} {prose(600 + i, 200)}"}
+        for i in range(20)
+    ]
+    report = ingest(rows, "second.jsonl")
+    assert report.counts["held_out"] == 0 and report.counts["train"] == 20
+    said = ledger.rows(sa.select(documents.c.detail).where(documents.c.detail.like("not held out: shares words%")))
+    assert 4 <= len(said) <= 16  # those whose content was chosen
+
+
+def test_no_more_documents_are_held_out_than_the_policy_allows(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    use_policy(workspace, "held_out: {share: 0.5}\ndomains: {default: {hold_out_at_most: 3}}\n")
+    assert ingest(texts(0, 30), "a.jsonl").counts["held_out"] == 3
+    assert ingest(texts(100, 30), "b.jsonl").counts["held_out"] == 0
+
+
+def test_the_split_does_not_depend_on_order_or_other_documents(
+    workspace: Workspace, tmp_path: Path, ingest: Ingest, ledger: Ledger
+) -> None:
+    """But for the few that each domain needs first."""
+    use_policy(workspace, "held_out: {share: 0.05, least: 0}\ntokenizer: {vocab_size: 400}\n")
+    rows = texts(0, 150)
+    ingest(rows)
+    other = Workspace.create(tmp_path / "other")
+    shutil.copytree(workspace.root / "policies", other.root / "policies", dirs_exist_ok=True)
+    other_ledger = Ledger.create(other.ledger_url)
+    for number, part in enumerate((rows[100:][::-1], rows[:100])):
+        path = other.inbox / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+        ingest_shard(other, other_ledger, path, SILENT, workers=0)
+    assert sorted(t for _, t in held_out_texts(ledger)) == sorted(t for _, t in held_out_texts(other_ledger))
+
+
+def test_a_small_domain_is_held_out_until_it_can_be_judged(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    """At most half of what a shard has of it, of as many sources as there are; then the share alone."""
+    use_policy(workspace, "held_out: {share: 1.0e-9}\n")
+    law = lambda first, count, source: [
+        row | {"domain": "law", "source": source(number)} for number, row in enumerate(texts(first, count))
+    ]
+    sources = lambda: Counter(row["source"] for row in ledger.rows(sa.select(held_out.c.source)))
+    assert ingest(law(0, 1, str), "one.jsonl").counts == {**ingest(law(0, 1, str), "one.jsonl").counts, "held_out": 0}
+    assert ingest(law(10, 11, lambda number: "many" if number < 6 else str(number)), "a.jsonl").counts["held_out"] == 5
+    assert sources()["many"] <= 1, "other sources come first"
+    assert ingest(law(30, 40, str), "b.jsonl").counts["held_out"] == 3
+    assert ingest(law(80, 40, str), "c.jsonl").counts["held_out"] == 0
+
+
+def test_a_source_that_was_held_out_for_want_of_others_stays_so(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    use_policy(workspace, "held_out: {share: 1.0e-9, least: 2}\ndomains: {default: {hold_out_by: source}}\n")
+    row = lambda number: texts(number, 1)[0] | {"source": f"s{number % 4}"}
+    assert ingest([row(number) for number in range(8)], "a.jsonl").counts["held_out"] == 2
+    (source,) = {held["source"] for held in ledger.rows(sa.select(held_out.c.source))}
+    assert ingest([row(number) for number in range(8, 20)], "b.jsonl").counts["held_out"] == 3
+    other = [row(number) | {"domain": "notes"} for number in range(20, 28)]
+    assert ingest(other, "c.jsonl").counts["held_out"] == 2, "all domains of a source together"
+    assert {held["source"] for held in ledger.rows(sa.select(held_out.c.source))} == {source}
