@@ -106,7 +106,7 @@ def _empty_plant(site: Path) -> None:
     from factory.core.workspace import Config, Workspace
     from factory.demo.demo import plain_kernels
     from factory.ledger.ledger import Ledger
-    from tests.support.plants.trained_plant import lenient, write_shards
+    from tests.support.plants.trained_plant import write_lenient_policies, write_shards
 
     target = site / "target"
     for name in ("kernels", "trainer", "policies"):
@@ -121,15 +121,7 @@ def _empty_plant(site: Path) -> None:
     config = Config(recipe="tiny", repository=str(target), training_sandbox="off", ranks=1)
     workspace = Workspace.create(site / "plant", config)
     Ledger.create(workspace.ledger_url)
-    own = workspace.root / "policies"
-    for folder in ("gates", "recipes"):
-        (own / folder).mkdir(parents=True, exist_ok=True)
-    (own / "gates" / "release.yaml").write_text(lenient((ROOT / "policies" / "gates" / "release.yaml").read_text()))
-    data = (ROOT / "policies" / "data.yaml").read_text()
-    (own / "data.yaml").write_text(data.replace("vocab_size: 4096", "vocab_size: 512"))
-    tiny = yaml.safe_load((ROOT / "policies" / "recipes" / "tiny.yaml").read_text())
-    tiny["model"] |= {"d_model": 32, "layers": 2}
-    (own / "recipes" / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+    write_lenient_policies(workspace, model={"d_model": 32, "layers": 2})
     random.seed(11)
     write_shards(workspace.inbox)
     (workspace.inbox / "bad.jsonl").write_text('{"text": \n' * 8)

@@ -91,6 +91,12 @@ def lenient(policy: str) -> str:
 def lenient_plant(root: Path, repository: Path, **recipe: object) -> Workspace:
     """A workspace without a ledger: the tiny recipe with ``recipe``'s keys, a small vocabulary, floors that any model passes."""
     workspace = lend(Workspace.create(root / "plant", Config(recipe="tiny", repository=str(repository))))
+    write_lenient_policies(workspace, **recipe)
+    return workspace
+
+
+def write_lenient_policies(workspace: Workspace, **recipe: object) -> None:
+    """A workspace's own: floors that any model passes, a small vocabulary, the tiny recipe with ``recipe``'s keys (``model``'s are added)."""
     own = workspace.root / "policies"
     for folder in ("gates", "recipes"):
         (own / folder).mkdir(parents=True, exist_ok=True)
@@ -98,8 +104,9 @@ def lenient_plant(root: Path, repository: Path, **recipe: object) -> Workspace:
     data = (ROOT / "policies" / "data.yaml").read_text()
     (own / "data.yaml").write_text(data.replace("vocab_size: 4096", "vocab_size: 512"))
     tiny = yaml.safe_load((ROOT / "policies" / "recipes" / "tiny.yaml").read_text())
-    (own / "recipes" / "tiny.yaml").write_text(yaml.safe_dump(tiny | recipe))
-    return workspace
+    model = recipe.pop("model", {})
+    assert isinstance(model, dict)
+    (own / "recipes" / "tiny.yaml").write_text(yaml.safe_dump(tiny | recipe | {"model": tiny["model"] | model}))
 
 
 def make_plant(root: Path, repository: Path, **recipe: object) -> tuple[Workspace, Ledger]:
