@@ -52,6 +52,7 @@ def restore(
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
     from factory.repairs.lost_ledger import restore as restore_ledger
+    from factory.repairs.lost_ledger import starts_at
 
     terminal = Terminal()
     done = restore_ledger(where, name, SILENT if as_json else terminal)
@@ -60,7 +61,7 @@ def restore(
         return
     for line in done:
         terminal.line(f"  {line}")
-    terminal.line("  the ledger is restored: 'factory run' goes on")
+    terminal.line(f"  the ledger is restored: {starts_at(where)}")
 
 
 @app.command()

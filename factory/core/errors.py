@@ -57,6 +57,10 @@ class DamagedExportError(FactoryError):
         self.candidate, self.why = candidate, why
 
 
+class DamagedTokenizerError(FactoryError):
+    """The workspace's tokenizer is gone, or not the recorded one: nothing is tokenised until it is back."""
+
+
 class NoMemoryError(FactoryError, MemoryError):
     """Something needs more memory than is free now: a fault of the machine, which passes."""
 

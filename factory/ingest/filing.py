@@ -151,4 +151,4 @@ def _plain(name: str) -> str:
 def _free(workspace: Workspace, name: str) -> Path:
     """A place in the inbox that no file has, of that name if it can be."""
     path = workspace.inbox / name
-    return workspace.inbox / f"{time.time_ns()}-{name}" if os.path.lexists(path) else path
+    return workspace.inbox / f"{time.time_ns()}-{name[-LONGEST_NAME:]}" if os.path.lexists(path) else path

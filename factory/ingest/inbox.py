@@ -21,7 +21,7 @@ from factory.core.errors import FactoryError, InputError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.arriving import STILL_SECONDS, Stamp, cut_off, stamp_of, writer_of
-from factory.ingest.filing import file_away, return_changed, return_file, return_quarantined
+from factory.ingest.filing import LONGEST_NAME, file_away, return_changed, return_file, return_quarantined
 from factory.ledger.files import HELD, held
 from factory.ledger.ledger import Ledger
 from factory.ledger.writing import record_once
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
 
 SETTLE_SECONDS = 2.0  # a file that changed more recently may be incomplete
+LONGEST_BYTES = 255  # of a file's name, on every file system of Linux
 PARTIAL = (".part", ".tmp", ".crdownload")
 # What is wrong with the machine and not with the file: the pass fails, and is tried again.
 MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
@@ -149,9 +150,10 @@ def _readable(path: Path, progress: Progress) -> Path:
     """The file, under a name that can be stored."""
     if shown_name(path) == path.name:
         return path
-    target = path.with_name(shown_name(path))
+    name = shown_name(path)
+    target = path.with_name(name if len(name.encode()) <= LONGEST_BYTES else name[-LONGEST_NAME:])
     if os.path.lexists(target):
-        target = path.with_name(f"{time.time_ns()}-{target.name}")
+        target = path.with_name(f"{time.time_ns()}-{target.name[-LONGEST_NAME:]}")
     os.rename(path, target)
     progress.line(f"  a file of the inbox has a name that is not UTF-8; it is named {target.name} now")
     return target

@@ -87,9 +87,7 @@ class Tokenizer:
             data = path.read_bytes()
             inner = tokenizers.Tokenizer.from_buffer(data)
         except OSError as error:
-            raise InputError(
-                f"{folder} has no tokenizer: {error.strerror}; the first ingest trains it, backups/*/tokenizer keep it"
-            ) from error
+            raise InputError(f"{folder} has no tokenizer: {error.strerror}; the first ingest trains it") from error
         except Exception as error:  # the library raises bare Exception for a broken file
             raise InputError(f"{path} is not a tokenizer: {error}") from error
         if [inner.token_to_id(token) for token in SPECIAL] != [0, 1, 2]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from factory.core.errors import WorkspaceError
+from factory.core.errors import DamagedTokenizerError, InputError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Row, flat
@@ -37,14 +37,18 @@ def frozen_tokenizer(
     path: Path,
     progress: Progress,
 ) -> Tokenizer:
-    """Raises: WorkspaceError when the tokenizer's files are not those the ledger recorded."""
+    """Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded."""
     recorded = ledger.one(sa.select(tokenizers))
     if recorded:
-        tokenizer = Tokenizer.load(workspace.tokenizer)
+        advice = "the daemon puts it back from a backup or an export; 'factory doctor --repair' does so now"
+        try:
+            tokenizer = Tokenizer.load(workspace.tokenizer)
+        except InputError as error:
+            raise DamagedTokenizerError(f"{error}. {advice}") from error
         if tokenizer.sha256 != recorded["sha256"]:
-            raise WorkspaceError(
+            raise DamagedTokenizerError(
                 f"{workspace.tokenizer}/tokenizer.json is not the tokenizer this workspace was trained with "
-                f"(SHA-256 {recorded['sha256'][:16]}…): put the recorded file back"
+                f"(SHA-256 {recorded['sha256'][:16]}…): {advice}"
             )
         return tokenizer
     others = _other_shards(workspace, path)

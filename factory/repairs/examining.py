@@ -22,6 +22,7 @@ from factory.ledger.rows import CandidateRow, SegmentRow, champion
 from factory.release.serving import served
 from factory.repairs.checkpoints import checkpoint_fault, export_fault
 from factory.repairs.token_shards import raw_shard, token_shard_fault
+from factory.repairs.tokenizer_files import tokenizer_fault
 from factory.training.segment_folder import OWNER, is_owner, read_owner
 from trainer.contract.data.token_shard import file_sha256
 
@@ -148,6 +149,12 @@ def _raw_shards(workspace: Workspace, ledger: Ledger, deep: bool, progress: Prog
     return _look("raw shards", rows, look, deep, progress)
 
 
+def tokenizer_faults(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+    fault = tokenizer_fault(workspace, ledger)
+    remedy = REPAIR + "puts it back from a backup or an export"
+    return Examined("tokenizer", 1, 1, [Damage("tokenizer", "", fault, remedy, True)] if fault else [])
+
+
 def _folders(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
     """Each segment's folder bears that segment's plan."""
 
@@ -192,6 +199,7 @@ def _orphans(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progres
 
 
 CHECKS: dict[str, Callable[[Workspace, Ledger, bool, Progress], Examined]] = {
+    "tokenizer": tokenizer_faults,
     "token shards": token_shard_faults,
     "raw shards": _raw_shards,
     "checkpoints": checkpoint_faults,

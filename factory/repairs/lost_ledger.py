@@ -42,6 +42,8 @@ from factory.ledger.ledger import Ledger, data_plans, meta, metadata, record, se
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA
 from factory.ledger.writing import insert
+from factory.repairs.checkpoints import checkpoint_fault
+from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import PLANNED, plan_sha256, read_owner, set_aside
 from kernels.contract.files import put_in_place
 
@@ -152,13 +154,29 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
     return ledger
 
 
+def starts_at(root: Path) -> str:
+    """Where 'factory run' goes on in a restored workspace, and what was set aside."""
+    workspace = Workspace.open(root)
+    ledger = Ledger.open(workspace.ledger_url, workspace.root)
+    trunk = SegmentRow.first(ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
+    where = (
+        f"goes on from step {trunk.last_step}" if trunk else "begins to train at step 0: no trained segment is known"
+    )
+    if trunk and (fault := checkpoint_fault(last_checkpoint(ledger, trunk.id), deep=False)):
+        where += f", once its checkpoint is back or made again: {fault}"
+    aside = len(list((workspace.root / "set-aside").glob("*")))
+    return f"'factory run' {where}" + (
+        f"; {aside} files or folders lie in {workspace.root / 'set-aside'}" if aside else ""
+    )
+
+
 # -- the journal -------------------------------------------------------------------------------------------------------
 def _replay(workspace: Workspace, ledger: Ledger, base: Path, progress: Progress, said: list[str]) -> tuple[int, int]:
     """(batches, shards ingested again). A batch that was in the backup already changes nothing."""
     own = folders_of(workspace.root)
     journals = [path / NAME for path in own if order_of(path) >= order_of(base)]
     if base.parent != workspace.root / BACKUPS:  # from elsewhere: begin with the journal that ran when it was made
-        earlier = [path for path in own if journal.about(path).get("made_at", math.inf) <= about(base)["made_at"]]
+        earlier = [path for path in own if journal.about(path).get("seq", math.inf) <= about(base)["seq"]]
         journals = [path / NAME for path in own[max(0, len(earlier) - 1) :]]
     batches = again = 0
     for path in journals:
@@ -334,8 +352,7 @@ def _replace(root: Path, file: Path, made: Path, said: list[str]) -> None:
     shutil.copyfile(made, new)
     endings = [file.with_name(file.name + ending) for ending in ("-wal", "-shm", "-journal", "")]
     if any(path.exists() for path in endings):
-        kept = root / BACKUPS / f"replaced-{stamp()}"
-        kept.mkdir(exist_ok=True)
+        kept = _replaced(root)
         for path in endings:
             if path.exists():
                 shutil.copyfile(path, kept / path.name)
@@ -345,12 +362,20 @@ def _replace(root: Path, file: Path, made: Path, said: list[str]) -> None:
     put_in_place(new, file)
 
 
+def _replaced(root: Path) -> Path:
+    """A new folder for what is replaced; a second one of the same second gets a number."""
+    name, number = f"replaced-{stamp()}", 0
+    while (folder := root / BACKUPS / (f"{name}-{number}" if number else name)).exists():
+        number += 1
+    folder.mkdir(parents=True)
+    return folder
+
+
 def restore_mlflow(workspace: Workspace) -> str:
     """Put MLflow's database back from the newest good backup; without one it is made empty at the next need. Returns what was done."""
     file = sqlite_file(workspace.mlflow_uri)
     assert file is not None
-    kept = workspace.root / BACKUPS / f"replaced-{stamp()}"
-    kept.mkdir(parents=True, exist_ok=True)
+    kept = _replaced(workspace.root)
     for path in (file.with_name(file.name + ending) for ending in ("-wal", "-shm", "-journal", "")):
         if path.exists():
             put_in_place(path, kept / path.name)

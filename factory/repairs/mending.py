@@ -13,9 +13,17 @@ from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import SegmentRow
 from factory.release.releases import reconcile
 from factory.repairs.checkpoints import checkpoint_fault, export_again, replay_checkpoint
-from factory.repairs.examining import Damage, checkpoint_faults, database_faults, examine_work, token_shard_faults
+from factory.repairs.examining import (
+    Damage,
+    checkpoint_faults,
+    database_faults,
+    examine_work,
+    token_shard_faults,
+    tokenizer_faults,
+)
 from factory.repairs.lost_ledger import restore, restore_mlflow
 from factory.repairs.token_shards import HashedShards, rebuild_token_shard, token_shard_fault
+from factory.repairs.tokenizer_files import bring_back_tokenizer
 from factory.tracking.missed import REMADE, show_missed
 from factory.training.planning import last_checkpoint, plan_of
 from trainer.contract.errors import TrainerError
@@ -54,6 +62,8 @@ def _mend(workspace: Workspace, ledger: Ledger, fault: Damage, progress: Progres
         reconcile(workspace, ledger, progress)
         show_missed(workspace, ledger, progress.line)
         return ""
+    if fault.kind == "tokenizer":
+        return bring_back_tokenizer(workspace, ledger)
     if fault.kind == "token shards":
         return rebuild_token_shard(workspace, ledger, fault.subject, progress)
     if fault.kind == "checkpoints":
@@ -105,7 +115,8 @@ def with_mending(workspace: Workspace, ledger: Ledger, progress: Progress, act: 
             if isinstance(error, DamagedExportError):
                 found = [Damage("exports", str(error.candidate), error.why, "", True)]
             else:
-                found = token_shard_faults(workspace, ledger, False, SILENT).faults
+                found = tokenizer_faults(workspace, ledger, False, SILENT).faults
+                found += token_shard_faults(workspace, ledger, False, SILENT).faults
                 found += [one for one in checkpoint_faults(workspace, ledger, False, SILENT).faults if one.mends]
             damaged = [fault for fault in found if fault not in seen]
             if not damaged or not _mended(workspace, ledger, damaged, progress):
@@ -118,5 +129,6 @@ def _mended(workspace: Workspace, ledger: Ledger, damaged: Sequence[Damage], pro
         progress.line(f"  {fault.what}: it is made again")
         if why := _mend(workspace, ledger, fault, progress):
             raise FactoryError(f"{fault.what}, and it cannot be made again: {why}")
-        progress.line(f"  {fault.kind.removesuffix('s')} {fault.subject} is whole again")
+        name = f"{fault.kind.removesuffix('s')} {fault.subject}".strip()
+        progress.line(f"  {name} is whole again")
     return bool(damaged)

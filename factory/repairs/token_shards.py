@@ -197,11 +197,12 @@ def _documents(
 
 def _held_out_then(ledger: Ledger, shard: str) -> decontaminate.HeldOutNgrams:
     """What was held out when a shard was ingested, by itself and by those before it."""
-    before = ledger.read(
-        "SELECT sha256 FROM shards WHERE ingested_at <= (SELECT ingested_at FROM shards WHERE sha256 = :shard)",
-        shard=shard,
+    before = ledger.read(  # by the order of events: a clock may have gone back
+        "SELECT DISTINCT subject FROM events WHERE kind = 'ingested' AND id <= "
+        "(SELECT MIN(id) FROM events WHERE kind = 'ingested' AND subject = :shard)",
+        shard=f"shard:{shard[:16]}",
     )
-    prefixes = {row["sha256"][:16] for row in before}
+    prefixes = {row["subject"].removeprefix("shard:") for row in before}
     return decontaminate.HeldOutNgrams.of(
         [(key, grams) for key, grams in Index(ledger).held_out_ngrams() if key.partition(":")[0] in prefixes]
     )

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 _engines: dict[str, tuple[int, list[sa.Engine]]] = {}  # by address: the file's inode, and those connected to it
+GC_SECONDS = 600.0
 PATIENCE = 180.0  # seconds to wait for another process that initialises (3 s, a minute on a crowded machine) or writes
 # Read once, when mlflow is imported: no usage reports, no model-registry chatter, no git executable needed.
 ENVIRONMENT = {
@@ -147,9 +148,13 @@ def remove_deleted(workspace: Workspace, runs: Sequence[str]) -> None:
     if _sqlite_path(uri) is None or not runs:
         return
     words = ["-m", "mlflow", "gc", "--backend-store-uri", uri, "--tracking-uri", uri, "--run-ids", ",".join(runs)]
-    done = subprocess.run(
-        [sys.executable, *words], env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=GC_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise TrackingError(f"MLflow: removing runs took longer than {GC_SECONDS:.0f} s") from None
     if done.returncode:
         raise TrackingError(f"MLflow: removing runs failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
 

@@ -25,6 +25,7 @@ CALLS = frozenset({"fsync", "fdatasync", "sync_folder", "sync_tree", "rename", "
 RANKS = "tests/trainer/parallel/test_parallel.py::test_a_layout_does_not_change_the_training"
 TABLE_LINE = '"'  # what a line of a table begins with: no statement is left
 HANGS_S = 900
+LIVE = ("trainer/", "kernels/")
 LOOKED_AT = ("factory", "trainer/contract", "kernels/contract")
 COPIED = ("factory", "trainer", "kernels", "agents", "policies", "tests", "pyproject.toml")
 
@@ -198,11 +199,14 @@ def mutated(text: str, mutant: Mutant) -> str:
     return "".join(lines)
 
 
-def notices(cut: Cut, work: Path) -> list[str]:
-    """What is wrong with this checkout's code, as a power cut shows it."""
+def notices(cut: Cut, work: Path, outlines: Path) -> list[str]:
+    """What is wrong with this checkout's code, as a power cut shows it, or already a run that nothing disturbs.
+
+    The first run of a scenario, of the code without a mutant, leaves its outline in ``outlines``.
+    """
     from tests.chaos import power
     from tests.chaos.campaign import Site
-    from tests.chaos.state import broken, differences, lost, state_of
+    from tests.chaos.state import broken, differences, lost, outline, state_of
 
     site = Site(work)
     try:
@@ -210,7 +214,11 @@ def notices(cut: Cut, work: Path) -> list[str]:
             effects, want = site.straight(cut.scenario)
         except AssertionError as error:
             return [f"undisturbed: {str(error)[-500:]}"]
-        wrong: list[str] = []
+        known, found = outlines / f"{cut.scenario}.json", outline(want)
+        if not known.exists():
+            known.write_text(json.dumps(found))
+        if wrong := differences(json.loads(known.read_text()), found):
+            return [f"undisturbed: {line}" for line in wrong]
         for loss in power.LOSSES:
             site.start(cut.scenario)
             site.cut(cut.scenario, _number(cut, effects, site.site), loss)
@@ -242,7 +250,10 @@ def run(mutant: Mutant | None, check: Cut | str, tree: Path, work: Path) -> tupl
     if mutant:
         (tree / mutant.path).write_text(mutated((ROOT / mutant.path).read_text(), mutant))
     if isinstance(check, Cut):
-        words = ["-m", "tests.chaos.mutants", "--check", json.dumps(asdict(check)), "--work", str(work)]
+        # Training runs the code of the workspace's repository, which is made once in a folder of work.
+        own = work.with_name("work-of-one") if mutant and mutant.path.startswith(LIVE) else work
+        shutil.rmtree(work.with_name("work-of-one"), ignore_errors=True)
+        words = ["-m", "tests.chaos.mutants", "--check", json.dumps(asdict(check)), "--work", str(own)]
     else:
         words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", check]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -263,15 +274,15 @@ def run(mutant: Mutant | None, check: Cut | str, tree: Path, work: Path) -> tupl
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.mutants", description=__doc__)
-    parser.add_argument("--only", help="mutants of files whose path holds this")
+    parser.add_argument("--only", help="mutants of files whose path or line holds this")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.check:
-        wrong = notices(Cut(**json.loads(given.check)), given.work)
+        wrong = notices(Cut(**json.loads(given.check)), given.work, given.work.parent)
         print("\n".join(wrong))
         return 1 if wrong else 0
-    chosen = [m for m in MUTANTS if not given.only or given.only in m.path]
+    chosen = [m for m in MUTANTS if not given.only or given.only in f"{m.path}: {m.line}"]
     survived = 0
     with tempfile.TemporaryDirectory(prefix="factory-mutants-") as folder:
         tree, work = Path(folder) / "tree", Path(folder) / "work"

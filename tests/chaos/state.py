@@ -90,6 +90,15 @@ def state_of(site: Path) -> State:
     return found
 
 
+def outline(state: State) -> State:
+    """How much there is of each thing: the same for any commit and any weights, and less when work was not done."""
+    counted = lambda value: len(value) if isinstance(value, dict | list) else value
+    return {
+        key: {str(name): counted(inner) for name, inner in value.items()} if isinstance(value, dict) else counted(value)
+        for key, value in state.items()
+    }
+
+
 def differences(want: State, found: State, path: str = "") -> list[str]:
     """Where two states differ, at most a few lines."""
     lines: list[str] = []

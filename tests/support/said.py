@@ -23,6 +23,10 @@ class Said:
         self.at_task(title)
         yield SilentTask()
 
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
     def about(self, words: str) -> list[str]:
         """The lines that hold these words."""
         return [line for line in self.lines if words in line]

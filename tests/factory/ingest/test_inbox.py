@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -70,6 +71,26 @@ def test_a_name_that_is_not_utf8_is_ingested_under_one_that_is(workspace: Worksp
     assert trained_on(ledger) == exactly(20) and not list(workspace.inbox.iterdir())
     (workspace.root / "quarantine" / os.fsdecode(b"\xff")).write_bytes(b"not read")
     assert one_pass(workspace, ledger, settle=0).about("QUARANTINED")  # put there by hand: tried, and quarantined again
+
+
+def test_a_long_name_that_is_not_utf8_is_shortened(workspace: Workspace, ledger: Ledger) -> None:
+    for number in (0, 10):
+        path = Path(os.fsdecode(os.fsencode(workspace.inbox) + b"/" + b"\xe9" * (240 - number) + b".jsonl"))
+        path.write_bytes(rows(number, 10))
+    said = one_pass(workspace, ledger, settle=0)
+    assert said.about("a name that is not UTF-8") and trained_on(ledger) == exactly(20)
+    assert not list(workspace.inbox.iterdir()), said.lines
+
+
+def test_what_is_no_file_is_said_and_never_opened(workspace: Workspace, ledger: Ledger) -> None:
+    """Opening a pipe that nobody writes to would wait for ever."""
+    os.mkfifo(workspace.inbox / "pipe.jsonl")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(workspace.inbox / "socket.jsonl")) if len(str(workspace.inbox)) < 90 else None
+        put(workspace, rows(0, 10), "good.jsonl")
+        said = one_pass(workspace, ledger, settle=0)
+    assert said.about("pipe.jsonl waits in the inbox: it is no regular file: remove it")
+    assert trained_on(ledger) == exactly(10)
 
 
 def test_an_unexpected_error_refuses_one_file_once(

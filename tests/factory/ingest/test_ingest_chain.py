@@ -216,7 +216,7 @@ def test_a_changed_tokenizer_or_index_is_refused(workspace: Workspace, ledger: L
     use_small_vocabulary(workspace)
     path = workspace.tokenizer / "tokenizer.json"
     path.write_text(path.read_text() + "\n")
-    with pytest.raises(WorkspaceError, match="is not the tokenizer"):
+    with pytest.raises(DamagedTokenizerError, match="is not the tokenizer"):
         ingest(texts(50, 30), "b.jsonl")
 
 

@@ -84,6 +84,7 @@ def test_a_lost_ledger_is_the_same_again(copied: Copy, lost: str) -> None:
         done = factory("restore", "-w", str(workspace.root))
         assert done.returncode == 0, done.stderr
         assert "1 shards ingested again" in done.stdout
+        assert "the ledger is restored: 'factory run' goes on from step 20" in done.stdout.replace("\n", " ")
     else:
         assert any("1 shards ingested again" in line for line in restore(workspace.root, "", SILENT))
     after = rows_of(workspace)
@@ -264,6 +265,7 @@ def test_a_backup_restores_a_workspace_on_a_new_disk(copied: Copy, tmp_path: Pat
     new = tmp_path / "new" / "plant"
     done = factory("restore", str(tmp_path / "kept"), "--workspace", str(new))
     assert done.returncode == 0, done.stderr
+    assert "once its checkpoint is back or made again: " in done.stdout and "step-00000020" in done.stdout
     made = Workspace.open(new)
     assert SegmentRow.get(Ledger.open(made.ledger_url), 1).state == "done"
     assert (made.tokenizer / "tokenizer.json").read_bytes() == (workspace.tokenizer / "tokenizer.json").read_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 from factory import actions, daemon
 from factory.core.errors import FactoryError
 from factory.core.exports import folder_sha256
-from factory.core.progress import SILENT, Silent
+from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.gates.release.gate import decide
 from factory.ledger.ledger import Ledger
@@ -26,31 +25,17 @@ from factory.repairs.mending import mend_inputs, with_mending
 from factory.repairs.token_shards import rebuild_token_shard, token_shard_fault
 from factory.training.planning import last_checkpoint, plan_anneal, plan_trunk
 from tests.support.factory.command import factory
+from tests.support.file_hashes import file_hashes
+from tests.support.said import Said
 from trainer.contract.checkpoint.format import find_fault, read_manifest
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
-
-
-class Said(Silent):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
 
 
 def flip(path: Path, at: int | None = None) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if at is None else at] ^= 0x10
     path.write_bytes(data)
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
 
 
 def weights(ledger: Ledger, segment: int) -> dict[str, Any]:
@@ -67,7 +52,7 @@ def test_a_damaged_token_shard_is_made_again_from_its_raw_shard(copied: Copy, da
     workspace, ledger = copied()
     for row in token_shards(ledger):
         folder = Path(row["path"])
-        before = hashes(folder)
+        before = file_hashes(folder)
         if damage == "gone":
             shutil.rmtree(folder)
         else:
@@ -75,7 +60,7 @@ def test_a_damaged_token_shard_is_made_again_from_its_raw_shard(copied: Copy, da
         assert token_shard_fault(folder, deep=True)
         said = Said()
         assert rebuild_token_shard(workspace, ledger, row["id"], said) == ""
-        assert hashes(folder) == before
+        assert file_hashes(folder) == before
         assert len(list((workspace.root / "set-aside").glob(f"*-{folder.name}"))) == (damage != "gone")
 
 
@@ -123,10 +108,10 @@ def test_a_token_that_changed_is_never_trained_on(copied: Copy, monkeypatch: pyt
     first, said = plan_trunk(workspace, ledger, 4), Said()
     assert not mend_inputs(workspace, ledger, first, said, every=False) and set(hashed) == {one.name for one in folders}
     assert not mend_inputs(workspace, ledger, first, said, every=False) and len(hashed) == len(folders)
-    before = hashes(folders[0])
+    before = file_hashes(folders[0])
     flip(folders[0] / "tokens.bin")
     actions.train(workspace, ledger, first, said)
-    assert f"token shard {folders[0].name} is whole again" in said.text and hashes(folders[0]) == before
+    assert f"token shard {folders[0].name} is whole again" in said.text and file_hashes(folders[0]) == before
     assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
     assert not mend_inputs(workspace, ledger, first, said, every=False) and len(hashed) == len(folders) + 1
 
@@ -203,7 +188,7 @@ def test_every_file_is_looked_at_and_a_sample_is_hashed(copied: Copy) -> None:
     workspace, ledger = copied()
     kinds = {one.kind: one for one in examine_work(workspace, ledger, False, Said())}
     assert {name: one.count for name, one in kinds.items()} == {
-        "token shards": 2, "raw shards": 2, "checkpoints": 2, "exports": 1, "segments": 2, "served": 0, "orphans": 0,
+        "tokenizer": 1, "token shards": 2, "raw shards": 2, "checkpoints": 2, "exports": 1, "segments": 2, "served": 0, "orphans": 0,
     }  # fmt: skip
     assert all(one.faults == [] for one in kinds.values()) and kinds["checkpoints"].hashed >= 1
     (Path(token_shards(ledger)[0]["path"]) / "loss_mask.bin").write_bytes(b"")

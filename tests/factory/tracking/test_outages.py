@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from factory.backups.backups import make_backup
-from factory.core.progress import Silent
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, segments
 from factory.ledger.rows import ReleaseRow, SegmentRow, champion
@@ -27,14 +26,7 @@ from factory.tracking.mlflow_store import open_client
 from factory.tracking.outages import TrackingError, shown
 from factory.tracking.tracking import Tracking
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval, with_store
-
-
-class Said(Silent):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
+from tests.support.said import Said
 
 
 @pytest.fixture
