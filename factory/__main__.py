@@ -14,7 +14,7 @@ def end(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
     if not sys.flags.safe_path:  # Python puts the current folder first, which may be a checkout that agents patch

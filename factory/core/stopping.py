@@ -1,4 +1,6 @@
-"""How a command of the factory ends at SIGTERM or Ctrl-C: within ten seconds, at a second one at once, and nothing outlives it.
+"""How a command of the factory ends at SIGTERM, Ctrl-C or a terminal that is closed (SIGHUP).
+
+Within ten seconds, at a second signal at once, and nothing outlives it.
 
 The main thread unwinds: ``finally`` blocks stop what they started, and a trainer gets the time to write a checkpoint. What
 takes longer, and what other threads started, is killed. That loses nothing: a factory killed at any instruction goes on.
@@ -22,17 +24,17 @@ SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 
 class StopRequested(BaseException):
-    """SIGINT or SIGTERM came. No ``KeyboardInterrupt``: typer exits on that without a message."""
+    """SIGINT, SIGTERM or SIGHUP came. No ``KeyboardInterrupt``: typer exits on that without a message."""
 
 
 def handle_signals() -> Callable[[], None]:
-    """From now on SIGINT and SIGTERM raise ``StopRequested`` in the main thread, which calls this. A signal that is ignored already
+    """From now on SIGINT, SIGTERM and SIGHUP raise ``StopRequested`` in the main thread, which calls this. A signal that is ignored already
     (nohup, a shell's background) stays ignored.
 
     Returns what the main thread calls once it has unwound: it ends the process if a signal came.
     """
     received: list[int] = []
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     stopping.watch(numbers, UNWIND_SECONDS, end)
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -22,7 +22,6 @@ import sqlalchemy as sa
 from factory.core.workspace import Workspace
 from factory.tracking.outages import TrackingError as TrackingError
 from factory.tracking.outages import advice, note_answer, note_failure, refuse_resting
-from kernels.contract.files import sync_folder
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -190,16 +189,12 @@ def _create_store(path: Path, artifacts: Path) -> None:
     sa.event.listen(engine, "connect", _never_flush)
     _initialize_tables(engine)
     engine.dispose()
-    SqlAlchemyStore(f"sqlite:///{aside}", artifacts.as_uri()).engine.dispose()  # adds the default experiment
+    SqlAlchemyStore(
+        f"sqlite:///{aside}", artifacts.as_uri()
+    ).engine.dispose()  # the default experiment: its commit flushes the file
     with closing(_connect(aside, PATIENCE)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
-    handle = os.open(aside, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    os.replace(aside, path)
-    sync_folder(path.parent)
+    os.replace(aside, path)  # its name is flushed with what the ledger says that it holds ('flush')
 
 
 def _flush_less(uri: str, artifacts: Path, inode: int) -> None:
@@ -224,5 +219,7 @@ def _flush_at_checkpoints(connection: sqlite3.Connection, _record: object) -> No
 
 
 def _never_flush(connection: sqlite3.Connection, _record: object) -> None:
-    connection.execute("PRAGMA synchronous=OFF")  # hundreds of commits; the whole file is flushed once, afterwards
+    connection.execute(
+        "PRAGMA synchronous=OFF"
+    )  # hundreds of commits; the whole file is flushed once, with the default experiment
     connection.execute("PRAGMA journal_mode=MEMORY")

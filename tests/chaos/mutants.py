@@ -106,15 +106,17 @@ MUTANTS = (
     ),
     Mutant("factory/release/serving.py", "os.replace(new_link, folder / LINK)", RELEASE),
     Mutant("factory/release/serving.py", "sync_folder(folder)", RELEASE),
-    Mutant("factory/tracking/mlflow_store.py", "os.fsync(handle)", STORE),
     Mutant(
         "factory/tracking/mlflow_store.py",
         'return subprocess.run(["sync", "--", *files], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0',
         SEGMENT,
         instead="return True",
     ),
-    Mutant("factory/tracking/mlflow_store.py", "os.replace(aside, path)", STORE),
-    Mutant("factory/tracking/mlflow_store.py", "sync_folder(path.parent)", STORE),
+    Mutant(
+        "factory/tracking/mlflow_store.py",
+        "os.replace(aside, path)  # its name is flushed with what the ledger says that it holds ('flush')",
+        STORE,
+    ),
     Mutant(
         "factory/git/durable.py", "os.fsync(out.fileno())", Cut("merge", "create target/.git/index.lock", at_once=True)
     ),

@@ -79,7 +79,9 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Slow:
 
 @pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
 @pytest.mark.parametrize(
-    ("command", "number"), [(("train",), signal.SIGTERM), (("run", "--once"), signal.SIGINT)], ids=["train", "run"]
+    ("command", "number"),
+    [(("train",), signal.SIGTERM), (("run", "--once"), signal.SIGINT), (("train",), signal.SIGHUP)],
+    ids=["train", "run", "a closed terminal"],
 )
 def test_a_signal_within_a_step_ends_all(slow: Slow, command: tuple[str, ...], number: signal.Signals) -> None:
     process, started = slow.start(*command)

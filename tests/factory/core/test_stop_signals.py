@@ -34,7 +34,7 @@ runpy.run_module("factory", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
     "module", ["factory.cli", "typer", "factory.core.stopping", "factory.cli.app", "factory.cli.safety"]
 )

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from factory.core.errors import ConfigError, FactoryError, InputError, WorkspaceError
+from factory.core.errors import ConfigError, DamagedTokenizerError, FactoryError, InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace, code_root
 from factory.ingest import chain
