@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import TASK_VERSIONS, Suite, build_suite
 from factory.evals.tasks import (
+    DEV,
     DISTRACTORS,
     EvalItem,
     Sample,
@@ -35,7 +36,7 @@ from factory.evals.tasks import (
     build_cloze,
     chat_items,
     chat_samples,
-    encode_suite,
+    encode_documents,
     noise_floor,
     ratio_bits,
     score_cloze,
@@ -128,12 +129,15 @@ def _measure(
             )
     except ExportError as error:
         return summary | _parity_summary([Check("export", False, str(error)[:500])]), []
-    texts = encode_suite(suite, tokenizer, token_bytes, policy.document_bytes)
+    encode = lambda documents: encode_documents(documents, tokenizer, token_bytes, policy.document_bytes)
+    texts, dev_texts = encode(suite.documents), encode(suite.dev)
     cloze = build_cloze(suite, tokenizer, policy)
     clock.lap("prepare")
     total = len(texts) + len(cloze)
     with progress.task(f"evaluating candidate {candidate.id}", None) as task:
         bpb_items = bits_per_byte(model, texts, policy, lambda n: task.advance(n, "bits per byte"))
+        dev = bits_per_byte(model, dev_texts, policy, lambda n: task.advance(n, "bits per byte of the dev half"))
+        dev_items = [replace(item, task=DEV) for item in dev]
         clock.lap("bpb")
         noise = noise_floor(
             model, texts, bpb_items, policy, lambda n: task.advance(n, "bits per byte, shifted windows")
@@ -153,16 +157,25 @@ def _measure(
                 f"{model.config.layers} layers, width {model.config.d_model}: every tensor there, finite and of its shape",
             )
         ]
-        broken = [item for item in bpb_items if not math.isfinite(item.value)]
+        broken = [item for item in [*bpb_items, *dev_items] if not math.isfinite(item.value)]
         if broken:
-            words = f"{len(broken)} of {len(bpb_items)} held-out documents have no finite loss, first {broken[0].item}"
+            words = f"{len(broken)} of {len(bpb_items) + len(dev_items)} held-out documents have no finite loss, first {broken[0].item}"
             return summary | _parity_summary([*checks, Check("finite_loss", False, words)]), []
         checks.append(Check("finite_loss", True, f"{len(bpb_items)} held-out documents, {total} items, all finite"))
         try:
             if not released:
                 checks += parity(
                     ParityCase(
-                        export, tokenizer, workspace.tokenizer, token_bytes, model, suite, texts, shards, ledger, policy
+                        export,
+                        tokenizer,
+                        workspace.tokenizer,
+                        token_bytes,
+                        model,
+                        suite,
+                        [*texts, *dev_texts],
+                        shards,
+                        ledger,
+                        policy,
                     )
                 )
         except (TokenShardError, OSError) as error:
@@ -170,7 +183,11 @@ def _measure(
         task.advance(len(checks), "parity")
         clock.lap("parity")
     summary |= _results(bpb_items, noise, cloze_items, samples) | _parity_summary(checks) | {"seconds": clock.laps}
-    return summary, [*bpb_items, *cloze_items, *chat_items(samples)]
+    summary["dev"] = {
+        "bpb": ratio_bits(dev_items),
+        "documents": {d: len([i for i in dev_items if i.domain == d]) for d in suite.domains},
+    }
+    return summary, [*bpb_items, *dev_items, *cloze_items, *chat_items(samples)]
 
 
 def _results(

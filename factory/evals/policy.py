@@ -11,7 +11,9 @@ class EvalPolicy(StrictPolicy):
     """Every key is optional. All counts are caps; the choice below a cap is by hash, so that all candidates get the same items."""
 
     documents_per_domain: Count = 60
-    """Held-out documents scored in bits per byte, a domain."""
+    """Held-out documents of the sealed half scored in bits per byte, a domain."""
+    dev_documents_per_domain: Count = 20
+    """Held-out documents of the dev half that are scored beside them."""
     document_bytes: Count = 2048
     """Bytes scored of one document."""
     window_overlap: Share = 0.25

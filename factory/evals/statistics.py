@@ -105,6 +105,28 @@ def _gain(
     )
 
 
+def difference(one: Gain, other: Gain) -> Gain:
+    """``one`` less ``other``, which are of different documents; the degrees of freedom are Welch's (1947).
+
+    >>> found = difference(Gain(0.3, 0.03, 9, 9.0), Gain(0.1, 0.04, 9, 9.0))
+    >>> round(found.gain, 3), round(found.error, 3), found.clusters, round(found.effective, 2)
+    (0.2, 0.05, 18, 15.84)
+    """
+    if not all(map(_finite, (one.gain, one.error, one.effective, other.gain, other.error, other.effective))):
+        return Gain()
+    assert one.gain is not None and one.error is not None and one.effective is not None and one.clusters is not None
+    assert other.gain is not None and other.error is not None and other.effective is not None
+    assert other.clusters is not None
+    of_one, of_other = one.error**2, other.error**2
+    clusters, gain = one.clusters + other.clusters, one.gain - other.gain
+    if one.effective <= 1 or other.effective <= 1:
+        return Gain(gain, None, clusters, None)
+    if not of_one + of_other:
+        return Gain(gain, 0.0, clusters, one.effective + other.effective - 1)
+    freedom = (of_one + of_other) ** 2 / (of_one**2 / (one.effective - 1) + of_other**2 / (other.effective - 1))
+    return Gain(gain, math.sqrt(of_one + of_other), clusters, freedom + 1)
+
+
 def holm(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
     """Which hypotheses are shown, all together at one level (Holm 1979, step down).
 

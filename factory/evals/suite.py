@@ -1,5 +1,9 @@
 """The suite: which held-out documents every candidate is measured on, and the hash that names them.
 
+The release gate decides on documents of the *sealed* half (``factory.ingest.rules.split``), which nothing else reads. A few of the dev half are
+measured beside them: a model that is better there, and not on what nobody saw, was fitted to the dev half, and one that is better on the
+sealed half alone has seen that.
+
 The choice is by content hash, so it is the same for every candidate; new held-out documents may displace old ones, which makes a new
 suite, and the champion is then measured again on that one before the two are compared.
 """
@@ -8,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +20,11 @@ import sqlalchemy as sa
 
 from factory.core.policy_file import policy_sha256
 from factory.evals.policy import EvalPolicy
+from factory.ingest.rules.split import cluster_of, is_sealed
 from factory.ledger.ledger import Ledger, documents, held_out
 
 # Raise a task's number when its items or their scoring change: old evaluations are then never compared with new ones.
-TASK_VERSIONS = {"bpb": 1, "cloze": 1, "chat": 2, "baselines": 1, "noise": 1}
+TASK_VERSIONS = {"bpb": 1, "cloze": 1, "chat": 2, "baselines": 1, "noise": 1, "dev": 1}
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class HeldOutDocument:
 @dataclass(frozen=True)
 class Suite:
     sha256: str
-    documents: tuple[HeldOutDocument, ...]  # sorted by domain, then by hash
+    documents: tuple[HeldOutDocument, ...]  # sealed, sorted by domain, then by hash
+    dev: tuple[HeldOutDocument, ...] = ()  # sorted so too
 
     @property
     def domains(self) -> list[str]:
@@ -51,25 +57,41 @@ class Suite:
 
 def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Suite:
     """The suite of the ledger's held-out documents as they are now."""
-    listed = ledger.rows(
-        sa.select(held_out.c.key, held_out.c.domain, documents.c.content_sha256).join(
-            documents, documents.c.key == held_out.c.key
-        )
-    )
-    by_domain: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for row in listed:
-        by_domain[row["domain"]].append((order("suite", row["content_sha256"] or row["key"]), row["key"]))
-    chosen = [key for domain in by_domain for _, key in sorted(by_domain[domain])[: policy.documents_per_domain]]
+    sealed = held_out_documents(ledger, policy.documents_per_domain, sealed=True)
+    dev = held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False)
+    identity = {"tasks": TASK_VERSIONS, "policy": policy_sha256(policy), "tokenizer": tokenizer_sha256}
+    items = {"items": [_identity(document) for document in sealed], "dev": [_identity(document) for document in dev]}
+    return Suite(hashlib.sha256(_canonical(identity | items)).hexdigest(), sealed, dev)
+
+
+def held_out_documents(ledger: Ledger, per_domain: int, sealed: bool) -> tuple[HeldOutDocument, ...]:
+    """At most so many documents of a domain and half, by content hash: one of each cluster first, then a second."""
+    h, d = held_out.c, documents.c
+    by_domain: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
+    for row in ledger.rows(sa.select(h.key, h.domain, h.source, d.content_sha256).join(documents, d.key == h.key)):
+        cluster = cluster_of(row["key"], row["source"])
+        if is_sealed(cluster) == sealed:
+            drawn = order("suite", row["content_sha256"] or row["key"])
+            by_domain[row["domain"]].append((drawn, cluster, row["key"]))
+    chosen: list[str] = []
+    for drawn_ones in by_domain.values():
+        seen: Counter[str] = Counter()
+        turns = []
+        for drawn, cluster, key in sorted(drawn_ones):
+            turns.append((seen[cluster], drawn, key))
+            seen[cluster] += 1
+        chosen += [key for _, _, key in sorted(turns)[:per_domain]]
     rows = [row for start in range(0, len(chosen), 500) for row in _fetch(ledger, chosen[start : start + 500])]
-    found = [HeldOutDocument(row["key"], row["domain"], row["source"] or row["key"], row["content"]) for row in rows]
-    found.sort(key=lambda document: (document.domain, order("suite", document.key)))
-    identity = {
-        "tasks": TASK_VERSIONS,
-        "policy": policy_sha256(policy),
-        "tokenizer": tokenizer_sha256,
-        "items": [[d.key, d.domain, d.cluster, hashlib.sha256(_canonical(d.content)).hexdigest()] for d in found],
-    }
-    return Suite(hashlib.sha256(_canonical(identity)).hexdigest(), tuple(found))
+    found = [
+        HeldOutDocument(row["key"], row["domain"], cluster_of(row["key"], row["source"]), row["content"])
+        for row in rows
+    ]
+    return tuple(sorted(found, key=lambda document: (document.domain, order("suite", document.key))))
+
+
+def _identity(document: HeldOutDocument) -> list[str]:
+    content = hashlib.sha256(_canonical(document.content)).hexdigest()
+    return [document.key, document.domain, document.cluster, content]
 
 
 def order(*parts: str) -> str:

@@ -27,6 +27,7 @@ from factory.ingest.tokenizer import Tokenizer
 
 BATCH_TOKENS = 4096
 DISTRACTORS = 3
+DEV = "dev"  # the task of bits per byte on the dev half, which decides nothing by itself
 Advance = Callable[[float], None]
 
 
@@ -66,10 +67,12 @@ class Sample:
 
 
 # -- bits per byte -----------------------------------------------------------------------------------------------------
-def encode_suite(suite: Suite, tokenizer: Tokenizer, token_bytes: TokenBytes, limit: int) -> list[ScoredText]:
-    """Every document of the suite that has anything to score, cut to ``limit`` scored bytes."""
+def encode_documents(
+    documents: Sequence[HeldOutDocument], tokenizer: Tokenizer, token_bytes: TokenBytes, limit: int
+) -> list[ScoredText]:
+    """Every document that has anything to score, cut to ``limit`` scored bytes."""
     encoded = []
-    for document in suite.documents:
+    for document in documents:
         if document.messages is None:
             ids, mask = tokenizer.encode_text(document.content["text"][: 2 * limit])
         else:

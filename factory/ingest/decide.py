@@ -6,6 +6,7 @@ remaining document. Nothing is written here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,8 +109,8 @@ def _hold_out(
     living: Sequence[_Living], analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path
 ) -> dict[str, Hashes]:
     """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
-    room = index.held_out_count()
-    wanting = _wanting(living, policy, room, index)
+    before = index.held_out_documents()
+    wanting = _wanting(living, policy, before)
     if not wanting:
         return {}
     candidates = {one.number: grams for one, grams in _grams(wanting, analysed, spool)}
@@ -126,6 +127,7 @@ def _hold_out(
     common = all_grams[counts > policy.decontamination.common]
 
     chosen: dict[str, Hashes] = {}
+    room = Counter(domain for domain, _, _ in before)
     for one in wanting:
         row = one.row
         grams = candidates[one.number]
@@ -134,42 +136,52 @@ def _hold_out(
         overlap = next((min(trained[gram]) for gram in grams.tolist() if gram in trained), None)
         if overlap is not None:
             row.detail = f"not held out: shares words with {overlap}, which is trained on"
-        elif room.get(row.domain, 0) < policy.rules(row.domain).hold_out_at_most:
-            room[row.domain] = room.get(row.domain, 0) + 1
+        elif room[row.domain] < policy.rules(row.domain).hold_out_at_most:
+            room[row.domain] += 1
             chosen[row.key] = grams
             row.fate = "held_out"
     return chosen
 
 
-def _wanting(living: Sequence[_Living], policy: DataPolicy, room: dict[str, int], index: Index) -> list[_Living]:
-    """Those of the share, and what a domain with fewer than ``least`` held-out documents needs."""
+def _wanting(
+    living: Sequence[_Living], policy: DataPolicy, before: Sequence[tuple[str, str, str | None]]
+) -> list[_Living]:
+    """Those of the share, and what a domain with fewer than ``least`` held-out documents in a half needs."""
     if not policy.held_out.share:
         return []
     by_domain: dict[str, list[_Living]] = {}
     for one in living:
         by_domain.setdefault(one.row.domain, []).append(one)
-    before = index.held_out_sources()
-    whole = {
-        domain for domain in {*by_domain, *(of for of, _ in before)} if policy.rules(domain).hold_out_by == "source"
-    }
+    domains = {*by_domain, *(domain for domain, _, _ in before)}
+    whole = {domain for domain in domains if policy.rules(domain).hold_out_by == "source"}
     kept = {
-        source for domain, source in before if domain in whole
+        source for domain, _, source in before if source and domain in whole
     }  # sources that were taken stay held out, whatever their draw
     wants: set[int] = set()
     for domain, ones in by_domain.items():
         mine = {one.number for one in ones if one.row.wants_held_out or (domain in whole and one.row.source in kept)}
-        rules = policy.rules(domain)
-        missing = min(policy.held_out.least, rules.hold_out_at_most) - room.get(domain, 0) - len(mine)
-        wants |= mine | _next_drawn(ones, mine, rules, {source for of, source in before if of == domain}, missing)
+        wants |= mine
+        sources = {source or "" for of, _, source in before if of == domain}
+        for sealed in (True, False):
+            there = sum(of == domain and _sealed(key, source) == sealed for of, key, source in before)
+            half = [one for one in ones if _sealed(one.row.key, one.row.source) == sealed]
+            missing = min(policy.held_out.least, policy.rules(domain).hold_out_at_most // 2) - there
+            wants |= _next_drawn(half, mine, policy.rules(domain), sources, missing)
     kept |= {one.row.source for one in living if one.number in wants and one.row.domain in whole and one.row.source}
     return [one for one in living if one.number in wants or (one.row.domain in whole and one.row.source in kept)]
 
 
+def _sealed(key: str, source: str | None) -> bool:
+    return split.is_sealed(split.cluster_of(key, source))
+
+
 def _next_drawn(
-    ones: Sequence[_Living], mine: set[int], rules: DomainRules, sources: set[str], missing: int
+    ones: Sequence[_Living], taken: set[int], rules: DomainRules, sources: set[str], missing: int
 ) -> set[int]:
-    """Up to ``missing`` documents of a domain beside ``mine``: those that would be drawn next, first of sources of which nothing is held out
-    yet; whole sources where sources are held out; with ``mine`` at most half of all."""
+    """Up to ``missing`` documents of a half of a domain, with those ``taken``: those that would be drawn next, first of sources of which
+    nothing is held out yet; whole sources where sources are held out; at most half of all."""
+    mine = taken & {one.number for one in ones}
+    missing -= len(mine)
     units: dict[int, list[_Living]] = {}
     for one in ones:
         assert one.row.content_sha256

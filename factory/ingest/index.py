@@ -80,15 +80,10 @@ class Index:
             grams.setdefault(row["document"], []).append(row["hash"])
         return [(key, np.array(grams[key], np.int64).astype(np.uint64)) for key in sorted(grams)]
 
-    def held_out_count(self) -> dict[str, int]:
-        """The number of held-out documents by domain."""
-        statement = sa.select(held_out.c.domain, sa.func.count().label("n")).group_by(held_out.c.domain)
-        return {row["domain"]: row["n"] for row in self._ledger.rows(statement)}
-
-    def held_out_sources(self) -> set[tuple[str, str]]:
-        """(domain, source) of every held-out document that names one."""
-        statement = sa.select(held_out.c.domain, held_out.c.source).where(held_out.c.source.is_not(None)).distinct()
-        return {(row["domain"], row["source"]) for row in self._ledger.rows(statement)}
+    def held_out_documents(self) -> list[tuple[str, str, str | None]]:
+        """(domain, key, source) of every held-out document."""
+        statement = sa.select(held_out.c.domain, held_out.c.key, held_out.c.source)
+        return [(row["domain"], row["key"], row["source"]) for row in self._ledger.rows(statement)]
 
     def _select(self, columns: Sequence[Any], by: Any, values: Sequence[Any], *where: Any) -> Iterator[tuple[Any, ...]]:
         statement = sa.select(*columns).where(by.in_(sa.bindparam("values", expanding=True)), *where)

@@ -192,8 +192,7 @@ def describe_average(averaged: dict[str, Any]) -> str:
     if averaged["rule"] == "uniform":
         return f"average of {len(parts)} checkpoints (steps {', '.join(str(part['step']) for part in parts)}; uniform)"
     listed = ", ".join(f"{part['step']} × {part['weight']:.2f}" for part in parts)
-    where = "the documents the gate judges on" if averaged["judged_on_the_same"] else "documents of its own"
-    return f"average of {len(parts)} checkpoints (steps {listed}; by held-out loss on {where})"
+    return f"average of {len(parts)} checkpoints (steps {listed}; by loss on the dev half of what is held out)"
 
 
 def _at(moment: float) -> str:

@@ -219,7 +219,6 @@ def _measure(
         "noise": noise,
         "documents": ruler.documents,
         "shares": ruler.shares,
-        "judged_on_the_same": ruler.judged_too,
     }
 
 

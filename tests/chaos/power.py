@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tests.chaos.shim import SPAWN, SYNCS, Effect
 
+REPLAYS = "/plant/diagnoses/"
 LOSSES = ("power cut, names kept", "power cut, names lost")
 
 
@@ -37,7 +38,13 @@ def cut(start: Path, site: Path, done: list[Effect], store: Path, loss: str) -> 
     root = _read(start)
     for effect in done:
         if not effect.error:
-            _apply(root, site, effect, store)
+            try:
+                _apply(root, site, effect, store)
+            except (
+                KeyError
+            ):  # what replays of a diagnosis write is not recorded: they run in an environment of their own
+                if REPLAYS not in effect.path:
+                    raise
     aside = site.with_name(".cut")
     shutil.rmtree(aside, ignore_errors=True)
     _write(root, aside, loss == LOSSES[1], within_git=False)

@@ -1,4 +1,4 @@
-"""Scores untrusted weights on held-out documents with the judge's own model."""
+"""Scores untrusted weights on held-out documents of the dev half with the judge's own model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from factory.core.workspace import Workspace
 from factory.evals.export_config import parse_config
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.suite import build_suite
-from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte, encode_suite, ratio_bits
+from factory.evals.suite import held_out_documents
+from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte, encode_documents, ratio_bits
 from factory.evals.token_bytes import TokenBytes
 from factory.gates.patch.session import Weights
 from factory.ingest.tokenizer import Tokenizer
@@ -23,15 +23,14 @@ from trainer.contract.recipe import Recipe
 
 
 def held_out_texts(count: int, size: int, workspace: Workspace, ledger: Ledger) -> tuple[list[ScoredText], EvalPolicy]:
-    """At most ``count`` held-out documents a domain, cut to ``size`` bytes, and how they are scored; none without a tokenizer."""
-    update = {"documents_per_domain": count, "document_bytes": size}
-    policy = EvalPolicy.load(workspace.policy("evals.yaml")).model_copy(update=update)
+    """At most ``count`` documents of the dev half a domain, cut to ``size`` bytes, and how they are scored; none without a tokenizer."""
+    policy = EvalPolicy.load(workspace.policy("evals.yaml"))
     try:
         tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
     except InputError:
         return [], policy
-    suite = build_suite(ledger, policy, tokenizer.sha256)
-    return encode_suite(suite, tokenizer, token_bytes, size), policy
+    dev = held_out_documents(ledger, count, sealed=False)
+    return encode_documents(dev, tokenizer, token_bytes, size), policy
 
 
 def reference_model(weights: Weights, recipe: dict[str, Any]) -> ReferenceModel:

@@ -15,13 +15,14 @@ import sqlalchemy as sa
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.evals.evaluator import current_suite, evaluate_on, items_of
+from factory.evals.evaluator import current_suite, evaluate_on, evaluation_of, items_of
 from factory.evals.statistics import compare
 from factory.evals.suite import Suite
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.judge import FIRST_RELEASE, ReleaseEvidence, judge
 from factory.gates.release.licences import not_releasable, tokens_by_licence
 from factory.gates.release.line import GATE, look_at, lost_since_best
+from factory.gates.release.memorising import fresh_keys, gap_between, looks_before
 from factory.gates.release.policy import ReleasePolicy
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import open_in, rewound_in
@@ -41,9 +42,14 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     if released:
         return released.verdict
     suite = current_suite(workspace, ledger)
-    ours = evaluate_on(workspace, ledger, candidate_id, suite, progress)
     best = champion(ledger)
     champion_id = best.candidate if best else None
+    looks = looks_before(ledger, candidate_id, suite)
+    if looks >= policy.sealed_looks_max and evaluation_of(ledger, candidate_id, suite) is None:
+        against = FIRST_RELEASE if champion_id is None else str(Subject("candidate", champion_id))
+        unread = ReleaseEvidence(against=against, domains=tuple(suite.domains), sealed_looks=looks)
+        return _record(ledger, policy, candidate_id, champion_id, suite, unread, {"candidate": None, "champion": None})
+    ours = evaluate_on(workspace, ledger, candidate_id, suite, progress)
     theirs = (
         None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, progress, released=True)
     )
@@ -53,6 +59,7 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     other = not_releasable(licences, tokens)
     evidence = replace(
         evidence,
+        sealed_looks=looks,
         anomalies=_open_anomalies(workspace, ledger, candidate_id),
         releasable=1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
         not_releasable=other,
@@ -83,10 +90,22 @@ def gather(
         "champion_cloze": other.get("cloze", {}).get("share_right"),
         "noise_floor": other.get("noise_floor", {}),
     }
-    found = compare(items_of(ledger, ours), items_of(ledger, theirs), policy.target.weights)
+    ours_items, theirs_items = items_of(ledger, ours), items_of(ledger, theirs)
+    found = compare(ours_items, theirs_items, policy.target.weights)
     target, guards = found if found else (None, {})
+    mine_id = EvaluationRow.get(ledger, ours).candidate
+    sealed, fresh = {document.key for document in suite.documents}, fresh_keys(ledger, mine_id, suite)
+    halves = gap_between(ours_items, theirs_items, sealed, policy.target.weights)
+    ages = gap_between(ours_items, theirs_items, fresh, policy.target.weights)
     measured |= {
-        "look": look_at(ledger, champion_id, EvaluationRow.get(ledger, ours).candidate, suite.sha256),
+        "on_sealed": halves[0] if halves else None,
+        "on_dev": halves[1] if halves else None,
+        "halves_gap": halves[2] if halves else None,
+        "fresh_documents": len(fresh),
+        "older_documents": len(suite.documents) + len(suite.dev) - len(fresh),
+        "on_fresh": ages[0] if ages else None,
+        "fresh_gap": ages[2] if ages else None,
+        "look": look_at(ledger, champion_id, mine_id, suite.sha256),
         "lost": lost_since_best(ledger, guards),
     }
     return ReleaseEvidence(against=str(Subject("candidate", champion_id)), target=target, guards=guards, **measured)

@@ -46,6 +46,14 @@ class ReleaseEvidence:
         default_factory=dict
     )  # by guard: what the champion had lost already, since the best release of its line
     look: int | None = None  # 1: the first candidate that is judged against this champion
+    sealed_looks: float | None = None  # candidates that read a document of the sealed half before, on average
+    on_sealed: Gain | None = None  # the gains on the two halves of what is held out, in the domains that both have, and
+    on_dev: Gain | None = None
+    halves_gap: Gain | None = None  # the first less the second
+    fresh_documents: int | None = None  # held-out ones that were compared and arrived after its training
+    older_documents: int | None = None  # and before
+    on_fresh: Gain | None = None
+    fresh_gap: Gain | None = None  # on these less on the others
     releasable: float | None = None  # share of the tokens it was trained on whose licence allows to release a model
     not_releasable: Numbers = field(default_factory=dict)  # by other licence, its share: for words alone
     anomalies: tuple[str, ...] | None = None  # of the training that it comes from: open ones, rewound segments
@@ -62,7 +70,12 @@ class Verdict:
 
 def judge(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Verdict:
     """Decide. Pure: the same policy and evidence give the same verdict, word for word."""
+    looks = _number(evidence.sealed_looks)
+    if looks is not None and looks >= policy.sealed_looks_max:
+        return Verdict(HOLD, (_spent(looks, policy.sealed_looks_max),))
     against, missing, facts = _checks(evidence)
+    if looks is None or looks < 0:
+        missing.append("How often the sealed half was read before is not known.")
     missing += _basics(policy, evidence)
     if evidence.anomalies is None:
         missing.append("Whether its training had an anomaly was not looked up.")
@@ -179,7 +192,42 @@ def _comparison(
     else:
         missing.insert(0, f"Not shown to be better than {champion}: {words}.")
         missing.insert(1, _seen(target, level, look))
+    _memorising(policy, evidence, missing)
     _guards(policy, evidence, against, missing, facts)
+
+
+def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[str]) -> None:
+    """Was it fitted to held-out documents?"""
+    rules = policy.memorising
+    gap = evidence.halves_gap
+    low, high = (gap.bound(rules.alpha / 2), gap.bound(rules.alpha / 2, above=True)) if gap else (None, None)
+    sealed, dev = (_number(one.gain) if one else None for one in (evidence.on_sealed, evidence.on_dev))
+    if low is None or high is None or sealed is None or dev is None:
+        missing.append(
+            "The gains on the sealed half and on the dev half of what is held out could not be compared: the next shards bring documents of both."
+        )
+    elif low > rules.halves_margin or high < -rules.halves_margin:
+        seen = "it has seen the sealed documents" if low > 0 else "it was fitted to the dev half"
+        missing.insert(
+            0,
+            f"It gains {_signed(sealed)} bits per byte on the sealed half and {_signed(dev)} on the dev half, which are drawn alike: {seen}.",
+        )
+    fresh, older = evidence.fresh_documents, evidence.older_documents
+    if fresh is None or older is None:
+        missing.append("How many held-out documents arrived after its training is not known.")
+    elif min(fresh, older) >= policy.documents_min:
+        gap, new = evidence.fresh_gap, _number(evidence.on_fresh.gain) if evidence.on_fresh else None
+        high = gap.bound(rules.alpha / 2, above=True) if gap else None
+        if gap is None or high is None or new is None or gap.gain is None:
+            missing.append(
+                f"The gain on {fresh} held-out documents that arrived after its training could not be compared."
+            )
+        elif high < -rules.fresh_margin:
+            missing.insert(
+                0,
+                f"It gains {_signed(new)} bits per byte on documents that arrived after its training and {_signed(new - gap.gain)} on the others: "
+                "it knows those by heart.",
+            )
 
 
 def _guards(
@@ -285,6 +333,13 @@ def _sentence(name: str, gain: Gain | None, levels: tuple[float | None, float | 
     if name == CLOZE:
         return f"{words} ({_signed(change)}, 95 % between {_signed(low)} and {_signed(high)})"
     return f"{words} ({_signed(-change)}, 95 % between {_signed(-high)} and {_signed(-low)})"
+
+
+def _spent(looks: float, most: float) -> str:
+    return (
+        f"The sealed half of what is held out was read by {looks:.0f} candidates before, at most {most:.0f} are allowed: nothing was measured. "
+        "New shards bring held-out documents that nobody saw (sealed_looks_max in gates/release.yaml)."
+    )
 
 
 def _seen(target: Gain, level: float, look: int | None) -> str:

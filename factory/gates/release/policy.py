@@ -38,6 +38,17 @@ class Guards(StrictPolicy):
     """A measurement noisier than this, in bits per byte, is no evidence."""
 
 
+class Memorising(StrictPolicy):
+    """How far gains on two kinds of held-out documents may lie apart before a candidate counts as fitted to one of them."""
+
+    alpha: Level = 0.01
+    """Chance of a hold where the gains are the same, for each of the two comparisons."""
+    halves_margin: NotNegative = 0.02
+    """Bits per byte between the gains on the sealed half and on the dev half, which are drawn alike."""
+    fresh_margin: NotNegative = 0.1
+    """Bits per byte by which the gain on documents that arrived after its training is less than on the others: they may be of another kind."""
+
+
 class FirstRelease(StrictPolicy):
     """What a candidate must reach when there is no champion to beat."""
 
@@ -59,6 +70,10 @@ class ReleasePolicy(StrictPolicy):
     not_releasable_max: Share = 0.0
     """Of the supervised tokens that a candidate was trained on: share from documents whose licence does not allow the release of a model,
     as ``licences`` in data.yaml says now."""
+    sealed_looks_max: Annotated[float, Field(gt=0)] = 200.0
+    """Candidates that read a document of the sealed half before, on average over the suite: each of them tells a little of what is in it. New
+    shards, whose held-out documents nobody saw, bring it down."""
+    memorising: Memorising = Field(default_factory=Memorising)
     target: Target = Field(default_factory=Target)
     guards: Guards = Field(default_factory=Guards)
     first_release: FirstRelease = Field(default_factory=FirstRelease)

@@ -43,6 +43,14 @@ def evidence(against: str = "candidate:1", target: float = 0.08, **guards: float
         checks=dict.fromkeys(CHECKS, (True, "fine")),
         target=gain(target),
         look=1,
+        sealed_looks=3.0,
+        on_sealed=gain(target),
+        on_dev=gain(target),
+        halves_gap=gain(0.0),
+        fresh_documents=20,
+        older_documents=60,
+        on_fresh=gain(target),
+        fresh_gap=gain(0.0),
         lost=dict.fromkeys(MEASURES, 0.0),
         guards=each,
         anomalies=(),
@@ -59,6 +67,13 @@ FIRST = replace(
     noise_floor={},
     look=None,
     lost={},
+    on_sealed=None,
+    on_dev=None,
+    halves_gap=None,
+    fresh_documents=None,
+    older_documents=None,
+    on_fresh=None,
+    fresh_gap=None,
 )
 
 
@@ -127,6 +142,30 @@ CASES = [
     ),
     ("hold", replace(evidence(), target=gain(math.nan)), "could not be measured: a number is missing or not finite"),
     ("hold", replace(evidence(), target=None), "could not be measured"),
+    (
+        "hold",
+        replace(evidence(target=0.64), on_dev=gain(0.01), halves_gap=gain(0.63)),
+        "It gains +0.640 bits per byte on the sealed half and +0.010 on the dev half, which are drawn alike: it has seen the sealed documents.",
+    ),
+    (
+        "hold",
+        replace(evidence(), on_dev=gain(0.2), halves_gap=gain(-0.12)),
+        "and +0.200 on the dev half, which are drawn alike: it was fitted to the dev half.",
+    ),
+    ("promote", replace(evidence(), halves_gap=gain(0.03, 0.05)), "Better than candidate 1"),
+    ("hold", replace(evidence(), halves_gap=None), "The gains on the sealed half and on the dev half"),
+    (
+        "hold",
+        replace(evidence(), on_fresh=gain(-0.1), fresh_gap=gain(-0.18)),
+        "It gains −0.100 bits per byte on documents that arrived after its training and +0.080 on the others",
+    ),
+    ("promote", replace(evidence(), on_fresh=None, fresh_gap=None, fresh_documents=3), "Better than candidate 1"),
+    ("hold", replace(evidence(), sealed_looks=None), "How often the sealed half was read before is not known"),
+    (
+        "hold",
+        replace(evidence(), sealed_looks=200.0),
+        "The sealed half of what is held out was read by 200 candidates before, at most 200 are allowed: nothing was measured.",
+    ),
     ("reject", changed(evidence(), "checks", "logits", (False, "0.3 apart")), "Check logits failed"),
 ]
 

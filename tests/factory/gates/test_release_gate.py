@@ -17,10 +17,12 @@ from factory.core.workspace import Workspace
 from factory.evals.evaluator import evaluate
 from factory.evals.parity import CHECKS
 from factory.gates.release.gate import decide
+from factory.ingest.rules.split import is_sealed
 from factory.ledger.ledger import Ledger, documents, eval_items, evaluations, held_out, record, releases, verdicts
 from factory.ledger.rows import CandidateRow, champion
 from tests.support.factory.exports import SHARD, Plant, build_plant, save_export, tiny_model, trained
 from tests.support.paths import ROOT
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,19 @@ def verdict_of(plant: Plant, number: int) -> dict:
     return row
 
 
+def with_champion(plant: Plant, candidate: int) -> None:
+    """Make a judged candidate champion, whatever its verdict."""
+    if champion(plant.ledger) is None:
+        verdict = decide(plant.workspace, plant.ledger, candidate, SILENT)
+        with plant.ledger.begin() as tx:
+            tx.execute(
+                releases.insert().values(
+                    number=1, candidate=candidate, verdict=verdict, state="published", created_at=0.0
+                )
+            )
+            record(tx, "promoted", "release:1")
+
+
 def summary_of(plant: Plant, candidate: int) -> dict:
     row = plant.ledger.one(sa.select(evaluations.c.summary).where(evaluations.c.candidate == candidate))
     assert row is not None
@@ -67,10 +82,10 @@ def test_evaluate_writes_items_and_summary_once(plant: Plant, weak: int) -> None
     assert set(summary["parity"]) == set(CHECKS)
     assert all(1 < row["trigram"] < row["bigram"] < 5 for row in summary["baselines"].values())
     items = plant.ledger.rows(sa.select(eval_items).where(eval_items.c.evaluation == number))
-    assert {item["task"] for item in items} == {"bpb", "cloze", "chat"} and len(summary["samples"]) == 12
+    assert {item["task"] for item in items} == {"bpb", "dev", "cloze", "chat"} and len(summary["samples"]) == 12
     bits = sum(i["value"] for i in items if i["task"] == "bpb" and i["domain"] == "code") / 0.6931471805599453
     assert summary["bpb"]["code"] == pytest.approx(bits / summary["bytes"]["code"])
-    held = [d for d in plant.documents if d.held and d.domain == "docs"]
+    held = [d for d in plant.documents if d.held and d.domain == "docs" and is_sealed(d.source)]
     whole = sum(len(d.content["text"].encode()) for d in held)
     assert 0.95 * whole < summary["bytes"]["docs"] < whole  # all but each document's first token
 
@@ -87,9 +102,7 @@ def test_first_release_below_the_floor_is_rejected_in_words(plant: Plant, weak: 
 
 def test_better_model_is_promoted_over_the_champion_on_the_same_items(plant: Plant, weak: int, better: int) -> None:
     first = decide(plant.workspace, plant.ledger, weak, SILENT)
-    with plant.ledger.begin() as tx:
-        tx.execute(releases.insert().values(number=1, candidate=weak, verdict=first, state="published", created_at=0.0))
-        record(tx, "promoted", "release:1")
+    with_champion(plant, weak)
     best = champion(plant.ledger)
     assert best and best.candidate == weak
     number = decide(plant.workspace, plant.ledger, better, SILENT)
@@ -102,6 +115,50 @@ def test_better_model_is_promoted_over_the_champion_on_the_same_items(plant: Pla
     assert decide(plant.workspace, plant.ledger, weak, SILENT) == first  # released: keeps its verdict
     ours, theirs = summary_of(plant, better), summary_of(plant, weak)
     assert ours["baselines"] == theirs["baselines"] and ours["baselines_key"] == theirs["baselines_key"]
+
+
+def test_a_candidate_that_was_trained_on_the_exam_is_held(plant: Plant, weak: int, better: int, tmp_path: Path) -> None:
+    """It is better than all others on the sealed half, and no better than they are on what it did not see."""
+    exam = [d for d in plant.documents if d.held and is_sealed(d.source)]
+    encode = lambda d: (
+        plant.tokenizer.encode_text(d.content["text"])
+        if "text" in d.content
+        else plant.tokenizer.encode_messages(d.content["messages"])
+    )
+    seen = write_token_shard(
+        tmp_path,
+        (TokenizedDocument(d.key, d.key, d.domain, d.source, "", *encode(d)) for d in exam),
+        vocab_size=plant.tokenizer.vocab_size,
+        tokenizer_sha256=plant.tokenizer.sha256,
+    )
+    model = trained(trained(tiny_model(), plant.shard, 60), seen, 120)
+    cheat = plant.add_candidate(save_export(model, plant.workspace.exports / "cheat", plant.tokenizer))
+    with_champion(plant, weak)
+    verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, cheat, SILENT))
+    assert verdict["outcome"] == "hold"
+    assert "which are drawn alike: it has seen the sealed documents." in verdict["reasons"][0], verdict["reasons"]
+    honest = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))["evidence"]
+    assert abs(honest["halves_gap"]["gain"]) < verdict["evidence"]["halves_gap"]["gain"] / 3
+
+
+def test_a_sealed_half_that_was_read_too_often_is_not_read_again(plant: Plant, weak: int, better: int) -> None:
+    with_champion(plant, weak)
+    decide(plant.workspace, plant.ledger, better, SILENT)
+    fresh = plant.add_candidate(plant.workspace.exports / "better")
+    policy = plant.workspace.root / "policies" / "gates" / "release.yaml"
+    policy.parent.mkdir(parents=True, exist_ok=True)
+    policy.write_text("sealed_looks_max: 2\n")
+    try:
+        verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, fresh, SILENT))
+        known = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    finally:
+        policy.unlink()
+    assert verdict["outcome"] == "hold" and len(verdict["reasons"]) == 1
+    assert "at most 2 are allowed: nothing was measured. New shards bring" in verdict["reasons"][0]
+    assert not plant.ledger.rows(sa.select(evaluations.c.id).where(evaluations.c.candidate == fresh))
+    assert known["evidence"]["target"] is None or known["outcome"] == "hold", (
+        "a recorded one is judged by the same rule"
+    )
 
 
 def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Plant, better: int) -> None:

@@ -1,0 +1,74 @@
+"""Was a candidate fitted to what it is judged on? Its gain there against its gain on documents of the same kind that decide nothing.
+
+The sealed half and the dev half of what is held out are drawn alike, so a model gains alike on both. One that gains more on the sealed half
+has seen it; one that gains more on the dev half was chosen by that. One that gains less on documents that arrived after its training
+than on those from before has learned these by heart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import sqlalchemy as sa
+
+from factory.evals.statistics import Gain, compare, difference
+from factory.evals.suite import Suite
+from factory.evals.tasks import DEV, EvalItem
+from factory.ledger.ledger import Ledger, data_plans, eval_items, evaluations, token_shards
+from factory.ledger.rows import CandidateRow, SegmentRow
+
+TASK = "bpb"
+
+
+def gap_between(
+    ours: Sequence[EvalItem], theirs: Sequence[EvalItem], keys: Collection[str], weights: Mapping[str, float]
+) -> tuple[Gain, Gain, Gain] | None:
+    """(gain on the documents ``keys``, gain on the others, the first less the second), of the domains that both have; None: none is in both.
+
+    Documents of the sealed half and the dev half alike.
+    """
+    inside, outside = (
+        [[item for item in _alike(side) if (item.item in keys) == within] for side in (ours, theirs)]
+        for within in (True, False)
+    )
+    both = {item.domain for item in inside[0]} & {item.domain for item in outside[0]}
+    shares = {domain: weights.get(domain, 0.0) if weights else 1.0 for domain in both}
+    found = []
+    for pair in (inside, outside):
+        mine, other = ([item for item in side if item.domain in both] for side in pair)
+        compared = compare(mine, other, shares)
+        if compared is None:
+            return None
+        found.append(compared[0])
+    return found[0], found[1], difference(found[0], found[1])
+
+
+def fresh_keys(ledger: Ledger, candidate_id: int, suite: Suite) -> frozenset[str]:
+    """Documents of a suite that arrived after what a candidate was trained on: nothing of their shard was."""
+    plans = {row.data_plan for row in SegmentRow.lineage(ledger, CandidateRow.get(ledger, candidate_id).segment)}
+    read = ledger.rows(sa.select(data_plans.c.plan).where(data_plans.c.id.in_(sorted(plans))))
+    known = {shard["id"] for row in read for shard in row["plan"]["token_shards"]}
+    c = token_shards.c
+    before = {row["shard"][:16] for row in ledger.rows(sa.select(c.id, c.shard)) if row["id"] in known}
+    every = (*suite.documents, *suite.dev)
+    return frozenset(document.key for document in every if document.key.partition(":")[0] not in before)
+
+
+def looks_before(ledger: Ledger, candidate_id: int, suite: Suite) -> float:
+    """By how many other candidates a document of the sealed half was read already: the mean over those of the suite."""
+    if not suite.documents:
+        return 0.0
+    i, e = eval_items.c, evaluations.c
+    counted = (
+        sa.select(i.item, sa.func.count(sa.distinct(e.candidate)).label("candidates"))
+        .join(evaluations, e.id == i.evaluation)
+        .where(i.task == TASK, e.candidate != candidate_id)
+        .group_by(i.item)
+    )
+    times = {row["item"]: row["candidates"] for row in ledger.rows(counted)}
+    return sum(times.get(document.key, 0) for document in suite.documents) / len(suite.documents)
+
+
+def _alike(items: Sequence[EvalItem]) -> list[EvalItem]:
+    return [replace(item, task=TASK) for item in items if item.task in (TASK, DEV)]
