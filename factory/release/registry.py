@@ -138,6 +138,7 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
     evaluation = EvaluationRow.newest(ledger, candidate.id)
     tags = {
         "verdict": verdict.outcome,
+        "verdict_id": verdict.id,
         "reasons": short(verdict.reasons),
         "candidate": candidate.id,
         "segment": segment.id,

@@ -6,6 +6,7 @@ import os
 
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import ASKED, CLOSED, newest_about
+from factory.ledger.decisions import undecided
 from factory.ledger.files import held, low_disk
 from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.retrying.pausing import pause_of
@@ -37,16 +38,12 @@ def _training(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
 
 
 def _verdicts(db: Reads) -> list[tuple[str, str]]:
-    """A promoted candidate that is not released, and promoted proposals."""
+    """Promoted candidates that are not released, and promoted proposals."""
     found = []
-    newest = VerdictRow.first(db, "WHERE gate = 'release' ORDER BY id DESC")
-    if newest and newest.outcome == "promote":
-        released = ReleaseRow.first(db, "WHERE candidate = :candidate", candidate=newest.number)
-        rewound = {row.id for row in SegmentRow.select(db, "WHERE state = 'rewound'")}
-        segment = CandidateRow.get(db, newest.number).segment
-        spoiled = bool(rewound) and any(row.id in rewound for row in SegmentRow.lineage(db, segment))
-        if released is None and not spoiled:
-            found.append((f"candidate {newest.number}, promoted, to be released", f"factory release {newest.number}"))
+    for verdict in undecided(db):
+        number = verdict.number
+        command = f"factory releases approve {number}, or factory releases reject {number} --why …"
+        found.append((f"candidate {number}, promoted, to be released", command))
     for row in ProposalRow.select(db, "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"):
         found.append((f"proposal {row.number}, promoted: {row.title}", f"factory proposals approve {row.number}"))
     return found

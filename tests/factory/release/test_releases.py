@@ -20,8 +20,9 @@ from factory.ledger.ledger import Ledger, candidates, events
 from factory.ledger.ledger import releases as releases_table
 from factory.ledger.rows import ReleaseRow, champion
 from factory.release import registry, releases, serving
+from factory.release.approvals import register_candidate
 from factory.release.registry import MODEL
-from factory.release.releases import ApprovalNeeded, approve, reconcile, register_candidate, release, rollback
+from factory.release.releases import reconcile, release, rollback
 from factory.tracking.mlflow_store import open_client
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
 
@@ -170,36 +171,6 @@ def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: 
     reconcile(workspace, ledger)
     assert in_mlflow(workspace)[1]["champion"] == "3" and best(ledger).mlflow_version == "3"
     assert reconcile(workspace, ledger) == []
-
-
-def test_manual_approval_by_command_binds_to_what_was_judged(workspace: Workspace, ledger: Ledger) -> None:
-    approval(workspace, "manual")
-    verdict = add_verdict(ledger, add_candidate(workspace, ledger))
-    with pytest.raises(ApprovalNeeded, match="version 1 of factory-lm"):
-        release(workspace, ledger, verdict)
-    assert champion(ledger) is None
-    assert open_client(workspace).get_model_version(MODEL, "1").tags["approval"] == "pending"
-    approve(ledger, verdict, "ada")
-    assert release(workspace, ledger, verdict) == 1
-    assert best(ledger).approved_by == "ada"
-
-    second = add_candidate(workspace, ledger)
-    later = add_verdict(ledger, second, against=1)
-    approve(ledger, later, "ada")
-    (workspace.exports / "candidate-2" / "config.json").write_text("changed after the approval")
-    with pytest.raises(InputError, match="is not what was recorded"):
-        release(workspace, ledger, later, approved_by="ada")
-
-
-def test_manual_approval_in_mlflow(workspace: Workspace, ledger: Ledger) -> None:
-    approval(workspace, "manual")
-    candidate = add_candidate(workspace, ledger)
-    add_verdict(ledger, candidate)
-    version = register_candidate(workspace, ledger, candidate)
-    assert reconcile(workspace, ledger) == []
-    open_client(workspace).set_model_version_tag(MODEL, version, "approval", "approved")
-    assert reconcile(workspace, ledger) == ["release 1 was approved in MLflow and is published"]
-    assert best(ledger).approved_by == "mlflow" and kinds(ledger)[0] == "approved"
 
 
 def test_policy_that_is_wrong_is_named(workspace: Workspace, ledger: Ledger) -> None:
