@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -192,21 +193,21 @@ def test_it_is_answered_while_the_main_thread_works(workspace: Workspace, ledger
     said = Said()
     answers = ApprovalAnswers(workspace, Ledger.open(workspace.ledger_url), said)
     database = workspace.root / "mlflow.db"
+    away = database.rename(database.with_name("away.db"))
+    database.write_bytes(b"no database " * 100)
     with beside(workspace, said, "answering approvals", 0.05, answers.look_and_ask):
-        until(lambda: any("candidate 1 waits for approval" in line for line in said.lines))
-        away = database.rename(database.with_name("away.db"))
-        database.write_bytes(b"no database " * 100)
-        until(lambda: any("Training and releases go on" in line for line in said.lines))
+        until(lambda: said.about("Training and releases go on") and said.about("candidate 1 waits for approval"))
         away.rename(database)
         person.client.set_model_version_tag(MODEL, version, "approval", "approved")
         until(lambda: person.reads(version).startswith("released as 1"))
+    assert said.about("answers again")
     row = champion(ledger)
     assert row and row.approved_by == "mlflow"
 
 
-def until(condition: object) -> None:
+def until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
