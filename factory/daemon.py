@@ -310,15 +310,25 @@ def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool 
 
     Nothing that fails ends it: only ``once`` raises.
     """
-    from factory.release.answering import EVERY_SECONDS, ApprovalAnswers
+    from factory.notifying import delivery
+    from factory.release import answering
 
     with workspace.lock(LOCK), ExitStack() as stack:
         if once:
-            ApprovalAnswers(workspace, ledger, progress).look()
+            notifier = delivery.Notifier(workspace, ledger, progress)
+            notifier.look()
+            stack.callback(delivery.last_look, notifier, progress)
+            answering.ApprovalAnswers(workspace, ledger, progress).look()
             reconcile(workspace, ledger, progress, settle=0.0)
             return
-        answers = ApprovalAnswers(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress)
-        stack.enter_context(beside(workspace, progress, "answering approvals", EVERY_SECONDS, answers.look_and_ask))
+        own = lambda: Ledger.open(workspace.ledger_url, workspace.root)  # a thread has connections of its own
+        answers = answering.ApprovalAnswers(workspace, own(), progress)
+        notifier = delivery.Notifier(workspace, own(), progress)
+        for name, every, act in (
+            ("answering approvals", answering.EVERY_SECONDS, answers.look_and_ask),
+            ("notifying", delivery.EVERY_SECONDS, notifier.look),
+        ):
+            stack.enter_context(beside(workspace, progress, name, every, act))
         steady = Steady(workspace, ledger, progress)
         while True:
             if not steady.too_early():

@@ -11,13 +11,20 @@ from factory.ledger.files import held, low_disk
 from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.retrying.pausing import pause_of
 from factory.retrying.tries import parked, why_parked
+from factory.watching.notified import FILE, read_positions
 
 
 def waiting(workspace: Workspace, db: Reads) -> list[dict[str, str]]:
     """``what`` waits, and ``command`` (or what to do), the most urgent first."""
     return [
         {"what": what, "command": command}
-        for part in (_training(workspace, db), _verdicts(db), _anomalies(db), _inbox(workspace, db))
+        for part in (
+            _training(workspace, db),
+            _verdicts(db),
+            _anomalies(db),
+            _inbox(workspace, db),
+            _notifying(workspace),
+        )
         for what, command in part
     ]
 
@@ -64,6 +71,20 @@ def _inbox(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
     except OSError:
         return []
     return [(f"{name} in the inbox", one["why"]) for name, one in sorted(held(db).items()) if name in names]
+
+
+def _notifying(workspace: Workspace) -> list[tuple[str, str]]:
+    positions = read_positions(workspace)
+    if positions is None:
+        return [(f"{FILE}, which cannot be read, so nobody is notified", f"remove {workspace.root / FILE}")]
+    return [
+        (
+            f"notifying by {name}, which fails: {one['failing']}",
+            "mend it, or policies/notifications.yaml; nothing is lost",
+        )
+        for name, one in sorted(positions.items())
+        if one.get("failing")
+    ]
 
 
 def open_verdicts(db: Reads) -> list[str]:
