@@ -6,7 +6,7 @@ from typing import Any
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.evals.statistics import Gain, compare
+from factory.evals.statistics import compare, interval_of
 from factory.git import repository
 from factory.ledger.decisions import decision_on, undecided
 from factory.ledger.ledger import Ledger
@@ -111,13 +111,11 @@ def shown(workspace: Workspace, ledger: Ledger, name: str) -> Facts:
 
 def interval(stored: Any) -> Facts | None:
     """A gain as the evidence has it, with its 95 % interval and what that shows; positive is better. None: it was not measured."""
-    if not isinstance(stored, dict):
+    found = interval_of(stored)
+    if found is None:
         return None
-    gain = Gain(**{key: stored.get(key) for key in ("gain", "error", "clusters", "effective")})
-    low, high = gain.bound(0.025), gain.bound(0.025, above=True)
-    if gain.gain is None or low is None or high is None:
-        return None
-    return {"gain": gain.gain, "low": low, "high": high, "shows": BETTER if low > 0 else WORSE if high < 0 else UNCLEAR}
+    gain, low, high = found
+    return {"gain": gain, "low": low, "high": high, "shows": BETTER if low > 0 else WORSE if high < 0 else UNCLEAR}
 
 
 def _verdict(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None) -> VerdictRow | None:

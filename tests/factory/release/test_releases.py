@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from factory.core.errors import ConfigError, InputError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, candidates, events
+from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.ledger import releases as releases_table
 from factory.ledger.rows import ReleaseRow, champion
 from factory.release import registry, releases, serving
@@ -251,3 +251,42 @@ def test_killed_anywhere_there_is_one_release_and_one_version(template: tuple[Pa
     assert kinds(ledger).count("promoted") == 2 and best(ledger).number == 2
     assert (serving.served(workspace) or {})["release"] == 2
     assert reconcile(workspace, ledger) == []
+
+
+def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> None:
+    """Runs open as training runs, everything says what it is, and a version's page has the numbers that decide, one reason a line."""
+    first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
+    release(workspace, ledger, add_verdict(ledger, first))
+    verdict = add_verdict(ledger, second, "hold", against=first)
+    measured = {"gain": 0.2, "error": 0.01, "clusters": 12, "effective": 12.0}
+    evidence = {"target": measured, "guards": {"code": measured, "a|b": measured | {"gain": -0.1}}, "releasable": 0.5}
+    reasons = ["code: 1 → 2.", "**chat** <b>worse</b> | a cell"]
+    with ledger.begin() as tx:
+        tx.execute(verdicts.update().where(verdicts.c.id == verdict).values(evidence=evidence, reasons=reasons))
+    reconcile(workspace, ledger)
+    client = open_client(workspace)
+    kinds_by_name = {one.name: one.tags for one in client.search_experiments() if one.name != "Default"}
+    assert {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()} == {
+        "candidates": "custom_model_development"
+    }
+    assert "Models, factory-lm" in kinds_by_name["candidates"]["mlflow.note.content"]
+    version = client.get_model_version(MODEL, "2")
+    assert client.get_run(version.run_id).data.tags["mlflow.note.content"].startswith("Candidate 2, of segment 2")
+    text = version.description
+    assert text.startswith("**HOLD** – candidate 2 over candidate 1\n")
+    assert "| gain of the target, bits per byte | +0.200 (95 %: +0.178 … +0.222) |" in text
+    assert "| the guard that did worst | a\\|b −0.100 (95 %: −0.122 … −0.078) |" in text
+    assert "| tokens whose licence allows a release | 50.0% |" in text
+    run = client.get_run(version.run_id)
+    assert f"(#/experiments/{run.info.experiment_id}/runs/{version.run_id}/artifacts/report.html)" in text
+    assert (
+        "- code: 1 → 2." in text.splitlines()
+        and "- \\*\\*chat\\*\\* \\<b\\>worse\\</b\\> \\| a cell" in text.splitlines()
+    )
+    assert version.tags["gain"] == "+0.2000" and version.tags["judged_at"].startswith("2023-11-14")
+    found = client.search_model_versions(f"name = '{MODEL}' and tags.verdict = 'hold'")
+    assert [one.version for one in found] == [version.version]
+    # Judged again: the page follows.
+    add_verdict(ledger, second, "reject", against=first)
+    reconcile(workspace, ledger)
+    assert (client.get_model_version(MODEL, "2").description or "").startswith("**REJECT**")
