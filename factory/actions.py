@@ -7,6 +7,7 @@ from pathlib import Path
 
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
+from factory.ledger.decisions import decision_on
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, SegmentRow, VerdictRow
 
@@ -109,7 +110,7 @@ def judge(workspace: Workspace, ledger: Ledger, candidate: int, progress: Progre
     """Evaluate a candidate, judge it, show both in MLflow; returns the verdict's id."""
     from factory.evals.evaluator import evaluate
     from factory.gates.release.gate import decide
-    from factory.release.releases import register_candidate
+    from factory.release.approvals import how_to_answer, register_candidate, waits
     from factory.tracking.outages import shown
 
     evaluate(workspace, ledger, candidate, progress)
@@ -119,4 +120,6 @@ def judge(workspace: Workspace, ledger: Ledger, candidate: int, progress: Progre
     progress.line(f"  candidate {candidate}: {row.outcome.upper()}")
     for reason in row.reasons:
         progress.line(f"    {reason}")
+    if decision_on(ledger, row) is None and waits(workspace, ledger, row):
+        progress.line(f"  {how_to_answer(candidate)}")
     return verdict

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -21,6 +22,7 @@ from factory.core.workspace import Workspace
 from factory.ingest.inbox import SETTLE_SECONDS, arrived, take, tend
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow
+from factory.retrying.beside import beside
 from factory.retrying.pausing import EVERYTHING, Pause, PausedError, pause_of
 from factory.retrying.steady import Attempts, Once, Steady
 from factory.retrying.tries import describe_parked
@@ -126,7 +128,8 @@ def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> 
     from factory.audit.waiting import waiting
     from factory.gates.release.anomaly_policy import AnomalyPolicy
     from factory.ledger.anomalies import rewound_in, undiagnosed, unworded
-    from factory.release.releases import automatic
+    from factory.ledger.decisions import rejected_before
+    from factory.release.approvals import automatic
 
     def first(kind: str, subjects: Iterable[int]) -> int | None:
         return next((one for one in subjects if str(Action(kind, one)) not in resting), None)
@@ -156,7 +159,7 @@ def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> 
         verdict = VerdictRow.first(db, "WHERE gate = 'release' ORDER BY id DESC")
         waits = verdict and verdict.outcome == "promote" and not ReleaseRow.select(
             db, "WHERE verdict = :verdict", verdict=verdict.id
-        ) and not rewound_in(db, CandidateRow.get(db, verdict.number).segment)  # fmt: skip
+        ) and not rewound_in(db, CandidateRow.get(db, verdict.number).segment) and not rejected_before(db, verdict)  # fmt: skip
         audits = waiting(db, policy)
         diagnosed_later = _numbers("diagnose", resting)
         anomaly = undiagnosed(db, troubles.kinds, diagnosed_later) if troubles.diagnose == "automatic" else None
@@ -307,10 +310,25 @@ def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool 
 
     Nothing that fails ends it: only ``once`` raises.
     """
-    with workspace.lock(LOCK):
+    from factory.notifying import delivery
+    from factory.release import answering
+
+    with workspace.lock(LOCK), ExitStack() as stack:
         if once:
+            notifier = delivery.Notifier(workspace, ledger, progress)
+            notifier.look()
+            stack.callback(delivery.last_look, notifier, progress)
+            answering.ApprovalAnswers(workspace, ledger, progress).look()
             reconcile(workspace, ledger, progress, settle=0.0)
             return
+        own = lambda: Ledger.open(workspace.ledger_url, workspace.root)  # a thread has connections of its own
+        answers = answering.ApprovalAnswers(workspace, own(), progress)
+        notifier = delivery.Notifier(workspace, own(), progress)
+        for name, every, act in (
+            ("answering approvals", answering.EVERY_SECONDS, answers.look_and_ask),
+            ("notifying", delivery.EVERY_SECONDS, notifier.look),
+        ):
+            stack.enter_context(beside(workspace, progress, name, every, act))
         steady = Steady(workspace, ledger, progress)
         while True:
             if not steady.too_early():

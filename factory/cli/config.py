@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NAMES = (
     "factory", "data", "evals", "agents", "anomalies", "gates/audit", "gates/certificate", "gates/patch", "gates/recipe",
-    "gates/release", "kernels", "recipe", "retention", "retries",
+    "gates/release", "kernels", "notifications", "recipe", "retention", "retries",
 )  # fmt: skip
 PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
 WIDTH = 140  # where the output is no terminal
@@ -65,6 +65,7 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
     from factory.gates.release.policy import ReleasePolicy
     from factory.git.scope import AgentsPolicy
     from factory.ingest.rules.policy import DataPolicy
+    from factory.notifying.policy import NotificationPolicy
     from factory.retention.policy import RetentionPolicy
     from factory.retrying.policy import RetryPolicy
     from factory.training.certificate import CertificatePolicy
@@ -81,6 +82,7 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
         "gates/patch": PatchPolicy.load,
         "gates/recipe": RecipePolicy.load,
         "gates/release": ReleasePolicy.load,
+        "notifications": NotificationPolicy.load,
         "recipe": Recipe.load,
         "retention": RetentionPolicy.load,
         "retries": RetryPolicy.load,

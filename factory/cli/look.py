@@ -140,16 +140,29 @@ def _release_lines(found: dict[str, Any]) -> list[str]:
 def ui(
     where: Where = DEFAULT,
     port: Annotated[int, typer.Option(min=1, max=65535)] = 5000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but this machine's own needs --user.")
+    ] = "127.0.0.1",
+    user: Annotated[str, typer.Option(help="Ask for a login: this name, and a password that is made once.")] = "",
     show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
 ) -> None:
     """Open the MLflow UI on this workspace: runs, the registered model, verdict tags, reports."""
+    from factory.tracking.login import is_loopback, login
     from factory.tracking.tracking import ui_command
 
-    command, environment = ui_command(Workspace.open(where), port)
+    workspace = Workspace.open(where)
+    if not user and not is_loopback(host):
+        raise InputError(
+            f"--host {host}: whoever reaches MLflow can approve releases: give --user NAME, and people log in"
+        )
+    secrets, password = login(workspace, user) if user else (None, None)
+    command, environment = ui_command(workspace, port, host, secrets)
     if show:
         print(" ".join(command))
         return
-    print(f"MLflow UI on http://127.0.0.1:{port} (Ctrl-C ends it)", flush=True)
+    if password:
+        print(f"user {user}, password in {password}; put TLS in front of it where the network is not yours", flush=True)
+    print(f"MLflow UI on http://{host}:{port} (Ctrl-C ends it)", flush=True)
     os.execvpe(command[0], command, os.environ | environment)
 
 

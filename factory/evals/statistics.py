@@ -51,6 +51,15 @@ class Gain:
         return (_quantile(1 - level, self.effective - 1) + _quantile(POWER, self.effective - 1)) * self.error
 
 
+def interval_of(stored: object) -> tuple[float, float, float] | None:
+    """(gain, low and high end of its 95 % interval) of a gain as evidence stores it; None: it was not measured."""
+    if not isinstance(stored, dict):
+        return None
+    gain = Gain(**{key: stored.get(key) for key in ("gain", "error", "clusters", "effective")})
+    low, high = gain.bound(0.025), gain.bound(0.025, above=True)
+    return (gain.gain, low, high) if gain.gain is not None and low is not None and high is not None else None
+
+
 def compare(
     candidate: Sequence[EvalItem], champion: Sequence[EvalItem], weights: Mapping[str, float]
 ) -> tuple[Gain, dict[str, Gain]] | None:

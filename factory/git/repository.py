@@ -295,6 +295,15 @@ def message(repository: Path, commit: str) -> str:
     return git(repository, "show", "--no-patch", "--format=%B", commit).decode("utf-8", "replace")
 
 
+def subjects(repository: Path, older: str, commit: str) -> list[str]:
+    """The commits that ``commit`` has and ``older`` has not, newest first, as '1a2b3c4 What it does'; none where a commit is not there."""
+    try:
+        found = git(repository, "log", "--max-count=200", "--format=%h %s", "--end-of-options", f"{older}..{commit}")
+    except RepositoryError:
+        return []
+    return found.decode("utf-8", "replace").splitlines()
+
+
 def patch(repository: Path, base: str, commit: str) -> str:
     """The patch as text, with whole object names: it is shown to people, hashed, and approved."""
     flags = ("--full-index", "--binary", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")

@@ -13,11 +13,14 @@ from urllib.parse import unquote, urlparse
 from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
+from factory.evals.statistics import interval_of
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.release.version_page import page
 from factory.reports.release_report import release_report
 from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
 from factory.tracking.tracking import Tracking, averaged_tag, short
+from factory.watching.moments import iso
 from kernels.contract.files import write_atomically
 
 if TYPE_CHECKING:
@@ -64,13 +67,17 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
     tags = _tags(ledger, candidate, verdict)
     with mlflow_errors(f"registering candidate {candidate_id}"), waiting_lock(workspace, "registry"):
         _ensure_model(client)
+        segment, evidence = SegmentRow.get(ledger, candidate.segment), verdict.evidence(ledger)
+        about = page(candidate, segment, verdict, evidence, run, client.get_run(run).info.experiment_id)
         version = find_version(client, candidate_id, candidate.export_sha256)
         if version is None:
             source = _model_source(client, run, candidate)
-            version = client.create_model_version(MODEL, source, run, tags, description=short(verdict.reasons))
+            version = client.create_model_version(MODEL, source, run, tags, description=about)
         for key, value in tags.items():
             if version.tags.get(key) != value:
                 client.set_model_version_tag(MODEL, version.version, key, value)
+        if version.description != about:
+            client.update_model_version(MODEL, version.version, about)
         if candidate_id == _newest_judged(ledger):
             client.set_registered_model_alias(MODEL, CANDIDATE, version.version)
     tracking.log_report(run, write_report(workspace, ledger, candidate_id))
@@ -138,6 +145,7 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
     evaluation = EvaluationRow.newest(ledger, candidate.id)
     tags = {
         "verdict": verdict.outcome,
+        "verdict_id": verdict.id,
         "reasons": short(verdict.reasons),
         "candidate": candidate.id,
         "segment": segment.id,
@@ -147,8 +155,11 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
         "code_commit": segment.code_commit,
         "export_sha256": candidate.export_sha256,
         "release": release and release.number,
+        "judged_at": iso(verdict.created_at),
         **averaged_tag(segment.result),
     }
+    if gain := interval_of(verdict.evidence(ledger).get("target")):
+        tags |= {"gain": f"{gain[0]:+.4f}", "gain_low": f"{gain[1]:+.4f}", "gain_high": f"{gain[2]:+.4f}"}
     bpb = evaluation.summary.get("bpb", {}) if evaluation else {}
     tags |= {f"bpb.{domain}": f"{value:.4f}" for domain, value in bpb.items() if isinstance(value, int | float)}
     return {key: str(value) for key, value in tags.items() if value is not None}

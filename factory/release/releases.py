@@ -19,92 +19,26 @@ from typing import Any
 from factory.core.errors import InputError
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
-from factory.gates.release.policy import ReleasePolicy
-from factory.ledger.anomalies import rewound_in
 from factory.ledger.ledger import Ledger, record, releases
 from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
 from factory.ledger.writing import insert, next_key
 from factory.release import serving
+from factory.release.approvals import approve, approver, register_candidate
+from factory.release.checks import OutOfDate, check_champion, check_current, check_judged, promotion
 from factory.release.registry import (
     CHAMPION,
     MODEL,
     aliases,
     check_export,
     find_version,
-    newest_verdict,
     register,
     write_report,
 )
-from factory.tracking.mlflow_store import TrackingError, mlflow_errors, waiting_lock
+from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
 from factory.tracking.outages import shown
-from factory.tracking.tracking import APPROVAL_TAG, Tracking
+from factory.tracking.tracking import Tracking
 
-__all__ = [
-    "ApprovalNeeded", "approve", "reconcile", "register_candidate", "release", "rollback",
-]  # fmt: skip
-
-
-def automatic(workspace: Workspace) -> bool:
-    """Is a verdict enough to release? Raises: ConfigError."""
-    return ReleasePolicy.load(workspace.policy("gates/release.yaml")).approval == "automatic"
-
-
-class ApprovalNeeded(InputError):
-    """The policy requires a person's approval before this release."""
-
-
-def register_candidate(workspace: Workspace, ledger: Ledger, candidate_id: int) -> str:
-    """Show a judged candidate in MLflow, whatever its verdict: a version with tags, alias ``candidate``, its report.
-
-    Raises: InputError when it was not judged or its export changed; TrackingError.
-    """
-    tracking = Tracking.open(workspace, ledger)
-    version = register(workspace, ledger, tracking, candidate_id)
-    verdict = newest_verdict(ledger, candidate_id)
-    if verdict.outcome == "promote" and not automatic(workspace) and not _approval(ledger, verdict):
-        with mlflow_errors("asking for approval"):
-            if APPROVAL_TAG not in tracking.client.get_model_version(MODEL, version).tags:
-                tracking.client.set_model_version_tag(MODEL, version, APPROVAL_TAG, "pending")
-    return version
-
-
-# -- approval -----------------------------------------------------------------------------------------------------------
-def approve(ledger: Ledger, verdict_id: int, by: str) -> None:
-    """Record a person's approval of exactly what this verdict judged. Raises: InputError for a verdict that is no promotion."""
-    verdict = _promotion(ledger, verdict_id)
-    with ledger.begin() as tx:
-        record(tx, "approved", Subject("verdict", verdict_id), {"sha256": verdict.subject_sha256, "by": by})
-
-
-def _approval(ledger: Ledger, verdict: VerdictRow) -> str | None:
-    sql = "SELECT detail FROM events WHERE kind = 'approved' AND subject = :subject"
-    for event in ledger.read(sql, subject=str(Subject("verdict", verdict.id))):
-        if event["detail"]["sha256"] == verdict.subject_sha256:
-            return str(event["detail"]["by"])
-    return None
-
-
-def _check_approval(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -> str:
-    """Who approved: ``policy``, or the person. Takes over an approval given in MLflow. Raises: ApprovalNeeded."""
-    by = _approval(ledger, verdict)
-    if by or automatic(workspace):
-        return by or "policy"
-    number = verdict.number
-    try:
-        version = register_candidate(workspace, ledger, number)
-        with mlflow_errors("reading the approval"):
-            tags = Tracking.open(workspace, ledger).client.get_model_version(MODEL, version).tags
-    except TrackingError as error:
-        raise ApprovalNeeded(
-            f"candidate {number} waits for approval: run 'factory release {number}'; {error}"
-        ) from None
-    if tags.get(APPROVAL_TAG, "").strip().lower() == "approved":
-        approve(ledger, verdict.id, "mlflow")
-        return "mlflow"
-    raise ApprovalNeeded(
-        f"candidate {number} waits for approval: run 'factory release {number}', or set the tag {APPROVAL_TAG}=approved on "
-        f"version {version} of {MODEL} in MLflow"
-    )
+SHOWN = ("candidate", "export_sha256", "verdict_id", "release")  # tags that tell what a version shows
 
 
 # -- the saga -----------------------------------------------------------------------------------------------------------
@@ -123,19 +57,18 @@ def release(
     Raises: InputError when the verdict does not promote, is out of date, or the export is not what was judged;
     ApprovalNeeded when the policy wants a person first. MLflow is not waited for: ``reconcile`` shows there later what it misses.
     """
-    verdict = _promotion(ledger, verdict_id)
+    verdict = promotion(ledger, verdict_id)
     candidate = verdict.number
     with waiting_lock(workspace, "release"):
         saga = _Saga(workspace, ledger, progress)
         saga.finish_others(candidate)
         known = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate)
         if known is None:
-            _check_current(ledger, verdict)
-            _check_judged(ledger, verdict)
+            check_current(ledger, verdict)
+            check_judged(ledger, verdict)
             if approved_by:
                 approve(ledger, verdict_id, approved_by)
-            by = _check_approval(workspace, ledger, verdict)
-            number = _decide(ledger, verdict, by)
+            number = _decide(ledger, verdict, approver(workspace, ledger, verdict))
         else:
             number = known.number
         saga.advance(number)
@@ -153,8 +86,7 @@ def reconcile(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT)
     with waiting_lock(workspace, "release"):
         saga = _Saga(workspace, ledger, progress)
         done = saga.finish_others(None) + saga.serve()
-        show = lambda: saga.show_judged() + ([] if automatic(workspace) else saga.release_approved())
-        done += shown(progress.line, show) or []
+        done += shown(progress.line, saga.show_judged) or []
         return done + saga.serve() + (shown(progress.line, saga.follow_ledger) or [])
 
 
@@ -191,12 +123,12 @@ class _Saga:
         }
         while (row := ReleaseRow.get(self.ledger, number)).state in steps:
             verdict = VerdictRow.get(self.ledger, row.verdict)
-            _check_judged(self.ledger, verdict)
-            _check_champion(self.ledger, verdict)
+            check_judged(self.ledger, verdict)
+            check_champion(self.ledger, verdict)
             steps[row.state](row)
 
     def _register(self, row: ReleaseRow) -> None:
-        add = lambda: register(self.workspace, self.ledger, self.tracking, row.candidate)
+        add = lambda: register_candidate(self.workspace, self.ledger, row.candidate)
         self._move(row, "registered", mlflow_version=shown(self.progress.line, add))
 
     def _alias(self, row: ReleaseRow) -> None:
@@ -251,12 +183,12 @@ class _Saga:
         """Register every judged candidate that MLflow does not show with its newest verdict and its release."""
         with mlflow_errors("listing versions"):
             found = self.tracking.client.search_model_versions(f"name = '{MODEL}'")
-        shown = {tuple(v.tags.get(key) for key in ("candidate", "export_sha256", "verdict", "release")) for v in found}
+        shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found}
         released = {row.candidate: str(row.number) for row in ReleaseRow.select(self.ledger)}
         done = []
         for row in CandidateRow.select(self.ledger):
             verdict = VerdictRow.newest(self.ledger, "release", Subject("candidate", row.id))
-            if verdict is None or (str(row.id), row.export_sha256, verdict.outcome, released.get(row.id)) in shown:
+            if verdict is None or (str(row.id), row.export_sha256, str(verdict.id), released.get(row.id)) in shown:
                 continue
             try:
                 register_candidate(self.workspace, self.ledger, row.id)
@@ -264,24 +196,6 @@ class _Saga:
             except InputError as error:
                 done.append(f"candidate {row.id} cannot be shown in MLflow: {error}")
         return done
-
-    def release_approved(self) -> list[str]:
-        """Release the newest promotion that waits for a person, once a person approved it in MLflow."""
-        verdict = VerdictRow.first(self.ledger, "WHERE gate = 'release' ORDER BY id DESC")
-        if verdict is None or verdict.outcome != "promote":
-            return []
-        if ReleaseRow.first(self.ledger, "WHERE candidate = :candidate", candidate=verdict.number):
-            return []
-        try:
-            _check_current(self.ledger, verdict)
-            _check_judged(self.ledger, verdict)
-            number = _decide(self.ledger, verdict, _check_approval(self.workspace, self.ledger, verdict))
-            self.advance(number)
-        except ApprovalNeeded:
-            return []
-        except InputError as error:
-            return [str(error)]
-        return [f"release {number} was approved in MLflow and is published"]
 
     def follow_ledger(self, expected: bool = False) -> list[str]:
         """Point MLflow's alias at the ledger's champion. ``expected``: a rollback, so no repair is recorded. Raises: TrackingError."""
@@ -320,52 +234,7 @@ class _Saga:
         return note is not None and (note["release"], note["export_sha256"]) == (row.number, row.export_sha256)
 
 
-# -- what must hold -----------------------------------------------------------------------------------------------------
-class OutOfDate(InputError):
-    """The verdict was against a champion that is no longer champion."""
-
-
-def _promotion(ledger: Ledger, verdict_id: int) -> VerdictRow:
-    verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
-    if verdict is None:
-        raise InputError(f"there is no verdict {verdict_id} of the release gate; 'factory status' lists them")
-    if verdict.outcome != "promote":
-        why = "; ".join(verdict.reasons)
-        raise InputError(f"verdict {verdict_id} on {verdict.subject} is {verdict.outcome!r}, not 'promote': {why}")
-    return verdict
-
-
-def _check_current(ledger: Ledger, verdict: VerdictRow) -> None:
-    """Raises: InputError when the candidate was judged again since, its training was rewound, or the champion is another one than then."""
-    newest = newest_verdict(ledger, verdict.number)
-    if newest.id != verdict.id:
-        raise InputError(
-            f"verdict {verdict.id} on {verdict.subject} is out of date: verdict {newest.id} says {newest.outcome!r}"
-        )
-    if spoiled := rewound_in(ledger, CandidateRow.get(ledger, verdict.number).segment):
-        raise InputError(
-            f"{verdict.subject} is not released: its training went wrong, segment {spoiled[0]} was rewound"
-        )
-    _check_champion(ledger, verdict)
-
-
-def _check_champion(ledger: Ledger, verdict: VerdictRow) -> None:
-    now = champion(ledger)
-    subject = str(Subject("candidate", now.candidate)) if now else None
-    if verdict.against != subject:
-        raise OutOfDate(
-            f"verdict {verdict.id} judged {verdict.subject} against {verdict.against or 'no champion'}, but "
-            f"{subject or 'no candidate'} is champion now: evaluate it again"
-        )
-
-
-def _check_judged(ledger: Ledger, verdict: VerdictRow) -> None:
-    """Raises: InputError when the export is not, byte for byte, the one that the verdict judged."""
-    row = check_export(ledger, verdict.number)
-    if row.export_sha256 != verdict.subject_sha256:
-        raise InputError(f"verdict {verdict.id} judged another export of {verdict.subject}: evaluate it again")
-
-
+# -- deciding -----------------------------------------------------------------------------------------------------------
 def _decide(ledger: Ledger, verdict: VerdictRow, by: str) -> int:
     """The first step, and the only one that chooses: a row in ``releases``. Returns its number."""
     candidate = verdict.number

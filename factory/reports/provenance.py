@@ -69,9 +69,17 @@ def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
     """
     release = ReleaseRow.get(ledger, number)
     verdict = VerdictRow.get(ledger, release.verdict)
+    return {
+        "release": vars(release),
+        "verdict": verdict.only("outcome reasons against policy_sha256"),
+    } | made_of(ledger, release.segment)
+
+
+def made_of(ledger: Ledger, segment: int) -> dict[str, Any]:
+    """What a segment's model was made of: the segments of its lineage, token shards with their shards, supervised tokens by licence."""
     steps = []
     used: dict[str, int] = {}
-    for row in SegmentRow.lineage(ledger, release.segment):
+    for row in SegmentRow.lineage(ledger, segment):
         plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=row.data_plan)[0]["plan"]
         used |= {shard["id"]: shard["generation"] for shard in plan["token_shards"]}
         kept = row.only("id kind parent first_step last_step recipe recipe_sha256 data_plan code_commit")
@@ -82,9 +90,7 @@ def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
         .join(shards, shards.c.sha256 == token_shards.c.shard).where(token_shards.c.id.in_(used)).order_by(token_shards.c.created_at)
     )  # fmt: skip
     return {
-        "release": vars(release),
-        "verdict": verdict.only("outcome reasons against policy_sha256"),
         "segments": steps,
         "shards": [row | {"generation": used[row["id"]]} for row in listed],
-        "licences": tokens_by_licence(ledger, release.segment),
+        "licences": tokens_by_licence(ledger, segment),
     }

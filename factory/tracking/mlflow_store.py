@@ -158,12 +158,15 @@ def remove_deleted(workspace: Workspace, runs: Sequence[str]) -> None:
         raise TrackingError(f"MLflow: removing runs failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
 
 
-def ui_command(workspace: Workspace, port: int = 5000) -> tuple[list[str], dict[str, str]]:
-    """The command that opens the MLflow UI on this workspace, and the environment to add to one's own."""
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+def ui_command(
+    workspace: Workspace, port: int = 5000, host: str = "127.0.0.1", login: dict[str, str] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """The command that opens the MLflow UI on this workspace, and the environment to add to one's own. ``login``: of ``factory.tracking.login``."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", workspace.mlflow_uri]
     command += ["--default-artifact-root", workspace.mlflow_artifacts.as_uri()]
-    return command, dict(ENVIRONMENT)
+    command += ["--app-name", "basic-auth"] if login else []
+    return command, ENVIRONMENT | (login or {})
 
 
 def _sqlite_path(uri: str) -> Path | None:

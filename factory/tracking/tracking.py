@@ -19,7 +19,7 @@ from factory.computing.computing import describe
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record, tracked_runs
 from factory.ledger.rows import CandidateRow, EvaluationRow, ProposalRow, SegmentRow, Subject, VerdictRow
-from factory.tracking.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers
+from factory.tracking.metrics_follower import METRICS_PER_BATCH, MetricsFollower, first_ones_first, metric_key, numbers
 from factory.tracking.mlflow_store import flush, mlflow_errors, open_client, remove_deleted, ui_command, waiting_lock
 from factory.tracking.outages import refuse_resting
 
@@ -29,6 +29,20 @@ if TYPE_CHECKING:
 __all__ = ["Tracking", "flatten", "short", "ui_command"]
 TRAINING, CANDIDATES, PROPOSALS, PROFILES = "training", "candidates", "proposals", "profiles"  # the experiments
 EXCHANGES = "exchanges"  # with language models: traces
+KIND, NOTE = (
+    "mlflow.experimentKind",
+    "mlflow.note.content",
+)  # how MLflow's pages show an experiment; what stands on top of them
+TRAINING_RUNS, LANGUAGE_MODELS = "custom_model_development", "genai_development"  # without a kind MLflow guesses
+ABOUT = {
+    TRAINING: "A run for each segment of training: the trunk, which never ends, and anneal branches off it. Charts: loss and loss by domain "
+    "first; numbers of single layers are under per_layer.",
+    CANDIDATES: "A run for each candidate for release: what it measured on held-out documents, samples, report.html. The verdict and the "
+    "approval are tags of its version, under Models, factory-lm.",
+    PROPOSALS: "A run for each patch that an agent proposed: evidence, verdict, report. The tag approval = approved or rejected decides.",
+    PROFILES: "A run for each line profile of the training code.",
+    EXCHANGES: "A trace for each exchange with a language model, with tokens and money.",
+}
 SUBJECT = "factory.subject"
 # Events: MLflow has a segment's end, a proposal's state, the verdict of an audit, a diagnosis (``factory.tracking.missed``).
 CLOSED, SHOWN, AUDITED, DIAGNOSIS_SHOWN = "run_closed", "proposal_shown", "audit_shown", "diagnosis_shown"
@@ -63,12 +77,15 @@ class Tracking:
             client = self.client
             with waiting_lock(self.workspace, "mlflow"):
                 found = client.get_experiment_by_name(name)
+                tags = {KIND: LANGUAGE_MODELS if name == EXCHANGES else TRAINING_RUNS, NOTE: ABOUT[name]}
                 if found is None:
                     remote = self.workspace.mlflow_uri.startswith("http")  # a server knows best where its artifacts go
                     location = None if remote else (self.workspace.mlflow_artifacts / name).as_uri()
-                    self._experiments[name] = client.create_experiment(name, artifact_location=location)
+                    self._experiments[name] = client.create_experiment(name, artifact_location=location, tags=tags)
                 else:
                     self._experiments[name] = found.experiment_id
+                    for key in tags.keys() - found.tags.keys():  # an older factory's; what a person wrote there stays
+                        client.set_experiment_tag(found.experiment_id, key, tags[key])
         return self._experiments[name]
 
     def _run(
@@ -123,6 +140,9 @@ class Tracking:
         plan = self.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)
         tags = segment.only("kind generation parent recipe recipe_sha256 data_plan") | {
             "segment": segment.id,
+            NOTE: f"Segment {segment.id} ({segment.kind}): steps {segment.first_step}–{segment.last_step}, recipe {segment.recipe}, "
+            f"generation {segment.generation}"
+            + (f", goes on from segment {segment.parent}." if segment.parent else "."),
             "token_shards": len(plan[0]["plan"].get("token_shards", [])) if plan else None,
             "mlflow.source.git.commit": segment.code_commit,
             "computing": describe(segment.computing) or None,
@@ -176,6 +196,8 @@ class Tracking:
         segment = SegmentRow.get(self.ledger, candidate.segment)
         tags = {
             "candidate": candidate_id,
+            NOTE: f"Candidate {candidate_id}, of segment {segment.id} ({segment.kind}). Its verdict: Models, factory-lm. Its report: Artifacts, "
+            "report.html.",
             "segment": segment.id,
             "generation": segment.generation,
             "data_plan": segment.data_plan,
@@ -189,7 +211,7 @@ class Tracking:
             summary = dict(evaluation.summary)
             samples = summary.pop("samples", None)
             files = {"evaluation.json": summary, "samples.json": samples}
-            self._log_once(run, numbers(summary), evaluation.created_at, files)
+            self._log_once(run, first_ones_first(numbers(summary)), evaluation.created_at, files)
         return run
 
     def proposal_run(self, number: int) -> str:
@@ -200,6 +222,7 @@ class Tracking:
         proposal = ProposalRow.get(self.ledger, number)
         tags = proposal.only("agent target branch base_commit") | {
             "proposal": number,
+            NOTE: f"Proposal {number} by {proposal.agent}, branch {proposal.branch}: {' '.join(proposal.title.split())[:300]}",
             PATCH: proposal.patch_sha256,
             "mlflow.source.git.commit": proposal.commit,
         }

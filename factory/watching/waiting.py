@@ -6,17 +6,25 @@ import os
 
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import ASKED, CLOSED, newest_about
+from factory.ledger.decisions import undecided
 from factory.ledger.files import held, low_disk
 from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.retrying.pausing import pause_of
 from factory.retrying.tries import parked, why_parked
+from factory.watching.notified import FILE, read_positions
 
 
 def waiting(workspace: Workspace, db: Reads) -> list[dict[str, str]]:
     """``what`` waits, and ``command`` (or what to do), the most urgent first."""
     return [
         {"what": what, "command": command}
-        for part in (_training(workspace, db), _verdicts(db), _anomalies(db), _inbox(workspace, db))
+        for part in (
+            _training(workspace, db),
+            _verdicts(db),
+            _anomalies(db),
+            _inbox(workspace, db),
+            _notifying(workspace),
+        )
         for what, command in part
     ]
 
@@ -37,16 +45,12 @@ def _training(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
 
 
 def _verdicts(db: Reads) -> list[tuple[str, str]]:
-    """A promoted candidate that is not released, and promoted proposals."""
+    """Promoted candidates that are not released, and promoted proposals."""
     found = []
-    newest = VerdictRow.first(db, "WHERE gate = 'release' ORDER BY id DESC")
-    if newest and newest.outcome == "promote":
-        released = ReleaseRow.first(db, "WHERE candidate = :candidate", candidate=newest.number)
-        rewound = {row.id for row in SegmentRow.select(db, "WHERE state = 'rewound'")}
-        segment = CandidateRow.get(db, newest.number).segment
-        spoiled = bool(rewound) and any(row.id in rewound for row in SegmentRow.lineage(db, segment))
-        if released is None and not spoiled:
-            found.append((f"candidate {newest.number}, promoted, to be released", f"factory release {newest.number}"))
+    for verdict in undecided(db):
+        number = verdict.number
+        command = f"factory releases approve {number}, or factory releases reject {number} --why …"
+        found.append((f"candidate {number}, promoted, to be released", command))
     for row in ProposalRow.select(db, "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"):
         found.append((f"proposal {row.number}, promoted: {row.title}", f"factory proposals approve {row.number}"))
     return found
@@ -67,6 +71,20 @@ def _inbox(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
     except OSError:
         return []
     return [(f"{name} in the inbox", one["why"]) for name, one in sorted(held(db).items()) if name in names]
+
+
+def _notifying(workspace: Workspace) -> list[tuple[str, str]]:
+    positions = read_positions(workspace)
+    if positions is None:
+        return [(f"{FILE}, which cannot be read, so nobody is notified", f"remove {workspace.root / FILE}")]
+    return [
+        (
+            f"notifying by {name}, which fails: {one['failing']}",
+            "mend it, or policies/notifications.yaml; nothing is lost",
+        )
+        for name, one in sorted(positions.items())
+        if one.get("failing")
+    ]
 
 
 def open_verdicts(db: Reads) -> list[str]:

@@ -16,12 +16,13 @@ import sqlalchemy as sa
 from factory.core.errors import ConfigError, InputError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, candidates, events
+from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.ledger import releases as releases_table
 from factory.ledger.rows import ReleaseRow, champion
 from factory.release import registry, releases, serving
+from factory.release.approvals import register_candidate
 from factory.release.registry import MODEL
-from factory.release.releases import ApprovalNeeded, approve, reconcile, register_candidate, release, rollback
+from factory.release.releases import reconcile, release, rollback
 from factory.tracking.mlflow_store import open_client
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
 
@@ -172,36 +173,6 @@ def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: 
     assert reconcile(workspace, ledger) == []
 
 
-def test_manual_approval_by_command_binds_to_what_was_judged(workspace: Workspace, ledger: Ledger) -> None:
-    approval(workspace, "manual")
-    verdict = add_verdict(ledger, add_candidate(workspace, ledger))
-    with pytest.raises(ApprovalNeeded, match="version 1 of factory-lm"):
-        release(workspace, ledger, verdict)
-    assert champion(ledger) is None
-    assert open_client(workspace).get_model_version(MODEL, "1").tags["approval"] == "pending"
-    approve(ledger, verdict, "ada")
-    assert release(workspace, ledger, verdict) == 1
-    assert best(ledger).approved_by == "ada"
-
-    second = add_candidate(workspace, ledger)
-    later = add_verdict(ledger, second, against=1)
-    approve(ledger, later, "ada")
-    (workspace.exports / "candidate-2" / "config.json").write_text("changed after the approval")
-    with pytest.raises(InputError, match="is not what was recorded"):
-        release(workspace, ledger, later, approved_by="ada")
-
-
-def test_manual_approval_in_mlflow(workspace: Workspace, ledger: Ledger) -> None:
-    approval(workspace, "manual")
-    candidate = add_candidate(workspace, ledger)
-    add_verdict(ledger, candidate)
-    version = register_candidate(workspace, ledger, candidate)
-    assert reconcile(workspace, ledger) == []
-    open_client(workspace).set_model_version_tag(MODEL, version, "approval", "approved")
-    assert reconcile(workspace, ledger) == ["release 1 was approved in MLflow and is published"]
-    assert best(ledger).approved_by == "mlflow" and kinds(ledger)[0] == "approved"
-
-
 def test_policy_that_is_wrong_is_named(workspace: Workspace, ledger: Ledger) -> None:
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
     approval(workspace, "manul")
@@ -280,3 +251,42 @@ def test_killed_anywhere_there_is_one_release_and_one_version(template: tuple[Pa
     assert kinds(ledger).count("promoted") == 2 and best(ledger).number == 2
     assert (serving.served(workspace) or {})["release"] == 2
     assert reconcile(workspace, ledger) == []
+
+
+def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> None:
+    """Runs open as training runs, everything says what it is, and a version's page has the numbers that decide, one reason a line."""
+    first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
+    release(workspace, ledger, add_verdict(ledger, first))
+    verdict = add_verdict(ledger, second, "hold", against=first)
+    measured = {"gain": 0.2, "error": 0.01, "clusters": 12, "effective": 12.0}
+    evidence = {"target": measured, "guards": {"code": measured, "a|b": measured | {"gain": -0.1}}, "releasable": 0.5}
+    reasons = ["code: 1 → 2.", "**chat** <b>worse</b> | a cell"]
+    with ledger.begin() as tx:
+        tx.execute(verdicts.update().where(verdicts.c.id == verdict).values(evidence=evidence, reasons=reasons))
+    reconcile(workspace, ledger)
+    client = open_client(workspace)
+    kinds_by_name = {one.name: one.tags for one in client.search_experiments() if one.name != "Default"}
+    assert {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()} == {
+        "candidates": "custom_model_development"
+    }
+    assert "Models, factory-lm" in kinds_by_name["candidates"]["mlflow.note.content"]
+    version = client.get_model_version(MODEL, "2")
+    assert client.get_run(version.run_id).data.tags["mlflow.note.content"].startswith("Candidate 2, of segment 2")
+    text = version.description
+    assert text.startswith("**HOLD** – candidate 2 over candidate 1\n")
+    assert "| gain of the target, bits per byte | +0.200 (95 %: +0.178 … +0.222) |" in text
+    assert "| the guard that did worst | a\\|b −0.100 (95 %: −0.122 … −0.078) |" in text
+    assert "| tokens whose licence allows a release | 50.0% |" in text
+    run = client.get_run(version.run_id)
+    assert f"(#/experiments/{run.info.experiment_id}/runs/{version.run_id}/artifacts/report.html)" in text
+    assert (
+        "- code: 1 → 2." in text.splitlines()
+        and "- \\*\\*chat\\*\\* \\<b\\>worse\\</b\\> \\| a cell" in text.splitlines()
+    )
+    assert version.tags["gain"] == "+0.2000" and version.tags["judged_at"].startswith("2023-11-14")
+    found = client.search_model_versions(f"name = '{MODEL}' and tags.verdict = 'hold'")
+    assert [one.version for one in found] == [version.version]
+    # Judged again: the page follows.
+    add_verdict(ledger, second, "reject", against=first)
+    reconcile(workspace, ledger)
+    assert (client.get_model_version(MODEL, "2").description or "").startswith("**REJECT**")

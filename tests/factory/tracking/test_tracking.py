@@ -222,7 +222,7 @@ def test_candidate_run_has_the_evaluation_once(tracking: Tracking, ledger: Ledge
     run = tracking.candidate_run(candidate)
     assert tracking.candidate_run(candidate) == run
     data = tracking.client.get_run(run).data
-    assert data.metrics["bpb/docs"] == 2.4 and data.metrics["baselines/code/trigram"] == 2.9
+    assert data.metrics["bpb/docs"] == 2.4 and data.metrics["details/baselines/code/trigram"] == 2.9
     assert data.metrics["parity/tokenizer/ok"] == 1.0 and data.metrics["cloze/share_right"] == 0.31
     assert len(history(tracking, run, "bpb/code")) == 1
     assert {a.path for a in tracking.client.list_artifacts(run)} >= {"samples.json", "evaluation.json"}

@@ -204,7 +204,8 @@ def test_each_thing_that_waits_for_a_person_names_the_command(plant: tuple[Works
             record(tx, HELD, f"inbox:{name}", {"name": name, "stamp": [1], "why": "close it", "refused": False})
     (workspace.inbox / "here.jsonl").touch()
     assert [one["command"] for one in waiting(workspace, ledger)] == [
-        "factory resume", "free some space; factory clean --dry-run", "factory retry 2, or factory abandon 2", "factory release 1",
+        "factory resume", "free some space; factory clean --dry-run", "factory retry 2, or factory abandon 2",
+        "factory releases approve 1, or factory releases reject 1 --why …",
         "factory proposals approve 3", "factory anomalies show 7, then accept or reject 7", "close it",
     ]  # fmt: skip
     said = shown(workspace)

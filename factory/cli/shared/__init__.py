@@ -1,0 +1,1 @@
+"""What commands in every folder of the command line share; it knows no command."""

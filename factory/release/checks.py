@@ -1,0 +1,61 @@
+"""What must hold before a candidate is released: its verdict promotes it, is up to date, and judged the bytes that are there."""
+
+from __future__ import annotations
+
+from factory.core.errors import InputError
+from factory.ledger.anomalies import rewound_in
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import CandidateRow, Subject, VerdictRow, champion
+from factory.release.registry import check_export, newest_verdict
+
+
+class OutOfDate(InputError):
+    """The verdict was against a champion that is no longer champion."""
+
+
+def promotion(ledger: Ledger, verdict_id: int) -> VerdictRow:
+    """A verdict of the release gate that promotes. Raises: InputError."""
+    verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
+    if verdict is None:
+        raise InputError(f"there is no verdict {verdict_id} of the release gate; 'factory status' lists them")
+    if verdict.outcome != "promote":
+        why = "; ".join(verdict.reasons)
+        raise InputError(f"verdict {verdict_id} on {verdict.subject} is {verdict.outcome!r}, not 'promote': {why}")
+    return verdict
+
+
+def check_newest(ledger: Ledger, verdict: VerdictRow) -> None:
+    """Raises: InputError when the candidate was judged again since."""
+    newest = newest_verdict(ledger, verdict.number)
+    if newest.id != verdict.id:
+        raise InputError(
+            f"verdict {verdict.id} on {verdict.subject} is out of date: verdict {newest.id} says {newest.outcome!r}"
+        )
+
+
+def check_current(ledger: Ledger, verdict: VerdictRow) -> None:
+    """Raises: InputError when the candidate was judged again since, its training was rewound, or the champion is another one than then."""
+    check_newest(ledger, verdict)
+    if spoiled := rewound_in(ledger, CandidateRow.get(ledger, verdict.number).segment):
+        raise InputError(
+            f"{verdict.subject} is not released: its training went wrong, segment {spoiled[0]} was rewound"
+        )
+    check_champion(ledger, verdict)
+
+
+def check_champion(ledger: Ledger, verdict: VerdictRow) -> None:
+    """Raises: OutOfDate when the candidate was judged against another champion than the one of now."""
+    now = champion(ledger)
+    subject = str(Subject("candidate", now.candidate)) if now else None
+    if verdict.against != subject:
+        raise OutOfDate(
+            f"verdict {verdict.id} judged {verdict.subject} against {verdict.against or 'no champion'}, but "
+            f"{subject or 'no candidate'} is champion now: evaluate it again"
+        )
+
+
+def check_judged(ledger: Ledger, verdict: VerdictRow) -> None:
+    """Raises: InputError when the export is not, byte for byte, the one that the verdict judged."""
+    row = check_export(ledger, verdict.number)
+    if row.export_sha256 != verdict.subject_sha256:
+        raise InputError(f"verdict {verdict.id} judged another export of {verdict.subject}: evaluate it again")

@@ -1,0 +1,56 @@
+"""A login for MLflow's pages, where others can reach them: MLflow's own basic-auth app, with a password that is made once."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import os
+import secrets
+from pathlib import Path
+
+from factory.core.errors import ConfigError, InputError
+from factory.core.workspace import Workspace
+
+FOLDER = "mlflow-login"
+PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
+
+
+def is_loopback(host: str) -> bool:
+    """Can only this machine reach it?"""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def login(workspace: Workspace, user: str) -> tuple[dict[str, str], Path]:
+    """(environment of MLflow's server, file with the password), both made at the first call; only this user of the machine can read them.
+
+    Raises: InputError for a name that is none; ConfigError when a package is missing.
+    """
+    if not user or set(user) - PLAIN or len(user) > 60:
+        raise InputError(f"--user {user!r}: a name of letters, digits, '-', '_' and '.' is expected")
+    if importlib.util.find_spec("flask_wtf") is None:
+        raise ConfigError("MLflow's login needs a package: pip install 'mlflow[auth]'")
+    folder = workspace.root / FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    password = _kept(folder / f"{user}.password")
+    users = folder / f"{user}.db"
+    text = f"[mlflow]\ndefault_permission = NO_PERMISSIONS\ndatabase_uri = sqlite:///{users}\nadmin_username = {user}\n"
+    settings = folder / f"{user}.ini"
+    settings.write_text(text, encoding="utf-8")
+    return {
+        "MLFLOW_AUTH_CONFIG_PATH": str(settings),
+        "MLFLOW_AUTH_ADMIN_USERNAME": user,
+        "MLFLOW_AUTH_ADMIN_PASSWORD": password.read_text().strip(),
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": _kept(folder / "key").read_text().strip(),
+    }, password
+
+
+def _kept(path: Path) -> Path:
+    """A file with a secret that was drawn when it was made. What a killed process left empty is drawn again."""
+    if not path.exists() or not path.read_text().strip():
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(24) + "\n")
+    return path

@@ -1,0 +1,173 @@
+"""``factory releases`` as a release manager meets it, on a real ledger and a real MLflow store."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import factory.cli  # noqa: F401 (registers every command)
+from factory.cli.app import app
+from factory.core.errors import InputError
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, eval_items, evaluations, segments, token_shards, verdicts
+from factory.ledger.rows import champion
+from factory.release.registry import MODEL
+from factory.release.releases import release
+from factory.reports.release_facts import difference, listed, shown
+from factory.tracking.mlflow_store import open_client
+from tests.support.factory.command import factory
+from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
+
+SOURCES = 12
+
+
+@pytest.fixture
+def scene(workspace: Workspace, ledger: Ledger) -> Ledger:
+    """Release 1; candidate 2, measured on the same items and better in code alone, waits for approval; candidate 3 is held."""
+    with_store(workspace)
+    approval(workspace, "manual")
+    add_shard(ledger)
+    for number in (1, 2, 3):
+        assert add_candidate(workspace, ledger) == number
+    release(workspace, ledger, add_verdict(ledger, 1), approved_by="ada")
+    verdict = add_verdict(ledger, 2, against=1)
+    add_verdict(ledger, 3, "hold", against=1)
+    measured = {"gain": 0.2, "error": 0.01, "clusters": SOURCES, "effective": float(SOURCES)}
+    guards = {"code": measured, "docs": measured | {"gain": -0.1}, "chat": measured | {"gain": 0.001}}
+    with ledger.begin() as tx:
+        tx.execute(
+            verdicts.update().where(verdicts.c.id == verdict).values(evidence={"target": measured, "guards": guards})
+        )
+        recipe = {"name": "demo", "model": {"d_model": 96, "layers": 2}, "phases": [0.5, 0.5]}
+        tx.execute(segments.update().where(segments.c.id == 2).values(recipe_json=recipe, last_step=180))
+        for evaluation, change in ((1, 0.0), (2, -0.2)):
+            tx.execute(eval_items.delete().where(eval_items.c.evaluation == evaluation))
+            for index in range(SOURCES):
+                for domain in ("code", "docs"):
+                    nats = 50 + index + (change if domain == "code" else 0.0) * 100 * math.log(2)
+                    item = {"task": "bpb", "item": f"{domain}:{index}", "domain": domain, "cluster": f"source {index}"}
+                    tx.execute(eval_items.insert().values(evaluation=evaluation, **item, value=nats, weight=100.0))
+    return ledger
+
+
+def run(workspace: Workspace, *words: str) -> str:
+    """In this process: another one would spend seconds on importing MLflow."""
+    done = CliRunner().invoke(app, ["releases", *words, "-w", str(workspace.root)], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def read(workspace: Workspace, *words: str) -> Any:
+    return json.loads(run(workspace, *words, "--json"))
+
+
+def test_list_has_releases_and_what_waits(workspace: Workspace, scene: Ledger) -> None:
+    rows = listed(scene)
+    assert [(row["release"], row["candidate"], row["state"], row["champion"]) for row in rows] == [
+        (1, 1, "published", True), (None, 2, "waits for approval", False), (None, 3, "held", False),
+    ]  # fmt: skip
+    gain = rows[1]["gain"]
+    assert gain["shows"] == "better" and 0.17 < gain["low"] < gain["gain"] == 0.2 < gain["high"] < 0.23
+    assert rows[0]["approved_by"] == "ada" and rows[2]["verdict"] == "hold"
+    done = factory("releases", "list", "-w", str(workspace.root))
+    assert done.returncode == 0 and "candidate 2 waits: factory releases show c2, approve 2" in done.stdout
+    assert done.stdout.splitlines()[0].rstrip().endswith("champion")
+
+
+def test_show_says_what_is_better_and_worse_and_of_what_it_is_made(workspace: Workspace, scene: Ledger) -> None:
+    found = shown(workspace, scene, "c2")
+    assert {name: gain["shows"] for name, gain in found["measured"].items()} == {
+        "target": "better", "code": "better", "docs": "worse", "chat": "no difference shown",
+    }  # fmt: skip
+    assert [shard["name"] for shard in found["shards"]] == ["code-00.jsonl"] and found["serve"] is None
+    assert shown(workspace, scene, "1")["serve"] == "factory serve"
+    said = run(workspace, "show", "1")
+    for words in (
+        "release 1: candidate 1, published, champion",
+        "approved by ada",
+        "candidate-1.html",
+        "factory serve",
+    ):
+        assert words in said
+
+
+def test_diff_compares_on_the_same_items_and_says_when_it_cannot(workspace: Workspace, scene: Ledger) -> None:
+    with scene.begin() as tx:
+        plan = {
+            "token_shards": [
+                {"id": "t" * 64, "path": "x", "generation": 1},
+                {"id": "u" * 64, "path": "y", "generation": 2},
+            ]
+        }
+        tx.exec_driver_sql("INSERT INTO data_plans (id, plan, created_at) VALUES ('q', ?, 1.0)", (json.dumps(plan),))
+        tx.execute(segments.update().where(segments.c.id == 2).values(data_plan="q"))
+    add_shard_of(scene, "v" * 64, "u" * 64, "new.jsonl")
+    found = difference(workspace, scene, "1", "c2")
+    gains = found["measured"]["gains"]
+    assert (
+        found["measured"]["same_items"]
+        and gains["code"]["gain"] == pytest.approx(0.2)
+        and gains["code"]["shows"] == "better"
+    )
+    assert gains["docs"]["gain"] == pytest.approx(0.0)
+    assert found["recipe"] == {"model.d_model": [64, 96]} and found["steps"] == [100, 180]
+    assert found["data"]["added"] == ["new.jsonl"] and found["data"]["left_out"] == []
+    back = difference(workspace, scene, "c2", "1")
+    assert back["data"]["left_out"] == ["new.jsonl"] and back["measured"]["gains"]["code"]["shows"] == "worse"
+    with scene.begin() as tx:
+        tx.execute(evaluations.update().where(evaluations.c.id == 2).values(suite_sha256="f" * 64))
+    assert not difference(workspace, scene, "1", "c2")["measured"]["gains"]
+    assert "not measured on the same held-out items" in run(workspace, "diff", "1", "c2")
+
+
+def add_shard_of(ledger: Ledger, sha256: str, token_shard: str, name: str) -> None:
+    with ledger.begin() as tx:
+        tx.exec_driver_sql(
+            "INSERT INTO shards SELECT ?, ?, path, bytes, state, reason, rows, counts, domains, tokens, ingested_at FROM shards LIMIT 1",
+            (sha256, name),
+        )
+        row = dict(tx.execute(token_shards.select()).mappings().first() or {})
+        tx.execute(token_shards.insert().values(row | {"id": token_shard, "shard": sha256}))
+
+
+def test_reject_approve_and_roll_back(workspace: Workspace, scene: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "bob")
+    add_verdict(scene, 3, against=1)
+    assert read(workspace, "reject", "3", "--why", "it swears")["rejected_by"] == "bob"
+    tags = open_client(workspace).get_model_version(MODEL, "2").tags
+    assert (tags["candidate"], tags["approval"], tags["approval_answer"]) == (
+        "3",
+        "rejected",
+        "rejected by bob: it swears",
+    )
+    assert [row["state"] for row in listed(scene)] == ["published", "waits for approval", "rejected"]
+    with pytest.raises(InputError, match="was rejected by bob: it swears"):
+        run(workspace, "approve", "3")
+    done = read(workspace, "approve", "2")
+    assert done == {"release": 2, "candidate": 2, "champion": True, "approved_by": "bob"}
+    assert read(workspace, "rollback", "1") == {"champion": 1}
+    best = champion(scene)
+    assert best and best.number == 1
+    assert [row["champion"] for row in read(workspace, "list")] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["show", "9"], "no release 9; there are: 1"),
+        (["show", "c9"], "no candidate 9; there are: 1, 2, 3"),
+        (["show", "x;y"], "is neither a release ('2') nor a candidate ('c3')"),
+        (["diff", "1", "²"], "is neither a release"),
+        (["approve", "3"], "'hold', not 'promote'"),
+        (["reject", "3"], "'hold', not 'promote'"),
+        (["rollback", "4"], "no release 4"),
+    ],
+)
+def test_mistakes_get_one_clear_line(workspace: Workspace, scene: Ledger, words: list[str], said: str) -> None:
+    with pytest.raises(InputError) as refused:
+        run(workspace, *words)
+    assert said in str(refused.value)
