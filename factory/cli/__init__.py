@@ -16,6 +16,10 @@ from factory.cli import config  # noqa: F401
 from factory.cli import safety  # noqa: F401
 
 # isort: on
-from factory.cli.app import main
+from factory.cli.app import app, main
+from factory.cli.data import data, provenance
+
+for commands in (provenance.commands, data.commands):
+    app.add_typer(commands)
 
 __all__ = ["main"]

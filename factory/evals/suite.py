@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from factory.core.policy_file import policy_sha256
 from factory.evals.policy import EvalPolicy
 from factory.ledger.ledger import Ledger, documents, held_out
+from factory.ledger.removals import FATE
 
 # Raise a task's number when its items or their scoring change: old evaluations are then never compared with new ones.
 TASK_VERSIONS = {"bpb": 1, "cloze": 1, "chat": 2, "baselines": 1, "noise": 1}
@@ -52,9 +53,9 @@ class Suite:
 def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Suite:
     """The suite of the ledger's held-out documents as they are now."""
     listed = ledger.rows(
-        sa.select(held_out.c.key, held_out.c.domain, documents.c.content_sha256).join(
-            documents, documents.c.key == held_out.c.key
-        )
+        sa.select(held_out.c.key, held_out.c.domain, documents.c.content_sha256)
+        .join(documents, documents.c.key == held_out.c.key)
+        .where(documents.c.fate != FATE)
     )
     by_domain: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for row in listed:

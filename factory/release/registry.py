@@ -14,6 +14,7 @@ from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.removals import marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.reports.release_report import release_report
 from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
@@ -68,6 +69,8 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
         if version is None:
             source = _model_source(client, run, candidate)
             version = client.create_model_version(MODEL, source, run, tags, description=short(verdict.reasons))
+        if "removed_data" in version.tags and "removed_data" not in tags:  # it was put back
+            client.delete_model_version_tag(MODEL, version.version, "removed_data")
         for key, value in tags.items():
             if version.tags.get(key) != value:
                 client.set_model_version_tag(MODEL, version.version, key, value)
@@ -132,6 +135,12 @@ def _newest_judged(ledger: Ledger) -> int:
     return max(verdict.number for verdict in VerdictRow.select(ledger, "WHERE gate = 'release'"))
 
 
+def removed_data(ledger: Ledger, release: int) -> str | None:
+    """What a release was trained on and was taken out since, as its version's tag; None: nothing."""
+    about = [mark for mark in marks(ledger) if mark["release"] == release and mark["removal"] is not None]
+    return "; ".join(f"removal {mark['removal']}: {mark['documents']} documents" for mark in about) or None
+
+
 def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[str, str]:
     segment = SegmentRow.get(ledger, candidate.segment)
     release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate.id)
@@ -147,6 +156,7 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
         "code_commit": segment.code_commit,
         "export_sha256": candidate.export_sha256,
         "release": release and release.number,
+        "removed_data": removed_data(ledger, release.number) if release else None,
         **averaged_tag(segment.result),
     }
     bpb = evaluation.summary.get("bpb", {}) if evaluation else {}

@@ -33,6 +33,7 @@ from factory.release.registry import (
     find_version,
     newest_verdict,
     register,
+    removed_data,
     write_report,
 )
 from factory.tracking.mlflow_store import TrackingError, mlflow_errors, waiting_lock
@@ -251,12 +252,17 @@ class _Saga:
         """Register every judged candidate that MLflow does not show with its newest verdict and its release."""
         with mlflow_errors("listing versions"):
             found = self.tracking.client.search_model_versions(f"name = '{MODEL}'")
-        shown = {tuple(v.tags.get(key) for key in ("candidate", "export_sha256", "verdict", "release")) for v in found}
+        keys = ("candidate", "export_sha256", "verdict", "release", "removed_data")
+        shown = {tuple(v.tags.get(key) for key in keys) for v in found}
         released = {row.candidate: str(row.number) for row in ReleaseRow.select(self.ledger)}
+        removed = {row.candidate: removed_data(self.ledger, row.number) for row in ReleaseRow.select(self.ledger)}
         done = []
         for row in CandidateRow.select(self.ledger):
             verdict = VerdictRow.newest(self.ledger, "release", Subject("candidate", row.id))
-            if verdict is None or (str(row.id), row.export_sha256, verdict.outcome, released.get(row.id)) in shown:
+            if verdict is None:
+                continue
+            is_now = (str(row.id), row.export_sha256, verdict.outcome, released.get(row.id), removed.get(row.id))
+            if is_now in shown:
                 continue
             try:
                 register_candidate(self.workspace, self.ledger, row.id)
