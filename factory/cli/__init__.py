@@ -17,9 +17,9 @@ from factory.cli import safety  # noqa: F401
 
 # isort: on
 from factory.cli.app import app, main
-from factory.cli.data import data, provenance
+from factory.cli.data import compare, data, provenance
 
-for commands in (provenance.commands, data.commands):
+for commands in (provenance.commands, data.commands, compare.commands):
     app.add_typer(commands)
 
 __all__ = ["main"]

@@ -42,7 +42,8 @@ def _lines(path: Path, compression: str, rows: Collection[int], target: Path) ->
         out: Any
         if compression == "gzip":
             source = cast(IO[bytes], opened.enter_context(gzip.open(path, "rb")))
-            out = opened.enter_context(gzip.GzipFile(target, "wb", mtime=0))  # the same file each time
+            made = opened.enter_context(open(target, "wb"))
+            out = opened.enter_context(gzip.GzipFile("", "wb", fileobj=made, mtime=0))  # the same bytes each time
         elif compression == "zstd":
             source = opened.enter_context(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
             out = opened.enter_context(pa.CompressedOutputStream(pa.OSFile(str(target), "wb"), "zstd"))
