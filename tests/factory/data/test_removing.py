@@ -21,13 +21,19 @@ from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
 from factory.gates.release.licences import tokens_by_licence
 from factory.ingest.chain import ingest_shard
-from factory.ledger.ledger import Ledger
-from factory.ledger.removals import mark_in_words, marks, removals
-from factory.ledger.rows import SegmentRow
+from factory.ledger.anomalies import MARKED
+from factory.ledger.ledger import Ledger, record, releases
+from factory.ledger.removals import REMOVED, mark_in_words, marks, removals
+from factory.ledger.rows import SegmentRow, Subject
+from factory.release.releases import reconcile, register_candidate
 from factory.reports.provenance import of_document, of_release
+from factory.reports.release_report import release_report
+from factory.tracking.mlflow_store import open_client
 from factory.training.planning import plan_anneal, plan_of, plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here
+from tests.support.factory.made_up_text import use_small_vocabulary
+from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, with_store
 from tests.support.plants.released import release_of
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
@@ -247,3 +253,60 @@ def test_the_commands(copied: Copy) -> None:
     assert "licence  none" in data and "1 removed" in data and "removal  1 by" in data
     assert cost_of(ledger, Exposure(ledger, {})).first_step is None
     assert "1 documents are back" in run("data", "undo", "1").stdout
+
+
+def test_the_version_in_mlflow_and_the_report_say_it(workspace: Workspace, ledger: Ledger) -> None:
+    add_shard(ledger)
+    candidate = add_candidate(with_store(workspace), ledger)
+    verdict = add_verdict(ledger, candidate)
+    with ledger.begin() as tx:
+        tx.execute(
+            releases.insert().values(number=1, candidate=candidate, verdict=verdict, state="published", created_at=1.0)
+        )
+    tags = lambda: open_client(workspace).get_model_version("factory-lm", "1").tags
+    register_candidate(workspace, ledger, candidate)
+    assert "removed_data" not in tags() and "taken out" not in release_report(ledger, candidate)
+    with ledger.begin() as tx:
+        detail = {
+            "by": "ann",
+            "why": "",
+            "column": "key",
+            "names": ["k"],
+            "documents": 1,
+            "supervised_tokens": 9,
+            "token_shards": [],
+            "erase": False,
+        }
+        record(tx, REMOVED, Subject("removal", 1), detail)
+        record(
+            tx,
+            MARKED,
+            Subject("release", 1),
+            {"anomaly": None, "removal": 1, "documents": ["k"], "count": 1, "exact": True},
+        )
+    reconcile(workspace, ledger)
+    assert tags()["removed_data"] == "removal 1: 1 documents"
+    assert "release 1 was trained on 1 documents that were taken out later (removal 1)" in release_report(
+        ledger, candidate
+    )
+    undo(ledger, 1, "ann")
+    reconcile(workspace, ledger)
+    assert "removed_data" not in tags()
+
+
+def test_who_wrote_a_document_is_shown(workspace: Workspace, ledger: Ledger) -> None:
+    use_small_vocabulary(workspace)
+    made = [
+        {"id": f"d{n}", "text": " ".join(f"a{n}b{i}" for i in range(60)), "synthetic_by": "release 3; ours"}
+        for n in range(4)
+    ]
+    ingest_shard(workspace, ledger, shard_of(workspace, [*made, made[0] | {"id": "odd", "synthetic_by": 7}]), SILENT)
+    found = of_document(ledger, "d1")[0]
+    assert found["synthetic_by"] == "release 3, ours"
+    assert "synthetic, made by release 3, ours" in command_here("provenance", "--document", "d1", home=workspace).stdout
+    assert (
+        of_document(ledger, ledger.read("SELECT key FROM documents WHERE rule = 'bad_schema'")[0]["key"])[0][
+            "synthetic_by"
+        ]
+        is None
+    )
