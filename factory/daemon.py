@@ -244,6 +244,7 @@ def _chores(
     from factory.code_loop.approvals import follow
     from factory.code_loop.judging_again import judge_held_again
     from factory.code_loop.revalidating import follow as judge_merged_again
+    from factory.erasing.erasing import finish_removals
     from factory.release.releases import reconcile as reconcile_releases
     from factory.tracking.missed import show_missed
 
@@ -251,6 +252,7 @@ def _chores(
         return []
     chores: list[tuple[str, Callable[[], object]]] = [
         ("making the daily backup", lambda: _back_up(workspace, ledger, progress)),
+        ("finishing removals", lambda: finish_removals(workspace, ledger, progress)),
         ("looking after the inbox", lambda: tend(workspace, ledger, progress, settle)),
         ("bringing MLflow and the served folder up to date", lambda: reconcile_releases(workspace, ledger, progress)),
         ("showing in MLflow what it missed", lambda: show_missed(workspace, ledger, progress.line)),

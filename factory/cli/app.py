@@ -1,4 +1,4 @@
-"""The ``factory`` command: the app, and what becomes of an error. What commands share is in ``factory.cli.shared``."""
+"""The ``factory`` command: the app, and what becomes of an error. What its commands share is in ``core.options``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.shared.options import DEFAULT as DEFAULT
-from factory.cli.shared.options import AsJson as AsJson
-from factory.cli.shared.options import Where as Where
-from factory.cli.shared.options import open_workspace as open_workspace
-from factory.cli.shared.options import person as person
-from factory.cli.shared.options import print_json as print_json
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
 from factory.core import devices, stopping
 from factory.core.errors import FactoryError
 from factory.retrying.faults import fault_of
+
+__all__ = ["DEFAULT", "AsJson", "Where", "app", "main", "open_workspace", "person", "print_json"]
 
 # OpenMP threads that wait for one another spin, by default for milliseconds: next to two busy programs on two cores a step took 4.8 s
 # in place of 0.17, with fewer turns 0.4. Alone that costs about 4 % (docs/LOG.md). Read when torch is loaded, by children too.

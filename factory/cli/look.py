@@ -1,4 +1,4 @@
-"""Commands that look: ``status``, ``provenance``, ``ui``, ``doctor``; and ``demo``, which shows it all."""
+"""Commands that look: ``status``, ``ui``, ``doctor``; and ``demo``, which shows it all."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import os
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
-from factory.core.errors import InputError, WorkspaceError
+from factory.cli.app import DEFAULT, AsJson, Where, app, print_json
+from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
 
 WATCH_SECONDS = 2.0
@@ -66,74 +66,6 @@ def log(
     show = (lambda entry: json.dumps(entry, ensure_ascii=False)) if as_json else daemon_log.describe
     for entry in daemon_log.follow(workspace, lines) if follow else daemon_log.entries(workspace, lines):
         print(show(entry), flush=True)
-
-
-@app.command()
-def provenance(
-    document: Annotated[str | None, typer.Option(help="What became of the document with this id or key?")] = None,
-    release: Annotated[int | None, typer.Option(help="What was this release made of?")] = None,
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
-) -> None:
-    """Follow a document to the releases trained on it, or a release back to its shards."""
-    from factory.reports.provenance import of_document, of_release
-
-    if (document is None) == (release is None):
-        raise InputError("name one: --document ID or --release N")
-    _, ledger, _ = open_workspace(where)
-    found: Any = of_document(ledger, document) if document is not None else of_release(ledger, int(release or 0))
-    if as_json:
-        print_json(found)
-        return
-    print("\n".join(_document_lines(found) if document is not None else _release_lines(found)))
-
-
-def _document_lines(found: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    for row in found:
-        lines.append(
-            f"{row['id']} ({row['domain']}, {row['license'] or 'no licence given'}) row {row['row']} of {row['shard_name']}"
-        )
-        fate = (
-            row["fate"]
-            + (f" by rule {row['rule']}" if row["rule"] else "")
-            + (f": {row['detail']}" if row["detail"] else "")
-        )
-        lines.append(f"  fate      {fate}")
-        if row.get("matched_document"):
-            lines.append(f"  matched   {row['matched_document']['id']} ({row['matched']})")
-        if row["token_shard"]:
-            lines.append(
-                f"  tokens    {row['tokens']} ({row['supervised_tokens']} with loss) in token shard {row['token_shard']}"
-            )
-        lines.append(
-            f"  segments  {', '.join(map(str, row['segments'])) or 'none'}    releases {', '.join(map(str, row['releases'])) or 'none'}"
-        )
-    return lines
-
-
-def _release_lines(found: dict[str, Any]) -> list[str]:
-    lines = [
-        f"release {found['release']['number']}: candidate {found['release']['candidate']}, {found['verdict']['outcome']}"
-    ]
-    lines += [f"    {reason}" for reason in found["verdict"]["reasons"]]
-    for row in found["segments"]:
-        lines.append(
-            f"  segment {row['id']} {row['kind']} steps {row['first_step']}–{row['last_step']}, recipe {row['recipe']}, "
-            f"code {row['code_commit'][:12]}, data plan {row['data_plan'][:12]}"
-        )
-        if "averaged" in row:
-            from factory.ledger.status import describe_average
-
-            lines.append(f"    {describe_average(row['averaged'])}")
-    for row in found["shards"]:
-        lines.append(
-            f"  shard {row['name']} (generation {row['generation']}): {row['documents']:,} documents, {row['tokens']:,} tokens"
-        )
-    total = max(1, sum(found["licences"].values()))
-    for name, tokens in sorted(found["licences"].items(), key=lambda one: -one[1]):
-        lines.append(f"  licence {name or 'none named'}: {tokens:,} supervised tokens, {tokens / total:.1%}")
-    return lines
 
 
 @app.command()

@@ -44,6 +44,7 @@ from factory.evals.tasks import (
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, eval_items, evaluations, record
+from factory.ledger.removals import with_contents
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject
 from factory.ledger.writing import insert
 from kernels.contract.files import finite
@@ -80,7 +81,7 @@ def evaluate_on(
     segment = SegmentRow.get(ledger, candidate.segment)
     plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]
     policy = EvalPolicy.load(workspace.policy("evals.yaml"))
-    shards = open_shards(workspace.root, plan["plan"])
+    shards = open_shards(workspace.root, with_contents(ledger, plan["plan"]))
     summary, items = _measure(workspace, ledger, candidate, suite, shards, policy, progress, released)
     return _write(ledger, candidate_id, suite, summary, items)
 

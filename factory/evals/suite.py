@@ -22,6 +22,7 @@ from factory.core.policy_file import policy_sha256
 from factory.evals.policy import EvalPolicy
 from factory.ingest.rules.split import cluster_of, is_sealed
 from factory.ledger.ledger import Ledger, documents, held_out
+from factory.ledger.removals import FATE
 
 # Raise a task's number when its items or their scoring change: old evaluations are then never compared with new ones.
 TASK_VERSIONS = {"bpb": 1, "cloze": 1, "chat": 2, "baselines": 1, "noise": 1, "dev": 1}
@@ -68,7 +69,8 @@ def held_out_documents(ledger: Ledger, per_domain: int, sealed: bool) -> tuple[H
     """At most so many documents of a domain and half, by content hash: one of each cluster first, then a second."""
     h, d = held_out.c, documents.c
     by_domain: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
-    for row in ledger.rows(sa.select(h.key, h.domain, h.source, d.content_sha256).join(documents, d.key == h.key)):
+    listed = sa.select(h.key, h.domain, h.source, d.content_sha256).join(documents, d.key == h.key)
+    for row in ledger.rows(listed.where(d.fate != FATE)):
         cluster = cluster_of(row["key"], row["source"])
         if is_sealed(cluster) == sealed:
             drawn = order("suite", row["content_sha256"] or row["key"])

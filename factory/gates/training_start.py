@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.ledger.ledger import Ledger, checkpoints, data_plans, segments
+from factory.ledger.removals import with_contents
 from kernels.contract.choice import resolved_text
 
 
@@ -47,4 +48,11 @@ def find_start(ledger: Ledger) -> Start | None:
     if row is None:
         return None
     kernels = row["computing"]["kernels"] if row["computing"] else {}
-    return Start(Path(row["path"]), row["step"], row["recipe_json"], row["plan"], kernels, row["code_commit"])
+    return Start(
+        Path(row["path"]),
+        row["step"],
+        row["recipe_json"],
+        with_contents(ledger, row["plan"]),
+        kernels,
+        row["code_commit"],
+    )

@@ -20,6 +20,7 @@ from factory.ingest.rules.near_dup import NearDuplicates, Signatures
 from factory.ingest.rules.policy import DataPolicy, DomainRules
 from factory.ingest.rules.words import Hashes
 from factory.ingest.worker import Analysed, FinishTask, spool_ngrams
+from factory.ledger.removals import FATE
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,13 @@ def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) 
     first: dict[str, str] = {}
     kept: list[_Living] = []
     by_number: dict[int, str] = {}
+    refusal = index.refusal()
     for one in living:
         row = one.row
         assert row.content_sha256
-        if row.content_sha256 in known:
+        if why := refusal(row.source, row.license):
+            row.drop("removed", why)
+        elif row.content_sha256 in known:
             key, fate = known[row.content_sha256]
             _drop_copy(row, "exact_duplicate", fate, "the same content", key)
         elif row.content_sha256 in first:
@@ -90,7 +94,9 @@ def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) 
 
 
 def _drop_copy(row: Row, rule: str, fate: str, how: str, key: str) -> None:
-    if fate == "held_out":
+    if fate == FATE:
+        row.drop("removed", f"a copy of a document that was taken out ({how})", key)
+    elif fate == "held_out":
         row.drop("contaminated", f"a copy of a held-out document ({how})", key)
     else:
         row.drop(rule, how, key)

@@ -13,6 +13,8 @@ ROLES = ("system", "user", "assistant", "tool")
 _RESERVED = frozenset({"cloze", "all", "target"})  # names of the release gate's own measures
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}\Z")
 
+SYNTHETIC = "synthetic, by "  # how ``documents.detail`` begins of one that a model wrote
+
 Content = dict[str, Any]  # {"text": str} or {"messages": [{"role", "content"}]}
 
 
@@ -48,6 +50,7 @@ class Row:
     supervised_tokens: int = 0
     trimmed: int = 0  # characters removed by decontamination
     wants_held_out: bool = False
+    synthetic_by: str | None = None  # model or release that wrote it, as its metadata says
     pii: dict[str, int] = field(default_factory=dict)
 
     def drop(self, rule: str, detail: str, matched: str | None = None) -> None:
@@ -64,6 +67,16 @@ class Parsed:
     domain: str
     source: str | None
     license: str | None
+    synthetic_by: str | None
+
+
+def maker_of(detail: str | None) -> str | None:
+    """Which model wrote a document, by ``documents.detail``; None: it names none.
+
+    >>> maker_of("synthetic, by release 3; replaced: 1 email"), maker_of("replaced: 1 email")
+    ('release 3', None)
+    """
+    return detail.removeprefix(SYNTHETIC).partition("; ")[0] if detail and detail.startswith(SYNTHETIC) else None
 
 
 def parse_json(line: bytes) -> Any:
@@ -108,8 +121,10 @@ def parse_document(row: Any, default_domain: str) -> Parsed:
         identity = str(identity)
     if identity is not None and (not isinstance(identity, str) or len(identity) > 500):
         raise BadRow("bad_schema", "'id' is not a string of 500 characters at most")
-    parsed = Parsed(content, identity or None, domain, _string(row, "source"), _string(row, "license"))
-    for value in (flat(content), parsed.id, parsed.source, parsed.license):
+    parsed = Parsed(
+        content, identity or None, domain, _string(row, "source"), _string(row, "license"), _string(row, "synthetic_by")
+    )
+    for value in (flat(content), parsed.id, parsed.source, parsed.license, parsed.synthetic_by):
         if value is not None:
             try:
                 value.encode("utf-8")

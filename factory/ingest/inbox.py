@@ -24,6 +24,7 @@ from factory.ingest.arriving import STILL_SECONDS, Stamp, cut_off, stamp_of, wri
 from factory.ingest.filing import LONGEST_NAME, file_away, return_changed, return_file, return_quarantined
 from factory.ledger.files import HELD, held
 from factory.ledger.ledger import Ledger
+from factory.ledger.removals import erased_shards
 from factory.ledger.writing import record_once
 from factory.retrying.steady import keep_traceback
 
@@ -136,7 +137,10 @@ def ingest_path(
         folder = workspace.inbox.resolve()
     report = ingest_shard(workspace, ledger, path, progress, again=again)
     ingested(report)
-    if folder == workspace.inbox.resolve():
+    if folder == workspace.inbox.resolve() and report.sha256 in erased_shards(ledger):
+        path.unlink()  # its text would be back
+        progress.line(f"  {shown_name(path)} is a shard of which text was erased: it is not kept")
+    elif folder == workspace.inbox.resolve():
         file_away(workspace, ledger, path, report.sha256, report.state)
     return report
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from factory.ingest.rules import near_dup
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes
 from factory.ledger.ledger import Ledger, documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams
+from factory.ledger.removals import FATE, refused, removals
 
 _AT_ONCE = 5000  # values in one IN (…)
 PARAMETERS = "ingest_index"  # key in ``meta``
@@ -62,6 +63,22 @@ class Index:
         }
         return near_dup.Stored(keys, signed)
 
+    def refusal(self) -> Callable[[str | None, str | None], str]:
+        """Says why a document of a source and a licence is refused: a person took that source or licence out; '': it is not."""
+        known = refused(self._ledger)
+        why = {removal.number: removal.why for removal in removals(self._ledger)}
+
+        def of(source: str | None, licence: str | None) -> str:
+            for noun, number in (
+                (f"source {source!r}", known["source"].get(source)),
+                (f"licence {licence or 'none'!r}", known["license"].get(licence)),
+            ):
+                if number is not None:
+                    return f"{noun} was taken out (removal {number}{': ' + why[number] if why[number] else ''})"
+            return ""
+
+        return of
+
     def fates(self, keys: Sequence[str]) -> dict[str, str]:
         c = documents.c
         return {row[0]: row[1] for row in self._select([c.key, c.fate], c.key, keys)}
@@ -81,9 +98,12 @@ class Index:
         return [(key, np.array(grams[key], np.int64).astype(np.uint64)) for key in sorted(grams)]
 
     def held_out_documents(self) -> list[tuple[str, str, str | None]]:
-        """(domain, key, source) of every held-out document."""
-        statement = sa.select(held_out.c.domain, held_out.c.key, held_out.c.source)
-        return [(row["domain"], row["key"], row["source"]) for row in self._ledger.rows(statement)]
+        """(domain, key, source) of every held-out document that was not removed."""
+        h = held_out.c
+        listed = sa.select(h.domain, h.key, h.source).join(documents, documents.c.key == h.key)
+        return [
+            (row["domain"], row["key"], row["source"]) for row in self._ledger.rows(listed.where(documents.c.fate != FATE))
+        ]
 
     def _select(self, columns: Sequence[Any], by: Any, values: Sequence[Any], *where: Any) -> Iterator[tuple[Any, ...]]:
         statement = sa.select(*columns).where(by.in_(sa.bindparam("values", expanding=True)), *where)

@@ -40,7 +40,16 @@ CODE = (
 )
 TEXT = (".txt", ".md", ".rst")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-COLUMNS = {"id", "text", "messages", "domain", "source", "license", "created"}  # of Parquet; others are not read
+COLUMNS = {
+    "id",
+    "text",
+    "messages",
+    "domain",
+    "source",
+    "license",
+    "created",
+    "synthetic_by",
+}  # of Parquet; others are not read
 SUPPORTED = (
     "JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet (.parquet), text (.txt, .md, .rst) and code (.py, .c, .rs …)"
 )

@@ -12,7 +12,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from factory.ingest.decide import Decided
-from factory.ingest.document import Row
+from factory.ingest.document import SYNTHETIC, Row
 from factory.ingest.index import PARAMETERS, signature_bytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.worker import Finished
@@ -147,7 +147,8 @@ def write_index(tx: sa.Connection, rows: Iterable[Row], decided: Decided, finish
 
 def _detail(row: Row) -> str | None:
     replaced = ", ".join(f"{count} {kind}" for kind, count in sorted(row.pii.items()))
-    words = [row.detail, f"replaced: {replaced}" if replaced and row.fate != "dropped" else None]
+    maker = f"{SYNTHETIC}{row.synthetic_by.replace(';', ',')}" if row.synthetic_by else None
+    words = [maker, row.detail, f"replaced: {replaced}" if replaced and row.fate != "dropped" else None]
     return "; ".join(word for word in words if word) or None
 
 

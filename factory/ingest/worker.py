@@ -122,6 +122,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
     parsed = parse_document(parse_json(raw) if isinstance(raw, bytes) else raw, policy.default_domain)
     row.id = parsed.id or row.key
     row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license
+    row.synthetic_by = parsed.synthetic_by
     rules = policy.rules(row.domain)
     licence = policy.licences.of(row.license)
     row.releasable = licence.release

@@ -71,8 +71,9 @@ documents = sa.Table(
     C("source", T),
     C("license", T),
     C("content_sha256", T, index=True),  # of the normalised content; null for a row that could not be read
-    C("fate", T, nullable=False),  # 'train' | 'held_out' | 'dropped' | 'quarantined' (trained on once, masked since)
-    C("rule", T),  # which rule dropped it
+    # 'train' | 'held_out' | 'dropped' | 'quarantined' (trained on once, masked since) | 'removed' (by a person: factory.ledger.removals)
+    C("fate", T, nullable=False),
+    C("rule", T),  # which rule dropped it, or which removal took it out
     C("matched", T),  # key of the document it duplicates or contaminates
     C("detail", T),  # one line for a person
     C("releasable", sa.Boolean, nullable=False, default=True),  # the licence's second answer

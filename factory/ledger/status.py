@@ -8,6 +8,7 @@ from typing import Any
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import every_anomaly
 from factory.ledger.reader import Reader
+from factory.ledger.removals import mark_in_words, marks, removals
 from factory.ledger.rows import (
     CandidateRow,
     EvaluationRow,
@@ -86,7 +87,8 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         "champion": best.only("number candidate mlflow_version export_path created_at") if best else None,
         "proposals": [row.only(PROPOSAL) for row in ProposalRow.select(db)],
         "anomalies": every_anomaly(db)[::-1][:20],
-        "marked_releases": db.read("SELECT subject, detail FROM events WHERE kind = 'release_marked' ORDER BY id"),
+        "removals": [vars(removal) for removal in removals(db)],
+        "marked_releases": marks(db),
     }
 
 
@@ -113,6 +115,11 @@ def screen(facts: dict[str, Any]) -> list[str]:
     )
     for shard in quarantined:
         lines.append(f"          quarantined {shard['name']}: {shard['reason']}")
+    if taken := [removal for removal in facts["removals"] if removal["state"] != "returned"]:
+        erasing = sum(removal["erase"] and removal["state"] == "removed" for removal in taken)
+        waits = f"; text of {erasing} is still to be erased" if erasing else ""
+        documents = sum(removal["documents"] for removal in taken)
+        lines.append(f"          {len(taken)} removals took out {documents:,} documents{waits}")
     for segment in facts["segments"][-6:]:
         loss = (segment["result"] or {}).get("loss")
         lines.append(
@@ -164,9 +171,7 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[str]:
                 f"anomaly {row['id']} {row['kind']} at step {row['step']} of segment {row['segment']}: {' or '.join(row['causes'])}; "
                 f"{row['how'] or row['state'].replace('diagnosed', 'open')}{asks}"
             )
-    for mark in facts["marked_releases"]:
-        count = len(mark["detail"]["documents"])
-        lines.append(f"          {mark['subject'].replace(':', ' ')} saw {count} documents that were quarantined later")
+    lines += [f"          {mark_in_words(mark)}" for mark in facts["marked_releases"]]
     return lines
 
 

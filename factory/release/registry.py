@@ -15,6 +15,7 @@ from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.evals.statistics import interval_of
 from factory.ledger.ledger import Ledger
+from factory.ledger.removals import marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.version_page import page
 from factory.reports.release_report import release_report
@@ -73,6 +74,8 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
         if version is None:
             source = _model_source(client, run, candidate)
             version = client.create_model_version(MODEL, source, run, tags, description=about)
+        if "removed_data" in version.tags and "removed_data" not in tags:  # it was put back
+            client.delete_model_version_tag(MODEL, version.version, "removed_data")
         for key, value in tags.items():
             if version.tags.get(key) != value:
                 client.set_model_version_tag(MODEL, version.version, key, value)
@@ -139,6 +142,12 @@ def _newest_judged(ledger: Ledger) -> int:
     return max(verdict.number for verdict in VerdictRow.select(ledger, "WHERE gate = 'release'"))
 
 
+def removed_data(ledger: Ledger, release: int) -> str | None:
+    """What a release was trained on and was taken out since, as its version's tag; None: nothing."""
+    about = [mark for mark in marks(ledger) if mark["release"] == release and mark["removal"] is not None]
+    return "; ".join(f"removal {mark['removal']}: {mark['documents']} documents" for mark in about) or None
+
+
 def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[str, str]:
     segment = SegmentRow.get(ledger, candidate.segment)
     release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate.id)
@@ -156,6 +165,7 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
         "export_sha256": candidate.export_sha256,
         "release": release and release.number,
         "judged_at": iso(verdict.created_at),
+        "removed_data": removed_data(ledger, release.number) if release else None,
         **averaged_tag(segment.result),
     }
     if gain := interval_of(verdict.evidence(ledger).get("target")):

@@ -32,13 +32,14 @@ from factory.release.registry import (
     check_export,
     find_version,
     register,
+    removed_data,
     write_report,
 )
 from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
 from factory.tracking.outages import shown
 from factory.tracking.tracking import Tracking
 
-SHOWN = ("candidate", "export_sha256", "verdict_id", "release")  # tags that tell what a version shows
+SHOWN = ("candidate", "export_sha256", "verdict_id", "release", "removed_data")  # tags that tell what a version shows
 
 
 # -- the saga -----------------------------------------------------------------------------------------------------------
@@ -185,10 +186,14 @@ class _Saga:
             found = self.tracking.client.search_model_versions(f"name = '{MODEL}'")
         shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found}
         released = {row.candidate: str(row.number) for row in ReleaseRow.select(self.ledger)}
+        removed = {row.candidate: removed_data(self.ledger, row.number) for row in ReleaseRow.select(self.ledger)}
         done = []
         for row in CandidateRow.select(self.ledger):
             verdict = VerdictRow.newest(self.ledger, "release", Subject("candidate", row.id))
-            if verdict is None or (str(row.id), row.export_sha256, str(verdict.id), released.get(row.id)) in shown:
+            if verdict is None:
+                continue
+            now = str(row.id), row.export_sha256, str(verdict.id), released.get(row.id), removed.get(row.id)
+            if now in shown:
                 continue
             try:
                 register_candidate(self.workspace, self.ledger, row.id)

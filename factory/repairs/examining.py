@@ -18,6 +18,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.engine import sqlite_file
 from factory.ledger.files import retired
 from factory.ledger.ledger import Ledger
+from factory.ledger.removals import erased_shards
 from factory.ledger.rows import CandidateRow, SegmentRow, champion
 from factory.release.serving import served
 from factory.repairs.checkpoints import checkpoint_fault, export_fault
@@ -136,12 +137,14 @@ def _exports(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progres
 def _raw_shards(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
     """What token shards are made again from."""
 
+    erased = {sha256: one["raw"] for sha256, one in erased_shards(ledger).items() if one["raw"]}
+
     def look(row: dict[str, Any], hashed: bool) -> Damage | None:
         path, name = raw_shard(workspace, ledger, row["sha256"])
         remedy = f"nothing needs it but a repair of its token shard: put {name} into {workspace.shards / 'raw'} again"
         if path is None:
             return Damage("raw shards", row["sha256"], f"{row['path']} is gone", remedy)
-        if hashed and file_sha256(path) != row["sha256"]:
+        if hashed and file_sha256(path) != erased.get(row["sha256"], row["sha256"]):
             return Damage("raw shards", row["sha256"], f"{path} is not the file that was ingested", remedy)
         return None
 

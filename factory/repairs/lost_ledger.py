@@ -214,7 +214,8 @@ def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
                     values,
                 )
                 if table == "documents":
-                    file.execute('UPDATE documents SET fate = ? WHERE "key" = ?', [row["fate"], row["key"]])
+                    became = [row[name] for name in ("fate", "rule", "detail", "key")]
+                    file.execute('UPDATE documents SET fate = ?, rule = ?, detail = ? WHERE "key" = ?', became)
 
 
 def _ingest_again(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -29,6 +30,7 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.worker import FinishTask, IngestJob, analyse, finish, spool_ngrams
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger, record
+from factory.ledger.removals import erased_shards
 from factory.training.segment_folder import set_aside
 from kernels.contract.files import put_in_place, write_atomically
 from trainer.contract.data.token_shard import FILES, TokenizedDocument, TokenShard, file_sha256, write_token_shard
@@ -108,10 +110,12 @@ def raw_shard(workspace: Workspace, ledger: Ledger, sha256: str) -> tuple[Path |
 def rebuild_token_shard(workspace: Workspace, ledger: Ledger, number: str, progress: Progress) -> str:
     """Make a token shard again from its raw shard; returns why it cannot be, or nothing. What is damaged is set aside."""
     row = ledger.read("SELECT shard, path FROM token_shards WHERE id = :id", id=number)[0]
+    erased = erased_shards(ledger).get(row["shard"])  # then another file is there, and other tokens are made of it
+    expected = erased["token_shards"].get(number, {}).get("content", number) if erased else number
     raw, name = raw_shard(workspace, ledger, row["shard"])
     if raw is None:
         return f"shard {name}, which it was made of, is gone too: put that file into {workspace.shards / 'raw'} again"
-    if file_sha256(raw) != row["shard"]:
+    if file_sha256(raw) != ((erased and erased["raw"]) or row["shard"]):
         return f"{raw} is not the file that it was made of: put that file ({name}) there again"
     aside = workspace.shards / f".again-{os.getpid()}"
     found: list[str] = []
@@ -121,6 +125,8 @@ def rebuild_token_shard(workspace: Workspace, ledger: Ledger, number: str, progr
         try:
             (aside / name).symlink_to(raw.resolve())  # its name says how it is read
             documents = _documents(workspace, ledger, policy, aside, name, row["shard"], number, progress)
+            if erased:
+                documents = _with_erased(ledger, number, erased, documents)
             made = write_token_shard(
                 aside,
                 documents,
@@ -128,7 +134,7 @@ def rebuild_token_shard(workspace: Workspace, ledger: Ledger, number: str, progr
                 tokenizer_sha256=Tokenizer.load(workspace.tokenizer).sha256,
             )
             found.append(made.id)
-            if made.id == number:
+            if made.id == expected:
                 place = Path(row["path"])
                 if place.exists():
                     set_aside(workspace.root, place)
@@ -136,7 +142,9 @@ def rebuild_token_shard(workspace: Workspace, ledger: Ledger, number: str, progr
                 with ledger.begin() as tx:
                     record(tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": ledger.inside(raw)})
                 return ""
-        except ShardProblem as problem:
+        except (
+            ShardProblem
+        ) as problem:  # a file of one document that was erased is empty, and its token shard not made again
             return f"{raw} cannot be read: {problem}"
         finally:
             remove(aside)
@@ -172,9 +180,10 @@ def _documents(
     progress: Progress,
 ) -> Iterator[TokenizedDocument]:
     """The documents of a token shard, in its order."""
+    erased = erased_shards(ledger).get(shard, {"rows": []})["rows"]
     wanted = {
         row["key"] for row in ledger.read('SELECT "key" FROM documents WHERE token_shard = :number', number=token_shard)
-    }
+    } - {f"{shard[:16]}:{row}" for row in erased}
     job = IngestJob(policy, folder / "spool", shard[:16])
     known = _held_out_then(ledger, shard)
     with progress.task(f"{name}: tokenise again", total=len(wanted)) as task:
@@ -193,6 +202,34 @@ def _documents(
                         row.key, row.id, row.domain, row.source or "", row.license or "", one.tokens, one.loss_mask
                     )
                 task.advance()
+
+
+def _with_erased(
+    ledger: Ledger, number: str, erased: Mapping[str, Any], others: Iterator[TokenizedDocument]
+) -> Iterator[TokenizedDocument]:
+    """The documents of a token shard with those whose text was erased, in the order of their rows."""
+    about = erased["token_shards"].get(number, {"fill": 0, "masks": {}})
+    rows = set(erased["rows"])
+    blank = [
+        row
+        for row in ledger.read("SELECT * FROM documents WHERE token_shard = :id ORDER BY row", id=number)
+        if row["row"] in rows
+    ]
+
+    def before(row: float) -> Iterator[TokenizedDocument]:
+        while blank and blank[0]["row"] < row:
+            one = blank.pop(0)
+            tokens = np.full(one["tokens"], about["fill"], np.uint32)
+            runs = about["masks"].get(one["key"], [0, one["tokens"]])  # without loss, with loss, without …
+            mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+            yield TokenizedDocument(
+                one["key"], one["id"], one["domain"], one["source"] or "", one["license"] or "", tokens, mask
+            )
+
+    for document in others:
+        yield from before(int(document.key.partition(":")[2]))
+        yield document
+    yield from before(float("inf"))
 
 
 def _held_out_then(ledger: Ledger, shard: str) -> decontaminate.HeldOutNgrams:

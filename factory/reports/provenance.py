@@ -1,59 +1,51 @@
-"""Provenance, in both directions: the fate of a document, and what a release was made of."""
+"""Provenance, in both directions: what became of a document, step by step, and what a release was made of, down to documents and licences."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.errors import InputError, nearest
+from factory.data.exposure import Exposure, SeenStep, UnknownExposureError, trained_in
+from factory.data.selecting import keys_of
 from factory.gates.release.licences import tokens_by_licence
-from factory.ledger.ledger import Ledger, data_plans, documents, held_out, shards, token_shards
-from factory.ledger.rows import ReleaseRow, SegmentRow, VerdictRow
+from factory.ingest.document import SYNTHETIC, maker_of
+from factory.ledger.ledger import Ledger, documents, held_out, shards, token_shards
+from factory.ledger.removals import FATE, mark_in_words, marks, number_in, removals
+from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.training.planning import plan_of
 
 
 def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
-    """Every document with that id or key: its shard, fate, what it matched, and the segments and releases that could train on it.
+    """Every document with that id or key: its shard, fate and removal, what it matched, ``segments`` whose plan holds it, ``seen`` (each step
+    that was trained on it), ``releases`` that saw it, with ``times`` (epochs). Where its steps are not known, ``steps_unknown`` says why, and the
+    releases are those that could have.
 
     Raises: InputError that names near ids when there is none.
     """
-    found = ledger.rows(
-        sa.select(documents).where((documents.c.id == name) | (documents.c.key == name)).order_by(documents.c.key)
-    )
-    if not found:
-        part = name.rsplit("/", 1)[-1][:40]
-        near = [
-            row["id"]
-            for row in ledger.rows(
-                sa.select(documents.c.id).where(documents.c.id.contains(part, autoescape=True)).limit(200)
-            )
-        ]
-        raise InputError(f"no document {name!r} was ever ingested" + (nearest(name, near[:8]) if near else ""))
-    plans = ledger.rows(sa.select(data_plans))
+    keys = keys_of(ledger, name)
+    found = ledger.rows(sa.select(documents).where(documents.c.key.in_(keys)).order_by(documents.c.key))
     lines = SegmentRow.select(ledger)
-    parents = {line.id: line.parent for line in lines}
-    behind: dict[int, set[int]] = {}  # release → the segments that its model was trained in
-    for release in ReleaseRow.select(ledger):
-        segment: int | None = release.segment
-        behind[release.number] = set()
-        while segment is not None:
-            behind[release.number].add(segment)
-            segment = parents[segment]
+    behind = {release.number: trained_in(ledger, release.segment) for release in ReleaseRow.select(ledger)}
+    held = {line.id: {shard["id"] for shard in plan_of(ledger, line)["token_shards"]} for line in lines}
+    taken = {removal.number: removal for removal in removals(ledger)}
     for row in found:
         shard = ledger.one(
             sa.select(shards.c.name, shards.c.state, shards.c.path).where(shards.c.sha256 == row["shard"])
         )
         row["shard_name"] = shard and shard["name"]
+        row["removal"] = vars(taken[number_in(row["rule"])]) if row["fate"] == FATE else None
+        row["synthetic_by"] = maker_of(row["detail"])
         if row["matched"]:
             other = ledger.one(
                 sa.select(documents.c.id, documents.c.shard, documents.c.fate).where(documents.c.key == row["matched"])
             )
             row["matched_document"] = other
-        holding = {
-            plan["id"] for plan in plans if row["token_shard"] in {s["id"] for s in plan["plan"]["token_shards"]}
-        }
-        row["segments"] = [line.id for line in lines if line.data_plan in holding]
-        row["releases"] = [number for number, trained in behind.items() if trained & set(row["segments"])]
+        row["segments"] = [line.id for line in lines if row["token_shard"] in held[line.id]]
+        row["seen"], row["steps_unknown"], row["releases"] = [], "", []
+        if row["token_shard"]:
+            _follow(ledger, row, [line for line in lines if line.id in row["segments"]], behind)
         if row["fate"] == "held_out":
             row["held_out_as"] = ledger.one(
                 sa.select(held_out.c.domain, held_out.c.source).where(held_out.c.key == row["key"])
@@ -61,36 +53,101 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
     return found
 
 
+def _follow(ledger: Ledger, row: dict[str, Any], lines: list[SegmentRow], behind: dict[int, list[SegmentRow]]) -> None:
+    exposure, key = Exposure(ledger, {row["key"]: row["token_shard"]}), row["key"]
+    seen: dict[int, list[SeenStep]] = {}
+    unknown: set[int] = set()
+    for line in lines:
+        try:
+            seen[line.id] = exposure.of(line).get(key, [])
+        except UnknownExposureError as error:
+            row["steps_unknown"] = str(error)
+            unknown |= {line.id} if exposure.wanted(line) else set()
+    row["seen"] = [vars(one) for line in lines for one in seen.get(line.id, ())]
+    for number, trained in behind.items():
+        mine = [one for line in trained for one in seen.get(line.id, ())]
+        if mine or unknown & {line.id for line in trained}:
+            steps = sorted({one.step for one in mine})
+            row["releases"].append({"release": number, "steps": steps, "times": len({one.epoch for one in mine})})
+
+
 def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
-    """What a release was made of: verdict, segments with recipe, code and data plan, token shards, shards, document counts by domain, supervised
-    tokens by licence ('' where documents name none).
+    """What a release was made of: verdict, segments with run, recipe, code and data plan, token shards with documents and supervised tokens by
+    licence, shards, document counts by domain, supervised tokens by licence ('' where documents name none), synthetic ones by their maker;
+    ``marks``: what of it was quarantined or removed since.
 
     Raises: InputError that lists the releases when there is no such one.
     """
     release = ReleaseRow.get(ledger, number)
     verdict = VerdictRow.get(ledger, release.verdict)
+    run = ledger.read("SELECT run_id FROM tracked_runs WHERE subject = :s", s=str(Subject("candidate", release.candidate)))
     return {
         "release": vars(release),
         "verdict": verdict.only("outcome reasons against policy_sha256"),
+        "run": run[0]["run_id"] if run else None,
+        "marks": [mark_in_words(mark) for mark in marks(ledger) if mark["release"] == number],
     } | made_of(ledger, release.segment)
 
 
 def made_of(ledger: Ledger, segment: int) -> dict[str, Any]:
     """What a segment's model was made of: the segments of its lineage, token shards with their shards, supervised tokens by licence."""
+    runs = {row["subject"]: row["run_id"] for row in ledger.read("SELECT subject, run_id FROM tracked_runs")}
     steps = []
     used: dict[str, int] = {}
     for row in SegmentRow.lineage(ledger, segment):
-        plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=row.data_plan)[0]["plan"]
-        used |= {shard["id"]: shard["generation"] for shard in plan["token_shards"]}
+        used |= {shard["id"]: shard["generation"] for shard in plan_of(ledger, row)["token_shards"]}
         kept = row.only("id kind parent first_step last_step recipe recipe_sha256 data_plan code_commit")
         averaged = (row.result or {}).get("averaged")
+        kept |= {"run": runs.get(str(Subject("segment", row.id)))}
         steps.append(kept | ({"averaged": averaged} if averaged else {}))
     listed = ledger.rows(
         sa.select(*(token_shards.c[name] for name in ("id", "shard", "documents", "tokens", "domains")), shards.c.name)
         .join(shards, shards.c.sha256 == token_shards.c.shard).where(token_shards.c.id.in_(used)).order_by(token_shards.c.created_at)
     )  # fmt: skip
+    by_shard = _licences(ledger)
+    synthetic: dict[str, int] = {}
+    for made in _synthetic(ledger):
+        if made["token_shard"] in used and (maker := maker_of(made["detail"])):
+            synthetic[maker] = synthetic.get(maker, 0) + made["supervised_tokens"]
+    for shard in listed:
+        licences = by_shard.get(shard["id"], [])
+        shard |= {
+            "generation": used[shard["id"]],
+            "removed": sum(one.pop("removed") for one in licences),
+            "licences": licences,
+        }
     return {
         "segments": steps,
-        "shards": [row | {"generation": used[row["id"]]} for row in listed],
+        "shards": listed,
         "licences": tokens_by_licence(ledger, segment),
+        "synthetic": synthetic,
     }
+
+
+def documents_of_release(ledger: Ledger, number: int) -> Iterator[dict[str, Any]]:
+    """Every document of the token shards of a release's plans: key, id, source, licence, fate, token shard. Raises: InputError as ``of_release``."""
+    release = ReleaseRow.get(ledger, number)
+    used = {
+        shard["id"] for row in trained_in(ledger, release.segment) for shard in plan_of(ledger, row)["token_shards"]
+    }
+    names = ("key", "id", "domain", "source", "license", "fate", "supervised_tokens", "token_shard")
+    for shard in sorted(used):
+        chosen = sa.select(*(documents.c[name] for name in names)).where(documents.c.token_shard == shard)
+        yield from ledger.rows(chosen.order_by(documents.c.shard, documents.c.row))
+
+
+def _licences(ledger: Ledger) -> dict[str, list[dict[str, Any]]]:
+    """By token shard."""
+    sql = f"""SELECT token_shard, license, COUNT(*) AS documents, SUM(supervised_tokens) AS supervised_tokens,
+        SUM(CASE WHEN fate = '{FATE}' THEN 1 ELSE 0 END) AS removed
+        FROM documents WHERE token_shard IS NOT NULL GROUP BY token_shard, license ORDER BY token_shard, supervised_tokens DESC"""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in ledger.read(sql):
+        found.setdefault(row.pop("token_shard"), []).append(row)
+    return found
+
+
+def _synthetic(ledger: Ledger) -> list[dict[str, Any]]:
+    sql = f"""SELECT detail, token_shard, SUM(supervised_tokens) AS supervised_tokens FROM documents
+        WHERE detail LIKE '{SYNTHETIC}%' AND token_shard IS NOT NULL GROUP BY detail, token_shard"""
+    return ledger.read(sql)

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from agents.core.pages import number, render
 from factory.evals.statistics import Gain
 from factory.ledger.ledger import Ledger, shards, token_shards
+from factory.ledger.removals import mark_in_words, marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.reports.pictures import bars, curves, intervals
 
@@ -57,6 +58,7 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
         loss=_loss(lineage),
         trained=trained,
         quarantined=quarantined,
+        removed=[mark_in_words(mark) for mark in marks(ledger) if release and mark["release"] == release.number],
         lineage=[vars(row) | {"tokens": _mapping(row.result).get("tokens")} for row in lineage],
         measured=_how(verdict, evaluation) if evaluation else {},
         held_out=_held_out(summary),

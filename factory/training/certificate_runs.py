@@ -25,6 +25,7 @@ from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.repository import RepositoryError, changes
 from factory.ledger.ledger import Ledger
+from factory.ledger.removals import with_contents
 from factory.ledger.rows import SegmentRow
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualTimes, Watchdog
@@ -74,7 +75,7 @@ def gather(
         f"{row.id} starts"
     )
     steps = min(policy.steps, row.last_step - row.first_step)
-    plan = plan_of(ledger, row)
+    plan = with_contents(ledger, plan_of(ledger, row))
     seeds = tuple(seed_of(plan, number) for number in range(policy.seeds))
     evidence = replace(evidence, changed=changed, first_step=row.first_step, steps=steps, seeds=seeds)
     scratch = Path(row.folder) / "certificate"
@@ -111,7 +112,11 @@ def bases(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> di
     """
     spec = spec_of(ledger, row) | {"last_step": row.first_step + steps}
     plain = {key: spec[key] for key in ("kind", "first_step", "last_step", "initial_checkpoint")}
-    before = {"recipe": parent.recipe_json, "data_plan": plan_of(ledger, parent), "restart_data": True}
+    before = {
+        "recipe": parent.recipe_json,
+        "data_plan": with_contents(ledger, plan_of(ledger, parent)),
+        "restart_data": True,
+    }
     return {"segment": spec, "parent": plain | before}
 
 

@@ -24,6 +24,7 @@ from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, data_plans, record, segments
 from factory.ledger.places import inside, portable
+from factory.ledger.removals import FATE, REMOVED, removals, with_contents
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import insert, next_key
 from factory.retrying.tries import refuse_parked
@@ -96,7 +97,8 @@ def plan_anneal(workspace: Workspace, ledger: Ledger, progress: Progress = SILEN
     trunk = last_segment(ledger, "trunk")
     if trunk is None:
         raise InputError("there is no trunk to anneal from: run 'factory train' first")
-    shards = [(s["id"], s["path"], s["generation"]) for s in plan_of(ledger, trunk)["token_shards"]]
+    planned = with_contents(ledger, plan_of(ledger, trunk))["token_shards"]
+    shards = [(shard["id"], shard["path"], shard["generation"]) for shard in planned]
     return _plan(workspace, ledger, "anneal", trunk, load_recipe(workspace).schedule.anneal_steps, shards, progress)
 
 
@@ -171,11 +173,20 @@ def _fits(recipe: Recipe) -> Iterator[None]:
 
 
 def _every_shard(ledger: Ledger, last: SegmentRow | None) -> list[tuple[str, str, int]]:
-    """(id, path, generation) of every token shard; those that the trunk has not seen make the next generation."""
+    """(id, path, generation) of every token shard; those that the trunk has not seen make the next generation, unless a person took out
+    all of their documents."""
     seen = {shard["id"]: shard["generation"] for shard in plan_of(ledger, last)["token_shards"]} if last else {}
     newest = max(seen.values(), default=0)
     listed = ledger.read("SELECT id, path FROM token_shards WHERE tokens > 0 ORDER BY created_at, id")
-    return [(row["id"], row["path"], seen.get(row["id"], newest + 1)) for row in listed]
+    empty = _emptied(ledger) - seen.keys()
+    return [(row["id"], row["path"], seen.get(row["id"], newest + 1)) for row in listed if row["id"] not in empty]
+
+
+def _emptied(ledger: Ledger) -> set[str]:
+    """Token shards all of whose documents were taken out."""
+    touched = {shard for removal in removals(ledger) if removal.state != "returned" for shard in removal.token_shards}
+    sql = "SELECT COUNT(*) AS n FROM documents WHERE token_shard = :shard AND fate <> :fate"
+    return {shard for shard in touched if not ledger.read(sql, shard=shard, fate=FATE)[0]["n"]}
 
 
 def _data_plan(
@@ -193,14 +204,15 @@ def _data_plan(
     plan = DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
     with _fits(recipe):
         plan, left_out = plan.of_arrived(held, first, last)
-    return plan.masking(_quarantined(ledger, ids)), left_out
+    plan = DataPlan.from_json(with_contents(ledger, json.loads(plan.to_json())))
+    return plan.masking(_left_out(ledger, ids)), left_out
 
 
-def _quarantined(ledger: Ledger, token_shards: set[str]) -> list[str]:
-    """Keys of documents of these shards that an anomaly was blamed on (``factory.diagnosis.acting``)."""
-    if not ledger.read("SELECT id FROM events WHERE kind = 'documents_quarantined' LIMIT 1"):
+def _left_out(ledger: Ledger, token_shards: set[str]) -> list[str]:
+    """Keys of documents of these shards that an anomaly was blamed on (``factory.diagnosis.acting``), or that a person took out."""
+    if not ledger.read(f"SELECT id FROM events WHERE kind IN ('documents_quarantined', '{REMOVED}') LIMIT 1"):
         return []  # and the long table of documents is not searched
-    listed = ledger.read("SELECT key, token_shard FROM documents WHERE fate = 'quarantined'")
+    listed = ledger.read(f"SELECT key, token_shard FROM documents WHERE fate IN ('quarantined', '{FATE}')")
     return [row["key"] for row in listed if row["token_shard"] in token_shards]
 
 

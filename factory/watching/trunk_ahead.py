@@ -13,6 +13,7 @@ from typing import Any
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import CLOSED, FREED, QUARANTINED
 from factory.ledger.ledger import Ledger
+from factory.ledger.removals import REMOVED, RETURNED, SHARD_ERASED
 from factory.ledger.writing import record_once
 from factory.training.planning import Trunk, next_trunk
 from factory.watching.status import AHEAD
@@ -36,6 +37,6 @@ def _follows_from(workspace: Workspace, ledger: Ledger) -> Any:
     with ledger.snapshot() as db:
         shards = db.read("SELECT COUNT(*) AS n, MAX(created_at) AS newest FROM token_shards WHERE tokens > 0")
         segments = db.read("SELECT state, COUNT(*) AS n, MAX(id) AS newest FROM segments GROUP BY state ORDER BY state")
-        kinds = ", ".join(f"'{kind}'" for kind in (QUARANTINED, FREED, CLOSED))
+        kinds = ", ".join(f"'{kind}'" for kind in (QUARANTINED, FREED, CLOSED, REMOVED, RETURNED, SHARD_ERASED))
         masked = db.read(f"SELECT COUNT(*) AS n FROM events WHERE kind IN ({kinds})")
     return shards, segments, masked, hashlib.sha256(workspace.recipe_path().read_bytes()).hexdigest()

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.shared.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
 
 commands = typer.Typer(
     no_args_is_help=True, help="Releases and the candidates that wait: look, compare, approve, reject, roll back."

@@ -136,7 +136,8 @@ def segment_specs(
 
     Raises: DataPlanError when no token shard has a domain of a mixture.
     """
-    shards = [(shard["id"], shard["path"], shard["generation"]) for shard in start.plan["token_shards"]]
+    parts = ("id", "path", "generation", "content")
+    shards = [tuple(shard[part] for part in parts if part in shard) for shard in start.plan["token_shards"]]
     middle, last = start.step + size.trunk, start.step + size.trunk + size.tail
 
     def spec(kind: Literal["trunk", "anneal"], first: int, stop: int, checkpoint: Path) -> dict[str, Any]:

@@ -15,14 +15,14 @@ NONE = "no licence"  # of documents that name none
 def tokens_by_licence(ledger: Ledger, segment: int) -> dict[str, int]:
     """Supervised tokens of each licence in the token shards of a segment and of all before it; '' where a document names none.
 
-    Documents that were trained on and are quarantined since count too.
+    Documents that were trained on and are quarantined or removed since count too.
     """
     used: set[str] = set()
     for row in SegmentRow.lineage(ledger, segment):
         plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=row.data_plan)[0]["plan"]
         used |= {shard["id"] for shard in plan["token_shards"]}
     sql = """SELECT token_shard, license, SUM(supervised_tokens) AS tokens FROM documents
-        WHERE fate IN ('train', 'quarantined') AND token_shard IS NOT NULL GROUP BY token_shard, license"""
+        WHERE fate IN ('train', 'quarantined', 'removed') AND token_shard IS NOT NULL GROUP BY token_shard, license"""
     found: Counter[str] = Counter()
     for counted in ledger.read(sql):
         if counted["token_shard"] in used:

@@ -24,7 +24,7 @@ from factory.ledger.ledger import (
     verdicts,
 )
 from factory.ledger.rows import SegmentRow
-from factory.training.planning import _quarantined
+from factory.training.planning import _left_out
 from tests.support.factory.command import factory
 
 
@@ -97,14 +97,14 @@ def test_a_segment_whose_predecessor_is_gone_is_not_rewound(past: Ledger) -> Non
     assert set(states(past).values()) == {"done"}
 
 
-def test_a_quarantined_document_is_masked_until_it_is_freed(past: Ledger) -> None:
+def test_a_left_out_document_is_masked_until_it_is_freed(past: Ledger) -> None:
     said = quarantine(past, ["d0", "s:1"], "ann", "private")
     assert said == "2 documents quarantined: they carry no loss from the next segment on; release 1 saw them"
-    assert sorted(_quarantined(past, {"t"})) == ["s:0", "s:1"]
+    assert sorted(_left_out(past, {"t"})) == ["s:0", "s:1"]
     (mark,) = past.rows(sa.select(events).where(events.c.kind == MARKED))
     assert mark["subject"] == "release:1" and mark["detail"]["documents"] == ["s:0", "s:1"]
     assert free(past, ["d0"], "ann") == "1 documents are trained on again from the next segment on"
-    assert _quarantined(past, {"t"}) == ["s:1"]
+    assert _left_out(past, {"t"}) == ["s:1"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_quarantined_document_is_masked_until_it_is_freed(past: Ledger) -> Non
 def test_one_wrong_name_changes_nothing(past: Ledger, names: list[str], says: str) -> None:
     with pytest.raises(InputError, match=f"{says}.*; nothing was changed"):
         quarantine(past, names, "ann")
-    assert _quarantined(past, {"t"}) == []
+    assert _left_out(past, {"t"}) == []
     with pytest.raises(InputError, match="was not quarantined by a person"):
         free(past, ["d0"], "ann")
 

@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from click.testing import Result
+from typer.testing import CliRunner
+
+from factory.cli.app import app
+from factory.core.workspace import Workspace
 from tests.support.paths import ROOT
 
 
@@ -20,3 +25,8 @@ def factory(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         env=environment,
         stdin=subprocess.DEVNULL,
     )
+
+
+def command_here(*words: str, home: Workspace) -> Result:
+    """The same in this process: starting Python takes seconds on a busy machine. An error of the user's is its ``exception``."""
+    return CliRunner().invoke(app, [*words, "-w", str(home.root)])

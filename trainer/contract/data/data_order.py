@@ -96,11 +96,7 @@ class DataOrder:
         self._available: tuple[int, dict[str, float]] | None = None  # until a step or an epoch ends
         if state is not None:
             self._restore(state)
-        for name, stream in self.streams.items():
-            if name not in self.cursors:
-                others = [self._epoch(n) for n in self.cursors if domain_of(n) == stream.domain]
-                epoch = min(others, default=0)
-                self.cursors[name] = Cursor(stream.fingerprint, epoch, epoch * stream.pieces, 0.0)
+        self._join()
         for mixture in plan.mixtures():
             if mixture.stop > self.step and not stream_shares(plan, self.streams, mixture.weights):
                 raise DataPlanError(
@@ -188,6 +184,14 @@ class DataOrder:
         twin._available = None
         return twin
 
+    def at(self, state: Mapping[str, Any]) -> DataOrder:
+        """An independent copy that goes on from a ``state_dict``. Raises: DataPlanError when it doesn't fit."""
+        twin = self.fork()
+        twin.cursors = {}
+        twin._restore(state)
+        twin._join()
+        return twin
+
     def state_dict(self) -> dict[str, Any]:
         """JSON values only."""
         cursors = self.cursors.items()
@@ -225,6 +229,14 @@ class DataOrder:
         for i, start in state["begun"] if not self.plan.reshuffled else ():
             piece = self.pending[i]
             self.pending[i] = self.streams[piece.stream].part_of(piece, start, piece.positions - start)
+
+    def _join(self) -> None:
+        """Streams that the state does not know begin where the others of their domain are."""
+        for name, stream in self.streams.items():
+            if name not in self.cursors:
+                others = [self._epoch(n) for n in self.cursors if domain_of(n) == stream.domain]
+                epoch = min(others, default=0)
+                self.cursors[name] = Cursor(stream.fingerprint, epoch, epoch * stream.pieces, 0.0)
 
     def _epoch(self, name: str) -> int:
         return self.cursors[name].place // self.streams[name].pieces

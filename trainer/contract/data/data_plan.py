@@ -22,6 +22,9 @@ class PlannedShard(Strict):
     id: str
     path: str
     generation: Annotated[int, Field(ge=0)]
+    content: str = (
+        ""  # id of what lies at ``path``, where it took the shard's place: the same documents, some of them overwritten
+    )
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,12 @@ class DataPlan(Strict):
 
     @classmethod
     def make(
-        cls, mixture: MixtureRecipe, kind: Literal["trunk", "anneal"], shards: Iterable[tuple[str, str, int]], seed: int
+        cls, mixture: MixtureRecipe, kind: Literal["trunk", "anneal"], shards: Iterable[tuple[Any, ...]], seed: int
     ) -> DataPlan:
-        """The plan of a segment of that kind under a recipe's mixture; ``shards`` are (id, path, generation)."""
+        """The plan of a segment of that kind under a recipe's mixture; ``shards`` are (id, path, generation), or with content."""
         annealed = kind == "anneal" and mixture.anneal_weights is not None
         return cls(
-            token_shards=[PlannedShard(id=i, path=path, generation=g) for i, path, g in shards],
+            token_shards=[PlannedShard(**dict(zip(PlannedShard.model_fields, shard))) for shard in shards],
             weights=mixture.anneal_weights if annealed and mixture.anneal_weights else mixture.weights,
             phases=[] if annealed else mixture.phases,
             replay=mixture.replay,
@@ -93,9 +96,12 @@ class DataPlan(Strict):
         return parse(cls, raw, where, DataPlanError)
 
     def to_json(self) -> str:
-        """Canonical: equal plans give equal text. ``masked`` and ``reshuffled`` are left out where they say nothing: older code can
-        read such a plan too."""
+        """Canonical: equal plans give equal text. ``masked``, ``reshuffled`` and a shard's ``content`` are left out where they say nothing:
+        older code can read such a plan too."""
         plan = self.model_dump(exclude={key for key in ("masked", "reshuffled") if not getattr(self, key)})
+        for shard in plan["token_shards"]:
+            if not shard["content"]:
+                del shard["content"]
         return json.dumps(plan, sort_keys=True, separators=(",", ":"))
 
     @property

@@ -7,7 +7,7 @@ worked out from the place alone, so a place is all that a checkpoint keeps of a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +39,13 @@ class Stream:
     """The documents of one domain of one generation, and which piece is at which place."""
 
     def __init__(
-        self, name: str, seed: int, shards: list[TokenShard], tables: list[dict[str, Any]], context: int
+        self,
+        name: str,
+        seed: int,
+        shards: list[TokenShard],
+        tables: list[dict[str, Any]],
+        context: int,
+        identities: list[str],
     ) -> None:
         self.name = name
         self.domain = domain_of(name)
@@ -58,7 +64,7 @@ class Stream:
         self.ends = np.cumsum(pieces_in(self.length, context))
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
         self.positions = int(np.maximum(0, self.length - 1).sum())
-        self.fingerprint = hashlib.sha256(":".join([str(seed), *(s.id for s in shards)]).encode()).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256(":".join([str(seed), *identities]).encode()).hexdigest()[:16]
         self._tokens: list[npt.NDArray[Any] | None] = [None] * len(shards)
         self._order: tuple[int, Permutation | None] = -1, None
         self._block: tuple[tuple[int, int], list[tuple[int, int, int, int, int, bool]]] = (-1, -1), []
@@ -111,12 +117,22 @@ class Stream:
         table = self.shards[self.shard[document]].documents
         return str(table["key"][int(self.row[document])].as_py())
 
-    def _pieces_of(self, epoch: int, block: int) -> list[tuple[int, int, int, int, int, bool]]:
-        """(document, start, positions, shard, first token in the shard, unmasked) of a block of an epoch's pieces."""
+    def places_of(self, documents: Iterable[int], epoch: int) -> npt.NDArray[np.int64]:
+        """The places of an epoch at which pieces of these documents stand, in no order."""
+        flat = [np.arange(self.ends[d - 1] if d else 0, self.ends[d], dtype=np.uint64) for d in documents]
+        found = self._permutation(epoch).places(np.concatenate([np.zeros(0, np.uint64), *flat]))
+        return found.astype(np.int64) + epoch * self.pieces
+
+    def _permutation(self, epoch: int) -> Permutation:
         if self._order[0] != epoch or self._order[1] is None:
             self._order = epoch, Permutation(self.pieces, f"{self.seed}/{self.name}/{epoch}{self.reshuffled}")
         order = self._order[1]
         assert order is not None
+        return order
+
+    def _pieces_of(self, epoch: int, block: int) -> list[tuple[int, int, int, int, int, bool]]:
+        """(document, start, positions, shard, first token in the shard, unmasked) of a block of an epoch's pieces."""
+        order = self._permutation(epoch)
         places = np.arange(block * BLOCK, min(self.pieces, (block + 1) * BLOCK), dtype=np.uint64)
         flat = order.at(places).astype(np.int64)
         document = np.searchsorted(self.ends, flat, side="right")
@@ -144,21 +160,25 @@ def generation_of(stream: str) -> int:
 
 def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Stream]:
     """Streams by name, ``domain/generation``. Raises: DataPlanError, also for weights that no shard has; TokenShardError."""
-    groups: dict[str, tuple[list[TokenShard], list[dict[str, Any]]]] = {}
+    groups: dict[str, tuple[list[TokenShard], list[dict[str, Any]], list[str]]] = {}
     for planned in sorted(plan.token_shards, key=lambda shard: (shard.generation, shard.id)):
         shard = TokenShard(planned.path)
         if shard.manifest["vocab_size"] > vocab_size:
             raise DataPlanError(
                 f"model.vocab_size is {vocab_size}, token shard {shard.id} was made with {shard.manifest['vocab_size']}"
             )
-        if shard.id != planned.id:
-            raise TokenShardError(f"{planned.path}: the plan names token shard {planned.id}")
+        if shard.id != (planned.content or planned.id):
+            raise TokenShardError(f"{planned.path}: the plan names token shard {planned.content or planned.id}")
         for domain, table in _tables(shard):
-            shards, tables = groups.setdefault(f"{domain}/{planned.generation}", ([], []))
+            shards, tables, identities = groups.setdefault(f"{domain}/{planned.generation}", ([], [], []))
             shards.append(shard)
             tables.append(table)
+            identities.append(planned.id)  # also of one whose content was replaced: cursors stay valid
     plan.refuse_absent({domain_of(name) for name in groups})
-    streams = {name: Stream(name, plan.seed, *group, context) for name, group in sorted(groups.items())}
+    streams = {
+        name: Stream(name, plan.seed, shards, tables, context, identities)
+        for name, (shards, tables, identities) in sorted(groups.items())
+    }
     for stream in streams.values() if plan.reshuffled else ():
         stream.reshuffled = f"/{plan.reshuffled}"
     if plan.masked:

@@ -47,11 +47,30 @@ class Permutation:
             values[outside] = self._encrypt(values[outside])
         return values
 
+    def places(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Where values stand, [N] → [N]: the inverse of ``at``.
+
+        >>> order = Permutation(6, "epoch 0")
+        >>> order.places(order.at(np.arange(6, dtype=np.uint64))).tolist()
+        [0, 1, 2, 3, 4, 5]
+        """
+        places = self._decrypt(values)
+        while (outside := places >= self.n).any():
+            places[outside] = self._decrypt(places[outside])
+        return places
+
     def _encrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         mask = (np.uint64(1) << self._half_bits) - np.uint64(1)
         left, right = values >> self._half_bits, values & mask
         for key in self._keys:
             left, right = right, left ^ (_mix(right ^ key) & mask)
+        return (left << self._half_bits) | right
+
+    def _decrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        mask = (np.uint64(1) << self._half_bits) - np.uint64(1)
+        left, right = values >> self._half_bits, values & mask
+        for key in self._keys[::-1]:
+            left, right = right ^ (_mix(left ^ key) & mask), left
         return (left << self._half_bits) | right
 
 

@@ -1,4 +1,4 @@
-"""Options that many commands have, the workspace they open, and how they answer programs."""
+"""Options that many commands have, the workspace that they open, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ DEFAULT = Path("workspace")
 
 
 def open_workspace(where: Path) -> tuple[Workspace, Ledger, Terminal]:
-    """Raises: WorkspaceError."""
     from factory.core.console import Terminal
     from factory.ledger.ledger import Ledger
 

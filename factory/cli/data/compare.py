@@ -1,0 +1,113 @@
+"""``factory compare``: metrics of a published or earlier run over ours."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, print_json
+from factory.core.errors import InputError
+
+if TYPE_CHECKING:
+    from factory.ledger.ledger import Ledger
+
+commands = typer.Typer()
+
+
+class Unit(StrEnum):
+    """What two runs are compared by."""
+
+    steps = "steps"
+    tokens = "tokens"
+
+
+@commands.command()
+def compare(
+    reference: Annotated[
+        str,
+        typer.Argument(
+            help="CSV, TSV or JSON lines with a step column; a segment's folder; or the number of a segment."
+        ),
+    ],
+    segment: Annotated[
+        int | None, typer.Option(help="Ours: this segment and all before it (default: the newest of the trunk).")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="Ours: the segment of this MLflow run.")] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="A column, or OURS=THEIRS where they differ; may be repeated. loss without it."),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Allowed difference (default: by the spread of the difference before)."),
+    ] = None,
+    x: Annotated[Unit, typer.Option(help="Compare at the same step, or after as many tokens.")] = Unit.steps,
+    html: Annotated[
+        Path | None, typer.Option(help="Where the picture goes (default: reports/comparison.html).")
+    ] = None,
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Lay another run's metrics over ours, step by step, and name the first place where they part. Exit code 1: they do."""
+    from factory.comparing.comparing import compare as compare_curves
+    from factory.comparing.page import first_of, page, to_json, words
+    from factory.comparing.reading import read_file, read_lineage
+    from factory.ledger.rows import SegmentRow
+    from factory.training.planning import last_segment
+    from kernels.contract.files import finite, write_atomically
+
+    workspace, ledger, terminal = open_workspace(where)
+    if segment is not None and run is not None:
+        raise InputError("name --segment or --run, not both")
+    number = _of_run(ledger, run) if run is not None else segment
+    newest = last_segment(ledger, "trunk")
+    if number is None and newest is None:
+        raise InputError("there is no finished trunk segment to compare: name one with --segment N")
+    pairs = [(one.partition("=")[0], one.partition("=")[2] or one.partition("=")[0]) for one in metric or ["loss"]]
+    lineage = SegmentRow.lineage(ledger, number if number is not None else newest.id if newest else 0)
+    ours = read_lineage(lineage, f"segment {lineage[-1].id}", x.value, [mine for mine, _ in pairs])
+    other = [theirs for _, theirs in pairs]
+    path = Path(reference)
+    if reference.isdigit() and not path.exists():
+        rows = SegmentRow.lineage(ledger, int(reference))
+        theirs = read_lineage(rows, f"segment {reference}", x.value, other)
+    else:
+        theirs = read_file(path / "metrics.jsonl" if path.is_dir() else path, x.value, other)
+    found = []
+    for mine, name in pairs:
+        a, b = ours.points[mine], theirs.points[name]
+        if a[0][0] > b[-1][0] or b[0][0] > a[-1][0]:
+            raise InputError(
+                f"{mine}: the runs have no {x.value} in common: ours {a[0][0]:,.0f}–{a[-1][0]:,.0f}, "
+                f"{theirs.name} {b[0][0]:,.0f}–{b[-1][0]:,.0f}"
+            )
+        digits = min(run.decimals.get(key, 0) for run, key in ((ours, mine), (theirs, name)))
+        rounding = 0.5 * 10.0**-digits if digits else 0.0
+        found.append(compare_curves(mine, a, b, tolerance=tolerance, floor=rounding))
+    unit = x.value.removesuffix("s")
+    said = words(found, ours, theirs, unit, tolerance is not None)
+    place = html or workspace.reports / "comparison.html"
+    try:
+        write_atomically(place, page(found, ours, theirs, said, unit))
+    except OSError as error:
+        raise InputError(f"{place} cannot be written: {error.strerror}") from error
+    if as_json:
+        print_json(finite(to_json(found, ours, theirs, said) | {"page": str(place)}))
+    else:
+        for line in (*said, f"picture: {place}"):
+            terminal.line(f"  {line}")
+    if first_of(found):
+        raise typer.Exit(1)
+
+
+def _of_run(ledger: Ledger, run: str) -> int:
+    """Raises: InputError for a run that is no segment's."""
+    for row in ledger.read("SELECT subject FROM tracked_runs WHERE run_id = :run", run=run):
+        kind, _, number = row["subject"].partition(":")
+        if kind == "segment":
+            return int(number)
+        raise InputError(f"run {run} is that of {kind} {number}: only segments have metrics by step")
+    raise InputError(f"no run {run!r} is known; 'factory provenance --release N' lists runs")

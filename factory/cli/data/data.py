@@ -1,0 +1,113 @@
+"""``factory data``: what there is, what is taken out, and what is put back."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
+from factory.core.errors import InputError, WorkspaceError
+
+commands = typer.Typer()
+data = typer.Typer(no_args_is_help=True, help="The data: what there is, and taking documents out of it.")
+commands.add_typer(data, name="data")
+
+Names = list[str] | None
+
+
+@data.command("list")
+def list_data(
+    where: Where = DEFAULT,
+    most: Annotated[int, typer.Option(min=1, help="So many sources, domains and licences, the largest first.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Documents and tokens by shard, domain, source and licence, and what was taken out."""
+    from factory.data.listing import lines, listed
+
+    _, ledger, terminal = open_workspace(where)
+    found = listed(ledger, most)
+    if as_json:
+        print_json(found)
+        return
+    for line in lines(found):
+        terminal.line(f"  {line}")
+
+
+@data.command("remove")
+def remove_data(
+    document: Annotated[Names, typer.Option(help="Id or key; may be repeated.")] = None,
+    source: Annotated[Names, typer.Option(help="All documents of a source; may be repeated.")] = None,
+    licence: Annotated[
+        Names, typer.Option("--license", help="All documents of a licence, 'none' for those without; may be repeated.")
+    ] = None,
+    where: Where = DEFAULT,
+    why: Annotated[str, typer.Option(help="Stays in the ledger, and is what a refused copy is told.")] = "",
+    erase: Annotated[
+        bool,
+        typer.Option("--erase", help="Overwrite the text in raw shards and token shards too. It cannot be undone."),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would follow; change nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take documents out: no later segment is trained on them, no later candidate is measured on them, and copies of them are refused.
+
+    Releases that were trained on them are marked, and what training again without them would take is said. Of a source or a licence
+    documents of later shards are refused too. Works while the daemon runs; 'factory data undo' puts them back, unless the text was erased.
+    """
+    from factory.data.removing import look, remove
+    from factory.data.selecting import by_name, by_value, fates_of
+
+    workspace, ledger, terminal = open_workspace(where)
+    given = {"key": document, "source": source, "license": licence}
+    chosen = [(column, names) for column, names in given.items() if names]
+    if len(chosen) != 1:
+        raise InputError("name one: --document ID, --source NAME or --license NAME")
+    column, names = chosen[0]
+    selection = by_name(ledger, names, fates_of(erase)) if column == "key" else by_value(ledger, column, names)
+    found = look(ledger, selection, erase)
+    from factory.core.progress import SILENT
+    from factory.daemon import LOCK
+    from factory.erasing.erasing import finish_removals, warnings
+
+    said = [*found.lines(), *(warnings(workspace, ledger, selection) if erase else ())]
+    if not as_json:
+        for line in said:
+            terminal.line(f"  {line}")
+    if dry_run:
+        if as_json:
+            print_json(found.to_json() | {"says": said})
+        return
+    if not yes:
+        if as_json or not sys.stdin.isatty():
+            raise InputError("nothing was changed: say --yes to take them out, or --dry-run to look only")
+        typer.confirm("  take them out?", abort=True)
+    removal = remove(ledger, found, person(), why, erase)
+    try:
+        with workspace.lock(LOCK):
+            done = finish_removals(workspace, ledger, SILENT)
+    except WorkspaceError:
+        done = ["the daemon, which runs, erases the text in its next pass"] if erase else []
+    if as_json:
+        print_json(found.to_json() | {"removal": removal.number, "says": said, "done": done})
+        return
+    undo = "" if erase else f"; 'factory data undo {removal.number}' puts them back"
+    terminal.line(f"  {removal}: they are left out from the next segment on{undo}")
+    for line in done:
+        terminal.line(f"  {line}")
+
+
+@data.command("undo")
+def undo_removal(
+    number: Annotated[int, typer.Argument(help="Of a removal, as 'factory data list' has it.")],
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Put back what a removal took out."""
+    from factory.data.removing import undo
+
+    _, ledger, terminal = open_workspace(where)
+    said = undo(ledger, number, person())
+    print_json({"removal": number, "says": said}) if as_json else terminal.line(f"  {said}")

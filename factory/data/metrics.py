@@ -1,0 +1,31 @@
+"""The metrics of a segment's steps, as its trainer left them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from factory.core.left_files import open_file
+from factory.ledger.rows import SegmentRow
+
+
+def metrics_of(row: SegmentRow) -> list[dict[str, Any]]:
+    """The lines of a segment's metrics that can be read, the newest of each step, by step."""
+    found: dict[int, dict[str, Any]] = {}
+    try:
+        with open_file(Path(row.folder) / "metrics.jsonl") as file:
+            for line in file:
+                try:
+                    one = json.loads(line)
+                    if (
+                        row.first_step <= one["step"] < row.last_step
+                        and one["supervised_tokens"] >= 0
+                        and one["time"] > 0
+                    ):
+                        found[one["step"]] = one
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    continue
+    except OSError:
+        return []
+    return [found[step] for step in sorted(found)]

@@ -1,0 +1,77 @@
+"""Which documents a person means: by id or key, by source, by licence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.core.errors import InputError, nearest
+from factory.ledger.ledger import Ledger, documents
+from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT
+
+AT_ONCE = 5000  # values in one IN (…)
+COLUMNS = {"source": documents.c.source, "license": documents.c.license}
+NOUNS = {"source": "source", "license": "licence"}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Documents whose ``column`` ('key', 'source', 'license') is one of ``names``."""
+
+    column: str
+    names: tuple[str, ...]
+
+    def where(self, start: int = 0) -> sa.ColumnElement[bool]:
+        """The condition on ``documents``; of keys at most ``AT_ONCE`` from number ``start`` on."""
+        if self.column == "key":
+            return documents.c.key.in_(self.names[start : start + AT_ONCE])
+        found: sa.ColumnElement[bool] = COLUMNS[self.column].in_(self.names)
+        if self.column == "license" and NO_LICENCE in self.names:
+            found = sa.or_(found, documents.c.license.is_(None), documents.c.license == "")
+        return found
+
+    def parts(self) -> list[sa.ColumnElement[bool]]:
+        """Conditions that together select all, none of them too long for a database."""
+        count = len(self.names) if self.column == "key" else 1
+        return [self.where(start) for start in range(0, count, AT_ONCE)]
+
+
+def fates_of(erase: bool) -> tuple[str, ...]:
+    """Of documents that a removal is about."""
+    return (*TAKEN_OUT, FATE, "dropped") if erase else TAKEN_OUT
+
+
+def by_name(ledger: Ledger, names: Sequence[str], fates: Sequence[str]) -> Selection:
+    """Documents with these ids or keys; where several have one id, those of these fates. Raises: InputError as ``keys_of``."""
+    keys: dict[str, None] = {}
+    for name in names:
+        found = keys_of(ledger, name)
+        rows = ledger.rows(sa.select(documents.c.key).where(documents.c.key.in_(found), documents.c.fate.in_(fates)))
+        keys |= dict.fromkeys([row["key"] for row in rows] or found)
+    return Selection("key", tuple(keys))
+
+
+def keys_of(ledger: Ledger, name: str) -> list[str]:
+    """Of all documents with that id or key. Raises: InputError that names near ids when there is none."""
+    rows = ledger.read("SELECT key FROM documents WHERE id = :name OR key = :name ORDER BY key", name=name)
+    if rows:
+        return [row["key"] for row in rows]
+    part = name.rsplit("/", 1)[-1][:40]
+    like: Any = documents.c.id.contains(part, autoescape=True)
+    near = [row["id"] for row in ledger.rows(sa.select(documents.c.id).where(like).limit(200))] if part else []
+    raise InputError(f"no document {name!r} was ever ingested" + (nearest(name, near[:8]) if near else ""))
+
+
+def by_value(ledger: Ledger, column: str, names: Sequence[str]) -> Selection:
+    """Documents of these sources or licences. Raises: InputError that names near ones for one that no document has."""
+    selection = Selection(column, tuple(dict.fromkeys(names)))
+    for name in selection.names:
+        if not ledger.one(sa.select(documents.c.key).where(Selection(column, (name,)).where()).limit(1)):
+            noun, values = NOUNS[column], COLUMNS[column]
+            known = ledger.rows(sa.select(values.label("name")).where(values.is_not(None)).distinct().limit(10_000))
+            near = nearest(name, [row["name"] for row in known][:10_000]) if known else ""
+            raise InputError(f"no document has {noun} {name!r}{near[:300]}")
+    return selection

@@ -1,0 +1,228 @@
+"""The text of removed documents is overwritten: in the raw shards that the workspace keeps, in token shards, among the held-out documents.
+
+    held-out contents ─► each shard: made again aside ─► one transaction: its new places ─► files put in place, old ones removed ─► a backup
+
+A token shard's tokens become end tokens, as many as there were, and its loss mask stays: cursors, order and every other document's place
+remain what they were. It keeps its name in the ledger and in plans; what lies there has another (``content``). The raw shard keeps its
+rows' numbers. So both can be made again from each other's records. Killed anywhere, the next pass does it again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+
+from factory.backups.backups import make_backup
+from factory.core.progress import Progress
+from factory.core.removal import remove
+from factory.core.workspace import Workspace
+from factory.data.removing import mark_new_releases
+from factory.data.selecting import Selection
+from factory.erasing.rewriting import rewrite_without
+from factory.ledger.files import FILED, filed
+from factory.ledger.journal import backups_of
+from factory.ledger.ledger import Ledger, documents, held_out, record, shards, token_shards
+from factory.ledger.removals import ERASED, FATE, SHARD_ERASED, TAKEN_OUT, Removal, erased_shards, removals
+from factory.ledger.rows import SegmentRow, Subject
+from factory.repairs.token_shards import raw_shard
+from factory.training.planning import plan_of
+from kernels.contract.files import put_in_place
+from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
+
+c = documents.c
+
+
+def warnings(workspace: Workspace, ledger: Ledger, selection: Selection) -> list[str]:
+    """What is no longer possible once the text of these documents is gone, for a person."""
+    held = {
+        shard
+        for part in selection.parts()
+        for (shard,) in _select(ledger, [c.token_shard], part, c.token_shard.is_not(None))
+    }
+    read = [
+        row.id
+        for row in SegmentRow.select(ledger)
+        if held & {shard["id"] for shard in plan_of(ledger, row)["token_shards"]}
+    ]
+    said = ["their text is overwritten for good; what recognises copies of them (hashes) stays"]
+    if read:
+        said.append(
+            f"no longer reproducible: segments {', '.join(map(str, read))} (no audit, no diagnosis, and a checkpoint of them that is lost cannot be "
+            "made again by a replay); their metrics, checkpoints and exports stay"
+        )
+    if any(_select(ledger, [c.key], part, c.fate == "held_out") for part in selection.parts()):
+        said.append(
+            "no longer reproducible: evaluations on the held-out ones; reports and MLflow may quote answers about them"
+        )
+    for sha256 in _shards_of(ledger, selection):
+        path, _ = raw_shard(workspace, ledger, sha256)
+        if path is not None and not path.is_relative_to(workspace.root):
+            said.append(f"{path} is yours and lies outside the workspace: take them out there yourself")
+    if made := [path.name for path in backups_of(workspace.root)]:
+        said.append(f"backups keep the held-out ones' text until they are deleted: {', '.join(made)}")
+    return said
+
+
+def finish_removals(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[str]:
+    """Mark releases made since, and erase what is still to be erased; returns lines for a person. The caller holds the model loop's lock."""
+    said = mark_new_releases(ledger)
+    pending = [one for one in removals(ledger) if one.erase and one.state == "removed"]
+    for removal in pending:
+        if waits := _reader(ledger, removal):
+            said.append(f"removal {removal.number}: its text is erased once segment {waits}, which reads it, is done")
+            continue
+        said += _erase(workspace, ledger, removal, progress)
+    for line in said:
+        progress.line(f"  {line}")
+    return said
+
+
+def _erase(workspace: Workspace, ledger: Ledger, removal: Removal, progress: Progress) -> list[str]:
+    said = []
+    with ledger.begin() as tx:
+        rows = sa.select(c.key).where(c.rule == removal.rule("held_out"))
+        count = tx.execute(held_out.delete().where(held_out.c.key.in_(rows))).rowcount
+    everything = sorted(_rows(ledger, removal))
+    for sha256, group in groupby(everything, key=lambda row: row[0]):
+        said += _erase_in_shard(workspace, ledger, sha256, {number for _, number, _ in group}, progress)
+    with ledger.begin() as tx:
+        record(tx, ERASED, Subject("removal", removal.number), {"rows": len(everything), "held_out": count})
+    make_backup(workspace, ledger)  # one that a restored ledger can be made of without the rows that are gone
+    return [*said, f"removal {removal.number}: the text of {len(everything):,} rows is erased"]
+
+
+def _erase_in_shard(workspace: Workspace, ledger: Ledger, sha256: str, rows: set[int], progress: Progress) -> list[str]:
+    """Of the rows ``rows`` of a shard, and of those that were erased before."""
+    before = erased_shards(ledger).get(sha256)
+    rows |= set(before["rows"]) if before else set()
+    listed = ledger.read("SELECT id, path FROM token_shards WHERE shard = :shard", shard=sha256)
+    keys = {f"{sha256[:16]}:{row}" for row in rows}
+    detail: dict[str, Any] = {
+        "sha256": sha256,
+        "rows": sorted(rows),
+        "raw": before["raw"] if before else None,
+        "token_shards": {},
+    }
+    with progress.task(f"erase {len(rows)} rows of shard {sha256[:16]}"):
+        made: list[tuple[str, Path, TokenShard]] = []
+        for row in listed:
+            old = TokenShard(row["path"])
+            if keys & set(old.documents["key"].to_pylist()):
+                new = _overwritten(workspace, old, keys)
+                made.append((row["id"], Path(row["path"]), new))
+                masks = {
+                    key: _runs(old, at) for key, at in _places(old, keys) if at["supervised_tokens"] != at["length"]
+                }
+                detail["token_shards"][row["id"]] = {"content": new.id, "fill": _fill(old), "masks": masks}
+        raw, name = raw_shard(workspace, ledger, sha256)
+        aside, filing, said = _raw_without(workspace, ledger, sha256, raw, name, rows, before)
+        if aside is not None:
+            detail["raw"] = file_sha256(aside)
+        with ledger.begin() as tx:
+            for number, _, new in made:
+                tx.execute(
+                    token_shards.update().where(token_shards.c.id == number).values(path=ledger.inside(new.path))
+                )
+            record(tx, SHARD_ERASED, f"shard:{sha256[:16]}", detail)
+            if filing:
+                record(tx, FILED, f"shard:{sha256[:16]}", filing)
+        if aside is not None and raw is not None:
+            put_in_place(aside, raw)
+        for number, old_path, new in made:
+            for path in {old_path, workspace.shards / number} - {new.path}:
+                remove(path)
+    return said
+
+
+def _raw_without(
+    workspace: Workspace,
+    ledger: Ledger,
+    sha256: str,
+    raw: Path | None,
+    name: str,
+    rows: Collection[int],
+    before: dict[str, Any] | Any,
+) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
+    """(the raw shard without these rows, beside it; what filing is to know of it; lines for a person)."""
+    if raw is None or not raw.is_relative_to(workspace.root):
+        where = "is gone" if raw is None else f"lies at {raw}, outside the workspace"
+        return None, None, [f"shard {name} {where}: nothing of it was erased there"]
+    if file_sha256(raw) not in (sha256, before and before["raw"]):
+        return None, None, [f"{raw} is not the file that was ingested: nothing of it was erased there"]
+    aside = raw.with_name(f".{raw.name}.erased")
+    rewrite_without(raw, name, rows, aside)
+    shutil.copymode(raw, aside)
+    known = filed(ledger).get((str(raw.parent.relative_to(workspace.root)), raw.name))
+    status = aside.stat()
+    return aside, known and known | {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}, []
+
+
+def _overwritten(workspace: Workspace, old: TokenShard, keys: Collection[str]) -> TokenShard:
+    """A token shard whose documents ``keys`` are end tokens; the same where they are already."""
+
+    def each() -> Iterator[TokenizedDocument]:
+        for row in old.documents.to_pylist():
+            first, last = row["start"], row["start"] + row["length"]
+            tokens = np.asarray(old.tokens[first:last]).astype(np.uint32)
+            if row["key"] in keys:
+                tokens[:] = _fill(old)
+            mask = old.loss_mask(first, last)
+            yield TokenizedDocument(row["key"], row["id"], row["domain"], row["source"], row["license"], tokens, mask)
+
+    manifest = old.manifest
+    return write_token_shard(
+        workspace.shards, each(), vocab_size=manifest["vocab_size"], tokenizer_sha256=manifest["tokenizer_sha256"]
+    )
+
+
+def _fill(shard: TokenShard) -> int:
+    """The end token, which each document ends with."""
+    return int(shard.tokens[-1])
+
+
+def _places(shard: TokenShard, keys: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from ((row["key"], row) for row in shard.documents.to_pylist() if row["key"] in keys)
+
+
+def _runs(shard: TokenShard, row: dict[str, Any]) -> list[int]:
+    """A document's loss mask as lengths of its runs, the first of tokens without loss.
+
+    So that a token shard that is damaged later can be made again: its text no longer tells.
+    """
+    mask = shard.loss_mask(row["start"], row["start"] + row["length"])
+    ends = np.flatnonzero(np.diff(np.concatenate([[False], mask, [not mask[-1]]])))
+    return [int(n) for n in np.diff(np.concatenate([[0], ends]))]
+
+
+def _rows(ledger: Ledger, removal: Removal) -> set[tuple[str, int, str]]:
+    """(shard, row, key) of all that a removal is about: its documents, rows dropped as copies of them, dropped rows of its source or licence."""
+    rules = [removal.rule(fate) for fate in TAKEN_OUT]
+    mine = sa.select(c.key).where(c.fate == FATE, c.rule.in_(rules))
+    found = [c.rule.in_(rules), sa.and_(c.fate == "dropped", c.matched.in_(mine))]
+    chosen = Selection(removal.column, tuple(removal.names))
+    early = sa.select(shards.c.sha256).where(shards.c.ingested_at <= removal.at)
+    found += [sa.and_(c.fate == "dropped", c.shard.in_(early), part) for part in chosen.parts()]
+    return {(shard, row, key) for part in found for shard, row, key in _select(ledger, [c.shard, c.row, c.key], part)}
+
+
+def _reader(ledger: Ledger, removal: Removal) -> int | None:
+    """A planned segment that reads a token shard which would be replaced."""
+    held = set(removal.token_shards)
+    for row in SegmentRow.select(ledger, "WHERE state = 'planned' ORDER BY id"):
+        if held & {shard["id"] for shard in plan_of(ledger, row)["token_shards"]}:
+            return row.id
+    return None
+
+
+def _shards_of(ledger: Ledger, selection: Selection) -> list[str]:
+    return sorted({shard for part in selection.parts() for (shard,) in _select(ledger, [c.shard], part)})
+
+
+def _select(ledger: Ledger, columns: list[Any], *where: Any) -> list[tuple[Any, ...]]:
+    return [tuple(row.values()) for row in ledger.rows(sa.select(*columns).where(*where).distinct())]

@@ -1,0 +1,193 @@
+"""Two curves: where they part, on whose grid, what is missing; and files that are wrong are named with their line."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from factory.comparing.comparing import Curve, compare
+from factory.comparing.reading import read_file
+from factory.core.errors import InputError
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from tests.support.factory.command import command_here
+from tests.support.plants.release_scene import add_segment, write_metrics
+
+
+def noisy(seed: int, count: int = 400, noise: float = 0.02) -> list[tuple[float, float]]:
+    draw = random.Random(seed)
+    return [(float(step), 8 / (1 + step / 20) + draw.gauss(0, noise)) for step in range(count)]
+
+
+def first_at(ours: Curve, theirs: Curve, **keywords: float) -> float | None:
+    found = compare("loss", ours, theirs, **keywords).first
+    return found and found.x
+
+
+def test_noise_of_another_seed_is_no_divergence() -> None:
+    assert [seed for seed in range(100) if first_at(noisy(seed), noisy(1000 + seed)) is not None] == []
+
+
+@pytest.mark.parametrize("by", ["step", "drift", "offset", "spike"])
+def test_the_first_place_is_named(by: str) -> None:
+    for seed in range(20):
+        change = {
+            "step": lambda x: 0.4 * (x >= 200),
+            "drift": lambda x: max(0.0, x - 200) * 0.01,
+            "offset": lambda x: 0.6,
+            "spike": lambda x: 0.5 * (x == 200),
+        }[by]
+        at = first_at(noisy(seed), [(x, y + change(x)) for x, y in noisy(1000 + seed)])
+        low, high = {"step": (200, 200), "drift": (205, 230), "offset": (0, 0), "spike": (200, 200)}[by]
+        assert at is not None and low <= at <= high
+
+
+def test_a_reproduction_parts_where_the_last_bit_does() -> None:
+    ours = noisy(1)
+    theirs = [(x, y + (1e-4 if x >= 137 else 0.0)) for x, y in ours]
+    assert first_at(ours, theirs) == 137 and first_at(ours, theirs, floor=0.5e-4) is None
+    assert first_at(ours, theirs, tolerance=2e-4) is None and first_at(ours, theirs, tolerance=0.5e-4) == 137
+
+
+def test_a_value_that_is_not_finite_on_one_side_is_a_divergence() -> None:
+    ours = noisy(1)
+    theirs = [(x, math.nan if x in (50, 60) else y) for x, y in ours]
+    found = compare("loss", ours, theirs)
+    assert found.first and found.first.x == 50 and found.not_finite == {"ours": [], "theirs": [50, 60]}
+    both = compare("loss", theirs, theirs)
+    assert both.first is None and len(both.grid) == 400
+
+
+def test_the_coarser_curve_gives_the_grid() -> None:
+    ours = [(float(x), 2.0 * x) for x in range(100)]
+    theirs = [(x + 0.5, 2.0 * x + 1.0) for x in range(0, 120, 10)]
+    found = compare("loss", ours, theirs)
+    assert found.coarser == "theirs" and [x for x, *_ in found.grid] == [x + 0.5 for x in range(0, 90 + 1, 10)]
+    assert found.first is None and found.largest == 0 and found.missing == found.extra == []
+    assert found.only == {"ours": None, "theirs": (99.0, 110.5)}
+
+
+def test_missing_and_extra_steps() -> None:
+    ours, theirs = noisy(1), [point for point in noisy(1) if point[0] not in (7, 9)]
+    found = compare("loss", [point for point in ours if point[0] != 30], theirs)
+    assert found.missing == [30] and found.extra == [7, 9] and found.coarser == "both" and len(found.grid) == 397
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.floats(allow_nan=True)), min_size=1), st.integers(0, 10**6))
+@settings(max_examples=200, deadline=None)
+def test_a_curve_never_parts_from_itself(points: list[tuple[int, float]], shift: int) -> None:
+    curve = sorted({float(x + shift): y for x, y in points}.items())
+    found = compare("loss", curve, curve)
+    assert found.first is None and len(found.grid) == len(curve)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("step,loss\n1,2.5\n2,abc\n", "line 3: loss: 'abc' is no number"),
+        ("step,loss\n1,2.5\nx,2.4\n", "line 3: step: 'x' is no number"),
+        ("step,loss\n1,2.5,7\n", "line 2: 3 values, and not 2 as in line 1"),
+        ("step,loss,loss\n1,2.5,7\n", "line 1: a column is there twice: 'loss'"),
+        ("time,loss\n1,2.5\n", "line 2: no column of steps (step, steps, _step, global_step …) among 'time', 'loss'"),
+        ("tokens,loss\n1,2.5\n", "it has 'tokens': compare by --x tokens"),
+        ("step,lose\n1,2.5\n", "no column 'loss'; did you mean 'lose'?"),
+        ('{"step": 1, "loss": 2}\n{"step": 2, "lo', "line 2: not JSON"),
+        ('{"step": 1, "loss": 2}\n[1]\n', "line 2: expected an object, got list"),
+        ('{"step": 1, "loss": [2]}\n', "line 1: loss: '[2]' is no number"),
+        ('{"step": null, "loss": 2}\n', "line 1: step: 'None' is no number"),
+        ("", "holds no rows"),
+        ("step,loss\n", "holds no rows"),
+        (b"\xff\xfe\x00", "not UTF-8 at byte 0"),
+        ('step,loss\n1,"2\n', "line 2: unexpected end of data"),
+    ],
+)
+def test_bad_files_are_named_with_their_line(tmp_path: Path, content: str | bytes, says: str) -> None:
+    path = tmp_path / "reference.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError) as error:
+        read_file(path, "steps", ["loss"])
+    assert says in str(error.value) and str(path) in str(error.value)
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=300, deadline=None)
+def test_whatever_a_file_holds_there_is_no_traceback(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.csv"
+    path.write_bytes(b"step,loss\n" * (len(content) % 2) + content)
+    with suppress(InputError):
+        read_file(path, "steps", ["loss"])
+
+
+def test_a_resumed_run_and_a_spreadsheet(tmp_path: Path) -> None:
+    path = tmp_path / "reference.csv"
+    path.write_bytes("\ufeffglobal_step;train/loss;note\n1;3.0;a\n2;2.5;\n3;2.0;\n2;2.25;again\n3;;\n".encode())
+    found = read_file(path, "steps", ["train/loss"])
+    assert found.points["train/loss"] == [(1, 3.0), (2, 2.25), (3, 2.0)] and "steps go back 1 times" in found.notes[0]
+
+
+@pytest.fixture
+def trained(workspace: Workspace, ledger: Ledger) -> Workspace:
+    row = add_segment(workspace, ledger, "trunk")
+    write_metrics(Path(row.folder) / "metrics.jsonl", 0, 100)
+    lines = [
+        json.loads(line) | {"supervised_tokens": 0}
+        for line in (Path(row.folder) / "metrics.jsonl").read_text().splitlines()
+    ]
+    (Path(row.folder) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return workspace
+
+
+def test_the_command(trained: Workspace, tmp_path: Path) -> None:
+    path = tmp_path / "<b>published.csv"
+    rows = [f"{step},{step * 512},{8 / (1 + step / 20) + (0.3 if step >= 40 else 0):.4f}" for step in range(0, 120, 1)]
+    path.write_text("step,tokens,train/loss\n" + "\n".join(rows) + "\n")
+    done = command_here("compare", str(path), "--metric", "loss=train/loss", home=trained)
+    assert done.exit_code == 1
+    assert "first divergence: step 40, loss: ours 2.66667, theirs 2.9667, difference -0.3, tolerance " in done.stdout
+    assert "theirs goes on alone from step 99 to 119" in done.stdout
+    page = (trained.reports / "comparison.html").read_text()
+    assert "they part" in page and "&lt;b&gt;published" in page and "<b>published" not in page
+    by_tokens = command_here(
+        "compare", str(path), "--metric", "loss=train/loss", "--x", "tokens", "--json", home=trained
+    )
+    found = json.loads(by_tokens.stdout)
+    assert found["first"]["x"] == 40 * 512 and found["metrics"][0]["coarser"] == "both"
+    wide = command_here("compare", str(path), "--metric", "loss=train/loss", "--tolerance", "0.5", home=trained)
+    assert wide.exit_code == 0 and "no divergence in loss" in wide.stdout
+    itself = command_here("compare", "1", "--metric", "loss", "--metric", "loss/code", home=trained)
+    assert itself.exit_code == 0 and "no divergence in loss, loss/code" in itself.stdout
+    half = "step,tokens,loss\n" + "\n".join(f"{step},{step * 256},2.0" for step in range(9))
+    path.write_text(half)
+    assert (
+        "WARNING: at step 8 ours has seen 4,096 tokens and theirs 2,048"
+        in command_here("compare", str(path), home=trained).stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere.csv"], "nowhere.csv cannot be read: No such file"),
+        (["7"], "no segment 7; there are: 1"),
+        (["1", "--segment", "9"], "no segment 9"),
+        (["1", "--run", "abc"], "no run 'abc' is known"),
+        (["1", "--metric", "lose"], "no column 'lose'; did you mean 'loss'?"),
+    ],
+)
+def test_mistakes(trained: Workspace, words: list[str], says: str) -> None:
+    done = command_here("compare", *words, home=trained)
+    assert isinstance(done.exception, InputError) and says in str(done.exception)
+
+
+def test_runs_that_never_meet(trained: Workspace, tmp_path: Path) -> None:
+    path = tmp_path / "late.csv"
+    path.write_text("step,loss\n500,1.0\n501,1.0\n")
+    done = command_here("compare", str(path), home=trained)
+    assert "the runs have no steps in common: ours 0–99" in str(done.exception)

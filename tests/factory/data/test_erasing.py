@@ -1,0 +1,227 @@
+"""The text of removed documents is gone from every file, and all else goes on: order, repairs, the refusal of copies."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.data.removing import look, remove, undo
+from factory.data.selecting import by_name, fates_of
+from factory.erasing import erasing
+from factory.erasing.erasing import finish_removals
+from factory.erasing.rewriting import rewrite_without
+from factory.ingest.inbox import ingest_arrived, tend
+from factory.ingest.readers import read_rows
+from factory.ingest.rules.policy import ShardLimits
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.ledger import Ledger
+from factory.ledger.removals import erased_shards, removals
+from factory.ledger.rows import SegmentRow
+from factory.repairs.examining import CHECKS
+from factory.repairs.token_shards import rebuild_token_shard, token_shard_fault
+from factory.reports.provenance import of_document
+from factory.training.planning import plan_trunk
+from factory.training.training import run_segment
+from tests.support.factory.command import command_here
+from trainer.contract.data.token_shard import TokenShard
+
+Copy = Callable[[], tuple[Workspace, Ledger]]
+
+
+def chosen(ledger: Ledger) -> list[str]:
+    """A text, a chat and a held-out document of one shard."""
+    find = "SELECT key FROM documents WHERE fate = '{}' AND domain = '{}' AND key LIKE '{}%' ORDER BY key LIMIT 1"
+    shard = ledger.read("SELECT sha256 FROM shards ORDER BY sha256")[0]["sha256"][:16]
+    kinds = (("train", "docs"), ("train", "chat"), ("held_out", "docs"))
+    return [ledger.read(find.format(fate, domain, shard))[0]["key"] for fate, domain in kinds]
+
+
+def erase(ledger: Ledger, keys: list[str]) -> None:
+    remove(ledger, look(ledger, by_name(ledger, keys, fates_of(True)), True), "ann", "law", erase=True)
+
+
+def text_of(row: dict[str, Any]) -> str:
+    return str(row.get("text") or row["messages"][1]["content"])
+
+
+def raw_lines(workspace: Workspace) -> dict[str, list[bytes]]:
+    return {path.name: path.read_bytes().splitlines() for path in sorted((workspace.shards / "raw").glob("[!.]*"))}
+
+
+def readable(workspace: Workspace, ledger: Ledger) -> str:
+    """All text that the workspace's shards and held-out documents still hold."""
+    tokenizer = Tokenizer.load(workspace.tokenizer)
+    folders = [path.parent for path in workspace.shards.glob("*/manifest.json")]
+    shards = [tokenizer.decode(np.asarray(TokenShard(folder).tokens).tolist()) for folder in folders]
+    raw = [line.decode() for lines in raw_lines(workspace).values() for line in lines]
+    held = [json.dumps(row["content"]) for row in ledger.read("SELECT content FROM held_out")]
+    return "\n".join([*shards, *raw, *held])
+
+
+def state(workspace: Workspace, ledger: Ledger) -> Any:
+    """What an erasure leaves, without names that are drawn and times."""
+    shards = sorted(
+        (path.parent.name, path.parent.joinpath("tokens.bin").read_bytes())
+        for path in workspace.shards.glob("*/manifest.json")
+    )
+    rows = ledger.read("SELECT id, path FROM token_shards ORDER BY id")
+    held = ledger.read("SELECT key FROM held_out ORDER BY key")
+    return (
+        shards,
+        [(row["id"], Path(row["path"]).name) for row in rows],
+        held,
+        raw_lines(workspace),
+        removals(ledger)[0].state,
+    )
+
+
+def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> None:
+    workspace, ledger = copied()
+    keys = chosen(ledger)
+    before, shard = raw_lines(workspace), keys[0].partition(":")[0]
+    (name,) = (name for name in before if name.startswith(shard))
+    gone = [json.loads(before[name][int(key.partition(":")[2])]) for key in keys]
+    assert all(text_of(row) in readable(workspace, ledger).replace('\\"', '"') for row in gone)
+    exact = of_document(ledger, keys[0])[0]["seen"]
+    erase(ledger, keys)
+    (said,) = finish_removals(workspace, ledger, SILENT)
+    assert said == "removal 1: the text of 3 rows is erased" and removals(ledger)[0].state == "erased"
+
+    left = readable(workspace, ledger)
+    assert not any(text_of(row) in left for row in gone)
+    after = raw_lines(workspace)
+    assert [n for n, (a, b) in enumerate(zip(before[name], after[name], strict=True)) if a != b] == sorted(
+        int(key.partition(":")[2]) for key in keys
+    )
+    assert of_document(ledger, keys[0])[0]["seen"] == exact, "its steps are known as before"
+    for check in ("token shards", "raw shards", "orphans"):
+        assert CHECKS[check](workspace, ledger, True, SILENT).faults == []
+    tend(workspace, ledger, SILENT, settle=0)
+    assert list(workspace.inbox.iterdir()) == [], "the shard that was made again is not taken for a new one"
+    number = plan_trunk(workspace, ledger, 5)
+    run_segment(workspace, ledger, number, SILENT)  # its cursors count in the shard that was replaced
+    assert SegmentRow.get(ledger, number).state == "done"
+    with pytest.raises(InputError, match="removal 1 erases its text: it cannot be put back"):
+        undo(ledger, 1, "ann")
+
+    copy = workspace.inbox / "copy.jsonl"
+    copy.write_text("".join(json.dumps(row) + "\n" for row in gone))
+    ingest_arrived(workspace, ledger, copy, SILENT)
+    found = ledger.read("SELECT rule FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE s.name = 'copy.jsonl'")
+    assert [row["rule"] for row in found] == ["removed"] * 3
+    whole = workspace.inbox / "whole.jsonl"
+    whole.write_bytes(b"\n".join(before[name]) + b"\n")
+    ingest_arrived(workspace, ledger, whole, SILENT)
+    assert not whole.exists() and raw_lines(workspace)[name] == after[name], "the old file does not bring the text back"
+
+
+def test_a_token_shard_with_erased_documents_is_made_again(copied: Copy) -> None:
+    workspace, ledger = copied()
+    keys = chosen(ledger)
+    erase(ledger, keys)
+    finish_removals(workspace, ledger, SILENT)
+    erase(ledger, chosen(ledger))  # of the same shard, a second time
+    finish_removals(workspace, ledger, SILENT)
+    (detail,) = erased_shards(ledger).values()
+    assert len(detail["rows"]) == 6
+    ((number, about),) = detail["token_shards"].items()
+    place = workspace.shards / about["content"]
+    shutil.rmtree(place)
+    assert "is gone" in token_shard_fault(place, True)
+    assert rebuild_token_shard(workspace, ledger, number, SILENT) == ""
+    assert token_shard_fault(place, True) == ""
+
+
+class Killed(BaseException):
+    """As a kill: nothing catches it."""
+
+
+@pytest.mark.parametrize(
+    "at", ["rewrite_without", "write_token_shard", "put_in_place", "remove", "make_backup", "record 1", "record 2"]
+)
+def test_killed_anywhere_the_next_pass_ends_alike(copied: Copy, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace, ledger = copied()
+    keys = chosen(ledger)
+    erase(ledger, keys)
+    name, _, which = at.partition(" ")
+    real, calls = getattr(erasing, name), []
+
+    def killed(*values: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == int(which or 1):
+            raise Killed
+        return real(*values, **named)
+
+    monkeypatch.setattr(erasing, name, killed)
+    with pytest.raises(Killed):
+        finish_removals(workspace, ledger, SILENT)
+    monkeypatch.setattr(erasing, name, real)
+    tend(workspace, ledger, SILENT, settle=0)  # the daemon's pass looks at filed shards too
+    assert list(workspace.inbox.iterdir()) == []
+    finish_removals(workspace, ledger, SILENT)
+    ended = state(workspace, ledger)
+    shutil.rmtree(workspace.root)
+    workspace, ledger = copied()
+    erase(ledger, keys)
+    finish_removals(workspace, ledger, SILENT)
+    assert ended == state(workspace, ledger)
+
+
+def test_a_planned_segment_is_waited_for(copied: Copy) -> None:
+    workspace, ledger = copied()
+    number = plan_trunk(workspace, ledger, 5)
+    before = raw_lines(workspace)
+    run = partial(command_here, home=workspace)
+    done = run("data", "remove", "--document", chosen(ledger)[0], "--erase", "--yes")
+    assert "no longer reproducible: segments 1, 2, 3, 4" in done.stdout, done.output
+    assert f"its text is erased once segment {number}, which reads it, is done" in done.stdout
+    assert raw_lines(workspace) == before and "text of 1 is still to be erased" in run("status").stdout
+    run_segment(workspace, ledger, number, SILENT)
+    assert finish_removals(workspace, ledger, SILENT) == ["removal 1: the text of 1 rows is erased"]
+
+
+ROWS = [{"id": str(n), "text": f"the text number {n}"} for n in range(7)]
+LINES = (
+    b"".join(json.dumps(row).encode() + b"\n" for row in ROWS[:3])
+    + b"\n"
+    + b"\n".join(json.dumps(row).encode() for row in ROWS[3:])
+)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.md"])
+def test_every_kind_of_shard_loses_its_rows_and_no_other(tmp_path: Path, name: str) -> None:
+    path, target = tmp_path / name, tmp_path / f"again-{name}"
+    if name.endswith(".parquet"):
+        fixed = pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("text", pa.string())])
+        pq.write_table(pa.Table.from_pylist(ROWS, schema=fixed), path, row_group_size=3)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(LINES))
+    elif name.endswith(".zst"):
+        with pa.CompressedOutputStream(pa.OSFile(str(path), "wb"), "zstd") as out:
+            out.write(LINES)
+    else:
+        path.write_bytes(LINES)
+    rows = {0} if name.endswith(".md") else {1, 5}
+    rewrite_without(path, name, rows, target)
+    if name.endswith(".md"):
+        assert target.read_bytes() == b""
+        return
+    before, after = list(read_rows(path, ShardLimits())), list(read_rows(target, ShardLimits()))
+    assert {n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a != b} == rows
+    assert all(after[n] in (b'{"erased": true}', {}) for n in rows)
+    again = tmp_path / f"twice-{name}"
+    rewrite_without(target, name, rows, again)
+    assert again.read_bytes() == target.read_bytes()

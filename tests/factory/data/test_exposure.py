@@ -1,0 +1,102 @@
+"""At which steps a document was trained on, against the walk of the whole order."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from factory.core.workspace import Workspace
+from factory.data.exposure import Exposure, UnknownExposureError
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import SegmentRow
+from factory.training.planning import plan_of
+from trainer.contract.data.data_order import DataOrder, document_keys
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.recipe import Recipe
+
+Copy = Callable[[], tuple[Workspace, Ledger]]
+
+
+def walked(ledger: Ledger) -> dict[int, dict[str, list[int]]]:
+    """By segment, the steps of each document: the lineage of the anneal walked from its beginning, without a checkpoint."""
+    found: dict[int, dict[str, list[int]]] = {}
+    state = None
+    for row in SegmentRow.lineage(ledger, 3):
+        recipe = Recipe.parse(row.recipe_json)
+        plan = DataPlan.from_json(plan_of(ledger, row))
+        model = recipe.model
+        order = DataOrder(plan, batch=recipe.batch, context=model.context, vocab_size=model.vocab_size, state=state)
+        while order.step < row.last_step:
+            step = order.step
+            for key in document_keys(order, order.next_rows()):
+                found.setdefault(row.id, {}).setdefault(key, []).append(step)
+        state = order.state_dict()
+    return found
+
+
+def every_document(ledger: Ledger) -> dict[str, str]:
+    rows = ledger.read("SELECT key, token_shard FROM documents WHERE token_shard IS NOT NULL")
+    return {row["key"]: row["token_shard"] for row in rows}
+
+
+def steps(ledger: Ledger, documents: dict[str, str]) -> dict[int, dict[str, list[int]]]:
+    exposure = Exposure(ledger, documents)
+    found = {row.id: exposure.of(row) for row in SegmentRow.select(ledger)}
+    return {
+        number: {key: sorted({one.step for one in seen}) for key, seen in by_key.items()}
+        for number, by_key in found.items()
+        if by_key
+    }
+
+
+def test_all_steps_of_all_documents_are_those_of_the_walk(copied: Copy) -> None:
+    _, ledger = copied()
+    expected = walked(ledger)
+    assert sorted(expected) == [1, 2, 3] and steps(ledger, every_document(ledger)) == expected
+
+
+def test_of_one_document_only_the_stretches_that_drew_it_are_walked(
+    copied: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ledger = copied()
+    expected, every = walked(ledger), every_document(ledger)
+    rare = min(expected[2], key=lambda key: (sum(len(by.get(key, ())) for by in expected.values()), key))
+    made = []
+    real = DataOrder.next_rows
+    monkeypatch.setattr(DataOrder, "next_rows", lambda self: made.append(self.step) or real(self))
+    mine = {number: {rare: by[rare]} for number, by in expected.items() if rare in by}
+    assert steps(ledger, {rare: every[rare]}) == mine
+    whole = SegmentRow.get(ledger, 3).last_step
+    assert 0 < len(made) < whole / 2, "it was walked where nothing of it was drawn"
+
+
+def test_without_checkpoints_the_same_is_found(copied: Copy) -> None:
+    workspace, ledger = copied()
+    for path in workspace.segments.glob("*/checkpoints"):
+        shutil.rmtree(path)
+    assert steps(ledger, every_document(ledger)) == walked(ledger)
+
+
+def test_a_checkpoint_that_lies_is_refused_not_obeyed(copied: Copy) -> None:
+    workspace, ledger = copied()
+    every = every_document(ledger)
+    row = SegmentRow.get(ledger, 1)
+    for path in Path(row.folder).glob("checkpoints/*/state.json"):
+        state = json.loads(path.read_text())
+        for cursor in state["sampler"]["streams"].values():
+            cursor[2] = 10**300
+        path.write_text(json.dumps(state))
+    with pytest.raises(UnknownExposureError, match="the data order of segment 1 cannot be worked out"):
+        Exposure(ledger, every).of(row)
+
+
+def test_a_token_shard_that_is_gone_is_said(copied: Copy) -> None:
+    workspace, ledger = copied()
+    every = every_document(ledger)
+    shutil.rmtree(workspace.shards / next(iter(every.values())))
+    with pytest.raises(UnknownExposureError, match="is not a token shard"):
+        Exposure(ledger, every).of(SegmentRow.get(ledger, 2))

@@ -1,0 +1,312 @@
+"""Documents are taken out: plans, marks, copies, held-out ones, what it costs, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.data.cost import cost_of
+from factory.data.exposure import Exposure
+from factory.data.removing import Outlook, look, mark_new_releases, remove, undo
+from factory.data.selecting import by_name, by_value, fates_of
+from factory.evals.policy import EvalPolicy
+from factory.evals.suite import build_suite
+from factory.gates.release.licences import tokens_by_licence
+from factory.ingest.chain import ingest_shard
+from factory.ledger.anomalies import MARKED
+from factory.ledger.ledger import Ledger, record, releases
+from factory.ledger.removals import REMOVED, mark_in_words, marks, removals
+from factory.ledger.rows import SegmentRow, Subject
+from factory.release.releases import reconcile, register_candidate
+from factory.reports.provenance import of_document, of_release
+from factory.reports.release_report import release_report
+from factory.tracking.mlflow_store import open_client
+from factory.training.planning import plan_anneal, plan_of, plan_trunk
+from factory.training.training import run_segment
+from tests.support.factory.command import command_here
+from tests.support.factory.made_up_text import use_small_vocabulary
+from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, with_store
+from tests.support.plants.released import release_of
+
+Copy = Callable[[], tuple[Workspace, Ledger]]
+
+
+def outlook(ledger: Ledger, name: str) -> Outlook:
+    return look(ledger, by_name(ledger, [name], fates_of(False)))
+
+
+def one(ledger: Ledger, where: str) -> dict[str, Any]:
+    return ledger.read(f"SELECT * FROM documents WHERE {where} ORDER BY key LIMIT 1")[0]
+
+
+def fates(ledger: Ledger) -> list[tuple[str, str, str | None, str | None]]:
+    return [(r["key"], r["fate"], r["rule"], r["detail"]) for r in ledger.read("SELECT * FROM documents ORDER BY key")]
+
+
+def trained_once(ledger: Ledger) -> str:
+    """A document that the second trunk segment saw, and no other."""
+    rows = ledger.read("SELECT key, token_shard FROM documents WHERE token_shard IS NOT NULL")
+    exposure = Exposure(ledger, {row["key"]: row["token_shard"] for row in rows})
+    seen = {number: set(exposure.of(SegmentRow.get(ledger, number))) for number in (1, 2, 3)}
+    return min(seen[2] - seen[1] - seen[3])
+
+
+def test_a_removed_document_is_masked_marked_and_costed(copied: Copy) -> None:
+    workspace, ledger = copied()
+    key = trained_once(ledger)
+    found = outlook(ledger, key)
+    (step,) = {seen["step"] for seen in of_document(ledger, key)[0]["seen"]}
+    assert 10 <= step < 20 and found.releases == {1: ([key], True)} and found.fates == {"train": 1}
+    start = 15 if step >= 15 else 10
+    lines = [
+        json.loads(line) for line in (Path(SegmentRow.get(ledger, 2).folder) / "metrics.jsonl").read_text().splitlines()
+    ]
+    counts = {line["step"]: line["supervised_tokens"] for line in lines}
+    first = json.loads((Path(SegmentRow.get(ledger, 1).folder) / "metrics.jsonl").read_text().splitlines()[-1])
+    tokens = counts[19] - counts.get(start - 1, first["supervised_tokens"])
+    cost = found.cost
+    assert (cost.first_step, cost.segment, cost.from_step, cost.until, cost.steps) == (step, 2, start, 20, 20 - start)
+    assert cost.supervised_tokens == tokens > 0 and cost.hours and Path(cost.checkpoint).name == f"step-{start:08d}"
+    removal = remove(ledger, found, "ann", "asked for")
+    assert [mark_in_words(mark) for mark in marks(ledger)] == [
+        "release 1 was trained on 1 documents that were taken out later (removal 1)"
+    ]
+    assert of_release(ledger, 1)["marks"] == [mark_in_words(marks(ledger)[0])]
+    (shown,) = of_document(ledger, key)
+    assert shown["fate"] == "removed" and shown["removal"]["why"] == "asked for" and shown["releases"][0]["times"] == 1
+    number = plan_trunk(workspace, ledger, 5)
+    assert plan_of(ledger, SegmentRow.get(ledger, number))["masked"] == [key]
+    run_segment(workspace, ledger, number, SILENT)  # the trainer goes on, from the checkpoint that saw it
+    assert removal.number == 1 and "1 documents are back" in undo(ledger, 1, "ann")
+    assert marks(ledger) == [] and "masked" not in plan_of(
+        ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger, 5))
+    )
+    with pytest.raises(InputError, match="removal 1 was put back already"):
+        undo(ledger, 1, "ann")
+    with pytest.raises(InputError, match="no removal 7; there are: 1"):
+        undo(ledger, 7, "ann")
+
+
+def test_what_was_taken_out_comes_back_as_it_was(copied: Copy) -> None:
+    workspace, ledger = copied()
+    before = fates(ledger)
+    licences = tokens_by_licence(ledger, 3)
+    with ledger.begin() as tx:
+        quarantined = "UPDATE documents SET fate = 'quarantined', rule = '{}', detail = '{}' WHERE key = '{}'"
+        for (key, *_), rule, detail in zip(
+            [row for row in before if row[1] == "train"], ("person", "loss_doctor"), ("by ann", "anomaly 1: bad data")
+        ):
+            tx.exec_driver_sql(quarantined.format(rule, detail, key))
+    before = fates(ledger)
+    found = look(ledger, by_value(ledger, "license", ["MIT", "none"]))
+    assert set(found.fates) == {"train", "held_out", "quarantined"} and found.releases[1][1] is True
+    removal = remove(ledger, found, "ann")
+    assert removal.documents == sum(found.fates.values()) == sum(row[1] == "removed" for row in fates(ledger))
+    assert tokens_by_licence(ledger, 3) == licences, "what a release was trained on does not change"
+    undo(ledger, removal.number, "ann")
+    assert fates(ledger) == before
+
+
+def test_held_out_documents_are_measured_no_more(copied: Copy) -> None:
+    _, ledger = copied()
+    suite = build_suite(ledger, EvalPolicy(), "t")
+    gone = suite.documents[0]
+    found = outlook(ledger, gone.key)
+    assert found.fates == {"held_out": 1} and not found.releases and found.cost.first_step is None
+    assert any("measured without the held-out ones" in line for line in found.lines())
+    remove(ledger, found, "ann")
+    after = build_suite(ledger, EvalPolicy(), "t")
+    assert after.sha256 != suite.sha256 and {d.key for d in suite.documents} - {d.key for d in after.documents} == {
+        gone.key
+    }
+
+
+def shard_of(workspace: Workspace, rows: list[dict[str, Any]], name: str = "later.jsonl") -> Path:
+    path = workspace.inbox / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def raw_rows(workspace: Workspace) -> dict[str, dict[str, Any]]:
+    lines = [line for path in sorted((workspace.shards / "raw").iterdir()) for line in path.read_text().splitlines()]
+    return {row["id"]: row for row in map(json.loads, lines)}
+
+
+def test_copies_and_later_documents_of_a_removed_source_are_refused(copied: Copy) -> None:
+    workspace, ledger = copied()
+    rows = raw_rows(workspace)
+    named = one(ledger, "fate = 'train' AND domain = 'docs'")
+    source = one(ledger, "fate = 'train' AND domain = 'chat'")["source"]
+    remove(ledger, outlook(ledger, named["key"]), "ann", "private")
+    remove(ledger, look(ledger, by_value(ledger, "source", [source])), "ann", "no contract")
+    copy = {"text": rows[named["id"]]["text"], "domain": "docs", "source": "elsewhere", "license": "MIT"}
+    near = copy | {"text": copy["text"].replace(".", "!", 1).lower().capitalize() + " Thanks."}
+    fresh = {
+        "text": " ".join(f"quite new word{i}" for i in range(60)),
+        "domain": "docs",
+        "source": "s1",
+        "license": "MIT",
+    }
+    report = ingest_shard(
+        workspace, ledger, shard_of(workspace, [copy, near, fresh | {"source": source}, fresh]), SILENT
+    )
+    found = ledger.read("SELECT * FROM documents WHERE shard = :shard ORDER BY row", shard=report.sha256)
+    assert [(row["fate"], row["rule"]) for row in found] == [("dropped", "removed")] * 3 + [("train", None)]
+    assert (
+        found[0]["detail"] == "a copy of a document that was taken out (the same content)"
+        and found[0]["matched"] == named["key"]
+    )
+    assert found[2]["detail"] == f"source {source!r} was taken out (removal 2: no contract)"
+    undo(ledger, 2, "ann")
+    again = {"text": " ".join(f"another novel term{i}" for i in range(60)), "domain": "chat", "source": source}
+    report = ingest_shard(workspace, ledger, shard_of(workspace, [again], "again.jsonl"), SILENT)
+    assert report.counts["train"] == 1
+
+
+def test_a_new_shard_all_of_which_was_taken_out_joins_no_plan(copied: Copy) -> None:
+    workspace, ledger = copied()
+    fresh = [{"text": " ".join(f"w{n}x{i}" for i in range(60)), "domain": "docs", "source": "new"} for n in range(4)]
+    report = ingest_shard(workspace, ledger, shard_of(workspace, fresh), SILENT)
+    (shard,) = ledger.read("SELECT id FROM token_shards WHERE shard = :shard", shard=report.sha256)
+    remove(ledger, look(ledger, by_value(ledger, "source", ["new"])), "ann")
+    plan = lambda: {
+        one["id"] for one in plan_of(ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger, 5)))["token_shards"]
+    }
+    assert shard["id"] not in plan()
+    undo(ledger, 1, "ann")
+    assert shard["id"] in plan()
+
+
+def test_a_release_made_after_a_removal_from_segments_before_it_is_marked(copied: Copy) -> None:
+    workspace, ledger = copied()
+    key = trained_once(ledger)
+    remove(ledger, outlook(ledger, key), "ann")
+    number = plan_anneal(workspace, ledger)
+    with ledger.begin() as tx:
+        tx.exec_driver_sql("UPDATE segments SET state = 'done' WHERE id = ?", (number,))
+        tx.exec_driver_sql(
+            "INSERT INTO checkpoints SELECT 'another', ?, step, path, created_at FROM checkpoints WHERE segment = 3",
+            (number,),
+        )
+    release_of(ledger, number)
+    assert mark_new_releases(ledger) == [
+        "release 2 was trained on 1 documents of removal 1 (1 documents, 1 named) by ann"
+    ]
+    assert mark_new_releases(ledger) == [] and [mark["release"] for mark in marks(ledger)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--document", "nobody"], "no document 'nobody' was ever ingested"),
+        (["--source", "code/0-0x"], "no document has source 'code/0-0x'; did you mean"),
+        (["--license", "MTI"], "no document has licence 'MTI'; did you mean 'MIT'"),
+        (["--document", "a", "--source", "b"], "name one: --document ID, --source NAME or --license NAME"),
+        ([], "name one: --document ID"),
+        (["--license", "MIT"], "nothing was changed: say --yes"),
+    ],
+)
+def test_mistakes_change_nothing(copied: Copy, words: list[str], says: str) -> None:
+    workspace, ledger = copied()
+    before = fates(ledger)
+    done = command_here("data", "remove", *words, home=workspace)
+    assert isinstance(done.exception, InputError) and says in str(done.exception)
+    assert fates(ledger) == before and removals(ledger) == []
+
+
+def test_the_commands(copied: Copy) -> None:
+    workspace, ledger = copied()
+    run = partial(command_here, home=workspace)
+    key = trained_once(ledger)
+    dry = run("data", "remove", "--document", key, "--dry-run", "--json")
+    assert (
+        json.loads(dry.stdout)["releases"] == [{"release": 1, "documents": 1, "exact": True}] and removals(ledger) == []
+    )
+    done = run("data", "remove", "--document", key, "--yes", "--why", "asked")
+    assert "the trunk first saw one at step" in done.stdout and "removal 1 (1 documents, 1 named)" in done.stdout, (
+        done.output
+    )
+    status = run("status").stdout
+    assert (
+        "1 removals took out 1 documents" in status
+        and "release 1 was trained on 1 documents that were taken out" in status
+    )
+    shown = run("provenance", "--document", key).stdout
+    assert (
+        "segment 2 was trained on it at step" in shown
+        and "removed   by " in shown
+        and "releases  1 (1 ×) saw it" in shown
+    )
+    release = run("provenance", "--release", "1").stdout
+    assert "MARKED: release 1 was trained on 1" in release and "1 of them removed since" in release
+    listed = run("provenance", "--release", "1", "--documents").stdout.splitlines()
+    assert {json.loads(line)["fate"] for line in listed} == {"train", "removed"}
+    data = run("data", "list").stdout
+    assert "licence  none" in data and "1 removed" in data and "removal  1 by" in data
+    assert cost_of(ledger, Exposure(ledger, {})).first_step is None
+    assert "1 documents are back" in run("data", "undo", "1").stdout
+
+
+def test_the_version_in_mlflow_and_the_report_say_it(workspace: Workspace, ledger: Ledger) -> None:
+    add_shard(ledger)
+    candidate = add_candidate(with_store(workspace), ledger)
+    verdict = add_verdict(ledger, candidate)
+    with ledger.begin() as tx:
+        tx.execute(
+            releases.insert().values(number=1, candidate=candidate, verdict=verdict, state="published", created_at=1.0)
+        )
+    tags = lambda: open_client(workspace).get_model_version("factory-lm", "1").tags
+    register_candidate(workspace, ledger, candidate)
+    assert "removed_data" not in tags() and "taken out" not in release_report(ledger, candidate)
+    with ledger.begin() as tx:
+        detail = {
+            "by": "ann",
+            "why": "",
+            "column": "key",
+            "names": ["k"],
+            "documents": 1,
+            "supervised_tokens": 9,
+            "token_shards": [],
+            "erase": False,
+        }
+        record(tx, REMOVED, Subject("removal", 1), detail)
+        record(
+            tx,
+            MARKED,
+            Subject("release", 1),
+            {"anomaly": None, "removal": 1, "documents": ["k"], "count": 1, "exact": True},
+        )
+    reconcile(workspace, ledger)
+    assert tags()["removed_data"] == "removal 1: 1 documents"
+    assert "release 1 was trained on 1 documents that were taken out later (removal 1)" in release_report(
+        ledger, candidate
+    )
+    undo(ledger, 1, "ann")
+    reconcile(workspace, ledger)
+    assert "removed_data" not in tags()
+
+
+def test_who_wrote_a_document_is_shown(workspace: Workspace, ledger: Ledger) -> None:
+    use_small_vocabulary(workspace)
+    made = [
+        {"id": f"d{n}", "text": " ".join(f"a{n}b{i}" for i in range(60)), "synthetic_by": "release 3; ours"}
+        for n in range(4)
+    ]
+    ingest_shard(workspace, ledger, shard_of(workspace, [*made, made[0] | {"id": "odd", "synthetic_by": 7}]), SILENT)
+    found = of_document(ledger, "d1")[0]
+    assert found["synthetic_by"] == "release 3, ours"
+    assert "synthetic, made by release 3, ours" in command_here("provenance", "--document", "d1", home=workspace).stdout
+    assert (
+        of_document(ledger, ledger.read("SELECT key FROM documents WHERE rule = 'bad_schema'")[0]["key"])[0][
+            "synthetic_by"
+        ]
+        is None
+    )
