@@ -86,7 +86,7 @@ def test_as_process_1_of_a_container_it_ends_at_sigterm(workspace: Workspace, le
 PROBING = """
 import sys
 from factory.core import stopping
-from factory.evals.server import probe
+from factory.evals.probes.server import probe
 end_if_stopped = stopping.handle_signals()
 try:
     probe({"memory_mib": 8000}, 600)
