@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from factory.core.errors import NoMemoryError, SegmentError
 from factory.evals.export_config import parse_config
 from factory.evals.export_folder import ExportError, read_json
-from factory.evals.probes.checks import OF_CHECKPOINT, Check
+from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, Check
 from factory.ingest.tokenizer import END, IM_END
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
@@ -189,7 +189,19 @@ def file_checks(
     export: Path, made_config: dict[str, Any] | None, tokenizer_ids: list[int | None], asked: list[int]
 ) -> list[Check]:
     """BOS, EOS, sampling and the chat template, as the other files say them. ``asked``: the tokenizer's end and stop tokens."""
-    return [_bos_eos(export, made_config, tokenizer_ids, asked), _generation(export), _template(export)]
+    parts: dict[str, Callable[[], Check]] = {
+        "bos_eos": lambda: _bos_eos(export, made_config, tokenizer_ids, asked),
+        "generation_config": lambda: _generation(export),
+        "template": lambda: _template(export),
+    }
+    assert tuple(parts) == OF_FILES
+    found = []
+    for name, part in parts.items():
+        try:
+            found.append(part())
+        except ExportError as error:
+            found.append(Check(name, False, f"{error}: {AGAIN}"))
+    return found
 
 
 def _bos_eos(

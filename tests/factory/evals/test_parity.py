@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite
-from factory.evals.export_parity import checkpoint_checks, made_from
+from factory.evals.export_parity import checkpoint_checks, file_checks, made_from
 from factory.evals.parity import CHECKS, ParityCase, parity
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.engine import Asking, make_fixture
@@ -262,6 +262,26 @@ def test_what_was_recorded_is_enough_once_the_checkpoint_is_gone(
     finally:
         flipped[-1] ^= 1
         (checkpoint / "model.safetensors").write_bytes(flipped)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"[]", b"{", b"\xff\xfe", b"null", b'{"eos_token": {"content": []}, "chat_template": 3}']
+)
+def test_files_that_are_missing_or_odd_are_failed_checks(
+    sound: CandidateRow, tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    export = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
+    (export / name).unlink()
+    if content is not None:
+        (export / name).write_bytes(content)
+    found = {check.name: check.ok for check in file_checks(export, None, [None, 2, 0], [0, 2])}
+    own = {
+        "generation_config.json": "generation_config",
+        "tokenizer_config.json": "bos_eos",
+        "chat_template.jinja": "template",
+    }
+    assert found[own[name]] is False, found
 
 
 # -- the trainer's side ------------------------------------------------------------------------------------------------
