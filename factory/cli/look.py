@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, print_json
-from factory.core.errors import WorkspaceError
+from factory.core.errors import InputError, WorkspaceError
 from factory.core.workspace import Workspace
 
 WATCH_SECONDS = 2.0

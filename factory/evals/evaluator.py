@@ -22,8 +22,9 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.evals.baselines import baselines, baselines_key, open_shards
 from factory.evals.export_config import ExportError
-from factory.evals.parity import Check, ParityCase, parity
+from factory.evals.parity import ParityCase, parity
 from factory.evals.policy import EvalPolicy
+from factory.evals.probes.checks import Check
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import TASK_VERSIONS, Suite, build_suite
 from factory.evals.tasks import (
@@ -167,7 +168,7 @@ def _measure(
             if not released:
                 checks += parity(
                     ParityCase(
-                        export,
+                        candidate,
                         tokenizer,
                         workspace.tokenizer,
                         token_bytes,

@@ -1,12 +1,15 @@
-"""Do trainer, evaluator and server see the same model, and was it not trained on held-out text? Each question is one check.
+"""Do trainer, evaluator and servers see the same model, and was it not trained on held-out text? Each question is one check.
 
-trainer    the token shards' ids and loss masks, decoded and encoded again by the frozen tokenizer
-evaluator  ``Tokenizer`` and ``ReferenceModel``
-server     transformers on the export, in a process of its own (``server_probe``): AutoTokenizer with its chat template, logits, generation
+trainer     the token shards' ids and loss masks, decoded and encoded again by the frozen tokenizer; the rows that they are packed in
+checkpoint  its weights and its recipe, converted once more (``export_parity``)
+evaluator   ``Tokenizer`` and ``ReferenceModel``
+server      transformers on the export, in a process of its own (``server_probe``): AutoTokenizer with its chat template, logits, generation
+engine      the serving engine on the export, asked over HTTP (``probes.engine``); vLLM too, where it is installed
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,37 +21,38 @@ import numpy.typing as npt
 import sqlalchemy as sa
 import torch
 
+from factory.evals.export_parity import checkpoint_checks, file_checks, made_of
 from factory.evals.policy import EvalPolicy
+from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, Asked, chat_checks
+from factory.evals.probes.checks import CHECKS as CHECKS
+from factory.evals.probes.checks import Check
+from factory.evals.probes.engine import make_fixture
+from factory.evals.probes.engine_process import NATIVE, VLLM, VLLM_PROGRAM, engine_process
+from factory.evals.probes.server import Served, probe
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.server import Served, probe
 from factory.evals.suite import Suite, order
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer, holds_special
 from factory.ledger.ledger import Ledger, documents
+from factory.ledger.rows import CandidateRow
+from trainer.contract.data.data_order import DataOrder
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.data.token_shard import TokenShard
+from trainer.contract.errors import TrainerError
+from trainer.contract.recipe import BatchRecipe
 
 LOGITS_TOLERANCE = 1e-4  # of the largest logit, fp32
 NEW_TOKENS = 24
-# Every check there is; the gate wants each of them. The first two are made by the evaluator.
-CHECKS = (
-    "export", "finite_loss", "tokenizer", "trainer_tokens", "server_text", "server_chat", "round_trip",
-    "stop", "no_held_out_in_training", "no_shared_ngrams", "logits", "smoke",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Check:
-    name: str
-    ok: bool | None  # None: it could not be made, so it counts neither for nor against the candidate
-    detail: str  # one line for a person
+PACKED_ROWS = 4
 
 
 @dataclass(frozen=True)
 class ParityCase:
     """What is checked."""
 
-    export: Path
+    candidate: CandidateRow
     tokenizer: Tokenizer
     tokenizer_folder: Path
     token_bytes: TokenBytes
@@ -58,6 +62,10 @@ class ParityCase:
     shards: Sequence[TokenShard]
     ledger: Ledger
     policy: EvalPolicy
+
+    @property
+    def export(self) -> Path:
+        return Path(self.candidate.export_path)
 
 
 def parity(case: ParityCase) -> list[Check]:
@@ -75,23 +83,48 @@ def parity(case: ParityCase) -> list[Check]:
     ids = longest.tokens[: case.model.config.context].tolist()
     prompt = ids[: max(1, min(16, case.model.config.context - NEW_TOKENS))]
     stop = [case.tokenizer.end_token, case.tokenizer.stop_token]
-    served = probe(
-        {
-            "export": str(case.export), "texts": texts, "chats": chats, "logits_of": ids, "generate": prompt, "stop_ids": stop,
-            "max_new_tokens": NEW_TOKENS, "memory_mib": case.policy.probe_memory_mib,
-        },
-        case.policy.probe_seconds,
-    )  # fmt: skip
+    asked = Asked([*texts, *_training_texts(case, count)], chats)
+    with engine_process(NATIVE, case.export) as native:  # it comes up while transformers does its part
+        served = probe(
+            asked.request() | {
+                "export": str(case.export), "logits_of": ids, "generate": prompt, "stop_ids": stop, "max_new_tokens": NEW_TOKENS,
+                "memory_mib": case.policy.probe_memory_mib,
+            },
+            case.policy.probe_seconds,
+        )  # fmt: skip
+        files = _files(case, stop, served)
+        greedy = any(check.name == "generation_config" and check.ok for check in files)
+        fixture = make_fixture(case.tokenizer, case.model, case.model.config.context, greedy)
+        engines = [native.check(fixture, case.policy.engine_seconds)]
+    if case.policy.vllm == "auto" and VLLM_PROGRAM.exists():
+        with engine_process(VLLM, case.export) as vllm:
+            engines.append(vllm.check(fixture, case.policy.vllm_seconds))
     return [
         _tokenizer(case),
         _trainer_tokens(case),
-        *_server(case, texts, chats, stop, served),
-        _round_trip(case.tokenizer, texts, served),
+        _packing(case),
+        *checkpoint_checks(case.ledger, case.candidate, case.tokenizer.vocab_size),
+        *files,
+        *_server(case.tokenizer, asked, stop, served),
+        _round_trip(case.tokenizer, asked, served),
         _held_out_in_training(case),
         _shared_ngrams(case),
         _logits(case.model, ids, served),
         _smoke(served),
+        *map(_together, zip(*engines, strict=True)),
     ]
+
+
+def _together(checks: Sequence[Check]) -> Check:
+    """Of several engines: all must pass."""
+    worst = min(checks, key=lambda check: (check.ok is not False, check.ok is True))
+    return worst if worst.ok is not True else Check(worst.name, True, "; ".join(check.detail for check in checks))
+
+
+def _files(case: ParityCase, stop: list[int], served: Served) -> list[Check]:
+    made = made_of(case.ledger, case.candidate)
+    ids = served.answer.get("tokenizer_ids", [None, stop[1], stop[0]])  # not known: 'server_text' says why
+    return file_checks(case.export, None if isinstance(made, str) else made.config, ids, stop)
 
 
 # -- trainer against evaluator -----------------------------------------------------------------------------------------
@@ -102,18 +135,22 @@ def _tokenizer(case: ParityCase) -> Check:
     named |= {f"token shard {shard.id[:8]}": shard.manifest["tokenizer_sha256"] for shard in case.shards}
     others = [f"{who} has {sha[:12]}" for who, sha in named.items() if sha != case.tokenizer.sha256]
     detail = f"{case.tokenizer.sha256[:12]} in workspace, export and {len(case.shards)} token shards"
-    return Check("tokenizer", not others, "; ".join(others[:3]) if others else detail)
+    return Check("tokenizer", not others, f"{'; '.join(others[:3])}: {AGAIN}" if others else detail)
 
 
-def _trainer_tokens(case: ParityCase) -> Check:
+def _sampled(case: ParityCase, count: int) -> list[tuple[str, str, TokenShard, int, int]]:
+    """(rank, key, shard, start, length) of training documents, the same ones for every candidate of a data plan."""
     listed = []
     for shard in case.shards:
         columns = [shard.documents.column(name).to_pylist() for name in ("key", "start", "length")]
         listed += [
             (order("parity", key), key, shard, start, length) for key, start, length in zip(*columns, strict=True)
         ]
-    listed.sort(key=lambda entry: entry[0])
-    sample = listed[: 2 * case.policy.parity_documents]
+    return sorted(listed, key=lambda entry: entry[0])[:count]
+
+
+def _trainer_tokens(case: ParityCase) -> Check:
+    sample = _sampled(case, 2 * case.policy.parity_documents)
     wrong, tokens = [], 0
     for _, key, shard, start, length in sample:
         ids, mask = shard.tokens[start : start + length].astype(np.int64), shard.loss_mask(start, start + length)
@@ -131,6 +168,54 @@ def _trainer_tokens(case: ParityCase) -> Check:
         True,
         f"{len(sample)} training documents, {tokens} tokens: same ids and loss mask when encoded again",
     )
+
+
+def _packing(case: ParityCase) -> Check:
+    """Rows as the trainer's data order packs them, by every strategy: each piece is its document's own ids and mask."""
+    listed = {shard.id: shard for shard in case.shards}
+    domains = sorted({domain for shard in case.shards for domain in shard.documents.column("domain").to_pylist()})
+    planned = [{"id": shard.id, "path": str(shard.path), "generation": 0} for shard in listed.values()]
+    weights = dict.fromkeys(domains, 1.0)
+    context, vocabulary = case.model.config.context, case.model.config.vocab_size
+    places: dict[str, tuple[TokenShard, int, int]] = {}
+    for shard in case.shards:
+        columns = [shard.documents.column(name).to_pylist() for name in ("key", "start", "length")]
+        places |= {key: (shard, start, length) for key, start, length in zip(*columns, strict=True)}
+    pieces = 0
+    try:
+        plan = DataPlan.from_json({"token_shards": planned, "weights": weights, "max_epochs": 1})
+        for strategy in STRATEGIES:
+            batch = BatchRecipe.model_validate({"sequences": PACKED_ROWS, "packing": strategy})
+            order = DataOrder(plan, context=context, batch=batch, vocab_size=vocabulary)
+            for row in order.next_rows():
+                pieces += len(row)
+                for piece in row:
+                    stream = order.streams[piece.stream]
+                    key = stream.key(piece.document)
+                    shard, start, length = places[key]
+                    first, after = start + piece.start, start + piece.start + piece.positions + 1
+                    ids, mask = shard.tokens[first:after], shard.loss_mask(first + 1, after)
+                    same = np.array_equal(stream.tokens(piece), ids) and np.all(stream.target_mask(piece) == mask)
+                    if not same or after > start + length or sum(part.positions for part in row) > context:
+                        where = f"{strategy}: a row has other ids or another mask than {key} at its token {piece.start}"
+                        return Check("packing", False, f"{where}: the trainer's rows are not the token shards")
+    except (TrainerError, KeyError) as error:
+        return Check("packing", False, f"no rows could be packed: {error}")
+    return Check(
+        "packing", True, f"{len(STRATEGIES)} strategies, {pieces} pieces of documents: their own ids and loss mask"
+    )
+
+
+def _training_texts(case: ParityCase, count: int) -> list[str]:
+    """Of the corpus that it was trained on, for the round trip."""
+    found = []
+    for _, _, shard, start, length in _sampled(case, 2 * count):
+        ids = shard.tokens[start : start + length].astype(np.int64)
+        with contextlib.suppress(UnicodeDecodeError, ValueError):
+            text = _text(case.token_bytes, ids[:-1])
+            if ids[0] != case.tokenizer.start_token and not holds_special(text):
+                found.append(text[:2000])
+    return found[:count]
 
 
 def _encodes_again(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> bool:
@@ -159,17 +244,19 @@ def _text(token_bytes: TokenBytes, ids: npt.NDArray[np.int64]) -> str:
     return token_bytes.expand(ids)[0].tobytes().decode("utf-8")
 
 
-def _round_trip(tokenizer: Tokenizer, texts: Sequence[str], served: Served) -> Check:
-    wrong = sum(tokenizer.decode(tokenizer.encode_text(text)[0]) != text for text in texts)
-    there = served.answer.get("decoded", [])
-    wrong_there = sum(a != b for a, b in zip(there, texts)) + len(texts) - len(there)
-    if served.out_of_time and not wrong:
+def _round_trip(tokenizer: Tokenizer, asked: Asked, served: Served) -> Check:
+    """Encode, decode, encode: the same text and the same ids, here and at the server."""
+    texts = asked.request()["texts"]
+    encoded = [tokenizer.encode_text(text)[0] for text in texts]
+    decoded = [tokenizer.decode(ids) for ids in encoded]
+    again = [tokenizer.encode_text(text)[0] for text in decoded]
+    wrong = sum(a != b or not np.array_equal(x, y) for a, b, x, y in zip(decoded, texts, again, encoded, strict=True))
+    if served.problem and (not served.out_of_time or not wrong):
         return _unserved("round_trip", served)
-    return Check(
-        "round_trip",
-        not wrong and not wrong_there,
-        f"{len(texts)} texts: {wrong} differ here, {wrong_there} at the server",
-    )
+    there = zip(served.answer["decoded"], texts, served.answer["encoded_again"], served.answer["texts"], strict=True)
+    wrong_there = sum(a != b or x != y for a, b, x, y in there)
+    words = f"{len(texts)} texts: {wrong} differ here, {wrong_there} at the server"
+    return Check("round_trip", not wrong and not wrong_there, words + (f": {AGAIN}" if wrong or wrong_there else ""))
 
 
 # -- server against evaluator ------------------------------------------------------------------------------------------
@@ -177,31 +264,17 @@ def _unserved(name: str, served: Served, what: str = "the server side") -> Check
     return Check(name, None if served.out_of_time else False, f"{what} failed: {served.problem}")
 
 
-def _server(case: ParityCase, texts: list[str], chats: list[Any], stop: list[int], served: Served) -> list[Check]:
+def _server(tokenizer: Tokenizer, asked: Asked, stop: list[int], served: Served) -> list[Check]:
     if served.problem:
-        return [_unserved(name, served) for name in ("server_text", "server_chat", "stop")]
-    tokenizer, answer = case.tokenizer, served.answer
-    wrong_texts = _differences(answer["texts"], [tokenizer.encode_text(text)[0][:-1].tolist() for text in texts])
-    wrong_chats = _differences(answer["chats"], [tokenizer.encode_messages(chat)[0][:-1].tolist() for chat in chats])
-    wrong_prompts = _differences(answer["prompts"], [tokenizer.prompt(chat[:1]).tolist() for chat in chats])
-    missing = sorted(set(stop) - set(answer["eos_token_ids"]))
+        return [_unserved(name, served) for name in (*CHAT_CHECKS, "stop")]
+    answer = served.answer
+    missing, more = sorted(set(stop) - set(answer["eos_token_ids"])), sorted(set(answer["eos_token_ids"]) - set(stop))
     ran_on = [token for token, ids in answer["stopped"].items() if len(ids) != 3 or ids[-1] != int(token)]
-    stop_words = f"generation_config ends at {sorted(answer['eos_token_ids'])}; forced end tokens ended generation"
-    if missing or ran_on:
-        stop_words = f"generation_config does not end at {missing}; generation ran on past {ran_on}"
-    return [
-        Check("server_text", not wrong_texts, f"{len(texts)} texts, {wrong_texts} with other ids in AutoTokenizer"),
-        Check(
-            "server_chat",
-            not wrong_chats and not wrong_prompts,
-            f"{len(chats)} chats, {wrong_chats} with other ids, {wrong_prompts} prompts",
-        ),
-        Check("stop", not missing and not ran_on, stop_words),
-    ]
-
-
-def _differences(theirs: list[list[int]], ours: list[list[int]]) -> int:
-    return sum(a != b for a, b in zip(theirs, ours, strict=True))
+    words = f"generation_config ends at {sorted(answer['eos_token_ids'])}; forced end tokens ended generation"
+    if missing or more or ran_on:
+        words = f"generation_config does not end at {missing}, ends at {more} too; generation ran on past {ran_on}"
+        words += f": eos_token_id of generation_config.json must be {stop}"
+    return [*chat_checks(tokenizer, asked, answer), Check("stop", not (missing or more or ran_on), words)]
 
 
 def _logits(model: ReferenceModel, ids: list[int], served: Served) -> Check:

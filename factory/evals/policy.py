@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 
@@ -43,6 +44,12 @@ class EvalPolicy(StrictPolicy):
     """Time limit of the load-and-generate test; the machine may be busy, it takes about 10 s alone."""
     probe_memory_mib: Count = 6144
     """Memory limit of that test."""
+    engine_seconds: Count = 120
+    """Time limit of the same in the serving engine; it runs beside that test."""
+    vllm_seconds: Count = 1800
+    """Time limit of vLLM, which is asked too where ``make serve-env`` installed it; it takes minutes to start."""
+    vllm: Literal["auto", "never"] = "auto"
+    """never: only the embedded engine is asked, also where vLLM is installed."""
 
     @classmethod
     def load(cls, path: Path) -> EvalPolicy:

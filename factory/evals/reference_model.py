@@ -26,6 +26,15 @@ class Generation:
     ended: bool  # a stop token came before the limit
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """The likeliest tokens after a prompt, whatever ends a text."""
+
+    tokens: list[int]
+    logprobs: list[float]  # nats
+    margins: list[float]  # nats to the second likeliest: where it is small, another right program may choose that one
+
+
 class ReferenceModel:
     """An export, loaded. Sequences are padded on the right where they are scored; padding changes no other position."""
 
@@ -109,6 +118,15 @@ class ReferenceModel:
             seen_B1S = (real_BS & (torch.arange(total) <= at))[:, None, :]
             hidden = self._hidden(next_B[:, None], position_BS[:, at : at + 1], seen_B1S, cache, at)
         return [Generation(tokens, end) for tokens, end in zip(written, ended, strict=True)]
+
+    @torch.inference_mode()
+    def continuation(self, prompt: Sequence[int], count: int) -> Continuation:
+        """Greedy, ``count`` tokens, with log-probabilities of a whole forward pass; prompt + count may not exceed the model's context."""
+        tokens = self.generate([prompt], count, stop=())[0].tokens
+        logprobs_TV = self.logits(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].log_softmax(-1)
+        own_T = logprobs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        best_T2 = logprobs_TV.topk(2).values
+        return Continuation(tokens, own_T.tolist(), (best_T2[:, 0] - best_T2[:, 1]).tolist())
 
     def _hidden(
         self,

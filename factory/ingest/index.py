@@ -102,7 +102,8 @@ class Index:
         h = held_out.c
         listed = sa.select(h.domain, h.key, h.source).join(documents, documents.c.key == h.key)
         return [
-            (row["domain"], row["key"], row["source"]) for row in self._ledger.rows(listed.where(documents.c.fate != FATE))
+            (row["domain"], row["key"], row["source"])
+            for row in self._ledger.rows(listed.where(documents.c.fate != FATE))
         ]
 
     def _select(self, columns: Sequence[Any], by: Any, values: Sequence[Any], *where: Any) -> Iterator[tuple[Any, ...]]:

@@ -6,7 +6,7 @@ as bytes, so every string has ids and decodes to itself. Chat is ChatML.
 
 A document cannot produce special tokens: the string ``<|im_end|>`` inside text or a message is encoded as ordinary
 characters here, and the exported chat template breaks it with a blank (``<| im_end|>``), because other programs match
-special tokens in the rendered string.
+special tokens in the rendered string. Roles that could spell them are refused there.
 """
 
 from __future__ import annotations
@@ -36,8 +36,14 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}\n"
+# A role is written down as it comes, so only those of training documents may come: another could spell special tokens.
+_ROLE_CHECK = (
+    "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}\n"
+    "{{- raise_exception('role: expected system, user, assistant or tool') -}}\n"
+    "{%- endif -%}\n"
+)
+_FOR_EACH = "{%- for message in messages -%}\n"
+_TURNS = (
     "{{- '<|im_start|>' + message['role'] + '\\n' -}}\n"
     "{{- message['content'] | replace('<|im_', '<| im_') | replace('<|endoftext|>', '<| endoftext|>') -}}\n"
     "{{- '<|im_end|>\\n' -}}\n"
@@ -46,6 +52,8 @@ CHAT_TEMPLATE = (
     "{{- '<|im_start|>assistant\\n' -}}\n"
     "{%- endif -%}\n"
 )
+CHAT_TEMPLATE = _FOR_EACH + _ROLE_CHECK + _TURNS
+OLDER_TEMPLATES = (_FOR_EACH + _TURNS,)  # of tokenizers that older factories trained: the same ids, for any role
 
 # The same pattern for ASCII text, in the standard library's regex: without letters, digits or blanks beyond ASCII the two
 # agree, and a table of known pieces then makes encoding three times as fast (4 instead of 1.5 MB/s on a core).
@@ -121,11 +129,20 @@ class Tokenizer:
         """The text of ids, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def copy_to(self, folder: Path) -> None:
-        """Copy the files that transformers and vLLM need into an export folder."""
+    def copy_to(self, folder: Path, as_it_was: bool = False) -> None:
+        """Copy the files that transformers and vLLM need into an export folder, with this factory's chat template.
+
+        ``as_it_was``: with the template that the tokenizer was trained with, for an older export that is made again.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             shutil.copyfile(self.folder / name, folder / name)
+        template = folder / "chat_template.jinja"
+        if not as_it_was and template.read_text(encoding="utf-8") in OLDER_TEMPLATES:
+            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            config["chat_template"] = CHAT_TEMPLATE
+            (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+            template.write_text(CHAT_TEMPLATE, encoding="utf-8")
 
     def _ids(self, text: str) -> list[int]:
         if text.isascii():

@@ -17,6 +17,7 @@ from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.diagnosis.ladder import ladder_of
+from factory.evals.export_parity import recorded_of
 from factory.ledger.ledger import Ledger, candidates, checkpoints, record, segments
 from factory.ledger.places import portable
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
@@ -166,7 +167,8 @@ def export_again(workspace: Workspace, ledger: Ledger, number: int, progress: Pr
     place = Path(row.export_path)
     aside = workspace.exports / f".again-{row.segment:05d}"
     remove(aside)
-    make_export(workspace, ledger, SegmentRow.get(ledger, row.segment), aside)
+    older = recorded_of(ledger, number) is None
+    make_export(workspace, ledger, SegmentRow.get(ledger, row.segment), aside, as_it_was=older)
     if folder_sha256(aside) != row.export_sha256:
         shutil.rmtree(aside)
         return "made again it is another one: evaluate a new candidate, or put a copy of the export in its place"

@@ -80,7 +80,9 @@ def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
     """
     release = ReleaseRow.get(ledger, number)
     verdict = VerdictRow.get(ledger, release.verdict)
-    run = ledger.read("SELECT run_id FROM tracked_runs WHERE subject = :s", s=str(Subject("candidate", release.candidate)))
+    run = ledger.read(
+        "SELECT run_id FROM tracked_runs WHERE subject = :s", s=str(Subject("candidate", release.candidate))
+    )
     return {
         "release": vars(release),
         "verdict": verdict.only("outcome reasons against policy_sha256"),

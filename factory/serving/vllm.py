@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import sys
 from pathlib import Path
+from typing import NoReturn
 
-from factory.core.errors import InputError
+from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import code_root
 from factory.release.serving import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults
@@ -65,3 +68,19 @@ def adapt(path: str, body: bytes, export: Path) -> bytes:
 @functools.lru_cache(maxsize=2)
 def _served(export: Path) -> ServedModel:
     return load_served(export)
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """``python -m factory.serving.vllm EXPORT SOCKET``: becomes vLLM, for the release gate."""
+    export, socket = arguments
+    try:
+        kind = vllm()
+        command = kind.command(Path(export), socket)
+    except FactoryError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    os.execve(command[0], command, os.environ | kind.environment)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -25,6 +26,8 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     known = CandidateRow.first(ledger, "WHERE segment = :segment", segment=segment)
     if known:
         return known.id
+    from factory.evals.export_parity import made_from
+
     row = SegmentRow.get(ledger, segment)
     checkpoint = last_checkpoint(ledger, segment)
     target, aside = workspace.exports / f"segment-{segment:05d}", workspace.exports / f".writing-{segment:05d}"
@@ -32,6 +35,7 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
         make_export(workspace, ledger, row, aside)
         os.rename(aside, target)
     sync_folder(target.parent)  # also of one that a killed process made
+    made = made_from(Path(checkpoint["path"]), row.recipe_json)  # by this process, not by the code that exported it
     with ledger.begin() as tx:
         number = insert(
             tx,
@@ -43,13 +47,18 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
             export_sha256=folder_sha256(target),
             created_at=time.time(),
         )
-        record(tx, "candidate", Subject("candidate", number), {"segment": segment})
+        record(tx, "candidate", Subject("candidate", number), {"segment": segment, "made": made.to_json()})
     return number
 
 
-def make_export(workspace: Workspace, ledger: Ledger, row: SegmentRow, folder: Path) -> None:
-    """Write a segment's last checkpoint in transformers' format to ``folder``, which is made anew, and flush it. Raises: SegmentError."""
+def make_export(workspace: Workspace, ledger: Ledger, row: SegmentRow, folder: Path, as_it_was: bool = False) -> None:
+    """Write a segment's last checkpoint in transformers' format to ``folder``, which is made anew, and flush it.
+
+    Chat template and sampling defaults are this factory's. ``as_it_was``: those of the code and tokenizer that it comes from, for an
+    older export that is made again. Raises: SegmentError.
+    """
     from factory.ingest.tokenizer import Tokenizer
+    from trainer.contract.checkpoint.export import generation_config
 
     checkpoint = last_checkpoint(ledger, row.id)
     remove(folder)
@@ -62,5 +71,7 @@ def make_export(workspace: Workspace, ledger: Ledger, row: SegmentRow, folder: P
         raise SegmentError(
             f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:] or 'no message'}"
         )
-    Tokenizer.load(workspace.tokenizer).copy_to(folder)
+    Tokenizer.load(workspace.tokenizer).copy_to(folder, as_it_was)
+    if not as_it_was:
+        (folder / "generation_config.json").write_text(json.dumps(generation_config(), indent=2) + "\n")
     sync_tree(folder)  # the ledger is about to name it

@@ -180,7 +180,7 @@ MUTANTS = (
     Mutant("factory/demo/demo.py", "os.rename(aside, folder)", DEMO),
     Mutant("factory/demo/demo.py", "os.replace(aside, workspace.inbox / path.name)", DEMO),
     Mutant(
-        "factory/evals/server_probe.py",
+        "factory/evals/probes/server_probe.py",
         'os.replace(answer_path + ".part", answer_path)',
         "tests/factory/evals/test_server_probe.py",
     ),

@@ -15,7 +15,7 @@ from factory.core.left_files import parse_json_object
 from factory.evals.export_config import ExportError
 from factory.evals.export_folder import read_config
 from factory.ingest.document import ROLES
-from factory.ingest.tokenizer import CHAT_TEMPLATE, Tokenizer
+from factory.ingest.tokenizer import CHAT_TEMPLATE, OLDER_TEMPLATES, Tokenizer
 from factory.release.serving import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults, Sampling
 from factory.serving.api.errors import ApiError
@@ -79,7 +79,7 @@ def load_served(export: Path) -> ServedModel:
     """Raises: ExportError for an export that cannot be read, or whose chat template is not this factory's."""
     config = read_config(export)
     path = export / "chat_template.jinja"
-    if not path.is_file() or path.read_text(encoding="utf-8") != CHAT_TEMPLATE:
+    if not path.is_file() or path.read_text(encoding="utf-8") not in (CHAT_TEMPLATE, *OLDER_TEMPLATES):
         raise ExportError(f"{path}: not the template that this factory trains with; chats would get other ids")
     return ServedModel(Tokenizer.load(export), GenerationDefaults.read(export), config.context, config.vocab_size)
 

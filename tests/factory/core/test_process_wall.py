@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.workspace import Config, Workspace
-from factory.evals import server
+from factory.evals.probes import server
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.sandbox import namespaces

@@ -83,10 +83,22 @@ def test_as_process_1_of_a_container_it_ends_at_sigterm(workspace: Workspace, le
     assert said.endswith(GO_ON) and "Traceback" not in said and process.returncode == 128 + signal.SIGTERM
 
 
+ASKING = """
+import sys
+from pathlib import Path
+from factory.core import stopping
+from factory.evals.probes.engine_process import NATIVE, engine_process
+end_if_stopped = stopping.handle_signals()
+try:
+    with engine_process(NATIVE, Path("/nowhere")) as engine:
+        engine.check({}, 600)
+except stopping.StopRequested:
+    end_if_stopped()
+"""
 PROBING = """
 import sys
 from factory.core import stopping
-from factory.evals.server import probe
+from factory.evals.probes.server import probe
 end_if_stopped = stopping.handle_signals()
 try:
     probe({"memory_mib": 8000}, 600)
@@ -96,10 +108,15 @@ except stopping.StopRequested:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_the_parity_probe_ends_with_the_factory(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "name"), [(PROBING, "server_probe"), (ASKING, "native.server")], ids=["probe", "engine"]
+)
+def test_the_parity_probe_ends_with_the_factory(
+    number: signal.Signals, tmp_path: Path, program: str, name: str
+) -> None:
     """It is stopped before it can fail by itself: its request lacks what it needs, and torch takes seconds to import."""
-    process = subprocess.Popen([sys.executable, "-c", PROBING], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    while not (probes := [p for p in started_by(process.pid) if "server_probe" in " ".join(command_of(p))]):
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    while not (probes := [p for p in started_by(process.pid) if name in " ".join(command_of(p))]):
         assert process.poll() is None
     os.kill(probes[0].pid, signal.SIGSTOP)  # so that it does not end before it is looked at
     process.send_signal(number)

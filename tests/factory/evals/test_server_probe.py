@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from factory.evals import server
-from factory.evals.parity import ParityCase, _logits, _server, _smoke
+from factory.evals.parity import _logits, _server, _smoke
+from factory.evals.probes import server
+from factory.evals.probes.server import Served, probe
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.server import Served, probe
 from factory.ingest.tokenizer import Tokenizer, train
 from tests.support.factory.exports import FAMILIES, VOCAB, corpus, save_export, tiny_model
 
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def ask(export: Path) -> Served:
     request: dict[str, Any] = {
-        "export": str(export), "texts": ["def f(): pass"], "chats": [], "logits_of": IDS, "generate": IDS[:8],
+        "export": str(export), "texts": ["def f(): pass"], "chats": [], "waiting": [], "tools": [], "logits_of": IDS, "generate": IDS[:8],
         "stop_ids": [0, 2], "max_new_tokens": 12, "memory_mib": 8192,
     }  # fmt: skip
     return probe(request, 120)
@@ -74,7 +74,8 @@ def test_a_time_limit_is_not_held_against_the_export(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(server, "AGAIN", 2)
     served = probe({}, 1)
     assert served.out_of_time and "no end after 2 s" in served.problem and "probe_seconds" in served.problem
-    checks = [*_server(cast(ParityCase, None), [], [], [], served), _smoke(served)]
-    assert [check.ok for check in checks] == [None] * 4 and "no end after 2 s" in checks[-1].detail
+    nothing: Any = None
+    checks = [*_server(nothing, nothing, [], served), _smoke(served)]
+    assert [check.ok for check in checks] == [None] * 9 and "no end after 2 s" in checks[-1].detail
     refused = Served({}, None, "exit 1: no known architecture")
-    assert [check.ok for check in _server(cast(ParityCase, None), [], [], [], refused)] == [False] * 3
+    assert [check.ok for check in _server(nothing, nothing, [], refused)] == [False] * 8

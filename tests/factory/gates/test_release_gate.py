@@ -259,8 +259,11 @@ def test_server_disagreement_and_contamination_are_found(plant: Plant, better: i
         tx.execute(held_out.insert().values(key=row["key"], domain="code", source="copy", content=leaked.content))
     number = evaluate(plant.workspace, plant.ledger, candidate, SILENT)
     row = plant.ledger.one(sa.select(evaluations.c.summary).where(evaluations.c.id == number))
-    failed = {name for name, check in row["summary"]["parity"].items() if not check["ok"]}
-    assert failed == {"server_chat", "stop", "no_held_out_in_training", "no_shared_ngrams"}, row["summary"]["parity"]
+    checks = row["summary"]["parity"]
+    failed = {name for name, check in checks.items() if check["ok"] is False}
+    of_chats = {"server_chat", "whitespace", "system_message", "engine_start"}
+    assert failed == {*of_chats, "stop", "no_held_out_in_training", "no_shared_ngrams"}, checks
+    assert "not the template" in checks["engine_start"]["detail"] and checks["engine_chat"]["ok"] is None
 
 
 def test_unknown_candidate(plant: Plant) -> None:

@@ -16,13 +16,15 @@ from factory.core.exports import folder_sha256
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.gates.release.gate import decide
-from factory.ledger.ledger import Ledger
+from factory.ingest.tokenizer import CHAT_TEMPLATE, OLDER_TEMPLATES
+from factory.ledger.ledger import Ledger, candidates, events
 from factory.ledger.rows import CandidateRow, SegmentRow
 from factory.repairs import mending
-from factory.repairs.checkpoints import replay_checkpoint
+from factory.repairs.checkpoints import export_again, replay_checkpoint
 from factory.repairs.examining import examine_work
 from factory.repairs.mending import mend_inputs, with_mending
 from factory.repairs.token_shards import rebuild_token_shard, token_shard_fault
+from factory.training.exporting import make_export
 from factory.training.planning import last_checkpoint, plan_anneal, plan_trunk
 from tests.support.factory.command import factory
 from tests.support.file_hashes import file_hashes
@@ -124,6 +126,25 @@ def test_a_champions_export_that_was_touched_is_made_again_and_the_next_candidat
     said = Said()
     with_mending(workspace, ledger, said, lambda: decide(workspace, ledger, row.id, SILENT))
     assert f"export {row.id} is whole again" in said.text and folder_sha256(Path(row.export_path)) == row.export_sha256
+
+
+def test_an_older_factorys_export_is_made_again_as_that_one_made_it(copied: Copy) -> None:
+    """With the template of its day; a new one is made with this factory's."""
+    workspace, ledger = copied()
+    row = CandidateRow.first(ledger, "ORDER BY id")
+    assert row is not None
+    export = Path(row.export_path)
+    (workspace.tokenizer / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])
+    make_export(workspace, ledger, SegmentRow.get(ledger, row.segment), export, as_it_was=True)
+    with ledger.begin() as tx:
+        tx.execute(candidates.update().values(export_sha256=folder_sha256(export)))
+        tx.execute(events.update().where(events.c.kind == "candidate").values(detail={"segment": row.segment}))
+    flip(export / "model.safetensors", -9)
+    assert export_again(workspace, ledger, row.id, SILENT) == ""
+    assert folder_sha256(export) == CandidateRow.get(ledger, row.id).export_sha256
+    assert (export / "chat_template.jinja").read_text() == OLDER_TEMPLATES[0]
+    make_export(workspace, ledger, SegmentRow.get(ledger, row.segment), export)
+    assert (export / "chat_template.jinja").read_text() == CHAT_TEMPLATE
 
 
 def test_a_flipped_byte_in_a_parents_checkpoint_stops_nothing(copied: Copy) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import inspect
 import json
@@ -29,6 +30,8 @@ from transformers import (
 
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
+from factory.evals.export_config import ExportError
+from factory.evals.export_parity import Made, _total, export_digests
 from factory.ingest.tokenizer import Tokenizer, train
 from factory.ledger.ledger import (
     Ledger,
@@ -37,10 +40,13 @@ from factory.ledger.ledger import (
     data_plans,
     documents,
     held_out,
+    record,
     segments,
     shards,
     tokenizers,
 )
+from factory.ledger.rows import Subject
+from trainer.contract.checkpoint.export import generation_config
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
 
 VOCAB, CONTEXT = 512, 64
@@ -117,6 +123,11 @@ class Plant:
                     created_at=time.time(),
                 )
             )
+            detail = {"segment": number}
+            with contextlib.suppress(ExportError):  # what no exporter wrote
+                config = json.loads((export / "config.json").read_text())
+                detail["made"] = Made(_total(export_digests(export)), config).to_json()
+            record(tx, "candidate", Subject("candidate", number), detail)
         return number
 
 
@@ -178,7 +189,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "smollm3": (
         SmolLM3Config,
         SmolLM3ForCausalLM,
-        {"no_rope_layer_interval": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 0},
+        {"no_rope_layer_interval": 2},
     ),
     "glm4_moe": (
         Glm4MoeConfig,
@@ -201,7 +212,7 @@ def tiny_model(seed: int = 0, family: str = "qwen3", **changes: Any) -> PreTrain
         **{
             "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
             "intermediate_size": 96, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True, "initializer_range": 0.1,
-            "rope_theta": 10_000.0, **special, **changes,
+            "rope_theta": 10_000.0, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, **special, **changes,
         }
     )  # fmt: skip
     model = model_class(config).eval()
@@ -233,6 +244,7 @@ def trained(model: PreTrainedModel, shard: TokenShard, steps: int, seed: int = 0
 def save_export(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | None = None) -> Path:
     model.generation_config = GenerationConfig(eos_token_id=[0, 2], pad_token_id=0)
     model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(generation_config()))
     if tokenizer is not None:
         tokenizer.copy_to(folder)
     return folder

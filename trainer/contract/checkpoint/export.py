@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,25 @@ def export(source: Path, out: Path) -> None:
     """Raises: CheckpointError when the checkpoint does not verify; OSError."""
     loaded = checkpoints.load(source)
     recipe = Recipe.parse(loaded.state["recipe"], str(source / "state.json"))
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.export_dtype]
-    tensors = {
-        name: tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype)
-        for name, tensor in hf_tensors(loaded.model, recipe.model).items()
-    }
+    tensors = dict(converted(loaded.model, recipe))
     out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / "config.json", hf_config(recipe.model, str(dtype).removeprefix("torch.")))
+    _write_json(out / "config.json", hf_config(recipe.model, dtype_of(recipe)))
     _write_json(out / "generation_config.json", generation_config())
     with open(out / "model.safetensors", "wb") as file:
         for chunk in checkpoints.safetensors_bytes(tensors, {"format": "pt"}):
             file.write(chunk)
+
+
+def dtype_of(recipe: Recipe) -> str:
+    """Of most tensors of the export, in torch's name."""
+    return {"fp32": "float32", "bf16": "bfloat16"}[recipe.export_dtype]
+
+
+def converted(model: dict[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the export, made of a checkpoint's."""
+    dtype: torch.dtype = getattr(torch, dtype_of(recipe))
+    for name, tensor in hf_tensors(model, recipe.model).items():
+        yield name, tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype)
 
 
 def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
@@ -75,8 +84,8 @@ def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
 
 
 def generation_config() -> dict[str, Any]:
-    """Greedy; stops at the end of a document or of a turn."""
-    return {"do_sample": False, "eos_token_id": [END_TOKEN, END_OF_TURN], "pad_token_id": END_TOKEN}
+    """Greedy, in transformers (``do_sample``) and in vLLM (``temperature``); stops at the end of a document or of a turn."""
+    return {"do_sample": False, "temperature": 0.0, "eos_token_id": [END_TOKEN, END_OF_TURN], "pad_token_id": END_TOKEN}
 
 
 NAMES = {

@@ -51,8 +51,14 @@ def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
     judged = ReferenceModel.load(tmp_path / "out").logits(tokens)
     assert float((expected - logits).abs().max()) < 1e-4
     assert float((judged - logits).abs().max()) < 1e-4
-    stops = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
-    assert stops == [0, 2] and theirs.generation_config.eos_token_id == [0, 2]
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [0, 2] and theirs.generation_config.eos_token_id == [0, 2]
+    assert generation["do_sample"] is False and generation["temperature"] == 0, "vLLM reads the temperature alone"
+    continued = theirs.generate(tokens[:1, :8], max_new_tokens=1)  # nothing is said but what the export says
+    assert continued[0, 8] == expected[0, 7].argmax(), "greedy by the export's own defaults"
+    theirs.save_pretrained(tmp_path / "saved")  # transformers refuses to save what it finds invalid in a changed one
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.get("n_shared_experts", 1) >= 1, "vLLM's class cannot be without a shared expert"
 
 
 def test_in_bf16_the_routers_bias_stays_as_it_is(tmp_path: Path, make_shard: MakeShard) -> None:

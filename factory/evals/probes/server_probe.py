@@ -1,8 +1,8 @@
 """The server's side of parity: loads an export with transformers, as vLLM's users do, and reports what it computes.
 
 Run as ``python -I server_probe.py REQUEST ANSWER`` in a process of its own, with a clean environment; imports nothing of the factory. Reads
-REQUEST (JSON: export, classes, texts, chats, logits_of, generate, max_new_tokens, stop_ids, memory_mib, cpu_seconds), writes ANSWER (JSON) and
-ANSWER.npy (fp32 logits [T, V] of ``logits_of``). The limits are set before anything of the export is read.
+REQUEST (JSON: export, classes, texts, chats, waiting, tools, logits_of, generate, max_new_tokens, stop_ids, memory_mib, cpu_seconds), writes
+ANSWER (JSON) and ANSWER.npy (fp32 logits [T, V] of ``logits_of``). The limits are set before anything of the export is read.
 """
 
 from __future__ import annotations
@@ -72,18 +72,25 @@ def main(request_path: str, answer_path: str) -> None:
         stopped = {str(token): generate(request["generate"], token) for token in request["stop_ids"]}
     np.save(answer_path + ".npy", logits, allow_pickle=False)
     eos = model.generation_config.eos_token_id
-    chats = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in request["chats"]]
-    prompts = [
-        tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-        for messages in request["chats"]
-    ]
+
+    def ids_of_chat(messages: list[dict[str, str]], waits: bool, tools: list[Any] | None = None) -> list[int] | str:
+        """Or why the template refuses it: a template may fail in any way, and that is an answer about it."""
+        try:
+            words = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=waits)
+            return list(tokenizer(words, add_special_tokens=False)["input_ids"])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:200]
+
+    texts = [tokenizer(text, add_special_tokens=True)["input_ids"] for text in request["texts"]]
+    decoded = [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
     answer = {
-        "texts": [tokenizer(text, add_special_tokens=True)["input_ids"] for text in request["texts"]],
-        "chats": [tokenizer(chat, add_special_tokens=False)["input_ids"] for chat in chats],
-        "prompts": [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts],
-        "decoded": [
-            tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) for text in request["texts"]
-        ],
+        "texts": texts,
+        "decoded": decoded,
+        "encoded_again": [tokenizer(text, add_special_tokens=True)["input_ids"] for text in decoded],
+        "chats": [ids_of_chat(messages, waits=False) for messages in request["chats"]],
+        "waiting": [ids_of_chat(messages, waits=True) for messages in request["waiting"]],
+        "with_tools": [ids_of_chat(messages, waits=True, tools=request["tools"]) for messages in request["waiting"]],
+        "tokenizer_ids": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
         "generated": generated,
         "stopped": stopped,
         "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else list(eos),

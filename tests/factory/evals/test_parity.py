@@ -1,0 +1,447 @@
+"""Every slip between trainer, checkpoint, export, transformers and engine is named by its own check; an export without one passes them all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from factory.core.workspace import Workspace
+from factory.evals.evaluator import current_suite
+from factory.evals.export_parity import checkpoint_checks, file_checks, made_from
+from factory.evals.parity import CHECKS, ParityCase, parity
+from factory.evals.policy import EvalPolicy
+from factory.evals.probes.engine import Asking, make_fixture
+from factory.evals.reference_model import ReferenceModel
+from factory.evals.tasks import encode_suite
+from factory.evals.token_bytes import TokenBytes
+from factory.ingest.tokenizer import CHAT_TEMPLATE, OLDER_TEMPLATES
+from factory.ledger.ledger import Ledger, checkpoints, record, segments
+from factory.ledger.rows import CandidateRow
+from factory.serving.api.defaults import Sampling
+from factory.serving.native.server import NativeEngine, application
+from tests.support.factory.exports import VOCAB, Plant, build_plant
+from tests.support.trainer.models import make_model
+from tests.support.trainer.segments import recipe_with
+from trainer.contract.checkpoint.export import export as write_export
+from trainer.contract.checkpoint.format import Checkpoint, save
+from trainer.contract.data.document_stream import Stream
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+
+RECIPE = recipe_with(model__vocab_size=VOCAB, model__context=64)
+
+
+def checkpoint_of(seed: int, folder: Path) -> Path:
+    """Of a model that the trainer made, moved a little, so that no norm is one."""
+    torch.manual_seed(seed)
+    model = {k: v + 0.1 * torch.randn_like(v) for k, v in make_model(RECIPE).state_dict().items()}
+    return save(folder, Checkpoint(model, {"step.x": torch.zeros(1)}, {"step": 1, "recipe": RECIPE.model_dump()}))
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny matrices
+    workspace = Workspace.create(tmp_path_factory.mktemp("parity") / "workspace")
+    yield build_plant(workspace, Ledger.create(workspace.ledger_url))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(plant: Plant) -> Path:
+    return checkpoint_of(1, plant.workspace.root / "one")
+
+
+@pytest.fixture(scope="module")
+def sound(plant: Plant, checkpoint: Path) -> CandidateRow:
+    """A candidate as the trainer's own exporter and the factory make it."""
+    export = plant.workspace.exports / "sound"
+    write_export(checkpoint, export)
+    plant.tokenizer.copy_to(export)
+    number = plant.add_candidate(export)
+    with plant.ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == number).values(recipe_json=RECIPE.model_dump()))
+        tx.execute(checkpoints.update().where(checkpoints.c.segment == number).values(path=str(checkpoint)))
+        made = made_from(checkpoint, RECIPE.model_dump())
+        record(tx, "candidate", f"candidate:{number}", {"segment": number, "made": made.to_json()})
+    return CandidateRow.get(plant.ledger, number)
+
+
+def case_of(plant: Plant, candidate: CandidateRow, export: Path) -> ParityCase:
+    suite = current_suite(plant.workspace, plant.ledger)
+    token_bytes = TokenBytes.load(plant.workspace.tokenizer)
+    texts = encode_suite(suite, plant.tokenizer, token_bytes, 2048)
+    return ParityCase(
+        replace(candidate, export_path=str(export)), plant.tokenizer, plant.workspace.tokenizer, token_bytes, ReferenceModel.load(export),
+        suite, texts, [plant.shard], plant.ledger, EvalPolicy(parity_documents=8, vllm="never"),
+    )  # fmt: skip
+
+
+# -- breaks ------------------------------------------------------------------------------------------------------------
+Break = Callable[[Path], None]
+
+
+def in_json(name: str, **changes: Any) -> Break:
+    def make(export: Path) -> None:
+        found = json.loads((export / name).read_text()) | changes
+        (export / name).write_text(json.dumps({k: v for k, v in found.items() if v != "left out"}))
+
+    return make
+
+
+def in_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Break:
+    def make(export: Path) -> None:
+        tensors = load_file(export / "model.safetensors")
+        change(tensors)
+        save_file(tensors, export / "model.safetensors", {"format": "pt"})
+
+    return make
+
+
+def in_template(old: str, new: str) -> Break:
+    def make(export: Path) -> None:
+        assert old in CHAT_TEMPLATE
+        template = CHAT_TEMPLATE.replace(old, new)
+        (export / "chat_template.jinja").write_text(template)
+        in_json("tokenizer_config.json", chat_template=template)(export)
+
+    return make
+
+
+def in_tokenizer(**changes: Any) -> Break:
+    return in_json("tokenizer.json", **changes)
+
+
+def other_weights(export: Path) -> None:
+    other = export.parent / "other"
+    write_export(checkpoint_of(2, export.parent / "two"), other)
+    shutil.copyfile(other / "model.safetensors", export / "model.safetensors")
+
+
+def rounded(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].bfloat16().float()
+
+
+def in_bf16(tensors: dict[str, torch.Tensor]) -> None:
+    for name in tensors:
+        tensors[name] = tensors[name].bfloat16()
+
+
+def swapped_layers(tensors: dict[str, torch.Tensor]) -> None:
+    a, b = (f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+def padded_rows(export: Path) -> None:
+    in_json("config.json", vocab_size=VOCAB + 8)(export)
+    name = "model.embed_tokens.weight"
+    in_weights(lambda tensors: tensors.update({name: torch.cat([tensors[name], torch.zeros(8, 32)])}))(export)
+
+
+CONTENT = "message['content'] | replace('<|im_', '<| im_') | replace('<|endoftext|>', '<| endoftext|>')"
+ROLE = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if message") : CHAT_TEMPLATE.index("{{- '<|im_start|>'")]
+FIRST, FOR = CHAT_TEMPLATE.split("\n")[0], "{%- for message in messages if message['role'] != 'system' -%}"
+TOOLS = "{%- if tools -%}{{- '<|im_start|>system\\n' + tools | tojson -}}{%- endif -%}"
+# break → (its own check, what else cannot pass then, how)
+BREAKS: dict[str, tuple[str, set[str], Break]] = {
+    "weights of another checkpoint": ("weights", set(), other_weights),
+    "one tensor rounded": ("weights", set(), in_weights(rounded)),
+    "weights stored in bf16": ("weights", set(), in_weights(in_bf16)),
+    "two layers swapped": ("weights", set(), in_weights(swapped_layers)),
+    "another RoPE base": (
+        "rope",
+        set(),
+        in_json("config.json", rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+    ),
+    "another norm epsilon": ("norm", set(), in_json("config.json", rms_norm_eps=1e-5)),
+    "padded vocabulary rows": ("vocabulary", {"weights"}, padded_rows),
+    "a longer context": ("shape", set(), in_json("config.json", max_position_embeddings=128)),
+    "a BOS id": ("bos_eos", set(), in_json("config.json", bos_token_id=1)),
+    "another EOS id": ("bos_eos", set(), in_json("config.json", eos_token_id=2)),
+    "another EOS of the tokenizer": ("bos_eos", set(), in_json("tokenizer_config.json", eos_token="<|endoftext|>")),
+    "a third stop id": ("stop", set(), in_json("generation_config.json", eos_token_id=[0, 2, 99])),
+    "a stop id less": ("stop", set(), in_json("generation_config.json", eos_token_id=[0])),
+    "a repetition penalty": ("generation_config", {"engine_start"}, in_json("generation_config.json", repetition_penalty=1.2)),
+    "sampled": ("generation_config", set(), in_json("generation_config.json", do_sample=True, temperature=0.7)),
+    "greedy in transformers alone": ("generation_config", set(), in_json("generation_config.json", temperature="left out")),
+    "special tokens no longer defused": ("typed_special", {"engine_start"}, in_template(CONTENT, "message['content']")),
+    "any role": ("injected_role", set(), in_template(ROLE, "")),
+    "system messages dropped": ("system_message", {"engine_start"}, in_template(FIRST, FOR)),
+    "tools printed": ("tools_printed", {"engine_start"}, in_template(FIRST, TOOLS + FIRST)),
+    "contents trimmed": ("whitespace", {"engine_start"}, in_template(CONTENT, CONTENT + " | trim")),
+    "no line after a turn": (
+        "server_chat",
+        {"whitespace", "system_message", "engine_start"},
+        in_template("'<|im_end|>\\n'", "'<|im_end|>'"),
+    ),
+    "two templates": ("template", set(), in_json("tokenizer_config.json", chat_template="{{ messages }}")),
+    "another tokenizer": (
+        "tokenizer",
+        {"server_text", "round_trip", "engine_text"},
+        in_tokenizer(normalizer={"type": "NFC"}),
+    ),
+}  # fmt: skip
+SLOW = pytest.mark.slow("transformers and an engine come up for each")
+IN_FAST_TIER = ("two layers swapped", "special tokens no longer defused", "a third stop id")
+
+
+def failed(checks: list[Any]) -> dict[str, str]:
+    assert sorted(check.name for check in checks) == sorted(set(CHECKS) - {"export", "finite_loss"})
+    return {check.name: check.detail for check in checks if check.ok is False}
+
+
+def test_an_export_without_a_break_passes_every_check(plant: Plant, sound: CandidateRow) -> None:
+    checks = parity(case_of(plant, sound, Path(sound.export_path)))
+    assert not failed(checks) and all(check.ok for check in checks), [check for check in checks if not check.ok]
+
+
+@pytest.mark.parametrize("name", [n if n in IN_FAST_TIER else pytest.param(n, marks=SLOW) for n in BREAKS])
+def test_each_break_is_named_by_its_own_check(plant: Plant, sound: CandidateRow, tmp_path: Path, name: str) -> None:
+    own, others, make = BREAKS[name]
+    broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
+    make(broken)
+    found = failed(parity(case_of(plant, sound, broken)))
+    assert set(found) == {own} | others, found
+    assert "again" in found[own] or "must" in found[own], "it says what to do"
+
+
+def test_a_suite_without_a_chat_still_asks_for_chats(plant: Plant, sound: CandidateRow, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
+    in_template("'<|im_start|>assistant\\n'", "''")(broken)
+    case = case_of(plant, sound, broken)
+    texts = [document for document in case.suite.documents if document.messages is None]
+    assert 0 < len(texts) < len(case.suite.documents)
+    found = failed(parity(replace(case, suite=replace(case.suite, documents=texts))))
+    assert "server_chat" in found, found
+
+
+def test_what_was_recorded_is_enough_once_the_checkpoint_is_gone(
+    plant: Plant, sound: CandidateRow, checkpoint: Path, tmp_path: Path
+) -> None:
+    """And a candidate of which nothing was recorded is held to the checkpoint; without both nothing is claimed."""
+    checks = lambda row: {
+        check.name: (check.ok, check.detail)
+        for check in checkpoint_checks(plant.ledger, row, plant.tokenizer.vocab_size)
+    }
+    older = CandidateRow.get(plant.ledger, plant.add_candidate(Path(sound.export_path)))
+    away = checkpoint.rename(tmp_path / "away")
+    try:
+        assert all(ok for ok, _ in checks(sound).values())
+        broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
+        in_weights(rounded)(broken)
+        ok, detail = checks(replace(sound, export_path=str(broken)))["weights"]
+        assert ok is False and "recorded" in detail
+        with plant.ledger.begin() as tx:
+            record(tx, "candidate", f"candidate:{older.id}", {"segment": older.segment})
+            values = {"recipe_json": RECIPE.model_dump()}
+            tx.execute(segments.update().where(segments.c.id == older.segment).values(**values))
+            tx.execute(checkpoints.update().where(checkpoints.c.segment == older.segment).values(path=str(checkpoint)))
+        assert {ok for ok, _ in checks(older).values()} == {None}
+        assert all("nothing was recorded" in detail and "again" in detail for _, detail in checks(older).values())
+    finally:
+        away.rename(checkpoint)
+    assert all(ok for ok, _ in checks(older).values())
+    ok, detail = checks(replace(older, export_path=str(broken)))["weights"]
+    assert ok is False and "1 of " in detail and "model.layers.1.mlp.up_proj.weight" in detail
+    flipped = bytearray((checkpoint / "model.safetensors").read_bytes())
+    flipped[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(flipped)
+    try:
+        assert {ok for ok, _ in checks(older).values()} == {None}, "a damaged checkpoint says nothing of the export"
+    finally:
+        flipped[-1] ^= 1
+        (checkpoint / "model.safetensors").write_bytes(flipped)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"[]", b"{", b"\xff\xfe", b"null", b'{"eos_token": {"content": []}, "chat_template": 3}']
+)
+def test_files_that_are_missing_or_odd_are_failed_checks(
+    sound: CandidateRow, tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    export = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
+    (export / name).unlink()
+    if content is not None:
+        (export / name).write_bytes(content)
+    found = {check.name: check.ok for check in file_checks(export, None, [None, 2, 0], [0, 2])}
+    own = {
+        "generation_config.json": "generation_config",
+        "tokenizer_config.json": "bos_eos",
+        "chat_template.jinja": "template",
+    }
+    assert found[own[name]] is False, found
+
+
+# -- the trainer's side ------------------------------------------------------------------------------------------------
+def trainer_checks(plant: Plant, sound: CandidateRow, shard: Any) -> dict[str, bool | None]:
+    """The checks of the trainer's side on another token shard, without any program."""
+    from factory.evals import parity as module
+
+    case = replace(case_of(plant, sound, Path(sound.export_path)), shards=[shard])
+    made = [module._tokenizer(case), module._trainer_tokens(case), module._packing(case)]
+    return {check.name: check.ok for check in made}
+
+
+def shard_with(plant: Plant, folder: Path, change: Callable[[Any, Any], tuple[Any, Any]], sha256: str = "") -> Any:
+    """The plant's shard once more, ids and masks changed."""
+    rows = plant.shard.documents.to_pylist()
+
+    def documents() -> Iterator[TokenizedDocument]:
+        for row in rows:
+            start, stop = row["start"], row["start"] + row["length"]
+            ids, mask = change(plant.shard.tokens[start:stop].copy(), plant.shard.loss_mask(start, stop).copy())
+            yield TokenizedDocument(row["key"], row["key"], row["domain"], "s", "psf", ids.astype(np.uint32), mask)
+
+    return write_token_shard(
+        folder, documents(), vocab_size=VOCAB, tokenizer_sha256=sha256 or plant.tokenizer.sha256
+    )  # fmt: skip
+
+
+def begun_late(ids: Any, mask: Any) -> tuple[Any, Any]:
+    return ids, np.concatenate([mask[1:], mask[:1]])
+
+
+def split_otherwise(ids: Any, mask: Any) -> tuple[Any, Any]:
+    """The same bytes in other tokens: a merge that the trainer's tokenizer did not do."""
+    return np.repeat(ids, np.where(ids == ids[len(ids) // 2], 2, 1)), np.repeat(
+        mask, np.where(ids == ids[len(ids) // 2], 2, 1)
+    )
+
+
+def test_the_trainers_own_slips(
+    plant: Plant, sound: CandidateRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = lambda ids, mask: (ids, mask)
+    assert set(trainer_checks(plant, sound, shard_with(plant, tmp_path / "0", same)).values()) == {True}
+    others = {
+        "trainer_tokens": [(begun_late, ""), (split_otherwise, "")],
+        "tokenizer": [(same, "0" * 64)],
+    }
+    for name, changes in others.items():
+        for number, (change, sha256) in enumerate(changes):
+            found = trainer_checks(plant, sound, shard_with(plant, tmp_path / f"{name}{number}", change, sha256))
+            assert {name for name, ok in found.items() if not ok} == {name}, found
+    tokens, mask = Stream.tokens, Stream.target_mask
+    for attribute, slipped in {
+        "tokens": lambda self, piece: tokens(self, piece)[::-1],
+        "target_mask": lambda self, piece: ~np.broadcast_to(mask(self, piece), (piece.positions,)),
+    }.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(Stream, attribute, slipped)
+            found = trainer_checks(plant, sound, plant.shard)
+        assert {name for name, ok in found.items() if not ok} == {"packing"}, (attribute, found)
+
+
+# -- the engine's side -------------------------------------------------------------------------------------------------
+class Blunt(NativeEngine):
+    """The real engine with one thing gone wrong, named by ``slip``."""
+
+    slip = ""
+
+    def tokenize(self, body: bytes) -> list[int]:
+        data = json.loads(body)
+        tokenizer = self._served.tokenizer
+        if "prompt" in data:
+            if self.slip == "strips texts":
+                data["prompt"] = data["prompt"].strip()
+            if self.slip == "matches special tokens in texts" and "<|im_end|>" in data["prompt"]:
+                head, tail = data["prompt"].split("<|im_end|>", 1)
+                return [*tokenizer.encode_text(head)[0][:-1].tolist(), 2, *tokenizer.encode_text(tail)[0][:-1].tolist()]
+        elif self.slip == "drops system messages":
+            data["messages"] = [m for m in data["messages"] if m["role"] != "system"]
+        elif self.slip in ("matches special tokens in messages", "takes any role"):
+            return self._rendered(data["messages"])
+        return super().tokenize(json.dumps(data).encode())
+
+    def _rendered(self, messages: list[dict[str, str]]) -> list[int]:
+        """As a server does that renders a string and matches special tokens in it."""
+        defused = self.slip == "takes any role"
+        found = []
+        for message in messages:
+            content = message["content"].replace("<|", "<| ") if defused else message["content"]
+            found.append(f"<|im_start|>{message['role']}\n{content}<|im_end|>\n")
+        inner = self._served.tokenizer._inner
+        inner.encode_special_tokens = False
+        try:
+            return list(inner.encode("".join([*found, "<|im_start|>assistant\n"]), add_special_tokens=False).ids)
+        finally:
+            inner.encode_special_tokens = True
+
+    def read(self, body: bytes, chat: bool) -> Any:
+        ask = super().read(body, chat)
+        if self.slip == "ignores stop strings":
+            return replace(ask, stops=())
+        if self.slip == "samples by default" and "temperature" not in json.loads(body):
+            return replace(ask, sampling=Sampling(5.0))
+        return ask
+
+
+SLIPS = {
+    "": set(),
+    "strips texts": {"engine_text"},
+    "drops system messages": {"engine_chat"},
+    "matches special tokens in texts": {"engine_typed_special"},
+    "matches special tokens in messages": {"engine_typed_special", "engine_injected_role"},
+    "takes any role": {"engine_injected_role"},
+    "ignores stop strings": {"engine_stop"},
+    "samples by default": {"engine_logprobs"},
+    "serves other weights": {"engine_logprobs", "engine_stop"},
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_each_slip_of_an_engine_is_named(plant: Plant, sound: CandidateRow, tmp_path: Path, slip: str) -> None:
+    export = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
+    model = ReferenceModel.load(export)
+    fixture = make_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=True)
+    assert fixture["stops"], "nothing to stop at proves nothing"
+    if slip == "serves other weights":
+        other_weights(export)
+    engine = Blunt(export, torch.device("cpu"))
+    engine.slip = slip
+
+    async def asked() -> list[Any]:
+        transport = httpx.ASGITransport(application(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None) as client:
+            return await Asking(client, fixture, 1e-3, "factory-lm").check(typed_texts=True)
+
+    found = {check.name: check.detail for check in asyncio.run(asked()) if not check.ok}
+    assert set(found) == SLIPS[slip], found
+    assert all("do not serve with it" in detail for detail in found.values())
+
+
+def test_what_is_no_engine_at_all_is_said(sound: CandidateRow, plant: Plant) -> None:
+    model = ReferenceModel.load(Path(sound.export_path))
+    fixture = make_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=True)
+
+    async def asked() -> list[Any]:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"tokens": None}))
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            return await Asking(client, fixture, 1e-3, "factory-lm").check(typed_texts=True)
+
+    assert not any(check.ok for check in asyncio.run(asked()))
+
+
+def test_workspaces_of_older_factories_get_the_newer_template(plant: Plant, tmp_path: Path) -> None:
+    """Their tokenizer's folder stays as it is; what is exported from now on refuses roles that spell special tokens."""
+    older = Path(shutil.copytree(plant.workspace.tokenizer, tmp_path / "tokenizer"))
+    (older / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])
+    in_json("tokenizer_config.json", chat_template=OLDER_TEMPLATES[0])(older)
+    tokenizer = type(plant.tokenizer).load(older)
+    tokenizer.copy_to(tmp_path / "new")
+    tokenizer.copy_to(tmp_path / "again", as_it_was=True)
+    for name, template in {"new": CHAT_TEMPLATE, "again": OLDER_TEMPLATES[0]}.items():
+        assert (tmp_path / name / "chat_template.jinja").read_text() == template
+        assert json.loads((tmp_path / name / "tokenizer_config.json").read_text())["chat_template"] == template
