@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +68,20 @@ def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Su
         "tasks": TASK_VERSIONS,
         "policy": policy_sha256(policy),
         "tokenizer": tokenizer_sha256,
-        "items": [[d.key, d.domain, d.cluster, hashlib.sha256(_canonical(d.content)).hexdigest()] for d in found],
+        "items": [item_identity(document) for document in found],
     }
-    return Suite(hashlib.sha256(_canonical(identity)).hexdigest(), tuple(found))
+    return Suite(identity_sha256(identity), tuple(found))
+
+
+def item_identity(document: HeldOutDocument) -> list[str]:
+    """What names a held-out document without its text: key, domain, cluster, SHA-256 of its content."""
+    content = hashlib.sha256(_canonical(document.content)).hexdigest()
+    return [document.key, document.domain, document.cluster, content]
+
+
+def identity_sha256(identity: Mapping[str, Any]) -> str:
+    """The name of a suite: of its tasks, policy, tokenizer and items."""
+    return hashlib.sha256(_canonical(identity)).hexdigest()
 
 
 def order(*parts: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite, evaluate_on, items_of
 from factory.evals.statistics import compare
 from factory.evals.suite import Suite
+from factory.evals.tasks import EvalItem
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.judge import FIRST_RELEASE, ReleaseEvidence, judge
 from factory.gates.release.licences import not_releasable, tokens_by_licence
@@ -65,9 +67,31 @@ def gather(
 ) -> ReleaseEvidence:
     """Read the two evaluations and compare them item by item."""
     mine = EvaluationRow.get(ledger, ours).summary
+    if champion_id is None or theirs is None:
+        return measured(policy, tuple(suite.domains), FIRST_RELEASE, (mine, []), None)
+    other = EvaluationRow.get(ledger, theirs).summary
+    against = str(Subject("candidate", champion_id))
+    both = (mine, items_of(ledger, ours)), (other, items_of(ledger, theirs))
+    evidence = measured(policy, tuple(suite.domains), against, *both)
+    return replace(
+        evidence,
+        look=look_at(ledger, champion_id, EvaluationRow.get(ledger, ours).candidate, suite.sha256),
+        lost=lost_since_best(ledger, evidence.guards),
+    )
+
+
+def measured(
+    policy: ReleasePolicy,
+    domains: tuple[str, ...],
+    against: str,
+    candidate: tuple[Mapping[str, Any], Sequence[EvalItem]],
+    champion: tuple[Mapping[str, Any], Sequence[EvalItem]] | None,
+) -> ReleaseEvidence:
+    """The part of the evidence that follows from the evaluations alone, (summary, items) each. Pure."""
+    mine = candidate[0]
     cloze = mine.get("cloze", {})
-    measured: dict[str, Any] = {
-        "domains": tuple(suite.domains),
+    values: dict[str, Any] = {
+        "domains": domains,
         "documents": mine.get("documents", {}),
         "bits_per_byte": mine.get("bpb", {}),
         "trigram_bits_per_byte": {domain: row.get("trigram") for domain, row in mine.get("baselines", {}).items()},
@@ -75,21 +99,26 @@ def gather(
         "cloze": cloze.get("share_right"),
         "checks": {name: (check["ok"], check["detail"]) for name, check in mine.get("parity", {}).items()},
     }
-    if champion_id is None or theirs is None:
-        return ReleaseEvidence(against=FIRST_RELEASE, **measured)
-    other = EvaluationRow.get(ledger, theirs).summary
-    measured |= {
-        "champion_bits_per_byte": other.get("bpb", {}),
-        "champion_cloze": other.get("cloze", {}).get("share_right"),
-        "noise_floor": other.get("noise_floor", {}),
-    }
-    found = compare(items_of(ledger, ours), items_of(ledger, theirs), policy.target.weights)
+    if champion is None:
+        return ReleaseEvidence(against=against, **values)
+    other = champion[0]
+    found = compare(candidate[1], champion[1], policy.target.weights)
     target, guards = found if found else (None, {})
-    measured |= {
-        "look": look_at(ledger, champion_id, EvaluationRow.get(ledger, ours).candidate, suite.sha256),
-        "lost": lost_since_best(ledger, guards),
-    }
-    return ReleaseEvidence(against=str(Subject("candidate", champion_id)), target=target, guards=guards, **measured)
+    return ReleaseEvidence(
+        against=against,
+        champion_bits_per_byte=other.get("bpb", {}),
+        champion_cloze=other.get("cloze", {}).get("share_right"),
+        noise_floor=other.get("noise_floor", {}),
+        target=target,
+        guards=guards,
+        **values,
+    )
+
+
+def evidence_sha256(stored: Mapping[str, Any]) -> str:
+    """Of evidence as it is recorded, its own ``sha256`` left out."""
+    kept = {key: value for key, value in stored.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _open_anomalies(workspace: Workspace, ledger: Ledger, candidate_id: int) -> tuple[str, ...]:
@@ -114,7 +143,8 @@ def _record(
 ) -> int:
     verdict = judge(policy, evidence)
     stored = finite(evidence.to_json()) | {"suite_sha256": suite.sha256, "evaluations": evaluated}
-    stored["sha256"] = hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()
+    stored["policy"] = policy.model_dump(mode="json")
+    stored["sha256"] = evidence_sha256(stored)
     subject = Subject("candidate", candidate_id)
     values: dict[str, Any] = {
         "against": None if champion_id is None else Subject("candidate", champion_id),

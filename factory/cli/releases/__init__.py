@@ -1,0 +1,1 @@
+"""Commands about releases beyond the model loop's: bundles and their verification."""
