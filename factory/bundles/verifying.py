@@ -69,15 +69,17 @@ def verify(root: Path, public_key: Path | None = None) -> Verified:
             None,
             public_key is not None,
         )
-    found = {name: _ask(name, ask, folder, well) for name, (ask, well) in CHECKS.items()}
+    found = {name: ask(name, folder) for name in CHECKS}
     signed, signer = _signature(folder, public_key)
     files = found.pop("files")
     return Verified((files, signed, *found.values()), signer, public_key is not None)
 
 
-def _ask(name: str, ask: Callable[[BundleFolder], list[str]], folder: BundleFolder, well: str) -> Check:
+def ask(name: str, folder: BundleFolder) -> Check:
+    """One of ``CHECKS``."""
+    problems_of, well = CHECKS[name]
     try:
-        problems = ask(folder)
+        problems = problems_of(folder)
     except FactoryError as error:
         problems = [shown(str(error), 500)]
     return Check(name, not problems, "; ".join(problems) or well)
