@@ -139,7 +139,7 @@ def data_problems(folder: BundleFolder) -> list[str]:
             and isinstance(row.get("quarantined"), int)
         ):
             wanted[str(row["license"])] += row["documents"] - row["quarantined"]
-    for number, row in enumerate(folder.rows(layout.DOCUMENTS), 1):
+    for number, row in enumerate(folder.rows(layout.DOCUMENTS, None), 1):
         licence = str(row.get("license") or NONE)
         if licence not in included:
             return [f"{layout.DOCUMENTS}, line {number}: licence {shown(licence)} is not one that may be handed on"]

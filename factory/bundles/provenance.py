@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -15,7 +14,6 @@ from factory.bundles.files.folder import BundleFolder, Hashed, difference, shown
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
 from factory.watching.version import version
-from trainer.contract.data.data_plan import DataPlan
 
 STATEMENT, PREDICATE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:llm-factory:release:v1"
@@ -108,10 +106,8 @@ def _dependencies(ledger: Ledger, lineage: list[SegmentRow], shards: list[dict[s
         {"name": f"code:{commit}", "digest": {"gitCommit": commit}}
         for commit in dict.fromkeys(r.code_commit for r in lineage)
     ]
-    for plan in dict.fromkeys(row.data_plan for row in lineage):
-        values = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=plan)[0]["plan"]
-        text = DataPlan.from_json(values).to_json()
-        found.append({"name": f"data-plan:{plan}", "digest": {"sha256": hashlib.sha256(text.encode()).hexdigest()}})
+    for plan in dict.fromkeys(row.data_plan for row in lineage):  # whose name is its SHA-256
+        found.append({"name": f"data-plan:{plan}", "digest": {"sha256": plan}})
     for segment in lineage:
         sql = "SELECT id, step FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1"
         for one in ledger.read(sql, segment=segment.id):

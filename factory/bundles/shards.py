@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from factory.core.errors import InputError
 from factory.gates.release.licences import NONE
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
+from factory.repairs.token_shards import token_shard_fault
 from trainer.contract.data.token_shard import TokenShard
 
 
@@ -61,9 +63,11 @@ def releasable_documents(
 ) -> Iterator[dict[str, Any]]:
     """The documents that it was trained on, as they were trained on, and whose licence lets them be handed on; none that is quarantined.
 
-    Raises: TokenShardError for a token shard that cannot be read.
+    Raises: InputError for a token shard that is gone or damaged.
     """
     for place in planned_shards(ledger, segment).values():
+        if fault := token_shard_fault(root / place["path"], deep=True):
+            raise InputError(f"{fault}: its documents cannot be handed on; 'factory doctor --repair' makes it again")
         shard = TokenShard(root / place["path"])
         sql = "SELECT key, license FROM documents WHERE token_shard = :shard AND fate = 'train'"
         kept = {row["key"]: row["license"] for row in ledger.read(sql, shard=shard.id)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import re
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -36,6 +38,7 @@ from kernels.contract.files import finite_json, put_in_place
 
 BUNDLES = "bundles"  # of a workspace
 PUBLISHED = "published"
+LICENCE = re.compile(r"[A-Za-z0-9.+:() -]{1,200}")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,14 @@ def write_bundle(workspace: Workspace, ledger: Ledger, number: int, wish: Wish, 
     Raises: InputError, and leaves nothing, when there is something at the place, when the export is not what was judged, when the licences
     of the training data do not allow it, or when what was written does not verify.
     """
+    with workspace.lock("bundle"):
+        return _write_bundle(workspace, ledger, number, wish, progress)
+
+
+def _write_bundle(workspace: Workspace, ledger: Ledger, number: int, wish: Wish, progress: Progress) -> Written:
     release = ReleaseRow.get(ledger, number)
+    if not LICENCE.fullmatch(wish.licence):
+        raise InputError(f"{wish.licence!r} is no SPDX expression, such as Apache-2.0")
     out = (wish.out or workspace.root / BUNDLES / f"release-{number:05d}").absolute()
     if out.is_symlink() or out.exists():
         raise InputError(f"{out} is there already: name another folder (--out), or remove it")
@@ -68,6 +78,8 @@ def write_bundle(workspace: Workspace, ledger: Ledger, number: int, wish: Wish, 
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{out.parent} cannot be made: {error.strerror}") from error
+    for left in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 12}.part"):  # of one that was killed
+        remove(left)
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         aside.mkdir()

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from factory.bundles.files.layout import DEPTH, FILES_AT_MOST, JSON_BYTES, LINE_BYTES
+from factory.bundles.files.layout import DEPTH, FILES_AT_MOST, JSON_BYTES, LINE_BYTES, ROWS_BYTES
 from factory.core.errors import InputError
 from factory.core.left_files import open_file, parse_json
 
@@ -102,10 +102,12 @@ class BundleFolder:
         """A file with one JSON object."""
         return json_object(self.read(name), name)
 
-    def rows(self, name: str) -> Iterator[dict[str, Any]]:
-        """The objects of a file of JSON Lines, one at a time: it may be longer than memory."""
+    def rows(self, name: str, limit: int | None = ROWS_BYTES) -> Iterator[dict[str, Any]]:
+        """The objects of a file of JSON Lines, one at a time. ``limit``: of its bytes; None: the caller keeps none of them."""
         if name not in self.names:
             raise BundleError(f"{name} is missing")
+        if limit is not None and self.hashes[name].bytes > limit:
+            raise BundleError(f"{name} has more than {limit} bytes")
         try:
             with open_file(self.root / name) as file:
                 for number in range(1, 1 << 60):

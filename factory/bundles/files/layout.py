@@ -35,3 +35,4 @@ DEPTH = 8  # of folders in folders
 JSON_BYTES = 64 << 20
 TOKENIZER_BYTES = 256 << 20
 LINE_BYTES = 32 << 20  # of a line of JSON Lines
+ROWS_BYTES = 256 << 20  # of JSON Lines that are held at once

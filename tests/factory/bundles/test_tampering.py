@@ -281,6 +281,8 @@ def test_a_huge_file_is_not_read(bundle: Path) -> None:
     assert f"more than {layout.JSON_BYTES} bytes" in ask("evidence", folder).detail
     with pytest.raises(BundleError, match=f"line 1: more than {layout.LINE_BYTES} bytes"):
         list(folder.rows(layout.ITEMS))
+    with pytest.raises(BundleError, match="has more than 10 bytes"):
+        list(folder.rows(layout.SHARDS, 10))
 
 
 ODD = st.sampled_from([None, True, -1, 0, 1e308, 10**17, "", "x" * 300, "\x1b[31m", [], {}, [[]], {"a": {}}, [None]])

@@ -58,6 +58,7 @@ def refused(plant: Plant, out: Path, words: str, number: int = 2, **wish: Any) -
 def test_no_bundle_of_what_is_not_to_be_handed_on(released: Plant, tmp_path: Path) -> None:
     out, root = tmp_path / "out", released.workspace.root
     refused(released, out, "no release 7; there are: 1, 2", number=7)
+    refused(released, out, "is no SPDX expression", licence="MIT\nmodel: x")
     data = root / "policies" / "data.yaml"
     with put_aside(data, "licences: {known: {PSF-2.0: {train: true, release: false}}}\n"):
         refused(released, out, r"release 2 may not be handed on: 100.0% of .*PSF-2.0 \(100%\)")
@@ -74,6 +75,17 @@ def test_no_bundle_of_what_is_not_to_be_handed_on(released: Plant, tmp_path: Pat
     out.rmdir()
     out.symlink_to(tmp_path / "nowhere")
     refused(released, out, "is there already")
+
+
+def test_documents_of_a_damaged_shard_are_not_handed_on(released: Plant, tmp_path: Path) -> None:
+    tokens = released.shard.path / "tokens.bin"
+    before = tokens.read_bytes()
+    tokens.write_bytes(bytes([before[0] ^ 1]) + before[1:])
+    (tmp_path / ".out.0123456789ab.part").mkdir()  # of a bundle whose writing was killed
+    with pytest.raises(InputError, match=r"tokens.bin is damaged.*doctor --repair"):
+        write_bundle(released.workspace, released.ledger, 2, Wish(out=tmp_path / "out", data=True), SILENT)
+    tokens.write_bytes(before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_policy_that_was_not_recorded_is_the_present_one_or_none(released: Plant, tmp_path: Path) -> None:
