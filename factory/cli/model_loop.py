@@ -298,8 +298,21 @@ def release(
     candidate: Annotated[int | None, typer.Argument(help="Candidate number (default: the newest).")] = None,
     where: Where = DEFAULT,
     rollback: Annotated[int | None, typer.Option(help="Make this older release champion again.")] = None,
+    bundle: Annotated[
+        int | None, typer.Option(help="Write this release as a folder that others can check with 'factory verify'.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The bundle's folder (default: bundles/ of the workspace).")] = None,
+    data: Annotated[bool, typer.Option("--data", help="With the documents whose licence allows it.")] = False,
+    traces: Annotated[bool, typer.Option("--traces", help="With metrics and the checkpoints that are kept.")] = False,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="Private key to sign with (PEM; default: the workspace's own, made at first use)."),
+    ] = None,
+    licence: Annotated[str, typer.Option(help="Licence of the weights, as an SPDX expression.")] = "NOASSERTION",
 ) -> None:
-    """Release a candidate that the gate promoted (this is the approval, where the policy requires one), or roll back."""
+    """Release a candidate that the gate promoted (this is the approval, where the policy requires one), roll back, or bundle a release."""
+    from factory.bundles.wish import Wish
+    from factory.cli.releases.bundle import write as write_bundle
     from factory.ledger.rows import champion
     from factory.release.registry import newest_verdict
     from factory.release.releases import release as release_verdict
@@ -307,6 +320,9 @@ def release(
 
     # Releases have a lock of their own: this works while the daemon runs.
     workspace, ledger, terminal = open_workspace(where)
+    if bundle is not None:
+        write_bundle(workspace, ledger, terminal, bundle, Wish(out, data, traces, key, licence))
+        return
     if rollback is not None:
         roll_back(workspace, ledger, rollback)
         terminal.line(f"  release {rollback} is champion again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from factory.core.errors import InputError
@@ -15,12 +16,19 @@ def folder_sha256(folder: Path) -> str:
     """
     if folder.is_symlink() or not folder.is_dir():
         raise InputError(f"{folder}: no exported model there; it was moved or deleted")
-    total = hashlib.sha256()
+    digests: dict[Path, str] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise InputError(f"{path}: an export holds plain files only")
         if path.is_file():
             with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            total.update(f"{path.relative_to(folder)}\0{digest}\n".encode())
+                digests[path.relative_to(folder)] = hashlib.file_digest(file, "sha256").hexdigest()
+    return files_sha256(digests)
+
+
+def files_sha256(digests: Mapping[Path, str]) -> str:
+    """``folder_sha256`` of files whose own hashes are known, by path within the folder."""
+    total = hashlib.sha256()
+    for path in sorted(digests):
+        total.update(f"{path}\0{digests[path]}\n".encode())
     return total.hexdigest()

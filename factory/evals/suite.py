@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,8 @@ def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Su
     sealed = held_out_documents(ledger, policy.documents_per_domain, sealed=True)
     dev = held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False)
     identity = {"tasks": TASK_VERSIONS, "policy": policy_sha256(policy), "tokenizer": tokenizer_sha256}
-    items = {"items": [_identity(document) for document in sealed], "dev": [_identity(document) for document in dev]}
-    return Suite(hashlib.sha256(_canonical(identity | items)).hexdigest(), sealed, dev)
+    items = {"items": list(map(item_identity, sealed)), "dev": list(map(item_identity, dev))}
+    return Suite(identity_sha256(identity | items), sealed, dev)
 
 
 def held_out_documents(ledger: Ledger, per_domain: int, sealed: bool) -> tuple[HeldOutDocument, ...]:
@@ -83,7 +84,12 @@ def held_out_documents(ledger: Ledger, per_domain: int, sealed: bool) -> tuple[H
             turns.append((seen[cluster], drawn, key))
             seen[cluster] += 1
         chosen += [key for _, _, key in sorted(turns)[:per_domain]]
-    rows = [row for start in range(0, len(chosen), 500) for row in _fetch(ledger, chosen[start : start + 500])]
+    return documents_of(ledger, chosen)
+
+
+def documents_of(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDocument, ...]:
+    """Held-out documents, in the order of a suite."""
+    rows = [row for start in range(0, len(keys), 500) for row in _fetch(ledger, keys[start : start + 500])]
     found = [
         HeldOutDocument(row["key"], row["domain"], cluster_of(row["key"], row["source"]), row["content"])
         for row in rows
@@ -91,9 +97,15 @@ def held_out_documents(ledger: Ledger, per_domain: int, sealed: bool) -> tuple[H
     return tuple(sorted(found, key=lambda document: (document.domain, order("suite", document.key))))
 
 
-def _identity(document: HeldOutDocument) -> list[str]:
+def item_identity(document: HeldOutDocument) -> list[str]:
+    """What names a held-out document without its text: key, domain, cluster, SHA-256 of its content."""
     content = hashlib.sha256(_canonical(document.content)).hexdigest()
     return [document.key, document.domain, document.cluster, content]
+
+
+def identity_sha256(identity: Mapping[str, Any]) -> str:
+    """The name of a suite: of its tasks, policy, tokenizer and items."""
+    return hashlib.sha256(_canonical(identity)).hexdigest()
 
 
 def order(*parts: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +19,12 @@ from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite, evaluate_on, evaluation_of, items_of
 from factory.evals.statistics import compare
 from factory.evals.suite import Suite
+from factory.evals.tasks import EvalItem
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.judge import FIRST_RELEASE, ReleaseEvidence, judge
 from factory.gates.release.licences import not_releasable, tokens_by_licence
 from factory.gates.release.line import GATE, look_at, lost_since_best
-from factory.gates.release.memorising import fresh_keys, gap_between, looks_before
+from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
 from factory.gates.release.policy import ReleasePolicy
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import open_in, rewound_in
@@ -72,9 +74,38 @@ def gather(
 ) -> ReleaseEvidence:
     """Read the two evaluations and compare them item by item."""
     mine = EvaluationRow.get(ledger, ours).summary
+    if champion_id is None or theirs is None:
+        return measured(policy, tuple(suite.domains), FIRST_RELEASE, (mine, []), None)
+    other = EvaluationRow.get(ledger, theirs).summary
+    against = str(Subject("candidate", champion_id))
+    both = (mine, items_of(ledger, ours)), (other, items_of(ledger, theirs))
+    evidence = measured(policy, tuple(suite.domains), against, *both)
+    candidate_id = EvaluationRow.get(ledger, ours).candidate
+    fresh = fresh_keys(ledger, candidate_id, suite)
+    ages = gap_between(both[0][1], both[1][1], fresh, policy.target.weights)
+    return replace(
+        evidence,
+        fresh_documents=len(fresh),
+        older_documents=len(suite.documents) + len(suite.dev) - len(fresh),
+        on_fresh=ages[0] if ages else None,
+        fresh_gap=ages[2] if ages else None,
+        look=look_at(ledger, champion_id, candidate_id, suite.sha256),
+        lost=lost_since_best(ledger, evidence.guards),
+    )
+
+
+def measured(
+    policy: ReleasePolicy,
+    domains: tuple[str, ...],
+    against: str,
+    candidate: tuple[Mapping[str, Any], Sequence[EvalItem]],
+    champion: tuple[Mapping[str, Any], Sequence[EvalItem]] | None,
+) -> ReleaseEvidence:
+    """The part of the evidence that follows from the evaluations alone, (summary, items) each. Pure."""
+    mine = candidate[0]
     cloze = mine.get("cloze", {})
-    measured: dict[str, Any] = {
-        "domains": tuple(suite.domains),
+    values: dict[str, Any] = {
+        "domains": domains,
         "documents": mine.get("documents", {}),
         "bits_per_byte": mine.get("bpb", {}),
         "trigram_bits_per_byte": {domain: row.get("trigram") for domain, row in mine.get("baselines", {}).items()},
@@ -82,33 +113,30 @@ def gather(
         "cloze": cloze.get("share_right"),
         "checks": {name: (check["ok"], check["detail"]) for name, check in mine.get("parity", {}).items()},
     }
-    if champion_id is None or theirs is None:
-        return ReleaseEvidence(against=FIRST_RELEASE, **measured)
-    other = EvaluationRow.get(ledger, theirs).summary
-    measured |= {
-        "champion_bits_per_byte": other.get("bpb", {}),
-        "champion_cloze": other.get("cloze", {}).get("share_right"),
-        "noise_floor": other.get("noise_floor", {}),
-    }
-    ours_items, theirs_items = items_of(ledger, ours), items_of(ledger, theirs)
-    found = compare(ours_items, theirs_items, policy.target.weights)
+    if champion is None:
+        return ReleaseEvidence(against=against, **values)
+    other = champion[0]
+    found = compare(candidate[1], champion[1], policy.target.weights)
     target, guards = found if found else (None, {})
-    mine_id = EvaluationRow.get(ledger, ours).candidate
-    sealed, fresh = {document.key for document in suite.documents}, fresh_keys(ledger, mine_id, suite)
-    halves = gap_between(ours_items, theirs_items, sealed, policy.target.weights)
-    ages = gap_between(ours_items, theirs_items, fresh, policy.target.weights)
-    measured |= {
-        "on_sealed": halves[0] if halves else None,
-        "on_dev": halves[1] if halves else None,
-        "halves_gap": halves[2] if halves else None,
-        "fresh_documents": len(fresh),
-        "older_documents": len(suite.documents) + len(suite.dev) - len(fresh),
-        "on_fresh": ages[0] if ages else None,
-        "fresh_gap": ages[2] if ages else None,
-        "look": look_at(ledger, champion_id, mine_id, suite.sha256),
-        "lost": lost_since_best(ledger, guards),
-    }
-    return ReleaseEvidence(against=str(Subject("candidate", champion_id)), target=target, guards=guards, **measured)
+    sealed = {item.item for item in candidate[1] if item.task == TASK}
+    halves = gap_between(candidate[1], champion[1], sealed, policy.target.weights)
+    if halves:
+        values |= dict(zip(("on_sealed", "on_dev", "halves_gap"), halves, strict=True))
+    return ReleaseEvidence(
+        against=against,
+        champion_bits_per_byte=other.get("bpb", {}),
+        champion_cloze=other.get("cloze", {}).get("share_right"),
+        noise_floor=other.get("noise_floor", {}),
+        target=target,
+        guards=guards,
+        **values,
+    )
+
+
+def evidence_sha256(stored: Mapping[str, Any]) -> str:
+    """Of evidence as it is recorded, its own ``sha256`` left out."""
+    kept = {key: value for key, value in stored.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _open_anomalies(workspace: Workspace, ledger: Ledger, candidate_id: int) -> tuple[str, ...]:
@@ -133,7 +161,8 @@ def _record(
 ) -> int:
     verdict = judge(policy, evidence)
     stored = finite(evidence.to_json()) | {"suite_sha256": suite.sha256, "evaluations": evaluated}
-    stored["sha256"] = hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()
+    stored["policy"] = policy.model_dump(mode="json")
+    stored["sha256"] = evidence_sha256(stored)
     subject = Subject("candidate", candidate_id)
     values: dict[str, Any] = {
         "against": None if champion_id is None else Subject("candidate", champion_id),

@@ -1,0 +1,107 @@
+"""``croissant.json``: the training data as Croissant 1.1 (MLCommons) describes a dataset, in JSON-LD.
+
+``distribution`` has the files of this bundle alone; ``isBasedOn`` names every token shard with its licence, also what may not be handed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from factory.bundles.documents.facts import Facts, licence_expression
+from factory.bundles.files import layout
+
+CONFORMS = "http://mlcommons.org/croissant/1.1"
+SPDX_PAGE = "https://spdx.org/licenses/"
+CONTEXT: dict[str, Any] = {
+    "@language": "en",
+    "@vocab": "https://schema.org/",
+    "sc": "https://schema.org/",
+    "cr": "http://mlcommons.org/croissant/",
+    "rai": "http://mlcommons.org/croissant/RAI/",
+    "dct": "http://purl.org/dc/terms/",
+    "conformsTo": "dct:conformsTo",
+    "data": {"@id": "cr:data", "@type": "@json"},
+    "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
+    "examples": {"@id": "cr:examples", "@type": "@json"},
+    **{
+        name: f"cr:{name}"
+        for name in (
+            "annotation", "arrayShape", "citeAs", "column", "containedIn", "equivalentProperty", "excludes", "extract", "field", "fileObject",
+            "fileProperty", "fileSet", "format", "includes", "isArray", "isLiveDataset", "jsonPath", "key", "md5", "parentField", "path",
+            "readLines", "recordSet", "references", "regex", "repeated", "replace", "samplingRate", "separator", "source", "subField",
+            "transform", "unArchive", "value",
+        )
+    },
+}  # fmt: skip
+SHARD_FIELDS = {
+    "token_shard": "sc:Text", "generation": "sc:Integer", "shard": "sc:Text", "shard_sha256": "sc:Text", "shard_bytes": "sc:Integer",
+    "license": "sc:Text", "releasable": "sc:Boolean", "included": "sc:Boolean", "documents": "sc:Integer", "tokens": "sc:Integer",
+    "supervised_tokens": "sc:Integer", "quarantined": "sc:Integer",
+}  # fmt: skip
+DOCUMENT_FIELDS = {"id": "sc:Text", "text": "sc:Text", "domain": "sc:Text", "source": "sc:Text", "license": "sc:Text"}
+DESCRIBED = {layout.SHARDS: ("token-shards", SHARD_FIELDS), layout.DOCUMENTS: ("documents", DOCUMENT_FIELDS)}
+
+
+def croissant(facts: Facts) -> dict[str, Any]:
+    """The JSON-LD object."""
+    there = [path for path in DESCRIBED if path in facts.files]
+    return {
+        "@context": CONTEXT,
+        "@type": "sc:Dataset",
+        "@id": "training-data",
+        "name": f"{facts.name}: training data",
+        "description": "The token shards that the model was trained on, their licences, and which of their documents are in this bundle.",
+        "conformsTo": CONFORMS,
+        "url": layout.CARD,
+        "version": f"{facts.verdict['release']}.0.0",
+        "datePublished": facts.released_at,
+        "creator": {"@type": "sc:Organization", "name": "the publisher of this bundle"},
+        "license": [_licence(name) for name in facts.by_licence("documents")],
+        "distribution": [_file(facts, path) for path in there],
+        "recordSet": [_records(path, *DESCRIBED[path]) for path in there],
+        "isBasedOn": [_shard(row) for row in facts.shards],
+    }
+
+
+def _file(facts: Facts, path: str) -> dict[str, Any]:
+    hashed = facts.files[path]
+    return {
+        "@type": "cr:FileObject",
+        "@id": path,
+        "name": path,
+        "contentUrl": path,
+        "contentSize": f"{hashed.bytes} B",
+        "encodingFormat": "application/jsonlines",
+        "sha256": hashed.sha256,
+    }
+
+
+def _records(path: str, name: str, fields: dict[str, str]) -> dict[str, Any]:
+    return {"@type": "cr:RecordSet", "@id": name, "name": name, "field": list(_fields(path, name, fields.items()))}
+
+
+def _fields(path: str, name: str, fields: Iterable[tuple[str, str]]) -> Iterable[dict[str, Any]]:
+    for field, kind in fields:
+        source = {"fileObject": {"@id": path}, "extract": {"column": field}}
+        yield {"@type": "cr:Field", "@id": f"{name}/{field}", "name": field, "dataType": kind, "source": source}
+
+
+def _shard(row: dict[str, Any]) -> dict[str, Any]:
+    """One licence of one token shard, whether or not its documents are in the bundle."""
+    return {
+        "@type": "sc:Dataset",
+        "@id": f"token-shard:{row['token_shard']}:{licence_expression(row['license'])}",
+        "name": row["shard"],
+        "identifier": f"sha256:{row['shard_sha256']}",
+        "license": _licence(row["license"]),
+        "size": f"{row['documents']} documents, {row['supervised_tokens']} supervised tokens",
+        "isAccessibleForFree": row["included"],
+        "conditionsOfAccess": "in this bundle" if row["included"] else "not in this bundle",
+        "usageInfo": "may be released" if row["releasable"] else "may not be released",
+    }
+
+
+def _licence(name: str) -> str:
+    expression = licence_expression(name)
+    return name if expression.startswith(("LicenseRef-", "NOASSERTION")) else f"{SPDX_PAGE}{expression}.html"

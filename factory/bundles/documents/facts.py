@@ -1,0 +1,91 @@
+"""What card, Croissant and SPDX are made from: the other files of a bundle."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from factory.bundles.files import layout
+from factory.bundles.files.folder import BundleFolder, Hashed
+from factory.gates.release.licences import NONE
+from factory.release.serving import MODEL_NAME
+
+# Identifiers of the SPDX licence list that data often has; any other name is a licence of its own.
+SPDX_LICENCES = frozenset(
+    {
+        "0BSD", "AGPL-3.0-only", "AGPL-3.0-or-later", "Apache-2.0", "Artistic-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0",
+        "CC-BY-3.0", "CC-BY-4.0", "CC-BY-NC-4.0", "CC-BY-NC-SA-4.0", "CC-BY-ND-4.0", "CC-BY-SA-3.0", "CC-BY-SA-4.0", "CC0-1.0",
+        "EPL-2.0", "EUPL-1.2", "GFDL-1.3-only", "GPL-2.0-only", "GPL-2.0-or-later", "GPL-3.0-only", "GPL-3.0-or-later", "ISC",
+        "LGPL-2.1-only", "LGPL-2.1-or-later", "LGPL-3.0-only", "LGPL-3.0-or-later", "MIT", "MPL-2.0", "ODC-By-1.0", "ODbL-1.0",
+        "PDDL-1.0", "PSF-2.0", "Python-2.0", "Unlicense", "WTFPL", "Zlib",
+    }
+)  # fmt: skip
+NO_ASSERTION = "NOASSERTION"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one bundle."""
+
+    verdict: dict[str, Any]
+    evidence: dict[str, Any]
+    measurements: dict[str, Any]
+    licences: dict[str, Any]
+    anomalies: dict[str, Any]
+    shards: list[dict[str, Any]]
+    provenance: dict[str, Any]
+    config: dict[str, Any]  # of the model
+    files: Mapping[str, Hashed]  # all but those that follow, the manifest and the signature
+
+    @classmethod
+    def read(cls, folder: BundleFolder) -> Facts:
+        """Raises: BundleError."""
+        apart = (*layout.FOLLOWING, layout.MANIFEST, layout.SIGNATURE)
+        return cls(
+            folder.object(layout.VERDICT),
+            folder.object(layout.EVIDENCE),
+            folder.object(layout.MEASUREMENTS),
+            folder.object(layout.LICENCES),
+            folder.object(layout.ANOMALIES),
+            list(folder.rows(layout.SHARDS)),
+            folder.object(layout.PROVENANCE),
+            folder.object(f"{layout.MODEL}/config.json"),
+            {path: hashed for path, hashed in folder.hashes.items() if path not in apart},
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{MODEL_NAME} release {self.verdict['release']}"
+
+    @property
+    def released_at(self) -> str:
+        return datetime.fromtimestamp(self.verdict["released_at"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    @property
+    def segments(self) -> list[dict[str, Any]]:
+        """That the model comes from, the first one first."""
+        return list(self.provenance["predicate"]["buildDefinition"]["internalParameters"]["segments"])
+
+    def by_licence(self, value: str) -> dict[str, int]:
+        """The sum of a column of the token shards, by licence."""
+        found: Counter[str] = Counter()
+        for row in self.shards:
+            found[row["license"]] += row[value]
+        return dict(sorted(found.items()))
+
+
+def licence_expression(name: str) -> str:
+    """A licence as an SPDX expression.
+
+    >>> licence_expression("MIT"), licence_expression("public domain"), licence_expression("no licence")
+    ('MIT', 'LicenseRef-public-domain', 'NOASSERTION')
+    """
+    if name in SPDX_LICENCES or name == NO_ASSERTION:
+        return name
+    return (
+        NO_ASSERTION if name == NONE else "LicenseRef-" + (re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-") or "other")
+    )

@@ -1,0 +1,24 @@
+"""The three documents of a bundle, made from its other files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from factory.bundles.documents.card import card
+from factory.bundles.documents.croissant import croissant
+from factory.bundles.documents.facts import Facts
+from factory.bundles.documents.spdx import spdx
+from factory.bundles.files import layout
+from factory.bundles.files.folder import BundleError, BundleFolder, shown
+
+MADE_BY: dict[str, Callable[[Facts], Any]] = {layout.CARD: card, layout.CROISSANT: croissant, layout.SPDX: spdx}
+
+
+def following(folder: BundleFolder, path: str) -> Any:
+    """The text or the JSON object that ``path`` has to hold. Raises: BundleError when the other files do not say."""
+    facts = Facts.read(folder)
+    try:
+        return MADE_BY[path](facts)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, OSError) as error:
+        raise BundleError(f"the other files do not say what {path} has to hold: {shown(repr(error))}") from error

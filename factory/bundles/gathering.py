@@ -1,0 +1,136 @@
+"""What the ledger knows of a release, as the files of a bundle: policy, evidence, items, verdict, licences, anomalies. No text of a held-out
+document is among it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from factory.bundles.files import layout
+from factory.bundles.shards import planned_shards, shard_rows
+from factory.core.errors import InputError
+from factory.core.policy_file import policy_sha256
+from factory.core.workspace import Workspace
+from factory.evals.evaluator import items_of
+from factory.evals.policy import EvalPolicy
+from factory.evals.suite import documents_of, identity_sha256, item_identity
+from factory.evals.tasks import DEV, EvalItem
+from factory.gates.release.licences import NONE, not_releasable, tokens_by_licence
+from factory.gates.release.memorising import TASK
+from factory.gates.release.policy import ReleasePolicy
+from factory.ingest.rules.policy import DataPolicy
+from factory.ledger.anomalies import every_anomaly
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import EvaluationRow, ReleaseRow, SegmentRow, VerdictRow
+from trainer.contract.strict import parse
+
+Files = dict[str, Any]  # path → a text, a JSON object, or the rows of JSON Lines
+NOT_TOLD = ("samples", "seconds", "baselines_key")  # of a summary; samples hold held-out questions
+
+
+def gather(workspace: Workspace, ledger: Ledger, release: ReleaseRow, licence: str, with_documents: bool) -> Files:
+    """Raises: InputError when the release is not to be bundled: its licences, its policy or its evidence do not allow it."""
+    verdict = VerdictRow.get(ledger, release.verdict)
+    evidence = verdict.evidence(ledger)
+    evaluated = evidence.get("evaluations") or {}
+    if not isinstance(evaluated.get(layout.CANDIDATE), int):
+        raise InputError(f"release {release.number}: verdict {verdict.id} does not say which evaluations it judged")
+    policy = _policy(workspace, verdict, evidence)
+    licences = _licences(workspace, ledger, release, policy, licence)
+    summaries, items = {}, []
+    for who, number in evaluated.items():
+        if number is not None:
+            summary = EvaluationRow.get(ledger, number).summary
+            summaries[who] = {key: value for key, value in summary.items() if key not in NOT_TOLD}
+            found = items_of(ledger, number)
+            items += [{"of": who, **vars(item)} for item in found]
+            if who == layout.CANDIDATE:
+                held = _held_out(workspace, ledger, found, summary, evidence.get("suite_sha256"))
+    rules = DataPolicy.load(workspace.policy("data.yaml")).licences
+    return {
+        layout.POLICY: policy.model_dump_json(),
+        layout.EVIDENCE: evidence,
+        layout.VERDICT: _verdict(release, verdict),
+        layout.ITEMS: items,
+        layout.MEASUREMENTS: summaries,
+        layout.HELD_OUT: held,
+        layout.LICENCES: licences,
+        layout.ANOMALIES: _anomalies(ledger, release.segment),
+        layout.SHARDS: shard_rows(ledger, release.segment, rules, with_documents),
+    }
+
+
+def _policy(workspace: Workspace, verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
+    """The policy that the verdict was given under: recorded with it, or the present one where that has its hash."""
+    stored = evidence.get("policy")
+    where = workspace.policy("gates/release.yaml")
+    policy = parse(ReleasePolicy, stored, "its policy", InputError) if stored else ReleasePolicy.load(where)
+    if policy_sha256(policy) != verdict.policy_sha256:
+        raise InputError(
+            f"verdict {verdict.id} was given under a policy (sha256 {verdict.policy_sha256[:12]}…) that is not {where} any more, and "
+            "was not recorded: put that policy back to bundle this release"
+        )
+    return policy
+
+
+def _licences(
+    workspace: Workspace, ledger: Ledger, release: ReleaseRow, policy: ReleasePolicy, licence: str
+) -> dict[str, Any]:
+    rules = DataPolicy.load(workspace.policy("data.yaml")).licences
+    tokens = tokens_by_licence(ledger, release.segment)
+    other = not_releasable(rules, tokens)
+    if not any(tokens.values()):
+        raise InputError(
+            f"release {release.number}: which licences its training data have is not known; no bundle was made"
+        )
+    if sum(other.values()) > policy.not_releasable_max:
+        named = ", ".join(f"{name} ({share:.0%})" for name, share in list(other.items())[:5])
+        raise InputError(
+            f"release {release.number} may not be handed on: {sum(other.values()):.1%} of its supervised tokens have licences that do not "
+            f"allow it, at most {policy.not_releasable_max:.1%} is allowed: {named}; no bundle was made (licences in data.yaml)"
+        )
+    allows = {name or NONE: rules.of(name).release for name in tokens}
+    return {
+        "model": licence,
+        "supervised_tokens": {name or NONE: count for name, count in sorted(tokens.items())},
+        "release_allowed": allows,
+        "not_releasable": other,
+    }
+
+
+def _verdict(release: ReleaseRow, verdict: VerdictRow) -> dict[str, Any]:
+    told = verdict.only("outcome reasons against policy_sha256 subject subject_sha256")
+    return {
+        "release": release.number,
+        "candidate": release.candidate,
+        **told,
+        "approved_by": release.approved_by,
+        "judged_at": verdict.created_at,
+        "released_at": release.created_at,
+    }
+
+
+def _held_out(
+    workspace: Workspace, ledger: Ledger, items: Sequence[EvalItem], summary: dict[str, Any], suite: str | None
+) -> dict[str, Any]:
+    """What names the held-out documents; with what makes up the suite's own hash, where that can be had again."""
+    halves = {}
+    for name, task in (("items", TASK), ("dev", DEV)):
+        documents = documents_of(ledger, sorted({item.item for item in items if item.task == task}))
+        halves[name] = list(map(item_identity, documents))
+    parts = {
+        "tasks": summary.get("task_versions"),
+        "policy": policy_sha256(EvalPolicy.load(workspace.policy("evals.yaml"))),
+        "tokenizer": summary.get("tokenizer_sha256"),
+    }
+    whole = identity_sha256(parts | halves) == suite
+    return {"suite_sha256": suite, "identity": parts if whole else None, **halves}
+
+
+def _anomalies(ledger: Ledger, segment: int) -> dict[str, Any]:
+    """Of the training that it comes from; what was masked or taken out of the data that it saw."""
+    lineage = {row.id for row in SegmentRow.lineage(ledger, segment)}
+    used = planned_shards(ledger, segment)
+    sql = "SELECT key, id, token_shard, detail FROM documents WHERE fate = 'quarantined' ORDER BY key"
+    taken = [row for row in ledger.read(sql) if row["token_shard"] in used]
+    return {"anomalies": [row for row in every_anomaly(ledger) if row["segment"] in lineage], "quarantined": taken}

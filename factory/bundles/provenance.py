@@ -1,0 +1,141 @@
+"""``provenance.json``: an in-toto statement with a SLSA v1 provenance predicate, of what was done to make the model."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+from typing import Any
+
+from factory.bundles.files import layout
+from factory.bundles.files.folder import BundleFolder, Hashed, difference, shown
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
+from factory.watching.version import version
+
+STATEMENT, PREDICATE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
+BUILD_TYPE = "urn:llm-factory:release:v1"
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
+BYPRODUCTS = (layout.POLICY, layout.EVIDENCE, layout.VERDICT, layout.ITEMS, layout.FIXTURE)
+OF_SEGMENT = "id kind parent generation first_step last_step recipe recipe_sha256 data_plan code_commit"
+
+
+def statement(
+    ledger: Ledger, release: ReleaseRow, hashes: Mapping[str, Hashed], shards: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """``hashes``: of the bundle's files so far; ``shards``: the rows of its token shards."""
+    lineage = SegmentRow.lineage(ledger, release.segment)
+    last = lineage[-1]
+    candidate = CandidateRow.get(ledger, release.candidate)
+    return {
+        "_type": STATEMENT,
+        "subject": subjects(hashes),
+        "predicateType": PREDICATE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": BUILD_TYPE,
+                "externalParameters": {
+                    "release": release.number,
+                    "recipe": {"name": last.recipe, "sha256": last.recipe_sha256, "values": last.recipe_json},
+                    "dataPlan": last.data_plan,
+                },
+                "internalParameters": {"segments": [_segment(row) for row in lineage], "checkpoint": candidate.checkpoint},
+                "resolvedDependencies": _dependencies(ledger, lineage, shards),
+            },
+            "runDetails": {
+                "builder": {"id": "urn:llm-factory:builder", "version": {"factory": version(), **_environment()}},
+                "metadata": {
+                    "invocationId": f"segment:{last.id}",
+                    "startedOn": _time(lineage[0].created_at),
+                    "finishedOn": _time(last.finished_at or candidate.created_at),
+                },
+                "byproducts": [{"name": path, "digest": {"sha256": hashes[path].sha256}} for path in BYPRODUCTS],
+            },
+        },
+    }  # fmt: skip
+
+
+def subjects(hashes: Mapping[str, Hashed]) -> list[dict[str, Any]]:
+    """The model's files."""
+    listed = sorted(path for path in hashes if path.startswith(f"{layout.MODEL}/"))
+    return [{"name": path, "digest": {"sha256": hashes[path].sha256}} for path in listed]
+
+
+def problems(folder: BundleFolder) -> list[str]:
+    """Where a bundle's provenance and its files do not agree. Raises: BundleError."""
+    stored = folder.object(layout.PROVENANCE)
+    if (stored.get("_type"), stored.get("predicateType")) != (STATEMENT, PREDICATE):
+        return ["it is no in-toto statement of SLSA v1 provenance"]
+    found = [difference(stored.get("subject"), subjects(folder.hashes), place="subject")]
+    try:
+        predicate = stored["predicate"]
+        build = predicate["buildDefinition"]
+        listed = {one["name"]: one["digest"]["sha256"] for one in predicate["runDetails"]["byproducts"]}
+        segments = build["internalParameters"]["segments"]
+        trained = {one["name"] for one in build["resolvedDependencies"] if one["name"].startswith("token-shard:")}
+        release, plan = build["externalParameters"]["release"], build["externalParameters"]["dataPlan"]
+        parents = [one["parent"] for one in segments] == [None, *(one["id"] for one in segments[:-1])]
+        planned = segments[-1]["data_plan"]
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        return [f"it lacks {shown(repr(error))}"]
+    there = {path: folder.hashes[path].sha256 for path in BYPRODUCTS if path in folder.hashes}
+    found.append(difference(listed, there, place="byproducts"))
+    if not parents:
+        found.append("its segments do not go on from one another")
+    if plan != planned:
+        found.append("its data plan is not its last segment's")
+    rows = {f"token-shard:{row.get('token_shard')}" for row in folder.rows(layout.SHARDS)}
+    if rows != trained:
+        found.append(f"the token shards that it names are not those of {layout.SHARDS}")
+    if release != folder.object(layout.VERDICT).get("release"):
+        found.append(f"it is of another release than {layout.VERDICT}")
+    return [words for words in found if words]
+
+
+def _segment(row: SegmentRow) -> dict[str, Any]:
+    machine = (row.computing or {}).get("machine")
+    result = row.result or {}
+    told = {key: result[key] for key in ("tokens", "averaged") if result.get(key)}
+    return row.only(OF_SEGMENT) | {"machine": machine, "ranks": (row.computing or {}).get("ranks")} | told
+
+
+def _dependencies(ledger: Ledger, lineage: list[SegmentRow], shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = [
+        {"name": f"code:{commit}", "digest": {"gitCommit": commit}}
+        for commit in dict.fromkeys(r.code_commit for r in lineage)
+    ]
+    for plan in dict.fromkeys(row.data_plan for row in lineage):  # whose name is its SHA-256
+        found.append({"name": f"data-plan:{plan}", "digest": {"sha256": plan}})
+    for segment in lineage:
+        sql = "SELECT id, step FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1"
+        for one in ledger.read(sql, segment=segment.id):
+            found.append(
+                {"name": f"checkpoint:segment-{segment.id}-step-{one['step']}", "digest": {"sha256": one["id"]}}
+            )
+    raw = {row["token_shard"]: row for row in shards}
+    for number, row in raw.items():
+        found.append(
+            {
+                "name": f"token-shard:{number}",
+                "digest": {"sha256": row["shard_sha256"]},
+                "annotations": {"shard": row["shard"]},
+            }
+        )
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """Of the factory that made the bundle; segments name the machine and torch that they were trained with."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = installed(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

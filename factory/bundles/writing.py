@@ -1,0 +1,155 @@
+"""Writes a bundle aside, verifies it as anyone else would, and puts it in place whole; or leaves nothing."""
+
+from __future__ import annotations
+
+import glob
+import re
+import shutil
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from factory.bundles import signing
+from factory.bundles.checking import make_fixture
+from factory.bundles.documents.following import following
+from factory.bundles.files import layout
+from factory.bundles.files.folder import BundleFolder
+from factory.bundles.files.manifest import manifest
+from factory.bundles.gathering import gather
+from factory.bundles.provenance import statement
+from factory.bundles.shards import json_line, releasable_documents
+from factory.bundles.traces import copy_traces
+from factory.bundles.verifying import verify
+from factory.bundles.wish import Wish
+from factory.core.errors import InputError
+from factory.core.exports import folder_sha256
+from factory.core.progress import Progress
+from factory.core.removal import remove
+from factory.core.workspace import Workspace
+from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.anomalies import rewound_in
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import ReleaseRow, Subject
+from factory.release.registry import check_export
+from kernels.contract.files import finite_json, put_in_place
+
+BUNDLES = "bundles"  # of a workspace
+PUBLISHED = "published"
+LICENCE = re.compile(r"[A-Za-z0-9.+:() -]{1,200}")
+
+
+@dataclass(frozen=True)
+class Written:
+    folder: Path
+    signer: str  # fingerprint of the public key
+
+
+def write_bundle(workspace: Workspace, ledger: Ledger, number: int, wish: Wish, progress: Progress) -> Written:
+    """Make the bundle of a release.
+
+    Raises: InputError, and leaves nothing, when there is something at the place, when the export is not what was judged, when the licences
+    of the training data do not allow it, or when what was written does not verify.
+    """
+    with workspace.lock("bundle"):
+        return _write_bundle(workspace, ledger, number, wish, progress)
+
+
+def _write_bundle(workspace: Workspace, ledger: Ledger, number: int, wish: Wish, progress: Progress) -> Written:
+    release = ReleaseRow.get(ledger, number)
+    if not LICENCE.fullmatch(wish.licence):
+        raise InputError(f"{wish.licence!r} is no SPDX expression, such as Apache-2.0")
+    out = (wish.out or workspace.root / BUNDLES / f"release-{number:05d}").absolute()
+    if out.is_symlink() or out.exists():
+        raise InputError(f"{out} is there already: name another folder (--out), or remove it")
+    if release.state != PUBLISHED:
+        raise InputError(f"release {number} is {release.state}, not published: 'factory release' finishes it")
+    if spoiled := rewound_in(ledger, release.segment):
+        raise InputError(
+            f"release {number} is not handed on: its training went wrong, segment {spoiled[0]} was rewound"
+        )
+    check_export(ledger, release.candidate)
+    files = gather(workspace, ledger, release, wish.licence, wish.data)
+    private = wish.key or signing.own_key(workspace.root)
+    public = signing.public_pem(private)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out.parent} cannot be made: {error.strerror}") from error
+    for left in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 12}.part"):  # of one that was killed
+        remove(left)
+    aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
+    try:
+        aside.mkdir()
+        _copy_export(release, aside)
+        for path, value in files.items():
+            _write(aside, path, value)
+        if wish.data:
+            _write_documents(workspace, ledger, release, aside)
+        if wish.traces:
+            copy_traces(workspace.root, ledger, release.segment, aside / layout.TRACES)
+        progress.line(f"  release {number}: its parity fixture is made")
+        _write(aside, layout.FIXTURE, make_fixture(aside / layout.MODEL))
+        _write(aside, layout.PUBLIC_KEY, public.decode())
+        shards = files[layout.SHARDS]
+        _write(aside, layout.PROVENANCE, statement(ledger, release, BundleFolder.open(aside).hashes, shards))
+        folder = BundleFolder.open(aside)
+        for path in layout.FOLLOWING:
+            _write(aside, path, following(folder, path))
+        _write(aside, layout.MANIFEST, manifest(f"release {number}", BundleFolder.open(aside).hashes))
+        signing.sign(aside, private)
+        progress.line(f"  release {number}: what was written is verified")
+        _refuse_unverified(number, aside)
+        put_in_place(aside, out)
+    finally:
+        remove(aside)
+    signer = signing.fingerprint(public, str(private))
+    with ledger.begin() as tx:
+        record(tx, "bundled", Subject("release", number), {"folder": str(out), "signer": signer, "data": wish.data})
+    return Written(out, signer)
+
+
+def _copy_export(release: ReleaseRow, aside: Path) -> None:
+    """Raises: InputError when it changed while it was copied."""
+    shutil.copytree(release.export_path, aside / layout.MODEL, symlinks=True)
+    for path in (aside / layout.MODEL).iterdir():
+        path.chmod(0o644)  # others are to read it
+    if (found := folder_sha256(aside / layout.MODEL)) != release.export_sha256:
+        raise InputError(
+            f"{release.export_path} changed while it was copied (sha256 {found[:12]}…, recorded {release.export_sha256[:12]}…): "
+            "no bundle was made"
+        )
+
+
+def _write_documents(workspace: Workspace, ledger: Ledger, release: ReleaseRow, aside: Path) -> None:
+    rules = DataPolicy.load(workspace.policy("data.yaml")).licences
+    tokenizer = Tokenizer.load(workspace.tokenizer)
+    _write_lines(
+        aside / layout.DOCUMENTS, releasable_documents(workspace.root, ledger, tokenizer, release.segment, rules)
+    )
+
+
+def _refuse_unverified(number: int, aside: Path) -> None:
+    verified = verify(aside)
+    wrong = [f"{check.name}: {check.detail}" for check in verified.checks if not check.ok]
+    if wrong:
+        raise InputError(
+            f"release {number}: what was written does not verify, so no bundle was made: {'; '.join(wrong)}"
+        )
+
+
+def _write(aside: Path, path: str, value: Any) -> None:
+    place = aside / path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(value, list):
+        _write_lines(place, value)
+    else:
+        place.write_text(value if isinstance(value, str) else finite_json(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_lines(place: Path, rows: Iterable[dict[str, Any]]) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with open(place, "w", encoding="utf-8") as out:
+        out.writelines(json_line(row) for row in rows)

@@ -1,0 +1,45 @@
+"""A bundle, made once for all tests here."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from factory.bundles.wish import Wish
+from factory.bundles.writing import Written, write_bundle
+from factory.core.progress import SILENT
+from tests.support.factory.exports import Plant
+from tests.support.plants.released_plant import released_plant
+
+
+@pytest.fixture(scope="session")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield released_plant(tmp_path_factory.mktemp("released"))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def made(released: Plant) -> Written:
+    return write_bundle(released.workspace, released.ledger, 2, Wish(data=True), SILENT)
+
+
+@pytest.fixture
+def bundle(made: Written, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(made.folder, tmp_path / "bundle"))
+
+
+@pytest.fixture
+def own_key(released: Plant) -> Path:
+    return released.workspace.root / "keys" / "bundle-signing.pem"
+
+
+@pytest.fixture
+def published_key(released: Plant) -> Path:
+    return released.workspace.root / "keys" / "bundle-signing.pub.pem"

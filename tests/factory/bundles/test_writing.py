@@ -1,0 +1,200 @@
+"""What a bundle holds, and when none is made: then nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from factory.bundles.files import layout
+from factory.bundles.shards import releasable_documents, shard_rows
+from factory.bundles.signing import fingerprint
+from factory.bundles.traces import copy_traces
+from factory.bundles.verifying import CHECKS
+from factory.bundles.wish import Wish
+from factory.bundles.writing import Written, write_bundle
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.ingest.rules.policy import Licence, Licences
+from factory.ledger.ledger import checkpoints, documents, releases, segments, verdicts
+from tests.support.factory.command import factory
+from tests.support.factory.exports import Plant
+
+
+@contextmanager
+def put_aside(path: Path, text: str) -> Iterator[None]:
+    """A file of the shared plant with another content."""
+    before = path.read_bytes() if path.exists() else None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    yield
+    path.unlink() if before is None else path.write_bytes(before)
+
+
+@contextmanager
+def changed(plant: Plant, table: sa.Table, where: Any, **values: Any) -> Iterator[None]:
+    """A row of the shared plant with other values."""
+    with plant.ledger.begin() as tx:
+        before = dict(tx.execute(sa.select(*(table.c[name] for name in values)).where(where)).mappings().one())
+        tx.execute(table.update().where(where).values(values))
+    yield
+    with plant.ledger.begin() as tx:
+        tx.execute(table.update().where(where).values(before))
+
+
+def refused(plant: Plant, out: Path, words: str, number: int = 2, **wish: Any) -> None:
+    there = sorted(out.parent.iterdir())
+    with pytest.raises(InputError, match=words):
+        write_bundle(plant.workspace, plant.ledger, number, Wish(out=out, **wish), SILENT)
+    assert sorted(out.parent.iterdir()) == there
+
+
+def test_no_bundle_of_what_is_not_to_be_handed_on(released: Plant, tmp_path: Path) -> None:
+    out, root = tmp_path / "out", released.workspace.root
+    refused(released, out, "no release 7; there are: 1, 2", number=7)
+    refused(released, out, "is no SPDX expression", licence="MIT\nmodel: x")
+    data = root / "policies" / "data.yaml"
+    with put_aside(data, "licences: {known: {PSF-2.0: {train: true, release: false}}}\n"):
+        refused(released, out, r"release 2 may not be handed on: 100.0% of .*PSF-2.0 \(100%\)")
+    with put_aside(released.workspace.exports / "candidate-2" / "generation_config.json", "{}"):
+        refused(released, out, "is not what was recorded")
+    with changed(released, releases, releases.c.number == 2, state="aliased"):
+        refused(released, out, "release 2 is aliased, not published")
+    with changed(released, segments, segments.c.id == 2, state="rewound"):
+        refused(released, out, "its training went wrong, segment 2 was rewound")
+    with changed(released, verdicts, verdicts.c.subject == "candidate:2", policy_sha256="0" * 64):
+        refused(released, out, "was given under a policy")
+    out.mkdir()
+    refused(released, out, "is there already")
+    out.rmdir()
+    out.symlink_to(tmp_path / "nowhere")
+    refused(released, out, "is there already")
+
+
+def test_documents_of_a_damaged_shard_are_not_handed_on(released: Plant, tmp_path: Path) -> None:
+    tokens = released.shard.path / "tokens.bin"
+    before = tokens.read_bytes()
+    tokens.write_bytes(bytes([before[0] ^ 1]) + before[1:])
+    (tmp_path / ".out.0123456789ab.part").mkdir()  # of a bundle whose writing was killed
+    with pytest.raises(InputError, match=r"tokens.bin is damaged.*doctor --repair"):
+        write_bundle(released.workspace, released.ledger, 2, Wish(out=tmp_path / "out", data=True), SILENT)
+    tokens.write_bytes(before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_policy_that_was_not_recorded_is_the_present_one_or_none(released: Plant, tmp_path: Path) -> None:
+    row = released.ledger.one(sa.select(verdicts.c.evidence).where(verdicts.c.subject == "candidate:2"))
+    assert row
+    older = {key: value for key, value in row["evidence"].items() if key != "policy"}
+    with changed(released, verdicts, verdicts.c.subject == "candidate:2", evidence=older):
+        policy = released.workspace.root / "policies" / "gates" / "release.yaml"
+        with put_aside(policy, "documents_min: 3\n"):
+            refused(released, tmp_path / "out", "put that policy back")
+
+
+def test_evidence_that_was_changed_in_the_ledger_is_not_bundled(released: Plant, tmp_path: Path) -> None:
+    row = released.ledger.one(sa.select(verdicts.c.evidence).where(verdicts.c.subject == "candidate:2"))
+    assert row
+    with changed(released, verdicts, verdicts.c.subject == "candidate:2", evidence=row["evidence"] | {"look": 3}):
+        refused(released, tmp_path / "out", "does not verify, so no bundle was made: evidence: .*; verdict: ")
+
+
+def test_keys_that_cannot_sign(released: Plant, made: Written, tmp_path: Path) -> None:
+    keys = released.workspace.root / "keys"
+    assert stat.S_IMODE((keys / "bundle-signing.pem").stat().st_mode) == 0o600
+    assert sorted(path.name for path in keys.iterdir()) == ["bundle-signing.pem", "bundle-signing.pub.pem"]
+    assert (keys / "bundle-signing.pub.pem").read_bytes() == (made.folder / layout.PUBLIC_KEY).read_bytes()
+    words = tmp_path / "words.pem"
+    words.write_text("no key")
+    refused(released, tmp_path / "out", "no private key in PEM", key=words)
+    refused(released, tmp_path / "out", "no private key in PEM", key=tmp_path / "absent.pem")
+    (keys / "bundle-signing.pem").chmod(0o644)
+    refused(released, tmp_path / "out", "others may read this private key")
+    (keys / "bundle-signing.pem").chmod(0o600)
+
+
+def test_no_held_out_text_is_in_a_bundle(released: Plant, made: Written) -> None:
+    held = [d for d in released.documents if d.held]
+    texts = [d.content.get("text") or d.content["messages"][1]["content"] for d in held]
+    whole = b"".join(path.read_bytes() for path in made.folder.rglob("*") if path.is_file())
+    assert len(texts) > 50 and "what a model wrote" not in whole.decode(errors="replace")
+    spelled = [json.dumps(text, ensure_ascii=False)[1:-1].encode() for text in texts]
+    assert [text for text in spelled if text in whole] == []
+
+
+def test_the_data_are_the_documents_that_it_was_trained_on(released: Plant, made: Written) -> None:
+    trained = {d.key: d for d in released.documents if not d.held}
+    rows = [json.loads(line) for line in (made.folder / layout.DOCUMENTS).read_text().splitlines()]
+    assert len(rows) == len(trained)
+    for row in rows:
+        document = trained[row["id"]]
+        assert {key: row[key] for key in ("text", "messages") if key in row} == document.content
+        assert (row["domain"], row["source"], row["license"]) == (document.domain, document.source, "PSF-2.0")
+
+
+def test_a_licence_that_does_not_allow_it_is_named_and_not_included(released: Plant) -> None:
+    first = next(d.key for d in released.documents if not d.held)
+    rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
+    with changed(released, documents, documents.c.key == first, license="proprietary"):
+        rows = shard_rows(released.ledger, 2, rules, with_documents=True)
+        assert {(r["license"], r["releasable"], r["included"], r["documents"]) for r in rows} == {
+            ("proprietary", False, False, 1),
+            ("PSF-2.0", True, True, len([d for d in released.documents if not d.held]) - 1),
+        }
+        found = releasable_documents(released.workspace.root, released.ledger, released.tokenizer, 2, rules)
+        assert first not in {row["id"] for row in found}
+    with changed(released, documents, documents.c.key == first, fate="quarantined"):
+        found = releasable_documents(released.workspace.root, released.ledger, released.tokenizer, 2, rules)
+        assert first not in {row["id"] for row in found}
+
+
+def test_traces_hold_what_is_kept_and_follow_no_link(released: Plant, tmp_path: Path) -> None:
+    folder, checkpoint = tmp_path / "segment", tmp_path / "checkpoint"
+    folder.mkdir()
+    (checkpoint / "inner").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (checkpoint / "inner" / "weights").write_bytes(b"w")
+    (checkpoint / "link").symlink_to("/etc/passwd")
+    with (
+        changed(released, segments, segments.c.id == 2, folder=str(folder)),
+        changed(released, checkpoints, checkpoints.c.segment == 2, path=str(checkpoint)),
+    ):
+        copy_traces(released.workspace.root, released.ledger, 2, tmp_path / "traces")
+    found = {str(p.relative_to(tmp_path / "traces")) for p in (tmp_path / "traces").rglob("*") if not p.is_dir()}
+    assert found == {"segment-00002/metrics.jsonl", "segment-00002/checkpoint-000000001/inner/weights"}
+
+
+def test_a_first_release_by_command(released: Plant, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["--bundle", "1", "--out", str(out), "--licence", "Apache-2.0", "--traces"]
+    done = factory("release", *words, "--workspace", str(released.workspace.root))
+    assert done.returncode == 0 and f"release 1 is bundled in {out}" in done.stdout, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert "There is no champion yet" in (out / layout.CARD).read_text() and not (out / layout.DOCUMENTS).exists()
+    assert "license: apache-2.0" in (out / layout.CARD).read_text()
+    done = factory("release", *words, "--workspace", str(released.workspace.root))
+    assert done.returncode == 2 and "is there already" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_verify_by_command_needs_the_folder_alone(bundle: Path, published_key: Path, tmp_path: Path) -> None:
+    bundle.chmod(0o555)
+    done = factory("verify", str(bundle), "--public-key", str(published_key), "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["ok"] and found["pinned"], done.stdout
+    assert {check["name"]: check["ok"] for check in found["checks"]} == dict.fromkeys(["signature", *CHECKS], True)
+    assert found["signer"] == fingerprint(published_key.read_bytes(), "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
+
+
+def test_verify_by_command_of_another_folder(made: Written, bundle: Path, tmp_path: Path) -> None:
+    (bundle / layout.CARD).write_text("Best model ever.\n")
+    done = factory("verify", str(bundle))
+    assert done.returncode == 1 and done.stdout.endswith("NOT VERIFIED: files, signature, card\n"), done.stderr
+    done = factory("verify", str(tmp_path / "nowhere"))
+    assert done.returncode == 1 and "nowhere: no such folder" in done.stdout and not done.stderr

@@ -1,0 +1,81 @@
+"""Two releases of tiny real exports, judged by the real gate on evaluations that were written by hand, so that they are there in seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.evals.evaluator import current_suite
+from factory.evals.parity import CHECKS
+from factory.evals.suite import TASK_VERSIONS, Suite
+from factory.evals.tasks import EvalItem, ratio_bits
+from factory.gates.release.gate import decide
+from factory.ledger.ledger import Ledger, eval_items, evaluations, record, releases
+from tests.support.factory.exports import Plant, build_plant, save_export, tiny_model
+
+
+def released_plant(root: Path) -> Plant:
+    """Release 1 is a first release, release 2 was compared with it and is champion."""
+    workspace = Workspace.create(root / "workspace")
+    plant = build_plant(workspace, Ledger.create(workspace.ledger_url))
+    for number, bits in ((1, 3.0), (2, 2.8)):
+        export = save_export(tiny_model(number), workspace.exports / f"candidate-{number}", plant.tokenizer)
+        candidate = plant.add_candidate(export)
+        evaluated(plant, candidate, bits)
+        verdict = decide(workspace, plant.ledger, candidate, SILENT)
+        with plant.ledger.begin() as tx:
+            row = {
+                "number": number,
+                "candidate": candidate,
+                "verdict": verdict,
+                "state": "published",
+                "created_at": 1.7e9,
+            }
+            tx.execute(releases.insert().values(row))
+            record(tx, "promoted", f"release:{number}", {"candidate": candidate})
+    return plant
+
+
+def evaluated(plant: Plant, candidate: int, bits: float) -> None:
+    """An evaluation on the suite as it is, of a model with about so many bits per byte."""
+    suite = current_suite(plant.workspace, plant.ledger)
+    items = [*_scored(suite, bits), *_cloze(suite)]
+    cloze = [item.value for item in items if item.task == "cloze"]
+    summary: dict[str, Any] = {
+        "tokenizer_sha256": plant.tokenizer.sha256,
+        "task_versions": TASK_VERSIONS,
+        "documents": {domain: len(suite.of(domain)) for domain in suite.domains},
+        "bpb": ratio_bits([item for item in items if item.task == "bpb"]),
+        "noise_floor": dict.fromkeys(suite.domains, 0.001),
+        "baselines": {domain: {"trigram": 3.5, "bigram": 3.9} for domain in suite.domains},
+        "cloze": {"items": len(cloze), "share_right": sum(cloze) / len(cloze), "chance": 0.25},
+        "samples": [{"question": suite.documents[0].content, "answer": "what a model wrote"}],
+        "parity": {name: {"ok": True, "detail": "checked"} for name in CHECKS},
+    }
+    with plant.ledger.begin() as tx:
+        tx.execute(
+            evaluations.insert().values(
+                id=candidate, candidate=candidate, suite_sha256=suite.sha256, summary=summary, created_at=1.7e9
+            )
+        )
+        tx.execute(eval_items.insert(), [{"evaluation": candidate, **vars(item)} for item in items])
+
+
+def _scored(suite: Suite, bits: float) -> list[EvalItem]:
+    found = []
+    for document in suite.documents:
+        weight = 200 + len(document.key)
+        noise = hashlib.sha256(document.key.encode()).digest()[0] / 2560
+        nats = weight * math.log(2) * (bits + noise)
+        found.append(EvalItem("bpb", document.key, document.domain, document.cluster, nats, float(weight)))
+    return found
+
+
+def _cloze(suite: Suite) -> list[EvalItem]:
+    return [
+        EvalItem("cloze", d.key, d.domain, d.cluster, float(n % 3 == 0), 1.0) for n, d in enumerate(suite.documents)
+    ]
