@@ -16,6 +16,9 @@ from factory.cli import config  # noqa: F401
 from factory.cli import safety  # noqa: F401
 
 # isort: on
-from factory.cli.app import main
+from factory.cli.app import app, main
+from factory.cli.evals import tasks
+
+app.add_typer(tasks.commands, name="tasks")
 
 __all__ = ["main"]

@@ -1,23 +1,19 @@
-"""The ``factory`` command: the app, what its commands share, and what becomes of an error."""
+"""The ``factory`` command: the app, and what becomes of an error. What its commands share is in ``core.options``."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
 from factory.core import devices, stopping
 from factory.core.errors import FactoryError
-from factory.core.workspace import Workspace
 from factory.retrying.faults import fault_of
 
-if TYPE_CHECKING:
-    from factory.core.console import Terminal
-    from factory.ledger.ledger import Ledger
+__all__ = ["DEFAULT", "AsJson", "Where", "app", "main", "open_workspace", "person", "print_json"]
 
 # OpenMP threads that wait for one another spin, by default for milliseconds: next to two busy programs on two cores a step took 4.8 s
 # in place of 0.17, with fewer turns 0.4. Alone that costs about 4 % (docs/LOG.md). Read when torch is loaded, by children too.
@@ -38,10 +34,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Where = Annotated[Path, typer.Option("--workspace", "-w", envvar="FACTORY_HOME", help="The factory's folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
-DEFAULT = Path("workspace")
-
 
 def _version(asked: bool) -> None:
     if asked:
@@ -59,23 +51,6 @@ def every_command(
     ] = False,
 ) -> None:
     pass
-
-
-def open_workspace(where: Path) -> tuple[Workspace, Ledger, Terminal]:
-    from factory.core.console import Terminal
-    from factory.ledger.ledger import Ledger
-
-    workspace = Workspace.open(where)
-    return workspace, Ledger.open(workspace.ledger_url, workspace.root), Terminal()
-
-
-def person() -> str:
-    """The person who decides on the command line."""
-    return os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
-
-
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
 
 
 def main() -> None:

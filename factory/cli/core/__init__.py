@@ -1,0 +1,1 @@
+"""What commands share, in this folder and in those below it."""
