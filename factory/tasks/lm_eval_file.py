@@ -66,6 +66,7 @@ class LmEvalFile:
     shots: int
     data: tuple[Path, ...]
     cluster_by: str  # a key of its records; empty: each record by itself
+    answer_key: str  # the key of its records that is the answer; empty: a template makes it
     sha256: str  # of the file, all it includes, the Python beside it where that may run, and lm-eval's version
     version: str
 
@@ -103,6 +104,7 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
     cluster_by = metadata.get("cluster_by", "") if isinstance(metadata, dict) else ""
     if not isinstance(cluster_by, str):
         raise TaskError(f"{path}: metadata.cluster_by must be the name of a key of the items")
+    target = config.get("doc_to_target")
     version = lm_eval_version()
     code = sorted(path.parent.glob("*.py")) if found else []
     parts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in [*read, *code]]
@@ -115,6 +117,7 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
         shots,
         data,
         cluster_by,
+        target if isinstance(target, str) and target.isidentifier() and not config.get("process_docs") else "",
         hashlib.sha256(json.dumps([version, *parts]).encode()).hexdigest(),
         version,
     )

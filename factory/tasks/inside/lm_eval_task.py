@@ -54,6 +54,7 @@ def main(folder: str, task_file: str, cluster_by: str) -> None:
     [(name, samples)] = found["samples"].items()
     items = []
     for sample in samples:
+        refuse_unanswered(loaded["tasks"][name], sample)
         document = sample["doc"] if isinstance(sample["doc"], dict) else {}
         items.append(
             {
@@ -71,6 +72,19 @@ def main(folder: str, task_file: str, cluster_by: str) -> None:
         "result.json",
         {"items": items, "higher_is_better": better, "totals": {k: v for k, v in totals.items() if math.isfinite(v)}},
     )
+
+
+def refuse_unanswered(task: Any, sample: Any) -> None:
+    """lm-eval counts an item without an answer as wrong."""
+    target = sample["target"]
+    wanted = target if isinstance(target, list) else [target]
+    if task.OUTPUT_TYPE == "multiple_choice" and not task.multiple_input:
+        choices = task.doc_to_choice(sample["doc"])
+        known = [one in choices if isinstance(one, str) else 0 <= one < len(choices) for one in wanted]
+    else:
+        known = [str(one).strip() not in ("", "None") for one in wanted]
+    if not wanted or not all(known):
+        raise SystemExit(f"document {sample['doc_id']} has no answer among its choices: {str(target)[:80]!r}")
 
 
 def number(metric: str, value: Any) -> list[float] | None:

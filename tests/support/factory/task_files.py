@@ -48,11 +48,11 @@ def programs(count: int = 8) -> list[dict[str, Any]]:
     ]
 
 
-def write_task(workspace: Workspace, name: str, items: list[dict[str, Any]], **keys: Any) -> Path:
+def write_task(workspace: Workspace, name: str, asked: list[dict[str, Any]], /, **keys: Any) -> Path:
     """``policies/tasks/NAME.yaml`` with its items beside it."""
     folder = workspace.root / "policies" / "tasks"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in asked))
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump({"kind": "multiple_choice", "items": f"{name}.jsonl", **keys}))
     return path
