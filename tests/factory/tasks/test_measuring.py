@@ -46,7 +46,11 @@ def test_items_and_scores_are_recorded_once(plant: Plant, candidate: int) -> Non
     summary = EvaluationRow.get(plant.ledger, number).summary
     right = [row["value"] for row in rows if row["task"] == "asked/acc"]
     assert summary["metrics"]["asked/acc"]["value"] == pytest.approx(np.mean(right))
-    assert (summary["items"], summary["clusters"], summary["format"]) == (20, 5, "multiple choice in cloze format, 0 shots")
+    assert (summary["items"], summary["clusters"], summary["format"]) == (
+        20,
+        5,
+        "multiple choice in cloze format, 0 shots",
+    )
     assert EvaluationRow.newest(plant.ledger, candidate) is None  # of held-out documents there is none
     other = load_task(write_task(plant.workspace, "asked", items[:-1]), POLICY)
     assert measure(plant.workspace, plant.ledger, candidate, other, POLICY, SILENT) != number
@@ -178,7 +182,7 @@ def test_lm_eval_in_the_sandbox_generates_and_reads_no_more_than_its_folder(plan
     assert (summary["items"], summary["clusters"], summary["kind"]) == (12, 6, "lm-eval")
     assert len(measured_items(plant.ledger, number)) == 12
     ledger = plant.workspace.root / "ledger.db"
-    spy = "{{ cycler.__init__.__globals__.os.stat('%s') }}" % ledger
+    spy = f"{{{{ cycler.__init__.__globals__.os.stat('{ledger}') }}}}"
     hostile = write_lm_eval_task(plant.workspace, "spy", items, **{**generated, "doc_to_text": spy})
     with pytest.raises(TaskError, match=f"lm-eval ended with code 1: FileNotFoundError: .*'{ledger}'"):
         measure(plant.workspace, plant.ledger, candidate, load_task(hostile, POLICY), POLICY, SILENT)
@@ -194,7 +198,9 @@ def test_items_without_an_answer_are_named_not_counted_as_wrong(plant: Plant, ca
     items = choice_items()
     items[7]["answer"] = 4
     task = load_task(write_lm_eval_task(plant.workspace, "un", items), POLICY)
-    with pytest.raises(TaskError, match="task un: lm-eval ended with code 1: document 7 has no answer among its choices: '4'"):
+    with pytest.raises(
+        TaskError, match="task un: lm-eval ended with code 1: document 7 has no answer among its choices: '4'"
+    ):
         measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
     assert recorded(plant) == before
 
@@ -211,4 +217,6 @@ def test_bits_per_byte_of_lm_eval_is_a_cost(plant: Plant, candidate: int) -> Non
     summary = EvaluationRow.get(plant.ledger, number).summary
     assert summary["costs"] == ["texts/bits_per_byte"] and set(summary["metrics"]) == {"texts/bits_per_byte"}
     assert summary["metrics"]["texts/bits_per_byte"]["value"] == pytest.approx(summary["totals"]["bits_per_byte,none"])
-    assert 1 < summary["metrics"]["texts/bits_per_byte"]["value"] < 8 and math.isfinite(summary["totals"]["word_perplexity,none"])
+    assert 1 < summary["metrics"]["texts/bits_per_byte"]["value"] < 8 and math.isfinite(
+        summary["totals"]["word_perplexity,none"]
+    )

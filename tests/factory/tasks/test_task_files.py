@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ def test_files_of_items_that_cannot_be_read_are_named(workspace: Workspace, name
 
 
 def test_maths_and_code_are_read_and_hold_what_they_must(workspace: Workspace) -> None:
-    assert [item.answer for item in load_task(write_task(workspace, "sums", sums(), kind="maths"), POLICY).items][3] == 7
+    assert [item.answer for item in load_task(write_task(workspace, "sums", sums(), kind="maths"), POLICY).items][
+        3
+    ] == 7
     assert load_task(write_task(workspace, "code", programs(), kind="code"), POLICY).items[2].key == "add2"
     empty = [{**item, "answer": " "} for item in sums()]
     with pytest.raises(TaskError, match="record 1: it has no answer"):
@@ -106,8 +109,18 @@ def test_maths_and_code_are_read_and_hold_what_they_must(workspace: Workspace) -
 
 
 def test_an_answer_is_a_place_a_letter_or_the_text(workspace: Workspace) -> None:
-    items = [{"id": n, "question": "?", "choices": ["one", "B", "three"], "answer": a} for n, a in enumerate((0, "A", "one", 2, "C", "three", 1, "B"))]
-    assert [item.right for item in load_task(write_task(workspace, "asked", items), POLICY).items] == [0, 0, 0, 2, 2, 2, 1, 1]
+    answers = {0: 0, 1: "A", 2: "one", 3: 2, 4: "C", 5: "three", 6: 1, 7: "B"}
+    asked = [{"id": n, "question": "?", "choices": ["one", "B", "three"], "answer": a} for n, a in answers.items()]
+    assert [item.right for item in load_task(write_task(workspace, "asked", asked), POLICY).items] == [
+        0,
+        0,
+        0,
+        2,
+        2,
+        2,
+        1,
+        1,
+    ]
 
 
 def test_the_protocol_is_all_but_the_items(workspace: Workspace) -> None:
@@ -150,7 +163,9 @@ def test_an_unknown_task_is_told_the_nearest(workspace: Workspace) -> None:
         ({"task": ["a", "b"]}, "the name of one task"),
     ],
 )  # fmt: skip
-def test_what_lm_eval_may_not_do_is_refused_before_it_runs(workspace: Workspace, keys: dict[str, Any], says: str) -> None:
+def test_what_lm_eval_may_not_do_is_refused_before_it_runs(
+    workspace: Workspace, keys: dict[str, Any], says: str
+) -> None:
     path = write_lm_eval_task(workspace, "asked", choice_items(), **keys)
     with pytest.raises(TaskError) as found:
         load_task(path, POLICY)
@@ -203,10 +218,8 @@ def test_any_bytes_are_a_task_file_or_an_error(workspace: Workspace, tmp_path: P
     lines = (path.parent / "asked.jsonl").read_bytes()
     for at in range(len(data) + 1):
         path.write_bytes(data[:at])
-        try:
+        with contextlib.suppress(TaskError):
             load_task(path, POLICY)
-        except TaskError:
-            pass
     path.write_bytes(data)
     for at in range(0, len(lines), 97):
         (path.parent / "asked.jsonl").write_bytes(lines[:at] + b"\x00\xff" + lines[at + 2 :])

@@ -24,7 +24,9 @@ from tests.support.factory.task_files import choice_items, write_policy, write_t
 def line(plant: Plant) -> tuple[int, int]:
     """(the champion, a better candidate)."""
     weak, better = (
-        plant.add_candidate(save_export(trained(tiny_model(), plant.shard, steps), plant.workspace.exports / name, plant.tokenizer))
+        plant.add_candidate(
+            save_export(trained(tiny_model(), plant.shard, steps), plant.workspace.exports / name, plant.tokenizer)
+        )
         for name, steps in (("weak", 15), ("better", 60))
     )
     first = decide(plant.workspace, plant.ledger, weak, SILENT)
@@ -67,7 +69,14 @@ def test_a_tier_says_when() -> None:
     assert [due({"tier": "each"}, 3, w) for w in (False, True)] == [True, True]
     assert [due({"tier": "release"}, 3, w) for w in (False, True)] == [False, True]
     assert [due({"tier": "never"}, 3, w) for w in (False, True)] == [False, False]
-    assert [due({"tier": "every", "every": 3}, n, False) for n in range(1, 7)] == [False, False, True, False, False, True]
+    assert [due({"tier": "every", "every": 3}, n, False) for n in range(1, 7)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_dear_tasks_are_measured_only_before_a_promotion_and_each_holds_what_it_does_not_show(
@@ -108,7 +117,9 @@ def test_a_task_that_cannot_be_measured_holds_by_name(plant: Plant, line: tuple[
     assert measured(plant) == []
 
 
-def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(plant: Plant, line: tuple[int, int]) -> None:
+def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(
+    plant: Plant, line: tuple[int, int]
+) -> None:
     weak, better = line
     write_policy(plant.workspace, others={"margin": 1.0})
     policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
