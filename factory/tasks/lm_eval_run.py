@@ -75,7 +75,7 @@ def _answer(folder: Path, ended: Future[Result], model: TaskModel, advance: Adva
     number = 1
     while not ended.done():
         asked = folder / f"ask-{number}.json"
-        if not asked.exists():
+        if not asked.with_name(f"{asked.name}.whole").exists():
             wait([ended], LOOK_SECONDS)
             continue
         answer = answer_of_model(_read(asked), model, advance)

@@ -97,11 +97,11 @@ def number(metric: str, value: Any) -> list[float] | None:
 
 
 def write(folder: str, name: str, value: Any) -> None:
-    """Whole or not at all."""
+    """The file, and then an empty one beside it that says that it is whole."""
     path = os.path.join(folder, name)
-    with open(path + ".part", "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file)
-    os.replace(path + ".part", path)
+    open(path + ".whole", "w").close()
 
 
 if __name__ == "__main__":
