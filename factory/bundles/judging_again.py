@@ -21,16 +21,19 @@ from factory.evals.tasks import EvalItem, ratio_bits
 from factory.gates.release.gate import evidence_sha256, measured
 from factory.gates.release.judge import FIRST_RELEASE, ReleaseEvidence, judge
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.with_tasks import with_tasks
+from factory.tasks.comparing import TaskEvidence
 from kernels.contract.files import finite
 from trainer.contract.strict import parse
 
 TOLERANCE = 1e-9  # relative: sums in another order, or on another machine
-BESIDE = {"suite_sha256", "evaluations", "policy", "sha256"}  # what is recorded with the evidence
+BESIDE = {"suite_sha256", "evaluations", "policy", "tasks", "sha256"}  # what is recorded with the evidence
 _ITEMS = TypeAdapter(EvalItem)
 # Of the ledger, which a bundle does not have: taken as recorded, and signed.
 RECORDED = (
     "look", "lost", "releasable", "not_releasable", "anomalies", "sealed_looks", "fresh_documents", "older_documents", "on_fresh", "fresh_gap",
 )  # fmt: skip
+_TASKS = TypeAdapter(TaskEvidence)
 _EVIDENCE = TypeAdapter(ReleaseEvidence)
 
 
@@ -79,7 +82,12 @@ def verdict_problems(folder: BundleFolder) -> list[str]:
     """Does the judge say of this policy and evidence what the verdict says? Raises: BundleError."""
     stored, recorded = folder.object(layout.EVIDENCE), folder.object(layout.VERDICT)
     evidence = _evidence(stored)
-    verdict = judge(_policy(folder), evidence)
+    policy = _policy(folder)
+    try:
+        tasks = _TASKS.validate_json(json.dumps(stored.get("tasks") or {}), strict=True)
+    except ValidationError as error:
+        raise BundleError(f"{layout.EVIDENCE}: tasks: {_first(error)}") from None
+    verdict = with_tasks(policy, judge(policy, evidence), tasks)
     against = None if evidence.against == FIRST_RELEASE else evidence.against
     again = {"outcome": verdict.outcome, "reasons": list(verdict.reasons), "against": against}
     told = {key: recorded.get(key) for key in again}

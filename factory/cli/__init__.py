@@ -18,10 +18,12 @@ from factory.cli import safety  # noqa: F401
 # isort: on
 from factory.cli.app import app, main
 from factory.cli.data import compare, data, provenance
+from factory.cli.evals import tasks
 from factory.cli.releases import bundle, releases
 
 for commands in (provenance.commands, data.commands, compare.commands):
     app.add_typer(commands)
+app.add_typer(tasks.commands, name="tasks")
 app.add_typer(releases.commands, name="releases")
 app.command()(bundle.verify)  # which needs no workspace, and knows nothing of the app
 

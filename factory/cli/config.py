@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NAMES = (
     "factory", "data", "evals", "agents", "anomalies", "gates/audit", "gates/certificate", "gates/patch", "gates/recipe",
-    "gates/release", "kernels", "notifications", "recipe", "retention", "retries",
+    "gates/release", "kernels", "notifications", "recipe", "retention", "retries", "tasks",
 )  # fmt: skip
 PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
 WIDTH = 140  # where the output is no terminal
@@ -68,6 +68,7 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
     from factory.notifying.policy import NotificationPolicy
     from factory.retention.policy import RetentionPolicy
     from factory.retrying.policy import RetryPolicy
+    from factory.tasks.policy import TasksPolicy
     from factory.training.certificate import CertificatePolicy
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
@@ -86,6 +87,7 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
         "recipe": Recipe.load,
         "retention": RetentionPolicy.load,
         "retries": RetryPolicy.load,
+        "tasks": TasksPolicy.load,
     }
     if name == "factory":
         return workspace.root / "factory.yaml", _configuration(workspace)

@@ -99,6 +99,17 @@ def items_of(ledger: Ledger, evaluation_id: int) -> list[EvalItem]:
     return [EvalItem(**row) for row in ledger.rows(sa.select(*columns).where(eval_items.c.evaluation == evaluation_id))]
 
 
+def refuse_damaged(candidate: CandidateRow) -> None:
+    """Raises: DamagedExportError when a candidate's export is not the one that was made."""
+    try:
+        if folder_sha256(Path(candidate.export_path)) != candidate.export_sha256:
+            raise DamagedExportError(
+                candidate.id, f"{candidate.export_path} has changed since: its hash is not the recorded one"
+            )
+    except (InputError, OSError) as error:
+        raise DamagedExportError(candidate.id, str(error)) from error
+
+
 def _measure(
     workspace: Workspace,
     ledger: Ledger,
@@ -118,11 +129,7 @@ def _measure(
         "task_versions": TASK_VERSIONS,
         "documents": {domain: len(suite.of(domain)) for domain in suite.domains},
     }
-    try:
-        if folder_sha256(export) != candidate.export_sha256:
-            raise DamagedExportError(candidate.id, f"{export} has changed since: its hash is not the recorded one")
-    except (InputError, OSError) as error:
-        raise DamagedExportError(candidate.id, str(error)) from error
+    refuse_damaged(candidate)
     try:
         model = ReferenceModel.load(export)
         if model.config.vocab_size < tokenizer.vocab_size:

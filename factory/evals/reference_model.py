@@ -7,7 +7,7 @@ biased sigmoid and weighted by the unbiased one (arXiv:2412.19437, §2.1.2). The
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,17 @@ LOGITS_AT_ONCE = 1 << 25  # floats; 128 MiB
 @dataclass(frozen=True)
 class Generation:
     tokens: list[int]  # without the stop token
-    ended: bool  # a stop token came before the limit
+    ended: bool  # before the limit
+
+
+def greedy(logits_BV: torch.Tensor) -> torch.Tensor:
+    """The likeliest tokens [B]."""
+    return logits_BV.argmax(-1)
+
+
+def never(tokens: list[int]) -> bool:
+    """Only a stop token or the limit ends a text."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,12 @@ class Continuation:
 
 
 class ReferenceModel:
-    """An export, loaded. Sequences are padded on the right where they are scored; padding changes no other position."""
+    """An export, loaded. Sequences are padded on the right where they are scored; padding changes no other position.
+
+    ``to`` moves it to another device; tensors are given and returned on the CPU.
+    """
+
+    device = torch.device("cpu")
 
     def __init__(self, config: ExportConfig, weights: dict[str, torch.Tensor]) -> None:
         self.config = config
@@ -52,24 +67,40 @@ class ReferenceModel:
         config = read_config(folder)
         return cls(config, read_weights(folder, config))
 
+    def to(self, device: str | torch.device) -> ReferenceModel:
+        """Itself, moved to ``device``."""
+        self.device = torch.device(device)
+        self.weights = {name: weight.to(self.device) for name, weight in self.weights.items()}
+        self.head_VD, self.frequencies_K2 = self.head_VD.to(self.device), self.frequencies_K2.to(self.device)
+        return self
+
     @torch.inference_mode()
     def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """fp32 logits [B, T, V] of int64 tokens [B, T]."""
-        return self._hidden(tokens_BT) @ self.head_VD.T
+        with self.device:
+            return (self._hidden(tokens_BT.to(self.device)) @ self.head_VD.T).cpu()
 
-    @torch.inference_mode()
     def nll(self, tokens_BT: torch.Tensor, scored_BT: torch.Tensor) -> torch.Tensor:
         """Nats of each scored token given those before it, [B, T]; 0 where not scored. Column 0 has no context and is never scored."""
-        hidden_NTD = self._hidden(tokens_BT)[:, :-1][scored_BT[:, 1:]]
-        targets_N = tokens_BT[:, 1:][scored_BT[:, 1:]]
-        rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
-        parts = [
-            F.cross_entropy(h @ self.head_VD.T, t, reduction="none")
-            for h, t in zip(hidden_NTD.split(rows), targets_N.split(rows), strict=True)
-        ]
-        nll_BT = torch.zeros(tokens_BT.shape)
-        nll_BT[:, 1:][scored_BT[:, 1:]] = torch.cat(parts)
-        return nll_BT
+        return self.scores(tokens_BT, scored_BT)[0]
+
+    @torch.inference_mode()
+    def scores(self, tokens_BT: torch.Tensor, scored_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(``nll``; whether each scored token is the most likely one, bool [B, T])."""
+        tokens_BT, scored_BT = tokens_BT.to(self.device), scored_BT.to(self.device)
+        with self.device:
+            hidden_ND = self._hidden(tokens_BT)[:, :-1][scored_BT[:, 1:]]
+            targets_N = tokens_BT[:, 1:][scored_BT[:, 1:]]
+            rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+            nll_BT, likeliest_BT = torch.zeros(tokens_BT.shape), torch.zeros(tokens_BT.shape, dtype=torch.bool)
+            nats, likeliest = [], []
+            for h, t in zip(hidden_ND.split(rows), targets_N.split(rows), strict=True):
+                logits = h @ self.head_VD.T
+                nats.append(F.cross_entropy(logits, t, reduction="none"))
+                likeliest.append(logits.argmax(-1) == t)
+            nll_BT[:, 1:][scored_BT[:, 1:]] = torch.cat(nats)
+            likeliest_BT[:, 1:][scored_BT[:, 1:]] = torch.cat(likeliest)
+        return nll_BT.cpu(), likeliest_BT.cpu()
 
     def gradient_norm(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
         """(nats, norm of their gradient with respect to all weights) of pieces of one document, each int64 tokens [T + 1] and which of
@@ -85,13 +116,30 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Collection[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop: Collection[int],
+        choose: Callable[[torch.Tensor], torch.Tensor] = greedy,
+        finished: Callable[[list[int]], bool] = never,
     ) -> list[Generation]:
-        """Greedy continuations of all prompts at once, each ended by its first ``stop`` token or by the limit.
+        """Continuations of all prompts at once, each ended by its first ``stop`` token, when ``finished`` says so of its tokens, or by the limit.
 
-        Prompts are padded on the left; prompt + limit may not exceed the model's context.
+        ``choose``: from fp32 logits [B, V] on the CPU the next tokens [B]. Prompts are padded on the left; prompt + limit may not exceed the
+        model's context.
         """
         assert prompts and all(prompts)
+        with self.device:
+            return self._generate(prompts, max_new_tokens, stop, choose, finished)
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop: Collection[int],
+        choose: Callable[[torch.Tensor], torch.Tensor],
+        finished: Callable[[list[int]], bool],
+    ) -> list[Generation]:
         config, rows, longest = self.config, len(prompts), max(map(len, prompts))
         total = longest + max_new_tokens
         tokens_BT = torch.zeros(rows, longest, dtype=torch.int64)
@@ -108,11 +156,14 @@ class ReferenceModel:
         written: list[list[int]] = [[] for _ in prompts]
         ended = [False] * rows
         for at in range(longest, total):
-            next_B = (hidden[:, -1] @ self.head_VD.T).argmax(-1)
+            next_B = choose((hidden[:, -1] @ self.head_VD.T).cpu()).to(self.device)
             for row, token in enumerate(next_B.tolist()):
-                ended[row] = ended[row] or token in stop
+                if ended[row]:
+                    continue
+                ended[row] = token in stop
                 if not ended[row]:
                     written[row].append(token)
+                    ended[row] = finished(written[row])
             if all(ended) or at == total - 1:
                 break
             seen_B1S = (real_BS & (torch.arange(total) <= at))[:, None, :]

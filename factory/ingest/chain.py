@@ -5,6 +5,7 @@
                  filter, PII, hashes   held-out,        round trip
                                        contamination
 
+Items of evaluation tasks that are new are recorded first, to be decontaminated against (``rules/held_tasks``).
 All work is done before the transaction, which is the only step that changes the ledger. After a kill the next call starts
 again and ends with the same rows, because every step is a function of the shard, the policy and the ledger. A killed run
 leaves a spool (removed by the next run) or a token shard that no ledger row names (used by the next run, because a token
@@ -38,6 +39,7 @@ from factory.ingest.index import Index
 from factory.ingest.pool import Pool
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading_code import reading_key
+from factory.ingest.rules.held_tasks import hold_task_items
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import frozen_tokenizer
@@ -83,7 +85,7 @@ def ingest_shard(
 
     ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard.
 
-    Raises: InputError when the path is not a readable file or changes during the ingest; ConfigError for a bad policy;
+    Raises: InputError when the path is not a readable file or changes during the ingest, or a task file cannot be read; ConfigError for a bad policy;
     WorkerDied; FactoryError when the disk is full. What is wrong *inside* the file ends in a report: rows are dropped, each
     by a rule, and a file that is unusable as a whole is quarantined.
     """
@@ -94,6 +96,7 @@ def ingest_shard(
         return known
     index = Index(ledger)
     parameters = index.check(policy)
+    hold_task_items(workspace, ledger, policy.decontamination.ngram)
     spool = workspace.shards / f".ingest-{sha256[:16]}"
     try:
         for left in (

@@ -197,7 +197,7 @@ evaluations = sa.Table(
     metadata,
     C("id", SERIAL, primary_key=True),
     C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False),
-    C("suite_sha256", T, nullable=False),  # identity of the held-out items and task versions
+    C("suite_sha256", T, nullable=False),  # of held-out items and task versions; 'task:<sha256>': of one task
     # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
     C("summary", J, nullable=False),
     C("created_at", F, nullable=False),
@@ -208,11 +208,11 @@ eval_items = sa.Table(
     "eval_items",
     metadata,
     C("evaluation", N, sa.ForeignKey("evaluations.id"), nullable=False, index=True),
-    C("task", T, nullable=False),  # 'bpb' | 'cloze' | 'chat'
+    C("task", T, nullable=False),  # 'bpb' | 'cloze' | 'chat' | '<task>/<metric>'
     C("item", T, nullable=False),
     C("domain", T, nullable=False),
     C("cluster", T, nullable=False),
-    C("value", F, nullable=False),  # bpb: nats of the item; cloze, chat: 0 or 1
+    C("value", F, nullable=False),  # bpb: nats of the item; cloze, chat: 0 or 1; else a score from 0 to 1, or a cost
     C("weight", F, nullable=False),  # bpb: UTF-8 bytes; else 1
 )
 

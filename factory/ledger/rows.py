@@ -147,7 +147,9 @@ class EvaluationRow(LedgerRow):
 
     @classmethod
     def newest(cls, db: Reads, candidate: int) -> Self | None:
-        return cls.first(db, "WHERE candidate = :candidate ORDER BY id DESC", candidate=candidate)
+        """On held-out documents; those of single tasks (``factory.tasks``) have a suite of their own, 'task:…'."""
+        which = "WHERE candidate = :candidate AND suite_sha256 NOT LIKE 'task:%' ORDER BY id DESC"
+        return cls.first(db, which, candidate=candidate)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from factory.ingest.chain import chunks
 from factory.ingest.index import Index
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import decontaminate
+from factory.ingest.rules.held_tasks import HELD, task_prefix
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.worker import FinishTask, IngestJob, analyse, finish, spool_ngrams
@@ -233,13 +234,14 @@ def _with_erased(
 
 
 def _held_out_then(ledger: Ledger, shard: str) -> decontaminate.HeldOutNgrams:
-    """What was held out when a shard was ingested, by itself and by those before it."""
+    """What was held out when a shard was ingested, by itself and by those before it, and the tasks' items that were there."""
     before = ledger.read(  # by the order of events: a clock may have gone back
-        "SELECT DISTINCT subject FROM events WHERE kind = 'ingested' AND id <= "
+        "SELECT DISTINCT subject FROM events WHERE kind IN ('ingested', :held) AND id <= "
         "(SELECT MIN(id) FROM events WHERE kind = 'ingested' AND subject = :shard)",
         shard=f"shard:{shard[:16]}",
+        held=HELD,
     )
-    prefixes = {row["subject"].removeprefix("shard:") for row in before}
+    prefixes = {task_prefix(row["subject"]).removeprefix("shard-") for row in before}
     return decontaminate.HeldOutNgrams.of(
         [(key, grams) for key, grams in Index(ledger).held_out_ngrams() if key.partition(":")[0] in prefixes]
     )

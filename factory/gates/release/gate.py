@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -21,16 +21,19 @@ from factory.evals.statistics import compare
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.release.judge import FIRST_RELEASE, ReleaseEvidence, judge
+from factory.gates.release.judge import FIRST_RELEASE, PROMOTE, ReleaseEvidence, judge
 from factory.gates.release.licences import not_releasable, tokens_by_licence
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.with_tasks import with_tasks
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import open_in, rewound_in
 from factory.ledger.ledger import Ledger, record, verdicts
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
 from factory.ledger.writing import record_verdict
+from factory.tasks.comparing import TaskEvidence
+from factory.tasks.tiers import measure_due
 from kernels.contract.files import finite
 
 
@@ -50,7 +53,8 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     if looks >= policy.sealed_looks_max and evaluation_of(ledger, candidate_id, suite) is None:
         against = FIRST_RELEASE if champion_id is None else str(Subject("candidate", champion_id))
         unread = ReleaseEvidence(against=against, domains=tuple(suite.domains), sealed_looks=looks)
-        return _record(ledger, policy, candidate_id, champion_id, suite, unread, {"candidate": None, "champion": None})
+        evaluated: dict[str, Any] = {"candidate": None, "champion": None}
+        return _record(ledger, policy, candidate_id, champion_id, suite, unread, TaskEvidence(), evaluated)
     ours = evaluate_on(workspace, ledger, candidate_id, suite, progress)
     theirs = (
         None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, progress, released=True)
@@ -66,7 +70,11 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
         releasable=1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
         not_releasable=other,
     )
-    return _record(ledger, policy, candidate_id, champion_id, suite, evidence, {"candidate": ours, "champion": theirs})
+    tasks = measure_due(workspace, ledger, candidate_id, progress, would_promote=False)
+    if with_tasks(policy, judge(policy, evidence), tasks).outcome == PROMOTE:
+        tasks = measure_due(workspace, ledger, candidate_id, progress, would_promote=True)
+    evaluated = {"candidate": ours, "champion": theirs}
+    return _record(ledger, policy, candidate_id, champion_id, suite, evidence, tasks, evaluated)
 
 
 def gather(
@@ -157,11 +165,14 @@ def _record(
     champion_id: int | None,
     suite: Suite,
     evidence: ReleaseEvidence,
+    tasks: TaskEvidence,
     evaluated: dict[str, Any],
 ) -> int:
-    verdict = judge(policy, evidence)
+    verdict = with_tasks(policy, judge(policy, evidence), tasks)
     stored = finite(evidence.to_json()) | {"suite_sha256": suite.sha256, "evaluations": evaluated}
     stored["policy"] = policy.model_dump(mode="json")
+    if tasks:
+        stored["tasks"] = finite(asdict(tasks))
     stored["sha256"] = evidence_sha256(stored)
     subject = Subject("candidate", candidate_id)
     values: dict[str, Any] = {

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from factory.evals.export_config import ExportError
 from factory.evals.reference_model import ReferenceModel
-from tests.support.factory.exports import FAMILIES, VOCAB, save_export, tiny_model
+from tests.support.factory.exports import CONTEXT, FAMILIES, VOCAB, save_export, tiny_model
 from trainer.contract.checkpoint.architectures import ARCHITECTURES
 
 OTHERS = {"tie_word_embeddings": False, "num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-2}
@@ -212,3 +212,17 @@ def test_hostile_export_is_refused_with_a_reason(sound: Path, tmp_path: Path, ha
     with pytest.raises(ExportError) as refused:
         ReferenceModel.load(tmp_path)
     assert str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.gpu
+def test_another_device_gives_the_same_numbers(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    export = save_export(tiny_model(), tmp_path)
+    here, there = ReferenceModel.load(export), ReferenceModel.load(export).to("cuda")
+    tokens_BT = torch.randint(VOCAB, (4, CONTEXT), generator=torch.Generator().manual_seed(0))
+    scored_BT = torch.arange(CONTEXT).expand(4, -1) > 9
+    for ours, theirs in zip(here.scores(tokens_BT, scored_BT), there.scores(tokens_BT, scored_BT)):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    prompts = [[5, 6, 7], [9] * 20]
+    assert here.generate(prompts, 12, {0}) == there.generate(prompts, 12, {0})

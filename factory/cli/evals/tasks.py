@@ -1,0 +1,158 @@
+"""``factory tasks``: the evaluation tasks of ``policies/tasks/``: which there are, whether they are sound, what a candidate scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
+
+if TYPE_CHECKING:
+    from factory.tasks.task_file import EvalTask
+
+commands = typer.Typer(
+    help="Evaluation tasks: list them, check their files, measure a candidate.", no_args_is_help=True
+)
+
+
+@commands.command("list")
+def list_(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """List the tasks in policies/tasks/ with their tier, their format, and what the newest candidate that was measured scores."""
+    from factory.ledger.rows import EvaluationRow
+    from factory.tasks.items import TaskError
+    from factory.tasks.policy import TasksPolicy
+    from factory.tasks.task_file import load_named, task_folder, task_names
+
+    workspace, ledger, terminal = open_workspace(where)
+    policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
+    newest = {
+        row.summary.get("task"): row
+        for row in EvaluationRow.select(ledger, "WHERE suite_sha256 LIKE 'task:%' ORDER BY id")
+    }
+    found: list[dict[str, Any]] = []
+    for name in task_names(task_folder(workspace)):
+        row: dict[str, Any] = {"task": name, **policy.of(name).model_dump()}
+        try:
+            row |= _described(load_named(workspace, name, policy))
+        except TaskError as error:
+            row["problem"] = str(error)
+        if name in newest:
+            row |= {"candidate": newest[name].candidate, "metrics": newest[name].summary["metrics"]}
+        found.append(row)
+    if as_json:
+        print_json(found)
+        return
+    for row in found:
+        tier = f"every {row['every']}." if row["tier"] == "every" else row["tier"]
+        about = row.get("problem") or f"{row['format']}, {row['items']} items"
+        terminal.line(f"{row['task']}  {tier}  {about}")
+        if "metrics" in row:
+            terminal.line(f"    candidate {row['candidate']}: {_scores(row['metrics'])}")
+    if not found:
+        terminal.line(f"  no task file in {task_folder(workspace)}: docs/TASKS.md says how to write one")
+
+
+@commands.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="A task's YAML file.")], where: Where = DEFAULT, as_json: AsJson = False
+) -> None:
+    """Read a task file with all its items; hold the tests of code items to their solutions; look for items in the training data."""
+    from factory.tasks.measuring import trained_on
+    from factory.tasks.policy import TasksPolicy
+    from factory.tasks.task_file import load_task
+    from factory.tasks.verifiers import check_solutions
+
+    workspace, ledger, terminal = open_workspace(where)
+    policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
+    task = load_task(file, policy)
+    if task.kind == "code":
+        check_solutions(task.items, policy.running)
+    hits = trained_on(workspace, ledger, task)
+    found = {"task": task.name, **_described(task), "contaminated": len(hits), "in": [key for _, key in hits[:20]]}
+    if as_json:
+        print_json(found)
+        return
+    terminal.line(
+        f"  {task.name}: {task.format}, {found['items']} items of {found['clusters'] or 'unknown'} sources: sound"
+    )
+    if hits:
+        terminal.line(
+            f"  {len(hits)} items stand in training data that was there before them (first: {hits[0][1]}); at most "
+            f"{policy.contaminated_max:.0%} is allowed"
+        )
+
+
+@commands.command()
+def run(
+    name: Annotated[str, typer.Argument(help="A task of policies/tasks/.")],
+    candidate: Annotated[int | None, typer.Option(help="The candidate (default: the champion).")] = None,
+    take_baseline: Annotated[
+        bool, typer.Option("--baseline", help="From now on the line of releases is measured as the file says now.")
+    ] = False,
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a candidate on one task, whatever its tier, and record each item. Measured already, it is told again."""
+    from factory.core.errors import InputError
+    from factory.core.progress import SILENT
+    from factory.ledger.rows import EvaluationRow, champion
+    from factory.tasks import tiers
+    from factory.tasks.measuring import measure
+    from factory.tasks.policy import TasksPolicy
+    from factory.tasks.task_file import load_named
+
+    workspace, ledger, terminal = open_workspace(where)
+    policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
+    progress = SILENT if as_json else terminal
+    task = load_named(workspace, name, policy)
+    if take_baseline:
+        tiers.take_baseline(workspace, ledger, task, policy, person(), progress)
+    best = champion(ledger)
+    number = candidate if candidate is not None else best.candidate if best else None
+    if number is None:
+        raise InputError("there is no champion yet: say which candidate, with --candidate")
+    row = EvaluationRow.get(ledger, measure(workspace, ledger, number, task, policy, progress))
+    changed = tiers.changed_since_baseline(ledger, task)
+    if as_json:
+        print_json({"candidate": number, "evaluation": row.id, "held": changed, **row.summary})
+        return
+    terminal.line(f"  candidate {number}, {task.name}: {_scores(row.summary['metrics'])}")
+    terminal.line(
+        f"    {row.summary['items']} items of {row.summary['clusters']} sources; {task.format}; {row.summary['device']}"
+    )
+    for words in (*_notes(row.summary), changed):
+        if words:
+            terminal.line(f"    {words}")
+
+
+def _described(task: EvalTask) -> dict[str, Any]:
+    return {
+        "kind": task.kind,
+        "format": task.format,
+        "items": len(task.records),
+        "clusters": len({item.cluster for item in task.items}),
+        "protocol": task.protocol,
+    }
+
+
+def _notes(summary: dict[str, Any]) -> list[str]:
+    stopped = ", ".join(f"{count} over the {limit} limit" for limit, count in summary.get("stopped", {}).items())
+    return [
+        words
+        for count, words in (
+            (summary["cut"], f"{summary['cut']} contexts were longer than the model's and lost their beginning"),
+            (summary["contaminated"], f"{summary['contaminated']} items stand in training data"),
+            (summary.get("never_ended"), f"{summary.get('never_ended')} answers did not end before max_tokens"),
+            (stopped, f"programs that were stopped: {stopped}"),
+        )
+        if count
+    ]
+
+
+def _scores(metrics: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name.split('/', 1)[1]} {row['value']:.3f}" + (f" ± {row['error']:.3f}" if row["error"] is not None else "")
+        for name, row in metrics.items()
+    )

@@ -1,0 +1,135 @@
+"""The items of evaluation tasks, as far as ingest must know them: every string in every data file of ``policies/tasks/``.
+
+No schema is asked for, so that a task file of any kind is kept out of training data from the moment it lies in the folder, also one that no
+task reads yet. Items are read here for the tasks too, so that both see the same records.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from factory.core.errors import InputError
+from factory.ingest.rules.decontaminate import ngrams
+from factory.ingest.rules.words import Hashes, word_hashes
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+LARGEST = 256 << 20  # bytes of a file
+DEPTH = 32  # of lists in lists
+
+
+@dataclass(frozen=True)
+class ItemFile:
+    """One data file: its path, the hash of its content, its records."""
+
+    path: Path
+    sha256: str
+    records: list[dict[str, Any]]
+
+
+def item_files(folder: Path) -> list[Path]:
+    """The data files of a folder and those below it, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+
+
+def read_items(path: Path) -> ItemFile:
+    """Raises: InputError naming the file, and the line where there is one, for what cannot be read as a table of records."""
+    try:
+        if path.stat().st_size > LARGEST:
+            raise InputError(f"{path}: more than {LARGEST >> 20} MiB")
+        data = path.read_bytes()
+        if path.suffix == ".parquet":
+            records = _parquet(data)
+        else:
+            text = data.decode("utf-8-sig")
+            records = {".jsonl": _lines, ".json": _json, ".csv": _csv}[path.suffix](text)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except _BadItems as error:
+        raise InputError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read as {path.suffix[1:]}: {str(error)[:200]}") from error
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
+            raise InputError(f"{path}: record {number} is {type(record).__name__}, expected keys with values")
+    return ItemFile(path, hashlib.sha256(data).hexdigest(), records)
+
+
+def item_ngrams(record: Any, n: int) -> Hashes:
+    """The n-grams of each string of a record, and of all of them joined: question and answer stand together in most copies."""
+    texts = list(_strings(record, 0))
+    every = [ngrams(word_hashes(text), n) for text in [*texts, "\n".join(texts)]]
+    return np.unique(np.concatenate(every))
+
+
+class _BadItems(Exception):
+    """What is wrong inside a file."""
+
+
+def _strings(value: Any, depth: int) -> Iterator[str]:
+    if depth > DEPTH:
+        return
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _strings(part, depth + 1)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _strings(part, depth + 1)
+
+
+def _lines(text: str) -> list[Any]:
+    records = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                records.append(json.loads(line, object_pairs_hook=_once))
+            except (ValueError, RecursionError) as error:
+                raise _BadItems(f"line {number}: {str(error)[:200]}") from None
+    return records
+
+
+def _json(text: str) -> list[Any]:
+    found = json.loads(text, object_pairs_hook=_once)
+    if not isinstance(found, list):
+        raise _BadItems("expected a list of records")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key appears twice")
+    return found
+
+
+def _csv(text: str) -> list[Any]:
+    try:
+        rows = list(csv.DictReader(io.StringIO(text), strict=True))
+    except csv.Error as error:
+        raise _BadItems(str(error)) from None
+    for number, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise _BadItems(f"row {number} has another number of fields than the first line")
+    return rows
+
+
+def _parquet(data: bytes) -> list[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return list(pq.read_table(pa.BufferReader(data)).to_pylist())
+    except pa.ArrowException as error:
+        raise _BadItems(f"cannot be read as parquet: {str(error)[:200]}") from None

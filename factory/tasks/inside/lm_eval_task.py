@@ -1,0 +1,108 @@
+"""lm-eval on one task file, in the sandbox: ``python -I lm_eval_task.py FOLDER TASK.yaml CLUSTER_BY``. Imports nothing of the factory.
+
+The model is outside: what lm-eval asks of its ``LM`` is written to FOLDER/ask-N.json and the answer awaited as FOLDER/answer-N.json. At the
+end FOLDER/result.json holds each item's numbers and lm-eval's own totals.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from typing import Any
+
+WAIT_SECONDS = 0.02
+
+
+def main(folder: str, task_file: str, cluster_by: str) -> None:
+    os.environ.update(
+        HF_HOME=os.path.join(folder, "home"), HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_EVALUATE_OFFLINE="1",
+        HF_DATASETS_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1",
+    )  # fmt: skip
+    from lm_eval.api.model import LM
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks import TaskManager
+
+    class Outside(LM):  # type: ignore[misc]
+        """Asks the program outside."""
+
+        asked = 0
+
+        def _ask(self, kind: str, requests: list[Any]) -> list[Any]:
+            self.asked += 1
+            write(folder, f"ask-{self.asked}.json", {"kind": kind, "requests": [list(one.args) for one in requests]})
+            path = os.path.join(folder, f"answer-{self.asked}.json")
+            while not os.path.exists(path):
+                time.sleep(WAIT_SECONDS)
+            with open(path, encoding="utf-8") as file:
+                found: list[Any] = json.load(file)
+            return found
+
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            return [(value, likeliest) for value, likeliest in self._ask("loglikelihood", requests)]
+
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            return self._ask("loglikelihood_rolling", requests)
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            return self._ask("generate_until", requests)
+
+    loaded = TaskManager(include_defaults=False).load([task_file])
+    found = evaluate(lm=Outside(), task_dict=loaded, log_samples=True, bootstrap_iters=0)
+    [(name, samples)] = found["samples"].items()
+    items = []
+    for sample in samples:
+        refuse_unanswered(loaded["tasks"][name], sample)
+        document = sample["doc"] if isinstance(sample["doc"], dict) else {}
+        items.append(
+            {
+                "item": sample["doc_id"],
+                "id": document.get("id"),
+                "cluster": str(document[cluster_by]) if cluster_by else "",
+                "filter": sample.get("filter", "none"),
+                "values": {metric: value for metric in sample["metrics"] if (value := number(metric, sample[metric]))},
+            }
+        )
+    better = found["higher_is_better"].get(name, {})
+    totals = {key: value for key, value in found["results"][name].items() if isinstance(value, int | float)}
+    write(
+        folder,
+        "result.json",
+        {"items": items, "higher_is_better": better, "totals": {k: v for k, v in totals.items() if math.isfinite(v)}},
+    )
+
+
+def refuse_unanswered(task: Any, sample: Any) -> None:
+    """lm-eval counts an item without an answer as wrong."""
+    target = sample["target"]
+    wanted = target if isinstance(target, list) else [target]
+    if task.OUTPUT_TYPE == "multiple_choice" and not task.multiple_input:
+        choices = task.doc_to_choice(sample["doc"])
+        known = [one in choices if isinstance(one, str) else 0 <= one < len(choices) for one in wanted]
+    else:
+        known = [str(one).strip() not in ("", "None") for one in wanted]
+    if not wanted or not all(known):
+        raise SystemExit(f"document {sample['doc_id']} has no answer among its choices: {str(target)[:80]!r}")
+
+
+def number(metric: str, value: Any) -> list[float] | None:
+    """[value, weight] of one item, whose sums are the metric: bits over bytes; nats; a share right. None for what is no such sum."""
+    if metric == "bits_per_byte":
+        return [-value[0] / math.log(2), float(value[1])]
+    if metric == "perplexity":
+        return [-float(value), 1.0]
+    return [float(value), 1.0] if isinstance(value, int | float) else None
+
+
+def write(folder: str, name: str, value: Any) -> None:
+    """The file, and then an empty one beside it that says that it is whole."""
+    path = os.path.join(folder, name)
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    open(path + ".whole", "w").close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

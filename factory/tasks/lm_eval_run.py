@@ -1,0 +1,178 @@
+"""Has lm-eval measure one of its task files, in the sandbox, and answers what it asks of a model.
+
+lm-eval, its templates and the functions of a task file are not trusted: there is no network, and what comes out is read as such.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from factory.core.left_files import open_file
+from factory.evals.tasks import EvalItem
+from factory.sandbox import sandbox
+from factory.sandbox.sandbox import Limits, Result
+from factory.tasks.items import TaskError
+from factory.tasks.lm_eval_file import LmEvalFile
+from factory.tasks.model import Advance, Drawing, TaskModel
+from factory.tasks.policy import TasksPolicy
+from factory.tasks.task_file import EvalTask
+from kernels.contract.files import write_atomically
+
+INSIDE = Path(__file__).with_name("inside") / "lm_eval_task.py"
+LARGEST = 1 << 30  # bytes of what it asks
+LOOK_SECONDS = 0.05
+MAX_TOKENS = 256  # lm-eval's default
+# What a task may say of drawing a text; others change nothing without sampling, and are refused with it.
+DRAWING = {"until", "do_sample", "temperature", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}
+
+
+def run_lm_eval(
+    task: EvalTask, model: TaskModel, policy: TasksPolicy, advance: Advance
+) -> tuple[list[EvalItem], dict[str, Any]]:
+    """(an item for each metric and filter, lm-eval's own totals and which metrics are costs).
+
+    Raises: TaskError when lm-eval fails, asks for what there is not, or leaves what is no result; IsolationError without a sandbox.
+    """
+    assert isinstance(task.file, LmEvalFile)
+    with tempfile.TemporaryDirectory(prefix="factory-lm-eval-") as name, ThreadPoolExecutor(1) as pool:
+        folder, enough = Path(name), threading.Event()
+        ended = pool.submit(_start, folder, task, policy, enough)
+        try:
+            _answer(folder, ended, model, advance)
+        finally:
+            enough.set()
+        result = ended.result()
+        if not result.ok:
+            raise TaskError(f"task {task.name}: lm-eval {result.why()}")
+        found = _read(folder / "result.json")
+    return _items(task, found)
+
+
+def _start(folder: Path, task: EvalTask, policy: TasksPolicy, enough: threading.Event) -> Result:
+    assert isinstance(task.file, LmEvalFile)
+    running = policy.running
+    return sandbox.run(
+        [sys.executable, "-I", str(INSIDE), str(folder), str(task.path.resolve()), task.file.cluster_by],
+        output=folder,
+        readonly=[INSIDE, task.path.resolve().parent],
+        cwd=task.path.resolve().parent,
+        limits=Limits(wall_seconds=running.lm_eval_seconds, memory=running.lm_eval_memory_mib << 20, output=4 << 30),
+        enough=enough,
+    )
+
+
+def _answer(folder: Path, ended: Future[Result], model: TaskModel, advance: Advance) -> None:
+    """Answer one question after the other until lm-eval has ended."""
+    number = 1
+    while not ended.done():
+        asked = folder / f"ask-{number}.json"
+        if not asked.with_name(f"{asked.name}.whole").exists():
+            wait([ended], LOOK_SECONDS)
+            continue
+        answer = answer_of_model(_read(asked), model, advance)
+        write_atomically(folder / f"answer-{number}.json", json.dumps(answer))
+        number += 1
+
+
+def answer_of_model(asked: Any, model: TaskModel, advance: Advance) -> list[Any]:
+    """What lm-eval's ``LM`` returns. Raises: TaskError for what is no such question."""
+    kind, requests = (asked.get("kind"), asked.get("requests")) if isinstance(asked, dict) else (None, None)
+    if not isinstance(requests, list) or not all(isinstance(one, list) and one for one in requests):
+        raise TaskError("lm-eval asked for something that is no list of requests")
+    texts_of = {"loglikelihood": 2, "loglikelihood_rolling": 1, "generate_until": 1}.get(str(kind), 0)
+    if not texts_of or not all(isinstance(part, str) for one in requests for part in one[:texts_of]):
+        raise TaskError(f"lm-eval asked for {str(kind)[:40]!r} of what is no text")
+    if kind == "loglikelihood":
+        scored = model.log_probabilities([(one[0], one[1]) for one in requests], advance)
+        return [[one.log_probability, one.likeliest] for one in scored]
+    if kind == "loglikelihood_rolling":
+        return model.rolling([one[0] for one in requests], advance)
+    found: list[str] = [""] * len(requests)
+    by_drawing: dict[Drawing, list[int]] = {}
+    for index, one in enumerate(requests):
+        by_drawing.setdefault(_drawing(one[1] if len(one) > 1 else {}), []).append(index)
+    for how, indices in by_drawing.items():
+        seeds = [_seed(index, requests[index][0]) for index in indices]
+        for index, one in zip(indices, model.generate([requests[i][0] for i in indices], how, seeds, advance)):
+            found[index] = one.text
+    return found
+
+
+def _drawing(said: Any) -> Drawing:
+    if not isinstance(said, dict):
+        raise TaskError("lm-eval asked for texts with no keys to draw them by")
+    until = said.get("until") or []
+    until = [until] if isinstance(until, str) else until
+    lengths = [
+        said[key] for key in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens") if said.get(key)
+    ]
+    length, temperature = (lengths or [MAX_TOKENS])[0], said.get("temperature") or 0.0
+    if not isinstance(length, int) or not isinstance(until, list) or not all(isinstance(w, str) and w for w in until):
+        raise TaskError(f"generation_kwargs: {str(said)[:200]} cannot be read")
+    if not isinstance(temperature, int | float) or not 0 <= temperature <= 10:
+        raise TaskError(f"generation_kwargs: temperature {str(temperature)[:40]} is out of range")
+    drawn = bool(said.get("do_sample")) and temperature > 0
+    if drawn and (unknown := sorted(set(said) - DRAWING)):
+        raise TaskError(f"generation_kwargs: {unknown[0]} is not known to this model")
+    return Drawing(length, tuple(until), float(temperature) if drawn else 0.0)
+
+
+def _items(task: EvalTask, found: Any) -> tuple[list[EvalItem], dict[str, Any]]:
+    try:
+        rows = [row for sample in found["items"] for row in _rows(task.name, sample)]
+        better = {str(name): bool(up) for name, up in found["higher_is_better"].items()}
+        totals = {str(key): float(value) for key, value in found["totals"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise TaskError(f"task {task.name}: what lm-eval left is no result: {str(error)[:200]}") from None
+    if not rows:
+        raise TaskError(
+            f"task {task.name}: none of its metrics is a number for each item, so nothing could be compared"
+        )
+    keys = [(row.task, row.item) for row in rows]
+    if len(set(keys)) < len(keys):
+        raise TaskError(f"task {task.name}: lm-eval measured an item twice")
+    broken = [row for row in rows if not math.isfinite(row.value)]
+    if broken:
+        raise TaskError(
+            f"task {task.name}: {len(broken)} of {len(rows)} values are not finite, first {broken[0].task} of item {broken[0].item}"
+        )
+    costs = [row.task for row in rows if not better.get(row.task.split("/", 1)[1].split(",")[0], True)]
+    return rows, {"totals": totals, "costs": sorted(set(costs))}
+
+
+def _rows(name: str, sample: Any) -> Sequence[EvalItem]:
+    rows = []
+    number = str(int(sample["item"]))
+    key = number if sample["id"] is None else str(sample["id"])[:200]
+    for metric, (value, weight) in sample["values"].items():
+        measure = metric if sample["filter"] == "none" else f"{metric},{sample['filter']}"
+        rows.append(
+            EvalItem(
+                f"{name}/{measure}"[:200], key, name, str(sample["cluster"])[:200] or key, float(value), float(weight)
+            )
+        )
+    return rows
+
+
+def _read(path: Path) -> Any:
+    try:
+        with open_file(path) as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise TaskError(f"lm-eval asked for more than {LARGEST >> 20} MiB at once")
+        return json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        raise TaskError(f"what lm-eval left cannot be read: {str(error)[:200]}") from error
+
+
+def _seed(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")

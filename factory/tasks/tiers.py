@@ -1,0 +1,107 @@
+"""Which tasks a candidate is measured on now, and what came of it, against the champion.
+
+Under which protocol a line of releases is measured is fixed by the first of its releases that was: a task file that says another is held,
+by name, until a person takes it as the new baseline (``take_baseline``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from factory.core.errors import IsolationError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.rows import EvaluationRow, champion
+from factory.tasks.comparing import TaskEvidence, gains
+from factory.tasks.items import TaskError
+from factory.tasks.measuring import measure, measured_items
+from factory.tasks.policy import TasksPolicy
+from factory.tasks.task_file import EvalTask, load_named, task_folder, task_names
+
+
+def measure_due(
+    workspace: Workspace, ledger: Ledger, candidate: int, progress: Progress, *, would_promote: bool
+) -> TaskEvidence:
+    """Measure a candidate, and the champion, on every task that is due. What could not be measured is a sentence of the evidence.
+
+    Raises: ConfigError for a bad tasks.yaml; DamagedExportError; NoMemoryError.
+    """
+    policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
+    names = task_names(task_folder(workspace))
+    evidence = TaskEvidence(alpha=policy.guards_alpha)
+    for name in sorted(set(policy.tasks) - set(names)):
+        words = f"Task {name}: tasks.yaml names it, and there is no {task_folder(workspace) / name}.yaml."
+        evidence = evidence.with_other(TaskEvidence(problems=(words,)))
+    for name in names:
+        if policy.of(name).due(candidate, would_promote):
+            evidence = evidence.with_other(_evidence(workspace, ledger, candidate, name, policy, progress))
+    return evidence
+
+
+def _evidence(
+    workspace: Workspace, ledger: Ledger, candidate: int, name: str, policy: TasksPolicy, progress: Progress
+) -> TaskEvidence:
+    try:
+        task = load_named(workspace, name, policy)
+        best = champion(ledger)
+        if changed := changed_since_baseline(ledger, task):
+            return TaskEvidence(problems=(changed,))
+        ours = measure(workspace, ledger, candidate, task, policy, progress)
+        theirs = measure(workspace, ledger, best.candidate, task, policy, progress) if best else None
+    except (TaskError, IsolationError) as error:
+        return TaskEvidence(problems=(f"Task {name} could not be measured: {str(error).removesuffix('.')}.",))
+    summary = EvaluationRow.get(ledger, ours).summary
+    values = {metric: row["value"] for metric, row in summary["metrics"].items()}
+    evidence = TaskEvidence(values=values, evaluations={name: [ours, theirs]})
+    if theirs is None:
+        return evidence
+    found = gains(measured_items(ledger, ours), measured_items(ledger, theirs), summary.get("costs", ()))
+    if found is None:
+        words = f"Task {name}: candidate and champion were not measured on the same items."
+        return evidence.with_other(TaskEvidence(problems=(words,)))
+    margins = dict.fromkeys(found, policy.of(name).margin)
+    return evidence.with_other(TaskEvidence(gains=found, margins=margins))
+
+
+def changed_since_baseline(ledger: Ledger, task: EvalTask) -> str:
+    """A sentence when the task is measured in another way than the releases of the line were; else nothing."""
+    fixed = baseline(ledger, task.name)
+    if fixed is None or fixed["protocol"] == task.protocol:
+        return ""
+    how = (
+        f"{fixed['format']} → {task.format}"
+        if fixed["format"] != task.format
+        else "prompt, examples or another key of its file"
+    )
+    return (
+        f"Task {task.name}: it is measured in another way than the releases before ({how}), so no number compares: take it back, or make "
+        f"it the new baseline with 'factory tasks run {task.name} --baseline'."
+    )
+
+
+def baseline(ledger: Ledger, name: str) -> dict[str, Any] | None:
+    """{"protocol", "format"} by which the line of releases is measured on a task; None before a release was measured."""
+    taken = ledger.read(
+        "SELECT detail FROM events WHERE kind = 'task_baseline' AND subject = :subject ORDER BY id DESC LIMIT 1",
+        subject=f"task:{name}",
+    )
+    if taken:
+        return dict(taken[0]["detail"])
+    rows = EvaluationRow.select(
+        ledger,
+        "WHERE suite_sha256 LIKE 'task:%' AND candidate IN (SELECT candidate FROM releases) ORDER BY id",
+    )
+    return next((row.summary for row in rows if row.summary.get("task") == name), None)
+
+
+def take_baseline(
+    workspace: Workspace, ledger: Ledger, task: EvalTask, policy: TasksPolicy, by: str, progress: Progress
+) -> int | None:
+    """From now on the line is measured as the task's file says; the champion is measured so at once. Returns its evaluation's id."""
+    best = champion(ledger)
+    number = measure(workspace, ledger, best.candidate, task, policy, progress) if best else None
+    with ledger.begin() as tx:
+        detail = {"protocol": task.protocol, "format": task.format, "by": by, "evaluation": number}
+        record(tx, "task_baseline", f"task:{task.name}", detail)
+    return number

@@ -1,0 +1,76 @@
+"""``factory tasks list | check | run``, as a person and as a program sees them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import factory.cli  # noqa: F401 - its commands
+from factory.cli.app import app, exit_code
+from tests.support.factory.exports import Plant
+from tests.support.factory.task_files import choice_items, programs, write_policy, write_task
+
+
+@pytest.fixture(scope="module")
+def candidate(plant: Plant, export: Path) -> int:
+    return plant.add_candidate(export)
+
+
+def ran(plant: Plant, *words: str) -> str:
+    found = CliRunner().invoke(app, ["tasks", *words, "--workspace", str(plant.workspace.root)])
+    assert found.exception is None, found.exception
+    return found.output
+
+
+def as_json(plant: Plant, *words: str) -> Any:
+    return json.loads(ran(plant, *words, "--json"))
+
+
+def refused(plant: Plant, *words: str) -> str:
+    found = CliRunner().invoke(app, ["tasks", *words, "--workspace", str(plant.workspace.root)])
+    assert found.exception and exit_code(found.exception) == 2
+    return str(found.exception)
+
+
+def test_tasks_are_listed_checked_and_run(plant: Plant, candidate: int) -> None:
+    assert "no task file in" in ran(plant, "list")
+    asked = write_task(plant.workspace, "asked", choice_items(), format="letter")
+    write_task(plant.workspace, "broken", choice_items()[:2])
+    write_policy(plant.workspace, tasks={"asked": {"tier": "every", "every": 3}})
+    listed = {row["task"]: row for row in as_json(plant, "list")}
+    assert (
+        listed["asked"]["tier"] == "every" and listed["asked"]["format"] == "multiple choice in letter format, 0 shots"
+    )
+    assert "2 items, at least 8" in listed["broken"]["problem"] and "metrics" not in listed["asked"]
+    said = ran(plant, "list")
+    assert "asked  every 3." in said and "2 items, at least 8" in said
+    assert "12 items of 12 sources: sound" in ran(plant, "check", str(asked))
+    assert as_json(plant, "check", str(asked))["contaminated"] == 0
+    assert "there is no champion yet" in refused(plant, "run", "asked")
+    found = as_json(plant, "run", "asked", "--candidate", str(candidate))
+    assert (found["candidate"], found["items"], found["held"]) == (candidate, 12, "")
+    assert f"acc {found['metrics']['asked/acc']['value']:.3f} ± " in ran(
+        plant, "run", "asked", "--candidate", str(candidate)
+    )
+    assert {row["task"]: row for row in as_json(plant, "list")}["asked"]["metrics"] == found["metrics"]
+
+
+def test_a_new_baseline_is_taken_and_another_way_is_told(plant: Plant, candidate: int) -> None:
+    write_task(plant.workspace, "fixed", choice_items())
+    ran(plant, "run", "fixed", "--candidate", str(candidate), "--baseline")
+    write_task(plant.workspace, "fixed", choice_items(), format="letter")
+    said = ran(plant, "run", "fixed", "--candidate", str(candidate))
+    assert "cloze format, 0 shots → multiple choice in letter format" in " ".join(said.split())
+    assert as_json(plant, "run", "fixed", "--candidate", str(candidate), "--baseline")["held"] == ""
+
+
+def test_check_holds_tests_to_their_solutions(plant: Plant) -> None:
+    good = write_task(plant.workspace, "code", programs(), kind="code")
+    assert "sound" in ran(plant, "check", str(good))
+    wrong = [*programs()[:7], {**programs()[7], "solution": "    return x\n"}]
+    bad = write_task(plant.workspace, "code", wrong, kind="code")
+    assert "item 'add7': its own solution does not pass its tests" in refused(plant, "check", str(bad))

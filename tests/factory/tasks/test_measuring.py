@@ -1,0 +1,222 @@
+"""What is recorded of a task, and what is not: items, scores with clustered errors, nothing that was not measured."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+import torch
+
+from factory.core.errors import DamagedExportError, InputError
+from factory.core.progress import SILENT
+from factory.evals.tasks import EvalItem
+from factory.ledger.ledger import eval_items, evaluations, ngrams
+from factory.ledger.rows import EvaluationRow
+from factory.tasks.comparing import TaskEvidence, gains, reasons, scores
+from factory.tasks.items import TaskError
+from factory.tasks.measuring import measure, measured_items, trained_on
+from factory.tasks.policy import TasksPolicy
+from factory.tasks.task_file import load_task
+from tests.support.factory.exports import Plant, save_export, tiny_model
+from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
+
+POLICY = TasksPolicy()
+
+
+@pytest.fixture(scope="module")
+def candidate(plant: Plant, export: Path) -> int:
+    return plant.add_candidate(export)
+
+
+def recorded(plant: Plant) -> int:
+    return len(plant.ledger.rows(sa.select(evaluations.c.id)))
+
+
+def test_items_and_scores_are_recorded_once(plant: Plant, candidate: int) -> None:
+    items = [{**item, "source": f"module {number % 5}"} for number, item in enumerate(choice_items(20))]
+    task = load_task(write_task(plant.workspace, "asked", items), POLICY)
+    number = measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+    assert measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT) == number
+    rows = plant.ledger.rows(sa.select(eval_items).where(eval_items.c.evaluation == number))
+    assert {(row["task"], row["domain"]) for row in rows} == {("asked/acc", "asked"), ("asked/acc_norm", "asked")}
+    assert len(rows) == 40 and {row["cluster"] for row in rows} == {f"module {n}" for n in range(5)}
+    summary = EvaluationRow.get(plant.ledger, number).summary
+    right = [row["value"] for row in rows if row["task"] == "asked/acc"]
+    assert summary["metrics"]["asked/acc"]["value"] == pytest.approx(np.mean(right))
+    assert (summary["items"], summary["clusters"], summary["format"]) == (
+        20,
+        5,
+        "multiple choice in cloze format, 0 shots",
+    )
+    assert EvaluationRow.newest(plant.ledger, candidate) is None  # of held-out documents there is none
+    other = load_task(write_task(plant.workspace, "asked", items[:-1]), POLICY)
+    assert measure(plant.workspace, plant.ledger, candidate, other, POLICY, SILENT) != number
+
+
+def test_scores_have_the_error_of_a_mean_over_clusters() -> None:
+    """Against a bootstrap of whole clusters; items alone would claim to know four times as much."""
+    drawn = np.random.default_rng(0)
+    rows, means = [], []
+    for cluster in range(40):
+        right = float(drawn.random() < 0.6)
+        means.append(right)
+        rows += [EvalItem("t/acc", f"{cluster}-{n}", "t", f"c{cluster}", right, 1.0) for n in range(16)]
+    found = scores(rows)["t/acc"]
+    spread = np.std([np.mean(drawn.choice(means, 40)) for _ in range(4000)])
+    assert found.gain == pytest.approx(np.mean(means)) and found.clusters == 40
+    assert found.error == pytest.approx(spread, rel=0.1)
+    alone = scores([EvalItem(row.task, row.item, row.domain, row.item, row.value, 1.0) for row in rows])["t/acc"]
+    assert alone.error is not None and found.error is not None and 3.5 < found.error / alone.error < 4.5
+
+
+def test_a_cost_that_falls_is_a_gain() -> None:
+    ours = [EvalItem("t/bits_per_byte", str(n), "t", str(n), 90.0, 100.0) for n in range(9)]
+    theirs = [EvalItem("t/bits_per_byte", str(n), "t", str(n), 100.0, 100.0) for n in range(9)]
+    assert (gains(ours, theirs, ["t/bits_per_byte"]) or {})["t/bits_per_byte"].gain == pytest.approx(0.1)
+    assert (gains(ours, theirs) or {})["t/bits_per_byte"].gain == pytest.approx(-0.1)
+    assert gains(ours, theirs[1:]) is None and gains([], []) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "margin", "against", "missing", "facts"),
+    [
+        (0.5, 0.1, 0, 0, 1),  # the same: a guard that holds
+        (0.9, 0.1, 0, 0, 1),
+        (0.1, 0.1, 1, 0, 0),  # surely worse
+        (0.45, 0.02, 0, 1, 0),  # perhaps
+    ],
+)
+def test_a_task_is_a_guard(ours: float, margin: float, against: int, missing: int, facts: int) -> None:
+    champion = [EvalItem("t/acc", str(n), "t", str(n), float(n % 10 < 5), 1.0) for n in range(200)]
+    candidate = [EvalItem("t/acc", str(n), "t", str(n), float(n % 20 < 20 * ours), 1.0) for n in range(200)]
+    found = gains(candidate, champion)
+    evidence = TaskEvidence(gains=found or {}, margins={"t/acc": margin})
+    assert tuple(map(len, reasons(evidence, 8))) == (against, missing, facts)
+    assert len(reasons(evidence, 201)[1]) == 1  # too few sources
+    assert len(reasons(TaskEvidence(problems=("a", "b")), 8)[1]) == 2
+
+
+def test_a_model_without_finite_numbers_is_not_recorded(plant: Plant, tmp_path: Path) -> None:
+    huge = tiny_model(3, max_position_embeddings=256)
+    with torch.no_grad():  # finite weights
+        huge.model.norm.weight.fill_(3e38)
+    overflow = plant.add_candidate(save_export(huge, tmp_path / "overflow", plant.tokenizer))
+    before = recorded(plant)
+    tasks = [
+        write_task(plant.workspace, "asked", choice_items()),
+        write_task(plant.workspace, "sums", sums(), kind="maths", max_tokens=4),
+        write_task(plant.workspace, "code", programs(), kind="code", max_tokens=4, samples=2, temperature=1.0),
+    ]
+    for path in tasks:
+        with pytest.raises(TaskError, match=f"task {path.stem}: the model gives no finite log-probability"):
+            measure(plant.workspace, plant.ledger, overflow, load_task(path, POLICY), POLICY, SILENT)
+    assert recorded(plant) == before
+
+
+def test_what_cannot_be_measured_is_named_and_not_recorded(plant: Plant, candidate: int) -> None:
+    before = recorded(plant)
+    long = [{**item, "choices": [*item["choices"][:3], "word " * 400], "answer": 0} for item in choice_items()]
+    cases = {
+        "long": (write_task(plant.workspace, "long", long), "longer than the model's context of 256"),
+        "room": (write_task(plant.workspace, "room", sums(), kind="maths"), "256 tokens of an answer leave no room"),
+    }
+    for path, words in cases.values():
+        with pytest.raises(TaskError, match=words):
+            measure(plant.workspace, plant.ledger, candidate, load_task(path, POLICY), POLICY, SILENT)
+    task = load_task(write_task(plant.workspace, "asked", choice_items()), POLICY)
+    with pytest.raises(InputError, match="no candidate 99"):
+        measure(plant.workspace, plant.ledger, 99, task, POLICY, SILENT)
+    assert recorded(plant) == before
+
+
+def test_an_export_that_changed_is_not_measured(plant: Plant, tmp_path: Path) -> None:
+    changed = save_export(tiny_model(5), tmp_path / "changed", plant.tokenizer)
+    number = plant.add_candidate(changed)
+    (changed / "README.md").write_text("# Ours")
+    task = load_task(write_task(plant.workspace, "asked", choice_items()), POLICY)
+    with pytest.raises(DamagedExportError):
+        measure(plant.workspace, plant.ledger, number, task, POLICY, SILENT)
+
+
+def test_an_exam_that_was_trained_on_is_held(plant: Plant, candidate: int) -> None:
+    from factory.ingest.rules.policy import DataPolicy
+    from factory.ingest.rules.task_items import item_ngrams
+
+    words = "the capital of the first country that this question names is one that nobody would guess by chance"
+    items = [{**item, "question": f"{words} {'x' * number}?"} for number, item in enumerate(choice_items(), 1)]
+    items[1:] = choice_items()[1:]
+    task = load_task(write_task(plant.workspace, "leaked", items), POLICY)
+    assert trained_on(plant.workspace, plant.ledger, task) == []
+    n = DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram
+    with plant.ledger.begin() as tx:
+        gram = int(item_ngrams({"q": words}, n).astype(np.int64)[0])
+        tx.execute(ngrams.insert().values(hash=gram, document=plant.documents[0].key, held_out=False))
+    assert trained_on(plant.workspace, plant.ledger, task) == [(0, plant.documents[0].key)]
+    with pytest.raises(TaskError, match=r"1 of 12 items stand in training data .* in document abab"):
+        measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+    lenient = TasksPolicy(contaminated_max=0.1)
+    number = measure(plant.workspace, plant.ledger, candidate, task, lenient, SILENT)
+    assert EvaluationRow.get(plant.ledger, number).summary["contaminated"] == 1
+
+
+def test_lm_eval_in_the_sandbox_generates_and_reads_no_more_than_its_folder(plant: Plant, candidate: int) -> None:
+    """Exact match on generated text, totals as lm-eval computes them; a template that runs code reaches nothing."""
+    pytest.importorskip("lm_eval")
+    generated = {
+        "output_type": "generate_until",
+        "doc_to_target": "{{answer}}",
+        "doc_to_choice": None,
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match"}],
+        "metadata": {"cluster_by": "source"},
+    }
+    items = [{**item, "source": f"s{item['id'] // 2}"} for item in sums(12)]
+    task = load_task(write_lm_eval_task(plant.workspace, "theirs", items, **generated), POLICY)
+    number = measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+    summary = EvaluationRow.get(plant.ledger, number).summary
+    assert summary["metrics"]["theirs/exact_match"]["value"] == pytest.approx(summary["totals"]["exact_match,none"])
+    assert (summary["items"], summary["clusters"], summary["kind"]) == (12, 6, "lm-eval")
+    assert len(measured_items(plant.ledger, number)) == 12
+    ledger = plant.workspace.root / "ledger.db"
+    spy = f"{{{{ cycler.__init__.__globals__.os.stat('{ledger}') }}}}"
+    hostile = write_lm_eval_task(plant.workspace, "spy", items, **{**generated, "doc_to_text": spy})
+    with pytest.raises(TaskError, match=f"lm-eval ended with code 1: FileNotFoundError: .*'{ledger}'"):
+        measure(plant.workspace, plant.ledger, candidate, load_task(hostile, POLICY), POLICY, SILENT)
+
+
+def test_items_without_an_answer_are_named_not_counted_as_wrong(plant: Plant, candidate: int) -> None:
+    """As lm-eval counts them."""
+    pytest.importorskip("lm_eval")
+    without = [{key: value for key, value in item.items() if key != "answer"} for item in choice_items()]
+    with pytest.raises(TaskError, match="un.jsonl, record 1: key 'answer' is missing"):
+        load_task(write_lm_eval_task(plant.workspace, "un", without), POLICY)
+    before = recorded(plant)
+    items = choice_items()
+    items[7]["answer"] = 4
+    task = load_task(write_lm_eval_task(plant.workspace, "un", items), POLICY)
+    with pytest.raises(
+        TaskError, match="task un: lm-eval ended with code 1: document 7 has no answer among its choices: '4'"
+    ):
+        measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+    assert recorded(plant) == before
+
+
+def test_bits_per_byte_of_lm_eval_is_a_cost(plant: Plant, candidate: int) -> None:
+    pytest.importorskip("lm_eval")
+    texts = [{"text": document.content["text"]} for document in plant.documents if document.domain == "docs"][:9]
+    keys = {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}", "doc_to_choice": None,
+        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
+    }  # fmt: skip
+    task = load_task(write_lm_eval_task(plant.workspace, "texts", texts, **keys), POLICY)
+    number = measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+    summary = EvaluationRow.get(plant.ledger, number).summary
+    assert summary["costs"] == ["texts/bits_per_byte"] and set(summary["metrics"]) == {"texts/bits_per_byte"}
+    assert summary["metrics"]["texts/bits_per_byte"]["value"] == pytest.approx(summary["totals"]["bits_per_byte,none"])
+    assert 1 < summary["metrics"]["texts/bits_per_byte"]["value"] < 8 and math.isfinite(
+        summary["totals"]["word_perplexity,none"]
+    )

@@ -1,0 +1,155 @@
+"""Tasks in the release gate: which are measured when, what holds a candidate, and what fixes the way a line is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import torch
+
+from factory.core.progress import SILENT
+from factory.gates.release.gate import decide
+from factory.ledger.ledger import eval_items, evaluations, record, releases
+from factory.ledger.rows import VerdictRow
+from factory.tasks.policy import TasksPolicy, Tier
+from factory.tasks.task_file import load_named
+from factory.tasks.tiers import baseline, measure_due, take_baseline
+from tests.support.factory.exports import Plant, save_export, tiny_model, trained
+from tests.support.factory.task_files import choice_items, write_policy, write_task
+
+
+@pytest.fixture(scope="module")
+def line(plant: Plant) -> tuple[int, int]:
+    """(the champion, a better candidate)."""
+    weak, better = (
+        plant.add_candidate(
+            save_export(trained(tiny_model(), plant.shard, steps), plant.workspace.exports / name, plant.tokenizer)
+        )
+        for name, steps in (("weak", 15), ("better", 60))
+    )
+    first = decide(plant.workspace, plant.ledger, weak, SILENT)
+    with plant.ledger.begin() as tx:
+        tx.execute(releases.insert().values(number=1, candidate=weak, verdict=first, state="published", created_at=0.0))
+        record(tx, "promoted", "release:1")
+    return weak, better
+
+
+@pytest.fixture(autouse=True)
+def no_tasks(plant: Plant) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny matrices
+    yield
+    torch.set_num_threads(threads)
+    for path in (plant.workspace.root / "policies" / "tasks").glob("*"):
+        path.unlink()
+    write_policy(plant.workspace)
+    with plant.ledger.begin() as tx:
+        own = sa.select(evaluations.c.id).where(evaluations.c.suite_sha256.startswith("task:"))
+        tx.execute(eval_items.delete().where(eval_items.c.evaluation.in_(own)))
+        tx.execute(evaluations.delete().where(evaluations.c.suite_sha256.startswith("task:")))
+
+
+def measured(plant: Plant) -> list[tuple[int, str]]:
+    rows = plant.ledger.rows(sa.select(evaluations).where(evaluations.c.suite_sha256.startswith("task:")))
+    return sorted((row["candidate"], row["summary"]["task"]) for row in rows)
+
+
+def verdict(plant: Plant, candidate: int) -> VerdictRow:
+    return VerdictRow.get(plant.ledger, decide(plant.workspace, plant.ledger, candidate, SILENT))
+
+
+def sources(count: int) -> list[dict[str, Any]]:
+    return [{**item, "source": f"s{number}"} for number, item in enumerate(choice_items(count))]
+
+
+def test_a_tier_says_when() -> None:
+    due = lambda tier, candidate, would: Tier(**tier).due(candidate, would)
+    assert [due({"tier": "each"}, 3, w) for w in (False, True)] == [True, True]
+    assert [due({"tier": "release"}, 3, w) for w in (False, True)] == [False, True]
+    assert [due({"tier": "never"}, 3, w) for w in (False, True)] == [False, False]
+    assert [due({"tier": "every", "every": 3}, n, False) for n in range(1, 7)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_dear_tasks_are_measured_only_before_a_promotion_and_each_holds_what_it_does_not_show(
+    plant: Plant, line: tuple[int, int]
+) -> None:
+    weak, better = line
+    for name in ("cheap", "dear", "by_hand"):
+        write_task(plant.workspace, name, sources(24))
+    tiers = {"cheap": {"tier": "each", "margin": 1.0}, "dear": {"margin": 1.0}, "by_hand": {"tier": "never"}}
+    write_policy(plant.workspace, tasks=tiers | {"blocking": {"tier": "each"}})
+    blocking = write_task(plant.workspace, "blocking", sources(2))
+    assert verdict(plant, better).outcome == "hold"
+    assert measured(plant) == [(weak, "cheap"), (better, "cheap")]
+    blocking.unlink()
+    write_policy(plant.workspace, tasks=tiers)
+    promoted = verdict(plant, better)
+    assert promoted.outcome == "promote", promoted.reasons
+    assert measured(plant) == [(c, name) for c in (weak, better) for name in ("cheap", "dear")]
+    assert any(reason.startswith("Task dear/acc_norm: ") for reason in promoted.reasons)
+    tasks = promoted.evidence(plant.ledger)["tasks"]
+    assert set(tasks["gains"]) == {f"{name}/{metric}" for name in ("cheap", "dear") for metric in ("acc", "acc_norm")}
+    write_policy(plant.workspace, tasks=tiers | {"dear": {"margin": 0.0}})
+    held = verdict(plant, better)
+    assert held.outcome in ("hold", "reject") and held.reasons[0].startswith("Task dear/acc")
+
+
+def test_a_task_that_cannot_be_measured_holds_by_name(plant: Plant, line: tuple[int, int]) -> None:
+    path = write_task(plant.workspace, "broken", sources(24)[:1])
+    held = verdict(plant, line[1])
+    assert held.outcome == "hold"
+    assert held.reasons[0] == (
+        f"Task broken could not be measured: {path.with_suffix('.jsonl')}: 1 items, at least 8 are needed (items_min in tasks.yaml)."
+    )
+    path.unlink()
+    write_policy(plant.workspace, tasks={"gone": {}})
+    held = verdict(plant, line[1])
+    assert held.outcome == "hold" and held.reasons[0].startswith("Task gone: tasks.yaml names it, and there is no ")
+    assert measured(plant) == []
+
+
+def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(
+    plant: Plant, line: tuple[int, int]
+) -> None:
+    weak, better = line
+    write_policy(plant.workspace, others={"margin": 1.0})
+    policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
+    write_task(plant.workspace, "asked", sources(24))
+    assert baseline(plant.ledger, "asked") is None
+    assert verdict(plant, better).outcome == "promote"
+    write_task(plant.workspace, "asked", sources(20))  # other items alone: both are measured on them
+    assert verdict(plant, better).outcome == "promote"
+    write_task(plant.workspace, "asked", sources(20), format="letter")
+    held = verdict(plant, better)
+    assert held.outcome == "hold"
+    assert "multiple choice in cloze format, 0 shots → multiple choice in letter format, 0 shots" in held.reasons[0]
+    assert "factory tasks run asked --baseline" in held.reasons[0]
+    task = load_named(plant.workspace, "asked", policy)
+    assert take_baseline(plant.workspace, plant.ledger, task, policy, "ann", SILENT)
+    promoted = verdict(plant, better)
+    assert promoted.outcome == "promote" and any("asked/acc:" in reason for reason in promoted.reasons)
+    write_task(plant.workspace, "asked", sources(20), format="letter", prompt="{question} {choices} The answer is")
+    assert "prompt, examples or another key" in verdict(plant, better).reasons[0]
+    with plant.ledger.begin() as tx:
+        tx.execute(sa.text("DELETE FROM events WHERE kind = 'task_baseline'"))
+
+
+def test_without_a_champion_a_task_is_measured_and_compared_with_nothing(plant: Plant, line: tuple[int, int]) -> None:
+    write_task(plant.workspace, "asked", sources(12))
+    with plant.ledger.begin() as tx:
+        tx.execute(sa.text("UPDATE events SET kind = 'was' WHERE kind = 'promoted'"))
+    try:
+        found = measure_due(plant.workspace, plant.ledger, line[1], SILENT, would_promote=True)
+    finally:
+        with plant.ledger.begin() as tx:
+            tx.execute(sa.text("UPDATE events SET kind = 'promoted' WHERE kind = 'was'"))
+    assert found.gains == {} and found.problems == () and 0 <= found.values["asked/acc"] <= 1
