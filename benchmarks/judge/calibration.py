@@ -102,7 +102,14 @@ def evidence_of(pair: Pair, look: int, lost: dict[str, float]) -> ReleaseEvidenc
     }  # fmt: skip
     found = measured(POLICY, DOMAINS, "candidate:1", (summary, pair.candidate), (summary, pair.champion))
     return replace(
-        found, anomalies=(), releasable=1.0, look=look, lost=lost, sealed_looks=0.0, fresh_documents=0, older_documents=100
+        found,
+        anomalies=(),
+        releasable=1.0,
+        look=look,
+        lost=lost,
+        sealed_looks=0.0,
+        fresh_documents=0,
+        older_documents=100,
     )
 
 
@@ -169,15 +176,28 @@ def sink(kind: Kind, rng: np.random.Generator, lines: int) -> float:
 
 
 def report(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        f"{'suite':<30}{'sources':>8}{'effective':>10}{'false':>8}{'in 20':>8}{'interval':>10}{'detects':>9}{'power':>8}{'guard':>8}{'sunk':>8}{'halves':>8}{'exam':>8}"
-    ]
+    names = (
+        "sources",
+        "effective",
+        "false",
+        "in 20",
+        "interval",
+        "detects",
+        "power",
+        "guard",
+        "sunk",
+        "halves",
+        "exam",
+    )
+    lines = [f"{'suite':<30}" + "".join(f"{name:>10}" for name in names)]
     for row in rows:
-        lines.append(
-            f"{row['suite']:<30}{row['sources']:>8}{row['effective']:>10.1f}{row['false_promotions']:>8.1%}{row['false_in_a_line']:>8.1%}"
-            f"{row['interval_holds']:>10.1%}{row['detectable_gain']:>9.4f}{row['power']:>8.1%}{row['guard_broken_promoted']:>8.1%}{row['sunk']:>8.3f}"
-            f"{row['honest_held_for_a_gap']:>8.1%}{row['exam_seen_promoted']:>8.1%}"
-        )
+        shares = {key: f"{row[key]:.1%}" for key in row if isinstance(row[key], float)}
+        shown = [
+            row["sources"], f"{row['effective']:.1f}", shares["false_promotions"], shares["false_in_a_line"], shares["interval_holds"],
+            f"{row['detectable_gain']:.4f}", shares["power"], shares["guard_broken_promoted"], f"{row['sunk']:.3f}",
+            shares["honest_held_for_a_gap"], shares["exam_seen_promoted"],
+        ]  # fmt: skip
+        lines.append(f"{row['suite']:<30}" + "".join(f"{value:>10}" for value in shown))
     return [
         *lines,
         "",
