@@ -22,8 +22,8 @@ class LlmPolicy(Strict):
     """Every key is optional. Nothing is spent by default: an endpoint must be named first."""
 
     endpoint: str = ""
-    """A base URL like ``https://host/v1``, or ``files:FOLDER``. Empty: what ``--endpoint`` or ``OPENAI_BASE_URL`` says. The
-    key is never written down: it is ``OPENAI_API_KEY``."""
+    """A base URL like ``https://host/v1``, ``champion`` (our own release, served by 'factory serve'), or ``files:FOLDER``. Empty: what
+    ``--endpoint`` or ``OPENAI_BASE_URL`` says. The key is never written down: it is ``OPENAI_API_KEY``, ``FACTORY_SERVE_KEY`` for the champion."""
     model: str = ""
     """Name of the model, as the endpoint knows it."""
     temperature: float | None = Field(default=None, ge=0, le=2)

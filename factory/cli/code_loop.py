@@ -41,7 +41,8 @@ def propose(
     endpoint: Annotated[
         str,
         typer.Option(
-            help="Where the LLM is: a base URL (OpenAI-compatible), or files:FOLDER to answer by hand; 'none': no LLM, whatever is configured."
+            help="Where the LLM is: a base URL (OpenAI-compatible); 'champion': our own release, served by 'factory serve'; files:FOLDER to "
+            "answer by hand; 'none': no LLM, whatever is configured."
         ),
     ] = "",
     model: Annotated[str, typer.Option(help="The LLM's name there; agents.yaml's when not given.")] = "",

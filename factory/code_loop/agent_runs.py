@@ -31,6 +31,7 @@ from agents.loop.role import Role, TargetError
 from factory.code_loop.exchanges import ExchangeBooks, Work
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.progress import Progress
+from factory.core.served import find_served
 from factory.core.workspace import Workspace
 from factory.git.scope import AgentsPolicy
 from factory.ledger.engine import DRIVER
@@ -39,6 +40,7 @@ from factory.ledger.rows import ProposalRow, Subject
 from factory.ledger.writing import insert
 
 FILES = "files:"
+CHAMPION = "champion"  # the endpoint for: our own newest release, as 'factory serve' serves it
 NONE = "none"  # the endpoint for: no language model, whatever is configured
 NO_PROFILE = 0  # of a run that needs none
 
@@ -105,7 +107,10 @@ class AgentRuns:
         policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
         policy = policy.model_copy(update={"model": options.model or policy.model})
         policy = policy.for_diagnosis() if work == "diagnosis" else policy
-        endpoint = _endpoint(policy, options, progress.line)
+        if endpoint_of(policy, options) == CHAMPION:
+            policy, endpoint = _champion(workspace, policy)
+        else:
+            endpoint = _endpoint(policy, options, progress.line)
         checkpoints_at(workspace)
         agent_runs.create(ledger.engine, checkfirst=True)  # a ledger may be older than this table
         return cls(workspace, ledger, progress, agent, options, policy, endpoint, work)
@@ -212,11 +217,21 @@ def checkpoints_at(workspace: Workspace) -> Path | str:
     return url.set(drivername="postgresql").render_as_string(hide_password=False)
 
 
+def _champion(workspace: Workspace, policy: LlmPolicy) -> tuple[LlmPolicy, Endpoint]:
+    """Our own release, and the policy with the name that it is served under. Raises: InputError."""
+    key = os.environ.get("FACTORY_SERVE_KEY", "")
+    url, model, release = find_served(workspace, key)
+    policy = policy.model_copy(update={"model": model})
+    endpoint = HttpEndpoint(url, key or "none", policy)
+    endpoint.name = f"champion, release {release}"  # as the exchanges keep it
+    return policy, endpoint
+
+
 def _endpoint(policy: LlmPolicy, options: AgentOptions, say: Callable[[str], None]) -> Endpoint:
     where = endpoint_of(policy, options)
     if where in ("", NONE):
         raise InputError(
-            "no endpoint: give --endpoint URL or --endpoint files:FOLDER, set OPENAI_BASE_URL, or set llm.endpoint in "
+            "no endpoint: give --endpoint URL, --endpoint champion or --endpoint files:FOLDER, set OPENAI_BASE_URL, or set llm.endpoint in "
             "policies/agents.yaml; the agents 'search' and 'recipe-scout' need none"
         )
     try:

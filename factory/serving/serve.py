@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 
 from factory.core.errors import InputError
+from factory.core.served import served_at
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import Subject
@@ -40,8 +41,10 @@ def serve(
 
     supervisor = Supervisor(kind, lambda: read_champion(workspace), say, workspace.logs, note)
     where = f"[{host}]" if ":" in host else host
-    say(f"http://{where}:{listening.getsockname()[1]}/v1 is open (Ctrl-C ends it)")
-    asyncio.run(_run(supervisor, listening, key))
+    url = f"http://{where}:{listening.getsockname()[1]}/v1"
+    say(f"{url} is open (Ctrl-C ends it)")
+    with served_at(workspace, url):
+        asyncio.run(_run(supervisor, listening, key))
 
 
 async def _run(supervisor: Supervisor, listening: socket.socket, key: str) -> None:

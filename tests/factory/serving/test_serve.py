@@ -17,11 +17,17 @@ import httpx
 import psutil
 import pytest
 
+from agents.llm.exchange import Request
+from factory.code_loop.agent_runs import AgentOptions, AgentRuns
+from factory.core.errors import InputError
+from factory.core.served import find_served
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.release.serving import MODEL_NAME
 from tests.support.factory.command import factory
 from tests.support.factory.served import PROMPT, add_release, continuation, make_export, roll_back, serving
 from tests.support.paths import ROOT
+from tests.support.said import Said
 
 PATIENCE = 600.0  # a bug's, not a machine's
 
@@ -90,8 +96,15 @@ def test_a_killed_router_leaves_nothing_and_comes_back_with_the_champion(workspa
         first.inner.send_signal(signal.SIGKILL)
         assert gone(engines)
     roll_back(ledger, 1)
+    with pytest.raises(InputError, match="does not answer .*start 'factory serve"):
+        find_served(workspace, "")  # its note outlived it
     with served(workspace) as second:
         second.until("release 1 is served")
+        assert find_served(workspace, "") == (second.address, MODEL_NAME, 1)
+        runs = AgentRuns.open(workspace, ledger, Said(), "kernel-engineer", AgentOptions("champion"))
+        assert runs.endpoint.name == "champion, release 1"
+        asked = Request("hello", runs.policy.model, ({"role": "user", "content": "hi"},), reply_tokens=8)
+        assert runs.endpoint.send(asked).usage
         assert second.ask().headers["x-factory-release"] == "1"
         engines = second.children()
         second.inner.send_signal(signal.SIGINT)
@@ -121,8 +134,12 @@ def test_it_waits_for_the_first_release_and_says_so(workspace: Workspace, ledger
         answer = process.ask()
         assert answer.status_code == 503 and "nothing is released yet" in answer.json()["error"]["message"]
         assert httpx.get(process.address.replace("/v1", "/health")).json()["ok"] is False
+        with pytest.raises(InputError, match="serves no release yet"):
+            find_served(workspace, "")
         process.inner.send_signal(signal.SIGTERM)
         assert process.inner.wait(PATIENCE) == 143
+    with pytest.raises(InputError, match="nothing serves the champion: start 'factory serve"):
+        find_served(workspace, "")
 
 
 def test_what_cannot_work_is_refused_at_once(workspace: Workspace, ledger: Ledger) -> None:
