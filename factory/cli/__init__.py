@@ -16,15 +16,16 @@ from factory.cli import config  # noqa: F401
 from factory.cli import safety  # noqa: F401
 
 # isort: on
-from factory.cli.app import app, main
+from factory.cli.app import app as root
+from factory.cli.app import main
 from factory.cli.data import compare, data, provenance
 from factory.cli.evals import tasks
 from factory.cli.releases import bundle, releases
 
 for commands in (provenance.commands, data.commands, compare.commands):
-    app.add_typer(commands)
-app.add_typer(tasks.commands, name="tasks")
-app.add_typer(releases.commands, name="releases")
-app.command()(bundle.verify)  # which needs no workspace, and knows nothing of the app
+    root.add_typer(commands)
+root.add_typer(tasks.commands, name="tasks")
+root.add_typer(releases.commands, name="releases")
+root.command()(bundle.verify)  # which needs no workspace, and knows nothing of the app
 
 __all__ = ["main"]

@@ -64,8 +64,9 @@ class Slow:
 def factory(*words: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        [*FACTORY, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+        [*FACTORY, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup it is ignored, and stays so
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,10 @@ from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy
 from factory.git.scope import AgentsPolicy
 from factory.ingest.rules.policy import DataPolicy
+from factory.notifying.policy import NotificationPolicy
 from factory.retention.policy import RetentionPolicy
 from factory.retrying.policy import RetryPolicy
+from factory.tasks.policy import TasksPolicy
 from factory.training.certificate import CertificatePolicy
 from kernels.contract.op import KernelError
 from kernels.contract.registry import load_choice
@@ -36,6 +38,8 @@ POLICIES: dict[str, Callable[[Path], object]] = {
     "gates/release.yaml": ReleasePolicy.load,
     "retries.yaml": RetryPolicy.load,
     "retention.yaml": RetentionPolicy.load,
+    "notifications.yaml": NotificationPolicy.load,
+    "tasks.yaml": TasksPolicy.load,
 }
 
 

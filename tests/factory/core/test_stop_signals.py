@@ -22,7 +22,8 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
 # ``python -m factory status``, which gets a signal when the module of that name is about to be imported.
 AT_AN_IMPORT = """
-import os, runpy, sys
+import os, runpy, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
 name, number = sys.argv[1], int(sys.argv[2])
 class Strike:
     def find_spec(self, wanted, *_):

@@ -23,7 +23,7 @@ from factory.evals.parity import CHECKS, ParityCase, parity
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.engine import Asking, make_fixture
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.tasks import encode_suite
+from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import CHAT_TEMPLATE, OLDER_TEMPLATES
 from factory.ledger.ledger import Ledger, checkpoints, record, segments
@@ -80,7 +80,7 @@ def sound(plant: Plant, checkpoint: Path) -> CandidateRow:
 def case_of(plant: Plant, candidate: CandidateRow, export: Path) -> ParityCase:
     suite = current_suite(plant.workspace, plant.ledger)
     token_bytes = TokenBytes.load(plant.workspace.tokenizer)
-    texts = encode_suite(suite, plant.tokenizer, token_bytes, 2048)
+    texts = encode_documents(suite.documents, plant.tokenizer, token_bytes, 2048)
     return ParityCase(
         replace(candidate, export_path=str(export)), plant.tokenizer, plant.workspace.tokenizer, token_bytes, ReferenceModel.load(export),
         suite, texts, [plant.shard], plant.ledger, EvalPolicy(parity_documents=8, vllm="never"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,8 @@ def test_doctor_names_each_fault_and_repairs_it(copied: Copy) -> None:
     next((workspace.shards / "raw").glob("*-shard-1.jsonl")).unlink()
     (workspace.segments / "00044-trunk").mkdir()
     (workspace.root / "mlflow.db").write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
+    with closing(sqlite3.connect(workspace.root / "ledger.db")) as opened:
+        opened.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     flip(workspace.root / "ledger.db", 4096 * 3)
     ledger.engine.dispose()
     (workspace.root / "ledger.db").write_bytes((workspace.root / "ledger.db").read_bytes()[:20_000])

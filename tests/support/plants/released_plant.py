@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite
 from factory.evals.parity import CHECKS
-from factory.evals.suite import TASK_VERSIONS, Suite
-from factory.evals.tasks import EvalItem, ratio_bits
+from factory.evals.suite import TASK_VERSIONS, HeldOutDocument, Suite
+from factory.evals.tasks import DEV, EvalItem, ratio_bits
 from factory.gates.release.gate import decide
 from factory.ledger.ledger import Ledger, eval_items, evaluations, record, releases
 from tests.support.factory.exports import Plant, build_plant, save_export, tiny_model
@@ -43,7 +44,7 @@ def released_plant(root: Path) -> Plant:
 def evaluated(plant: Plant, candidate: int, bits: float) -> None:
     """An evaluation on the suite as it is, of a model with about so many bits per byte."""
     suite = current_suite(plant.workspace, plant.ledger)
-    items = [*_scored(suite, bits), *_cloze(suite)]
+    items = [*_scored("bpb", suite.documents, bits), *_scored(DEV, suite.dev, bits), *_cloze(suite)]
     cloze = [item.value for item in items if item.task == "cloze"]
     summary: dict[str, Any] = {
         "tokenizer_sha256": plant.tokenizer.sha256,
@@ -65,13 +66,13 @@ def evaluated(plant: Plant, candidate: int, bits: float) -> None:
         tx.execute(eval_items.insert(), [{"evaluation": candidate, **vars(item)} for item in items])
 
 
-def _scored(suite: Suite, bits: float) -> list[EvalItem]:
+def _scored(task: str, documents: Sequence[HeldOutDocument], bits: float) -> list[EvalItem]:
     found = []
-    for document in suite.documents:
+    for document in documents:
         weight = 200 + len(document.key)
         noise = hashlib.sha256(document.key.encode()).digest()[0] / 2560
         nats = weight * math.log(2) * (bits + noise)
-        found.append(EvalItem("bpb", document.key, document.domain, document.cluster, nats, float(weight)))
+        found.append(EvalItem(task, document.key, document.domain, document.cluster, nats, float(weight)))
     return found
 
 
