@@ -216,13 +216,14 @@ def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[
     if fresh is None or older is None:
         missing.append("How many held-out documents arrived after its training is not known.")
     elif min(fresh, older) >= policy.documents_min:
-        gap, new = evidence.fresh_gap, _number(evidence.on_fresh.gain) if evidence.on_fresh else None
+        gap, on_fresh = evidence.fresh_gap, evidence.on_fresh
         high = gap.bound(rules.alpha / 2, above=True) if gap else None
-        if gap is None or high is None or new is None or gap.gain is None:
+        least, new = (on_fresh.bound(rules.alpha / 2), _number(on_fresh.gain)) if on_fresh else (None, None)
+        if gap is None or high is None or gap.gain is None or new is None or least is None:
             missing.append(
                 f"The gain on {fresh} held-out documents that arrived after its training could not be compared."
             )
-        elif high < -rules.fresh_margin:
+        elif high < -rules.fresh_margin and least <= 0:  # one that is better on these too has learned
             missing.insert(
                 0,
                 f"It gains {_signed(new)} bits per byte on documents that arrived after its training and {_signed(new - gap.gain)} on the others: "

@@ -46,7 +46,8 @@ class Memorising(StrictPolicy):
     halves_margin: NotNegative = 0.02
     """Bits per byte between the gains on the sealed half and on the dev half, which are drawn alike."""
     fresh_margin: NotNegative = 0.1
-    """Bits per byte by which the gain on documents that arrived after its training is less than on the others: they may be of another kind."""
+    """Bits per byte by which the gain on documents that arrived after its training is less than on the others at most, where it is not shown to
+    be better on these at all: they may be of another kind."""
 
 
 class FirstRelease(StrictPolicy):

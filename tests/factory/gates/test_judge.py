@@ -159,6 +159,11 @@ CASES = [
         replace(evidence(), on_fresh=gain(-0.1), fresh_gap=gain(-0.18)),
         "It gains −0.100 bits per byte on documents that arrived after its training and +0.080 on the others",
     ),
+    (
+        "promote",
+        replace(evidence(target=0.3), on_sealed=gain(0.3), on_dev=gain(0.3), on_fresh=gain(0.1), fresh_gap=gain(-0.2)),
+        "Better than candidate 1",
+    ),
     ("promote", replace(evidence(), on_fresh=None, fresh_gap=None, fresh_documents=3), "Better than candidate 1"),
     ("hold", replace(evidence(), sealed_looks=None), "How often the sealed half was read before is not known"),
     (
