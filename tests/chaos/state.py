@@ -53,7 +53,7 @@ MLFLOW = {
     "aliases": "SELECT name, alias, version FROM registered_model_aliases ORDER BY 1, 2",
     "versions": "SELECT name, version, status FROM model_versions ORDER BY 1, 2",
     "version tags": """SELECT version, key, value FROM model_version_tags
-        WHERE key NOT IN ('code_commit') ORDER BY 1, 2""",
+        WHERE key NOT IN ('code_commit', 'judged_at') ORDER BY 1, 2""",
 }
 LEFT_OVER = re.compile(
     r"(^|/)(\.writing-)|\.factory-part$|/\.champion\.new$|\.git(/.*)?\.lock$|worktrees/[^/]*\.part$|\.writing$|exports/\."
