@@ -31,7 +31,7 @@ SETTINGS = {
 }
 # Each document of the shard is one piece, and a bad one has as many tokens as the good one in its place (22), so that the order of the
 # documents depends on how many there are alone: the trunk goes on with steps 24 to 35, and step 40, the fifth of the anneal, draws these two.
-BAD = (60, 62)
+BAD = (32, 62)
 
 
 def write_poison(path: Path) -> None:
