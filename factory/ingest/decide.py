@@ -22,6 +22,8 @@ from factory.ingest.rules.words import Hashes
 from factory.ingest.worker import Analysed, FinishTask, spool_ngrams
 from factory.ledger.removals import FATE
 
+DRAWS = 4  # of held-out documents from a shard, each of which reads all its n-grams
+
 
 @dataclass(frozen=True)
 class Decided:
@@ -116,9 +118,38 @@ def _hold_out(
 ) -> dict[str, Hashes]:
     """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
     before = index.held_out_documents()
-    wanting = _wanting(living, policy, before)
+    refused: dict[int, str] = {}
+    for _ in range(DRAWS):  # others take the place of those that share words with training data
+        able = [one for one in living if one.number not in refused]
+        wanting = _wanting(able, policy, before)
+        candidates, overlaps = _own_words(wanting, living, analysed, index, policy, spool)
+        refused |= overlaps
+        if not overlaps:
+            break
+    for one in living:
+        if one.number in refused:
+            one.row.detail = f"not held out: shares words with {refused[one.number]}, which is trained on"
+    chosen: dict[str, Hashes] = {}
+    room = Counter(domain for domain, _, _ in before)
+    for one in wanting:
+        if one.number not in refused and room[one.row.domain] < policy.rules(one.row.domain).hold_out_at_most:
+            room[one.row.domain] += 1
+            chosen[one.row.key] = candidates[one.number]
+            one.row.fate = "held_out"
+    return chosen
+
+
+def _own_words(
+    wanting: Sequence[_Living],
+    living: Sequence[_Living],
+    analysed: Sequence[Analysed],
+    index: Index,
+    policy: DataPolicy,
+    spool: Path,
+) -> tuple[dict[int, Hashes], dict[int, str]]:
+    """Of each, by its number: its n-grams away from common phrases; and the key of a document that is trained on and shares one of them."""
     if not wanting:
-        return {}
+        return {}, {}
     candidates = {one.number: grams for one, grams in _grams(wanting, analysed, spool)}
     all_grams = np.unique(np.concatenate(list(candidates.values())))
     counts = np.zeros(len(all_grams), np.int64)
@@ -131,28 +162,20 @@ def _hold_out(
     for gram, keys in trained.items():
         counts[np.searchsorted(all_grams, np.uint64(gram))] += len(keys)
     common = all_grams[counts > policy.decontamination.common]
-
-    chosen: dict[str, Hashes] = {}
-    room = Counter(domain for domain, _, _ in before)
-    for one in wanting:
-        row = one.row
-        grams = candidates[one.number]
+    overlaps: dict[int, str] = {}
+    for number, grams in candidates.items():
         at_common = np.flatnonzero(np.isin(grams, common))
         grams = np.unique(grams[decontaminate.away_from(at_common, len(grams), policy.decontamination.ngram)])
-        overlap = next((min(trained[gram]) for gram in grams.tolist() if gram in trained), None)
-        if overlap is not None:
-            row.detail = f"not held out: shares words with {overlap}, which is trained on"
-        elif room[row.domain] < policy.rules(row.domain).hold_out_at_most:
-            room[row.domain] += 1
-            chosen[row.key] = grams
-            row.fate = "held_out"
-    return chosen
+        candidates[number] = grams
+        if overlap := next((min(trained[gram]) for gram in grams.tolist() if gram in trained), None):
+            overlaps[number] = overlap
+    return candidates, overlaps
 
 
 def _wanting(
     living: Sequence[_Living], policy: DataPolicy, before: Sequence[tuple[str, str, str | None]]
 ) -> list[_Living]:
-    """Those of the share, and what a domain with fewer than ``least`` held-out documents in a half needs."""
+    """Those of the share, and what a domain with fewer than ``least`` held-out sources or documents in a half needs."""
     if not policy.held_out.share:
         return []
     by_domain: dict[str, list[_Living]] = {}
@@ -167,41 +190,41 @@ def _wanting(
     for domain, ones in by_domain.items():
         mine = {one.number for one in ones if one.row.wants_held_out or (domain in whole and one.row.source in kept)}
         wants |= mine
-        sources = {source or "" for of, _, source in before if of == domain}
+        least = min(policy.held_out.least, policy.rules(domain).hold_out_at_most // 2)
+        clusters = [split.cluster_of(key, source) for of, key, source in before if of == domain]
         for sealed in (True, False):
-            there = sum(of == domain and _sealed(key, source) == sealed for of, key, source in before)
-            half = [one for one in ones if _sealed(one.row.key, one.row.source) == sealed]
-            missing = min(policy.held_out.least, policy.rules(domain).hold_out_at_most // 2) - there
-            wants |= _next_drawn(half, mine, policy.rules(domain), sources, missing)
+            there = [cluster for cluster in clusters if split.is_sealed(cluster) == sealed]
+            half = [one for one in ones if split.is_sealed(_cluster(one)) == sealed]
+            wants |= _next_drawn(half, mine, policy.rules(domain), there, least)
     kept |= {one.row.source for one in living if one.number in wants and one.row.domain in whole and one.row.source}
     return [one for one in living if one.number in wants or (one.row.domain in whole and one.row.source in kept)]
 
 
-def _sealed(key: str, source: str | None) -> bool:
-    return split.is_sealed(split.cluster_of(key, source))
+def _cluster(one: _Living) -> str:
+    return split.cluster_of(one.row.key, one.row.source)
 
 
 def _next_drawn(
-    ones: Sequence[_Living], taken: set[int], rules: DomainRules, sources: set[str], missing: int
+    ones: Sequence[_Living], taken: set[int], rules: DomainRules, there: Sequence[str], least: int
 ) -> set[int]:
-    """Up to ``missing`` documents of a half of a domain, with those ``taken``: those that would be drawn next, first of sources of which
-    nothing is held out yet; whole sources where sources are held out; at most half of all."""
+    """What a half of a domain needs beside those ``taken``, to have ``least`` sources and as many documents, where ``there`` are the sources
+    of its documents from before: those that would be drawn next, whole sources where sources are held out; at most half of all."""
     mine = taken & {one.number for one in ones}
-    missing -= len(mine)
     units: dict[int, list[_Living]] = {}
     for one in ones:
         assert one.row.content_sha256
         if one.number not in mine:
             units.setdefault(split.draw(one.row.content_sha256, one.row.source, rules), []).append(one)
-    seen = sources | {one.row.source or "" for one in ones if one.number in mine}
+    seen = {*there, *(_cluster(one) for one in ones if one.number in mine)}
     found: set[int] = set()
     for of_seen in (False, True):
         for _, unit in sorted(units.items()):
-            numbers, source = {one.number for one in unit}, unit[0].row.source or ""
-            fits = len(found) < missing and 2 * (len(mine) + len(found) + len(unit)) <= len(ones)
-            if fits and not numbers & found and (of_seen or source not in seen):
+            numbers, cluster = {one.number for one in unit}, _cluster(unit[0])
+            count = len(there) + len(mine) + len(found) if of_seen else len(seen)
+            fits = count < least and 2 * (len(mine) + len(found) + len(unit)) <= len(ones)
+            if fits and not numbers & found and (of_seen or cluster not in seen):
                 found |= numbers
-                seen = seen | {source}
+                seen = seen | {cluster}
     return found
 
 

@@ -63,8 +63,8 @@ class HeldOut(StrictPolicy):
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.02
     """Of sources or documents, as ``hold_out_by`` says."""
     least: NotNegative = 8
-    """Documents of each domain that are held out before the share counts, in the sealed half and in the dev half each, at most half of what a
-    shard has of it: of a domain with fewer nothing can be judged (``documents_min`` in gates/release.yaml). No more are held out than
+    """Sources, and documents, of each domain that are held out before the share counts, in the sealed half and in the dev half each, at most
+    half of what a shard has of it: of a domain with fewer nothing can be judged (``documents_min`` in gates/release.yaml). No more are held out than
     ``hold_out_at_most``; with a share of 0, none."""
 
 

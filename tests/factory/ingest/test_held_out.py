@@ -23,7 +23,7 @@ Ingest = Callable[..., ShardReport]
 def test_training_data_is_never_held_out_later(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     use_policy(workspace, "held_out: {share: 0}\n")
     ingest(texts(0, 20, 200), "first.jsonl")
-    use_policy(workspace, "held_out: {share: 0.5}\n")
+    use_policy(workspace, "held_out: {share: 0.5, least: 0}\n")
     rows = [
         {"id": f"n{i}", "text": f"{prose(500 + i, 200)} {' '.join(prose(i, 200).split()[:60])} {prose(600 + i, 200)}"}
         for i in range(20)
@@ -57,6 +57,27 @@ def test_the_split_does_not_depend_on_order_or_other_documents(
         path.write_text("".join(json.dumps(row) + "\n" for row in part))
         ingest_shard(other, other_ledger, path, SILENT, workers=0)
     assert sorted(t for _, t in held_out_texts(ledger)) == sorted(t for _, t in held_out_texts(other_ledger))
+
+
+def test_others_take_the_place_of_those_that_share_words_with_training_data(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    use_policy(workspace, "held_out: {share: 0}\n")
+    ingest(texts(0, 20, 200), "first.jsonl")
+    use_policy(workspace, "held_out: {share: 1.0e-9}\n")
+    said = lambda i: " ".join(prose(i // 4, 200).split()[:60]) if i % 4 == 0 else ""
+    rows = [
+        {
+            "id": f"n{i}",
+            "source": f"n{i}",
+            "text": f"{prose(500 + i, 200)} {said(i)} {prose(700 + i, 200)}",
+        }
+        for i in range(80)
+    ]
+    assert ingest(rows, "second.jsonl").counts["held_out"] == 16
+    assert halves(ledger) == {True: 8, False: 8}
+    refused = ledger.rows(sa.select(documents.c.id).where(documents.c.detail.like("not held out: shares words%")))
+    assert refused and all(int(row["id"][1:]) % 4 == 0 for row in refused)
 
 
 def halves(ledger: Ledger) -> Counter[bool]:
