@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import stat
 import sys
 import uuid
@@ -106,6 +107,8 @@ def check_signature(folder: Path, public: Path) -> None:
             config.verify(folder, folder / SIGNATURE)
     except Exception as error:  # of whatever kind: the library parses what anyone may have written
         words = str(error) or type(error).__name__.replace("InvalidSignature", "it was made with another key")
+        if changed := re.findall(r"Hash mismatch for \\*'(.+?)\\*':", words):  # the rest is bytes
+            words = f"signed were other contents of {', '.join(changed)}"
         raise BundleError(f"{SIGNATURE} is no signature of these files by that key: {shown(words, 300)}") from error
 
 
