@@ -18,77 +18,14 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, events
 from factory.serving import swap
 from factory.serving.engines import Engine, native
-from tests.support.factory.served import PROMPT, Serving, add_release, continuation, make_export, roll_back, serving
-
-AT_ONCE = 100
-WRITTEN = (
-    60,
-    50,
-    40,
-    30,
-)  # tokens of a client's requests: answers of one length would all come at once, with none in flight then
+from tests.support.factory.kills import OLD, kill_in_swap
+from tests.support.factory.load import AT_ONCE, Load
+from tests.support.factory.served import PROMPT, Serving, add_release, make_export, roll_back, serving
 
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_export(tmp_path_factory.mktemp("exports") / str(seed), seed) for seed in (1, 2)]
-
-
-class Load:
-    """``AT_ONCE`` clients, half of which stream, that ask again and again. Each answer is held to what its release would write."""
-
-    def __init__(self, serving: Serving, exports: list[Path]) -> None:
-        self.serving, self.exports = serving, exports
-        self.answers: list[int] = []  # releases that answered
-        self.failures: list[str] = []
-        self.cut = 0  # streams that ended with an error event
-        self._on = True
-
-    async def __aenter__(self) -> Load:
-        self._clients = [asyncio.ensure_future(self._client(number)) for number in range(AT_ONCE)]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._on = False
-        await asyncio.gather(*self._clients)
-
-    async def more(self, count: int) -> None:
-        """Until ``count`` further answers came."""
-        wanted = len(self.answers) + count
-        while len(self.answers) < wanted:
-            assert not all(client.done() for client in self._clients)
-            await asyncio.sleep(0.02)
-
-    async def _client(self, number: int) -> None:
-        count = WRITTEN[number // 2 % len(WRITTEN)]
-        while self._on:
-            try:
-                release, text = await (self._streamed(count) if number % 2 else self._whole(count))
-            except Exception as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
-                continue
-            if text is None:
-                self.cut += 1
-            elif text != continuation(self.exports[(release - 1) % 2], PROMPT, count):
-                self.failures.append(f"release {release} wrote {text!r}")
-            self.answers.append(release)
-
-    async def _whole(self, count: int) -> tuple[int, str | None]:
-        body = {"prompt": PROMPT, "max_tokens": count}
-        answer = await self.serving.client.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        return int(answer.headers["x-factory-release"]), answer.json()["choices"][0]["text"]
-
-    async def _streamed(self, count: int) -> tuple[int, str | None]:
-        body = {"prompt": PROMPT, "max_tokens": count, "stream": True}
-        async with self.serving.client.stream("POST", "/v1/completions", json=body) as answer:
-            assert answer.status_code == 200, await answer.aread()
-            lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
-        if "error" in lines[-1]:
-            return int(answer.headers["x-factory-release"]), None
-        assert lines[-1] == "[DONE]"
-        parts = [json.loads(line)["choices"][0]["text"] for line in lines[:-1]]
-        return int(answer.headers["x-factory-release"]), "".join(parts)
 
 
 def noted(ledger: Ledger) -> list[str]:
@@ -107,7 +44,7 @@ def test_a_release_and_a_rollback_lose_no_request(workspace: Workspace, ledger: 
     async def scene() -> None:
         async with serving(workspace, ledger) as served:
             await served.until(1)
-            async with Load(served, exports) as load:
+            async with Load(served.client, exports) as load:
                 await load.more(AT_ONCE)
                 assert set(load.answers) == {1}
                 add_release(workspace, ledger, exports[1])
@@ -145,7 +82,7 @@ def test_a_new_engine_that_dies_at_any_stage_changes_nothing(
     async def scene() -> None:
         async with serving(workspace, ledger, on_stage=kill) as served:
             await served.until(1)
-            async with Load(served, exports) as load:
+            async with Load(served.client, exports) as load:
                 add_release(workspace, ledger, exports[1])
                 await served.until_said("release 2 is not served")
                 assert served.supervisor.current and served.supervisor.current.champion.release == 1
@@ -159,6 +96,16 @@ def test_a_new_engine_that_dies_at_any_stage_changes_nothing(
     run(scene)
     assert len(killed) == 1
     assert noted(ledger) == ["serving release:1", "serving_failed release:2", "serving release:2"]
+
+
+@pytest.mark.slow("four engines come up under load for each stage")
+@pytest.mark.parametrize("stage", ["started", "warm"])
+def test_an_old_engine_that_dies_while_the_new_one_comes_up_fails_only_streams_that_had_begun(
+    workspace: Workspace, ledger: Ledger, exports: list[Path], stage: str
+) -> None:
+    found = asyncio.run(kill_in_swap(workspace, ledger, exports, OLD, stage))
+    assert found.failures == [] and found.cut <= AT_ONCE // 2
+    assert noted(ledger)[:2] == ["serving release:1", "serving_failed release:1"]
 
 
 @pytest.mark.slow("three engines come up")
@@ -176,7 +123,7 @@ def test_an_old_engine_that_dies_while_it_drains_fails_only_streams_that_had_beg
 
         async with serving(workspace, ledger, on_stage=kill) as served:
             await served.until(1)
-            async with Load(served, exports) as load:
+            async with Load(served.client, exports) as load:
                 await load.more(AT_ONCE)
                 add_release(workspace, ledger, exports[1])
                 await served.until(2)
@@ -199,7 +146,7 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_are_asked_again(
     async def scene() -> None:
         async with serving(workspace, ledger) as served:
             await served.until(1)
-            async with Load(served, exports) as load:
+            async with Load(served.client, exports) as load:
                 await load.more(AT_ONCE)
                 assert served.supervisor.current
                 os.kill(served.supervisor.current.process.pid, signal.SIGKILL)

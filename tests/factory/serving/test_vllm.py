@@ -14,13 +14,23 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.serving.api.errors import ApiError
+from factory.serving.engines import EngineKind
 from factory.serving.vllm import adapt, vllm
+from tests.support.factory.load import AT_ONCE, Load
 from tests.support.factory.served import CONTEXT, PROMPT, add_release, continuation, make_export, serving, tokenizer
 from tests.support.paths import ROOT
 from tests.support.trainer.families import FAMILIES
 from tests.support.trainer.models import make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.checkpoint.export import generation_config, hf_config, hf_tensors
+
+
+def vllm_or_skip() -> EngineKind:
+    try:
+        return vllm()
+    except InputError as error:
+        pytest.skip(str(error))
+
 
 SHAPE = {"model__head_dim": 32, "model__context": CONTEXT, "model__vocab_size": tokenizer().vocab_size}
 
@@ -47,10 +57,7 @@ def trainers_export(folder: Path, family: str) -> Path:
 @pytest.mark.slow("vLLM takes minutes to start")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_serves_what_was_judged(workspace: Workspace, ledger: Ledger, family: str) -> None:
-    try:
-        kind = vllm()
-    except InputError as error:
-        pytest.skip(str(error))
+    kind = vllm_or_skip()
     export = trainers_export(workspace.exports / family, family)
     add_release(workspace, ledger, export)
 
@@ -72,6 +79,31 @@ def test_vllm_serves_what_was_judged(workspace: Workspace, ledger: Ledger, famil
             assert read.json()["usage"]["prompt_tokens"] == len(ids), "a typed special token stays text"
             engine = served.supervisor.current.process.pid
         assert not Path(f"/proc/{engine}").exists()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.slow("vLLM takes minutes to start, and starts twice")
+def test_from_the_embedded_engine_to_vllm_and_on_to_the_next_release_no_request_is_lost(
+    workspace: Workspace, ledger: Ledger
+) -> None:
+    kind = vllm_or_skip()
+    exports = [make_export(workspace.exports / str(seed), seed, head_dim=32) for seed in (1, 2, 3)]
+    add_release(workspace, ledger, exports[0])
+
+    async def scene() -> None:
+        async with serving(workspace, ledger) as served:
+            await served.until(1)
+            served.supervisor.kind = kind
+            async with Load(served.client, exports) as load:
+                for number in (2, 3):
+                    await load.more(AT_ONCE)
+                    add_release(workspace, ledger, exports[number - 1])
+                    await served.until(number)
+                    assert served.supervisor.current and served.supervisor.current.kind.name == "vllm"
+                await load.more(2 * AT_ONCE)
+            assert load.failures == [] and load.cut == 0
+            assert load.answers[-1] == 3 and set(load.answers) == {1, 2, 3}
 
     asyncio.run(scene())
 

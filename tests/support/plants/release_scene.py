@@ -106,14 +106,15 @@ def add_shard(ledger: Ledger, sha256: str = "s" * 64, name: str = "code-00.jsonl
         )
 
 
-def add_candidate(workspace: Workspace, ledger: Ledger) -> int:
-    """A candidate with an export of its own and an evaluation."""
+def add_candidate(workspace: Workspace, ledger: Ledger, export: Path | None = None) -> int:
+    """A candidate with an export of its own (by default one that nothing can load) and an evaluation."""
     segment = add_segment(workspace, ledger)
     write_metrics(Path(segment.folder) / "metrics.jsonl", 0, 100)
-    export = workspace.exports / f"candidate-{segment.id}"
-    export.mkdir()
-    (export / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "id": segment.id}))
-    (export / "model.safetensors").write_bytes(bytes([segment.id]) * 4096)
+    if export is None:
+        export = workspace.exports / f"candidate-{segment.id}"
+        export.mkdir()
+        (export / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "id": segment.id}))
+        (export / "model.safetensors").write_bytes(bytes([segment.id]) * 4096)
     summary = {
         "bpb": {"code": 2.1, "docs": 2.4},
         "bytes": {"code": 90_000, "docs": 40_000},

@@ -1,0 +1,86 @@
+"""Clients of a server that ask again and again, and hold each answer to what its release would write."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import httpx
+
+from tests.support.factory.served import PROMPT, continuation
+
+AT_ONCE = 100
+CUT = "\ufffd"  # a character that the limit cut: vLLM leaves it out
+# Tokens of a client's requests: answers of one length would all come at once, with none in flight then.
+WRITTEN = (60, 50, 40, 30)
+
+
+class Load:
+    """``AT_ONCE`` clients, half of which stream, that ask again and again. Each answer is held to what its release would write."""
+
+    def __init__(self, client: httpx.AsyncClient, exports: list[Path]) -> None:
+        """``exports``: of the releases 1, 2 …, and then again from the first."""
+        self.client, self.exports = client, exports
+        self.answers: list[int] = []  # releases that answered
+        self.moments: list[float] = []  # of those answers, by the monotonic clock
+        self.failures: list[str] = []
+        self.cut = 0  # streams that ended with an error event
+        self.pause = 0.0  # seconds that a client waits after a failure
+        self._on = True
+
+    async def __aenter__(self) -> Load:
+        self._clients = [asyncio.ensure_future(self._client(number)) for number in range(AT_ONCE)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.end()
+
+    async def end(self) -> None:
+        """No further request; those that are asked are waited for."""
+        self._on = False
+        await asyncio.gather(*self._clients)
+
+    async def more(self, count: int) -> None:
+        """Until ``count`` further answers came."""
+        wanted = len(self.answers) + count
+        while len(self.answers) < wanted:
+            assert not all(client.done() for client in self._clients)
+            await asyncio.sleep(0.02)
+
+    async def _client(self, number: int) -> None:
+        count = WRITTEN[number // 2 % len(WRITTEN)]
+        while self._on:
+            try:
+                release, text = await (self._streamed(count) if number % 2 else self._whole(count))
+            except Exception as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+                await asyncio.sleep(self.pause)
+                continue
+            if text is None:
+                self.cut += 1
+            elif text.rstrip(CUT) != self._expected(release, count).rstrip(CUT):
+                self.failures.append(f"release {release} wrote {text!r}")
+            self.answers.append(release)
+            self.moments.append(time.monotonic())
+
+    def _expected(self, release: int, count: int) -> str:
+        return continuation(self.exports[(release - 1) % len(self.exports)], PROMPT, count)
+
+    async def _whole(self, count: int) -> tuple[int, str | None]:
+        body = {"prompt": PROMPT, "max_tokens": count}
+        answer = await self.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return int(answer.headers["x-factory-release"]), answer.json()["choices"][0]["text"]
+
+    async def _streamed(self, count: int) -> tuple[int, str | None]:
+        body = {"prompt": PROMPT, "max_tokens": count, "stream": True}
+        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+        if "error" in lines[-1]:
+            return int(answer.headers["x-factory-release"]), None
+        assert lines[-1] == "[DONE]"
+        parts = [json.loads(line)["choices"][0]["text"] for line in lines[:-1]]
+        return int(answer.headers["x-factory-release"]), "".join(parts)
