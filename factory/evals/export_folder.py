@@ -74,7 +74,8 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
                     raise ExportError(
                         f"{path}: {name}: expected floats of shape {shape}, got {part.get_dtype()} {tuple(part.get_shape())}"
                     )
-                weights[name] = file.get_tensor(name).to(torch.float32)
+                # A copy: a tensor of the file's own type is its pages, and changes when someone writes into the file.
+                weights[name] = file.get_tensor(name).to(torch.float32, copy=True)
     except (SafetensorError, OSError, ValueError) as error:
         raise ExportError(f"{path} cannot be read: {error}") from error
     broken = [name for name, weight in weights.items() if not torch.isfinite(weight).all()]

@@ -18,6 +18,7 @@ HELP = {
     "factory_serve_failures_total": ("counter", "Engines that could not be made current, by stage."),
     "factory_serve_in_flight": ("gauge", "Requests that are being answered, by release."),
     "factory_serve_release": ("gauge", "The release that new requests go to; 0: none."),
+    "factory_serve_export_changed": ("gauge", "1: the files of what is served are not what was released."),
     "factory_serve_champion": ("gauge", "The release that the ledger wants served; 0: none."),
 }
 
