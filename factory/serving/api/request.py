@@ -195,7 +195,7 @@ def _ids_of(part: Any, served: ServedModel) -> tuple[int, ...]:
     else:
         raise ApiError(400, "prompt: expected a text or a list of token ids", "prompt")
     if not ids:
-        raise ApiError(400, "prompt: it is empty, and this model has no token to begin from", "prompt")
+        raise ApiError(400, "prompt: it is empty, and there is no token to begin from", "prompt")
     if wrong := [number for number in ids if not 0 <= number < served.vocab_size]:
         raise ApiError(400, f"prompt: token id {wrong[0]} is not between 0 and {served.vocab_size - 1}", "prompt")
     return tuple(ids)
