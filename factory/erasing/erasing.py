@@ -32,7 +32,7 @@ from factory.ledger.removals import ERASED, FATE, SHARD_ERASED, TAKEN_OUT, Remov
 from factory.ledger.rows import SegmentRow, Subject
 from factory.repairs.token_shards import raw_shard
 from factory.training.planning import plan_of
-from kernels.contract.files import put_in_place
+from kernels.contract.files import put_in_place, sync_folder
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
 c = documents.c
@@ -134,10 +134,19 @@ def _erase_in_shard(workspace: Workspace, ledger: Ledger, sha256: str, rows: set
                 record(tx, FILED, f"shard:{sha256[:16]}", filing)
         if aside is not None and raw is not None:
             put_in_place(aside, raw)
+        former = _contents(ledger, sha256)  # also of a time before, if that was killed here
         for number, old_path, new in made:
-            for path in {old_path, workspace.shards / number} - {new.path}:
+            for path in {old_path, *(workspace.shards / name for name in (number, *former))} - {new.path}:
                 remove(path)
+        sync_folder(workspace.shards)  # before it is recorded that nothing is left
     return said
+
+
+def _contents(ledger: Ledger, sha256: str) -> set[str]:
+    """What has taken the places of a shard's token shards so far, by the names of their folders."""
+    rows = ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=SHARD_ERASED)
+    mine = [row["detail"]["token_shards"] for row in rows if row["detail"]["sha256"] == sha256]
+    return {one["content"] for made in mine for one in made.values()}
 
 
 def _raw_without(

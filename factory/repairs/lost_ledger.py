@@ -257,7 +257,8 @@ def _ingest_again(
 def ingest_file(workspace: Workspace, ledger: Ledger, path: Path, name: str, progress: Progress) -> str:
     """Ingest a raw shard under the name that it arrived with, which says how it is read; returns its SHA-256."""
     folder = workspace.shards / f".again-{os.getpid()}"
-    remove(folder)
+    for left in (folder, *workspace.shards.glob(".again-*")):  # of one that was killed
+        remove(left)
     folder.mkdir()
     try:
         (folder / name).symlink_to(path.resolve())

@@ -180,6 +180,27 @@ def test_killed_anywhere_the_next_pass_ends_alike(copied: Copy, at: str, monkeyp
     assert ended == state(workspace, ledger)
 
 
+def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What took a token shard's place at the first time holds what is erased at the second."""
+    workspace, ledger = copied()
+    keys = chosen(ledger)
+    real = erasing.remove
+    for key in keys[:2]:
+        erase(ledger, [key])
+        if key == keys[1]:
+            monkeypatch.setattr(erasing, "remove", _die)
+            with pytest.raises(Killed):
+                finish_removals(workspace, ledger, SILENT)
+            monkeypatch.setattr(erasing, "remove", real)
+        finish_removals(workspace, ledger, SILENT)
+    named = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}
+    assert {path.parent.name for path in workspace.shards.glob("*/tokens.bin")} == named
+
+
+def _die(*_: Any) -> None:
+    raise Killed
+
+
 def test_a_planned_segment_is_waited_for(copied: Copy) -> None:
     workspace, ledger = copied()
     number = plan_trunk(workspace, ledger, 5)
