@@ -29,6 +29,7 @@ from factory.backups.backups import (
     make_backup,
     stamp,
 )
+from factory.backups.keys import put_back
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.removal import remove
@@ -64,6 +65,8 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
     root = root.expanduser().resolve()
     said = _restore_config(root, name)
     workspace = Workspace.open(root)
+    named = [root / BACKUPS / name, Path(name).expanduser().resolve()] if name else []
+    said += put_back(root, [*named, *backups_of(root)[::-1]])
     file = sqlite_file(workspace.ledger_url)
     if file is None:
         raise WorkspaceError(PG_DUMP)
