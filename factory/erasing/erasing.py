@@ -85,15 +85,19 @@ def finish_removals(workspace: Workspace, ledger: Ledger, progress: Progress) ->
 
 def _erase(workspace: Workspace, ledger: Ledger, removal: Removal, progress: Progress) -> list[str]:
     said = []
+    for left in workspace.shards.glob(".writing-*"):  # of a time before that was killed
+        remove(left)
     with ledger.begin() as tx:
         rows = sa.select(c.key).where(c.rule == removal.rule("held_out"))
-        count = tx.execute(held_out.delete().where(held_out.c.key.in_(rows))).rowcount
+        tx.execute(held_out.delete().where(held_out.c.key.in_(rows)))
     everything = sorted(_rows(ledger, removal))
     for sha256, group in groupby(everything, key=lambda row: row[0]):
         said += _erase_in_shard(workspace, ledger, sha256, {number for _, number, _ in group}, progress)
+    if ledger.file:
+        make_backup(workspace, ledger)  # one that a restored ledger can be made of without the rows that are gone
     with ledger.begin() as tx:
-        record(tx, ERASED, Subject("removal", removal.number), {"rows": len(everything), "held_out": count})
-    make_backup(workspace, ledger)  # one that a restored ledger can be made of without the rows that are gone
+        detail = {"rows": len(everything), "held_out": len(ledger.rows(rows))}
+        record(tx, ERASED, Subject("removal", removal.number), detail)
     return [*said, f"removal {removal.number}: the text of {len(everything):,} rows is erased"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -109,6 +110,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     assert of_document(ledger, keys[0])[0]["seen"] == exact, "its steps are known as before"
     for check in ("token shards", "raw shards", "orphans"):
         assert CHECKS[check](workspace, ledger, True, SILENT).faults == []
+    os.utime(workspace.shards / "raw" / name)  # copied from another disk, say
     tend(workspace, ledger, SILENT, settle=0)
     assert list(workspace.inbox.iterdir()) == [], "the shard that was made again is not taken for a new one"
     number = plan_trunk(workspace, ledger, 5)
