@@ -28,7 +28,17 @@ from factory.erasing.rewriting import rewrite_without
 from factory.ledger.files import FILED, filed
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger, documents, held_out, record, shards, token_shards
-from factory.ledger.removals import ERASED, FATE, SHARD_ERASED, TAKEN_OUT, Removal, erased_shards, removals
+from factory.ledger.removals import (
+    ERASED,
+    FATE,
+    SHARD_ERASED,
+    TAKEN_OUT,
+    Removal,
+    erased_shards,
+    former_contents,
+    former_files,
+    removals,
+)
 from factory.ledger.rows import SegmentRow, Subject
 from factory.repairs.token_shards import raw_shard
 from factory.training.planning import plan_of
@@ -125,7 +135,7 @@ def _erase_in_shard(workspace: Workspace, ledger: Ledger, sha256: str, rows: set
                 }
                 detail["token_shards"][row["id"]] = {"content": new.id, "fill": _fill(old), "masks": masks}
         raw, name = raw_shard(workspace, ledger, sha256)
-        aside, filing, said = _raw_without(workspace, ledger, sha256, raw, name, rows, before)
+        aside, filing, said = _raw_without(workspace, ledger, sha256, raw, name, rows)
         if aside is not None:
             detail["raw"] = file_sha256(aside)
         with ledger.begin() as tx:
@@ -138,19 +148,12 @@ def _erase_in_shard(workspace: Workspace, ledger: Ledger, sha256: str, rows: set
                 record(tx, FILED, f"shard:{sha256[:16]}", filing)
         if aside is not None and raw is not None:
             put_in_place(aside, raw)
-        former = _contents(ledger, sha256)  # also of a time before, if that was killed here
+        former = former_contents(ledger, sha256)  # also of a time before, if that was killed here
         for number, old_path, new in made:
             for path in {old_path, *(workspace.shards / name for name in (number, *former))} - {new.path}:
                 remove(path)
         sync_folder(workspace.shards)  # before it is recorded that nothing is left
     return said
-
-
-def _contents(ledger: Ledger, sha256: str) -> set[str]:
-    """What has taken the places of a shard's token shards so far, by the names of their folders."""
-    rows = ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=SHARD_ERASED)
-    mine = [row["detail"]["token_shards"] for row in rows if row["detail"]["sha256"] == sha256]
-    return {one["content"] for made in mine for one in made.values()}
 
 
 def _raw_without(
@@ -160,13 +163,12 @@ def _raw_without(
     raw: Path | None,
     name: str,
     rows: Collection[int],
-    before: dict[str, Any] | Any,
 ) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
     """(the raw shard without these rows, beside it; what filing is to know of it; lines for a person)."""
     if raw is None or not raw.is_relative_to(workspace.root):
         where = "is gone" if raw is None else f"lies at {raw}, outside the workspace"
         return None, None, [f"shard {name} {where}: nothing of it was erased there"]
-    if file_sha256(raw) not in (sha256, before and before["raw"]):
+    if file_sha256(raw) not in {sha256, *former_files(ledger, sha256)}:
         return None, None, [f"{raw} is not the file that was ingested: nothing of it was erased there"]
     aside = raw.with_name(f".{raw.name}.erased")
     rewrite_without(raw, name, rows, aside)

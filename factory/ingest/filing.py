@@ -20,7 +20,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.files import FILED, filed
 from factory.ledger.ledger import Ledger, record, shards
-from factory.ledger.removals import erased_shards
+from factory.ledger.removals import former_files
 from kernels.contract.files import put_in_place, sync_folder
 from trainer.contract.data.token_shard import file_sha256
 
@@ -56,16 +56,12 @@ def file_away(workspace: Workspace, ledger: Ledger, path: Path, sha256: str, sta
 
 def return_changed(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
     """Files of ``shards/raw/`` whose content is no longer what was ingested go to the inbox again; what was ingested stays, where it can be told."""
-    erased = erased_shards(ledger)
     for (folder, name), known in filed(ledger, time.time() - WATCHED_SECONDS).items():
         path = workspace.root / folder / name
         if folder != RAW or not _changed(path, known):
             continue
         sha256 = file_sha256(path)
-        wanted = {
-            known["sha256"],
-            erased.get(known["sha256"], {}).get("raw"),
-        }  # another file where text was erased
+        wanted = {known["sha256"], *former_files(ledger, known["sha256"])}
         if sha256 not in wanted:
             kept = _split(workspace, path, known, wanted)
             was = "what was ingested of it stays" if kept else "what was ingested of it is in its token shard alone"
@@ -77,7 +73,7 @@ def return_changed(workspace: Workspace, ledger: Ledger, progress: Progress) -> 
                 record(tx, FILED, f"shard:{known['sha256'][:16]}", known | stamp)
 
 
-def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Container[str | None]) -> bool:
+def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Container[str]) -> bool:
     """Move a changed file to the inbox, itself and no copy: who has it open writes on there. Returns whether its first part, which was
     ingested, could be put in its place."""
     aside = path.with_name(f".{path.name}")

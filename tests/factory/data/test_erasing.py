@@ -186,17 +186,24 @@ def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, mo
     """What took a token shard's place at the first time holds what is erased at the second."""
     workspace, ledger = copied()
     keys = chosen(ledger)
-    real = erasing.remove
+    before, shard = raw_lines(workspace), keys[0].partition(":")[0]
     for key in keys[:2]:
         erase(ledger, [key])
         if key == keys[1]:
-            monkeypatch.setattr(erasing, "remove", _die)
-            with pytest.raises(Killed):
-                finish_removals(workspace, ledger, SILENT)
-            monkeypatch.setattr(erasing, "remove", real)
-        finish_removals(workspace, ledger, SILENT)
+            for name in ("put_in_place", "remove"):
+                real = getattr(erasing, name)
+                monkeypatch.setattr(erasing, name, _die)
+                with pytest.raises(Killed):
+                    finish_removals(workspace, ledger, SILENT)
+                monkeypatch.setattr(erasing, name, real)
+                tend(workspace, ledger, SILENT, settle=0)
+                assert list(workspace.inbox.iterdir()) == []
+        assert finish_removals(workspace, ledger, SILENT)[-1].endswith("the text of 1 rows is erased")
     named = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}
     assert {path.parent.name for path in workspace.shards.glob("*/tokens.bin")} == named
+    (name,) = (name for name in before if name.startswith(shard))
+    gone = [text_of(json.loads(before[name][int(key.partition(":")[2])])) for key in keys[:2]]
+    assert not any(text in readable(workspace, ledger) for text in gone)
 
 
 def _die(*_: Any) -> None:
