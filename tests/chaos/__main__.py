@@ -81,7 +81,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def memory() -> Path | None:
-    """A file system in memory with room for all start states, from which programs may be loaded: half of a short run is copying. None: there is none."""
+    """A file system in memory with room for the runs, from which programs may be loaded: half of a short run is copying. None: there is none."""
     if not MEMORY.is_dir():
         return None
     status = os.statvfs(MEMORY)
