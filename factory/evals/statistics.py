@@ -136,6 +136,25 @@ def difference(one: Gain, other: Gain) -> Gain:
     return Gain(gain, math.sqrt(of_one + of_other), clusters, freedom + 1)
 
 
+def of_recipe(gain: Gain, noise: float, runs: int) -> Gain:
+    """The gain as one of recipe and data, of which candidate and champion are a draw each: the variance of both draws is added to the items'.
+
+    ``noise``: the standard deviation that ``runs`` trainings showed. Degrees of freedom by Welch (1947) and Satterthwaite (1946).
+
+    >>> found = of_recipe(Gain(0.02, 0.003, 40, 41.0), 0.004, 3)
+    >>> round(found.error, 5), round(found.effective, 2)
+    (0.0064, 4.27)
+    """
+    if not (_finite(gain.error) and _finite(gain.effective)) or runs < 2:
+        return Gain()
+    assert gain.error is not None and gain.effective is not None
+    of_items, of_draws = gain.error**2, 2 * noise**2
+    if gain.effective <= 1 or not of_items + of_draws:
+        return gain
+    freedom = (of_items + of_draws) ** 2 / (of_items**2 / (gain.effective - 1) + of_draws**2 / (runs - 1))
+    return Gain(gain.gain, math.sqrt(of_items + of_draws), gain.clusters, freedom + 1)
+
+
 def holm(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
     """Which hypotheses are shown, all together at one level (Holm 1979, step down).
 

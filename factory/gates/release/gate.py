@@ -26,6 +26,7 @@ from factory.gates.release.licences import not_releasable, tokens_by_licence
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.replicas import newest_noise
 from factory.gates.release.with_tasks import with_tasks
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import open_in, rewound_in
@@ -91,8 +92,12 @@ def gather(
     candidate_id = EvaluationRow.get(ledger, ours).candidate
     fresh = fresh_keys(ledger, candidate_id, suite)
     ages = gap_between(both[0][1], both[1][1], fresh, policy.target.weights)
+    noise = newest_noise(ledger, policy.target.weights)
     return replace(
         evidence,
+        replicas=noise.runs if noise else None,
+        replica_noise=dict(noise.by_domain) if noise else {},
+        replica_target=noise.target if noise else None,
         fresh_documents=len(fresh),
         older_documents=len(suite.documents) + len(suite.dev) - len(fresh),
         on_fresh=ages[0] if ages else None,

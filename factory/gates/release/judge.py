@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from factory.evals.parity import CHECKS
-from factory.evals.statistics import CLOZE, Gain, holm, spent_at
+from factory.evals.statistics import CLOZE, Gain, holm, of_recipe, spent_at
 from factory.gates.release.policy import ReleasePolicy
 
 FIRST_RELEASE = "first release"
@@ -34,6 +34,9 @@ class ReleaseEvidence:
     noise_floor: Numbers = field(
         default_factory=dict
     )  # the champion's, so that a candidate cannot widen its own margin
+    replicas: int | None = None  # trainings that differ in the order of their data alone; None: none were measured yet
+    replica_noise: Numbers = field(default_factory=dict)  # their standard deviation, a domain
+    replica_target: float | None = None  # and of the target
     cloze_items: int | None = None
     cloze: float | None = None  # share right
     champion_cloze: float | None = None
@@ -189,6 +192,7 @@ def _comparison(
     elif lower > 0:
         facts.insert(0, f"Better than {champion}: {words}.")
         facts.insert(1, _seen(target, level, look))
+        facts.insert(2, _another_order(policy, evidence, target))
     else:
         missing.insert(0, f"Not shown to be better than {champion}: {words}.")
         missing.insert(1, _seen(target, level, look))
@@ -254,7 +258,11 @@ def _guards(
                 )
                 missing.append(f"{name}: the noise floor {shown}.")
                 noise = 0.0
-            margin, least = max(policy.guards.bits_per_byte_margin, 2 * noise), 2 * noise
+            draws = (
+                _number(evidence.replica_noise.get(name)) or 0.0
+            )  # of the champion's recipe: no candidate can widen it
+            draws = min(max(draws, 0.0), policy.guards.noise_floor_max)
+            margin, least = max(policy.guards.bits_per_byte_margin, 2 * max(noise, draws)), 2 * noise
         gone = _number(evidence.lost.get(name))
         if gone is None or gone < 0:
             missing.append(f"{name}: what earlier releases lost there is not known.")
@@ -348,6 +356,21 @@ def _seen(target: Gain, level: float, look: int | None) -> str:
     smallest = target.detectable(level)
     looks = f"candidate {look} against this champion, so shown at {level:.2%}" if look else ""
     return f"A gain of {smallest:.3f} would have been seen with 80 % ({looks}; {target.effective:.0f} effective source documents)."
+
+
+def _another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> str:
+    """Is the gain one of recipe and data, or of this draw? For the reader: what is released are these weights."""
+    runs, noise = evidence.replicas, _number(evidence.replica_target)
+    if not isinstance(runs, int) or runs < 2 or noise is None or noise < 0:
+        return (
+            "How far another order of the same data moves a model was not measured: the gain is that of these weights, whatever they owe to "
+            "their draw (replicas in gates/release.yaml)."
+        )
+    words = f"Another order of the same data moves the target by {noise:.4f} bits per byte (standard deviation of {runs} trainings)"
+    lower = of_recipe(target, noise, runs).bound(policy.target.alpha / 2)
+    if lower is not None and lower > 0:
+        return f"{words}: the gain is beyond that, so it is one of recipe or data."
+    return f"{words}: these weights are better, but the gain is within that noise and may be this draw's, not the recipe's or the data's."
 
 
 def _signed(value: float) -> str:
