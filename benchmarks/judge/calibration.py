@@ -5,7 +5,7 @@ are heavy (Student t with 5 degrees of freedom). Of each kind of suite, with ``-
 
     no difference     how many candidates are promoted, and how many lines of 20 such candidates against one champion promote any
     interval          how often the 95 % interval of the target holds the true gain
-    power             how many are promoted whose true gain is the one that the verdict calls detectable
+    power             how many are promoted that are truly better, in every domain, by the gain that a verdict on another pair calls detectable
     guard broken      how many are promoted that are better on the target but lose twice the margin in one domain
     sinking           how far a domain has sunk after 12 candidates that each lose 0.008 there
     halves            how many honest candidates are held for a gap between the sealed half and the dev half, a third of its size
@@ -26,10 +26,9 @@ from typing import Any
 import numpy as np
 
 from factory.evals.parity import CHECKS
-from factory.evals.statistics import spent_at
 from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.gate import measured
-from factory.gates.release.judge import PROMOTE, ReleaseEvidence, judge
+from factory.gates.release.judge import PROMOTE, ReleaseEvidence, detectable, judge
 from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
 
@@ -121,8 +120,7 @@ def calibrate(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng([seed, KINDS.index(kind)])
     none, nothing = dict.fromkeys(DOMAINS, 0.0), dict.fromkeys(DOMAINS, 0.0)
     false = held = power = broken = gaps = seen = 0
-    effective, detectable = [], []
-    level = spent_at(POLICY.target.alpha, 1)
+    effective, told = [], []
     for _ in range(pairs):
         pair = draw(kind, rng, none)
         honest = evidence_of(pair, 1, nothing)
@@ -131,16 +129,15 @@ def calibrate(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
         false += promoted(honest)
         gaps += any("which are drawn alike" in reason for reason in judge(POLICY, honest).reasons)
         seen += promoted(evidence_of(better_by(pair, SEEN, (TASK,)), 1, nothing))
-        low, high, gain = target.bound(0.025), target.bound(0.025, above=True), target.detectable(level)
+        low, high, gain = target.bound(0.025), target.bound(0.025, above=True), detectable(POLICY, honest)
         assert low is not None and high is not None and gain is not None and target.effective is not None
         held += low <= 0 <= high
         effective.append(target.effective)
-        detectable.append(gain)
-        shown = evidence_of(better_by(draw(kind, rng, none), gain), 1, nothing).target
-        power += shown is not None and (shown.bound(level) or 0) > 0
+        told.append(gain)
+        power += promoted(evidence_of(better_by(draw(kind, rng, none), gain), 1, nothing))
         bad = dict.fromkeys(DOMAINS, 0.2) | {"docs": -2 * POLICY.guards.bits_per_byte_margin}
         broken += promoted(evidence_of(draw(kind, rng, bad), 1, nothing))
-    typical = float(np.median(detectable))
+    typical = float(np.median(told))
     lines = max(pairs // 5, 1)
     wrong = sum(any(_better(kind, rng, none, look) for look in range(1, LOOKS + 1)) for _ in range(lines))
     return {

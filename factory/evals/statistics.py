@@ -21,7 +21,6 @@ import numpy.typing as npt
 from factory.evals.tasks import EvalItem
 
 CLOZE = "cloze"
-POWER = 0.8  # with which a gain is called detectable
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,6 @@ class Gain:
             return None
         width = _quantile(1 - level, self.effective - 1) * self.error
         return self.gain + width if above else self.gain - width
-
-    def detectable(self, level: float) -> float | None:
-        """The gain that a bound at ``level`` would have shown to be above zero with 80 %."""
-        if self.bound(level) is None:
-            return None
-        assert self.error is not None and self.effective is not None
-        return (_quantile(1 - level, self.effective - 1) + _quantile(POWER, self.effective - 1)) * self.error
 
 
 def interval_of(stored: object) -> tuple[float, float, float] | None:

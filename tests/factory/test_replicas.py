@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import stdev
@@ -10,7 +15,7 @@ from statistics import stdev
 import pytest
 from safetensors.numpy import load_file
 
-from factory.actions import Action, judge, perform
+from factory.actions import Action, perform
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
@@ -36,7 +41,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> It
     policy = workspace.root / "policies" / "gates" / "release.yaml"
     policy.write_text(policy.read_text() + "replicas: {from_release: 1}\n")
     candidate = export_candidate(workspace, ledger, train_anneal(workspace, ledger))
-    promote(ledger, 1, candidate, judge(workspace, ledger, candidate, SILENT))
+    promote(ledger, 1, candidate, add_verdict(ledger, candidate))
     yield workspace, ledger
 
 
@@ -83,13 +88,42 @@ def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Plant
     found = newest_measured(ledger)
     assert found is not None and found["subject"] == "segment:2" and len(found["runs"]) == 3
     noise = newest_noise(ledger, {"code": 1.0})
-    assert (
-        noise is not None
-        and noise.by_domain["code"] == noise.target == pytest.approx(stdev(run["code"] for run in found["runs"])) > 0
-    )
+    assert noise is not None and noise.target is not None and noise.target > 0
+    assert noise.by_domain["code"] == noise.target == pytest.approx(stdev(run["code"] for run in found["runs"]))
     assert not folder.exists() and next_action(observe(workspace, ledger)) != action
     after = {name: ledger.read(f"SELECT * FROM {name}") for name in before}
     assert after == before, "a replica is no segment and no candidate"
+
+
+@pytest.mark.slow("two processes, killed while a replica trains and while another is measured")
+def test_killed_while_it_trains_and_while_it_measures_it_goes_on(plant: Plant) -> None:
+    """After the test above: asked for once more, by another recipe's hash in the event."""
+    workspace, ledger = plant
+    runs = ledger.read("SELECT COUNT(*) AS n FROM data_plans")[0]["n"]
+    with ledger.begin() as tx:
+        record(tx, MEASURED, "segment:2", {"release": 0, "recipe_sha256": "another", "runs": []})
+    folder = folder_of(workspace) / "00002"
+    for there in (folder / "1" / "metrics.jsonl", folder / "export" / "config.json"):
+        words = "import sys; from tests.factory.test_replicas import go_on; go_on(sys.argv[1])"
+        process = subprocess.Popen([sys.executable, "-c", words, str(workspace.root)], start_new_session=True)
+        while not there.exists() and process.poll() is None:
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert there.exists() and folder.exists()
+    go_on(str(workspace.root))
+    found = newest_measured(ledger)
+    assert found is not None and found["release"] == 1 and len(found["runs"]) == 3
+    assert not folder.exists() and next_action(observe(workspace, ledger)) != Action("replicate", 2)
+    assert ledger.read("SELECT COUNT(*) AS n FROM data_plans")[0]["n"] == runs, "the same plans again"
+
+
+def go_on(root: str) -> None:
+    """As the daemon does, until the replicas are measured."""
+    workspace = Workspace.open(Path(root))
+    ledger = Ledger.open(workspace.ledger_url, workspace.root)
+    while next_action(observe(workspace, ledger)) == Action("replicate", 2):
+        replicate(workspace, ledger, 2, SILENT)
 
 
 def schedule(db: Reads, **keys: int) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from factory.evals.parity import CHECKS
+from factory.evals.power import POWER, Needed, smallest_gain
 from factory.evals.statistics import CLOZE, Gain, holm, of_recipe, spent_at
 from factory.gates.release.policy import ReleasePolicy
 
@@ -191,11 +192,11 @@ def _comparison(
         against.insert(0, f"Worse than {champion}: {words}.")
     elif lower > 0:
         facts.insert(0, f"Better than {champion}: {words}.")
-        facts.insert(1, _seen(target, level, look))
+        facts.insert(1, _seen(policy, evidence))
         facts.insert(2, _another_order(policy, evidence, target))
     else:
         missing.insert(0, f"Not shown to be better than {champion}: {words}.")
-        missing.insert(1, _seen(target, level, look))
+        missing.insert(1, _seen(policy, evidence))
     _memorising(policy, evidence, missing)
     _guards(policy, evidence, against, missing, facts)
 
@@ -238,37 +239,12 @@ def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[
 def _guards(
     policy: ReleasePolicy, evidence: ReleaseEvidence, against: list[str], missing: list[str], facts: list[str]
 ) -> None:
-    expected = [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
+    expected = _guarded(evidence)
     count = len(expected)
     missing += [
         f"{name}: a guard that the suite does not measure." for name in sorted(set(evidence.guards) - set(expected))
     ]
-    floor: dict[str, float] = {}
-    lost: dict[str, float] = {}
-    for name in expected:
-        margin = policy.guards.cloze_margin
-        least = 0.0
-        if name != CLOZE:
-            noise = _number(evidence.noise_floor.get(name))
-            if noise is None or noise < 0 or noise > policy.guards.noise_floor_max:
-                shown = (
-                    "was not measured"
-                    if noise is None
-                    else f"is {noise:.4f} bits per byte, at most {policy.guards.noise_floor_max:.4f} is allowed"
-                )
-                missing.append(f"{name}: the noise floor {shown}.")
-                noise = 0.0
-            draws = (
-                _number(evidence.replica_noise.get(name)) or 0.0
-            )  # of the champion's recipe: no candidate can widen it
-            draws = min(max(draws, 0.0), policy.guards.noise_floor_max)
-            margin, least = max(policy.guards.bits_per_byte_margin, 2 * max(noise, draws)), 2 * noise
-        gone = _number(evidence.lost.get(name))
-        if gone is None or gone < 0:
-            missing.append(f"{name}: what earlier releases lost there is not known.")
-            gone = margin
-        lost[name] = gone
-        floor[name] = -max(margin - gone, least)
+    floor, lost = _floors(policy, evidence, missing)
 
     def above(name: str, shared: int) -> bool:
         guard = evidence.guards.get(name)
@@ -302,6 +278,56 @@ def _guards(
             )
         else:
             facts.append(f"{words}.")
+
+
+def _floors(
+    policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[str]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Of each guard: the gain that its bound must lie above, and what earlier releases lost there."""
+    floor: dict[str, float] = {}
+    lost: dict[str, float] = {}
+    for name in _guarded(evidence):
+        margin = policy.guards.cloze_margin
+        least = 0.0
+        if name != CLOZE:
+            noise = _number(evidence.noise_floor.get(name))
+            if noise is None or noise < 0 or noise > policy.guards.noise_floor_max:
+                shown = (
+                    "was not measured"
+                    if noise is None
+                    else f"is {noise:.4f} bits per byte, at most {policy.guards.noise_floor_max:.4f} is allowed"
+                )
+                missing.append(f"{name}: the noise floor {shown}.")
+                noise = 0.0
+            draws = (
+                _number(evidence.replica_noise.get(name)) or 0.0
+            )  # of the champion's recipe: no candidate can widen it
+            draws = min(max(draws, 0.0), policy.guards.noise_floor_max)
+            margin, least = max(policy.guards.bits_per_byte_margin, 2 * max(noise, draws)), 2 * noise
+        gone = _number(evidence.lost.get(name))
+        if gone is None or gone < 0:
+            missing.append(f"{name}: what earlier releases lost there is not known.")
+            gone = margin
+        lost[name] = gone
+        floor[name] = -max(margin - gone, least)
+    return floor, lost
+
+
+def detectable(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None:
+    """The smallest gain, in every domain alike, with which 80 % of candidates are promoted, all guards at the first level of Holm's; None: none."""
+    if evidence.target is None or not evidence.look:
+        return None
+    floor, _ = _floors(policy, evidence, [])
+    needed = [Needed(evidence.target, spent_at(policy.target.alpha, evidence.look))]
+    needed += [
+        Needed(evidence.guards.get(name, Gain()), policy.guards.alpha / len(floor), least, moves=name != CLOZE)
+        for name, least in floor.items()
+    ]
+    return smallest_gain(needed, otherwise=2 * policy.memorising.alpha)
+
+
+def _guarded(evidence: ReleaseEvidence) -> list[str]:
+    return [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
 
 
 # -- reading numbers ---------------------------------------------------------------------------------------------------
@@ -351,11 +377,16 @@ def _spent(looks: float, most: float) -> str:
     )
 
 
-def _seen(target: Gain, level: float, look: int | None) -> str:
+def _seen(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
     """What the comparison could have shown at all."""
-    smallest = target.detectable(level)
-    looks = f"candidate {look} against this champion, so shown at {level:.2%}" if look else ""
-    return f"A gain of {smallest:.3f} would have been seen with 80 % ({looks}; {target.effective:.0f} effective source documents)."
+    assert evidence.target is not None and evidence.look is not None
+    smallest, level = detectable(policy, evidence), spent_at(policy.target.alpha, evidence.look)
+    looks = (
+        f"candidate {evidence.look} against this champion, so shown at {level:.2%}; {evidence.target.effective:.0f} effective source documents"
+    )
+    if smallest is None:
+        return f"No gain would have been seen with {POWER:.0%}: a guard is too uncertain ({looks})."
+    return f"A gain of {smallest:.3f} in every domain would have been seen with {POWER:.0%}, all guards passed ({looks})."
 
 
 def _another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> str:
