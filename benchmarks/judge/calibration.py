@@ -107,6 +107,7 @@ def evidence_of(pair: Pair, look: int, lost: dict[str, float]) -> ReleaseEvidenc
         look=look,
         lost=lost,
         sealed_looks=0.0,
+        watched=0,
         fresh_documents=0,
         older_documents=100,
     )
@@ -119,8 +120,7 @@ def promoted(evidence: ReleaseEvidence) -> bool:
 def calibrate(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng([seed, KINDS.index(kind)])
     none, nothing = dict.fromkeys(DOMAINS, 0.0), dict.fromkeys(DOMAINS, 0.0)
-    false = held = power = broken = gaps = seen = 0
-    effective, told = [], []
+    false = held = broken = gaps = seen = 0
     for _ in range(pairs):
         pair = draw(kind, rng, none)
         honest = evidence_of(pair, 1, nothing)
@@ -129,22 +129,35 @@ def calibrate(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
         false += promoted(honest)
         gaps += any("which are drawn alike" in reason for reason in judge(POLICY, honest).reasons)
         seen += promoted(evidence_of(better_by(pair, SEEN, (TASK,)), 1, nothing))
-        low, high, gain = target.bound(0.025), target.bound(0.025, above=True), detectable(POLICY, honest)
-        assert low is not None and high is not None and gain is not None and target.effective is not None
+        low, high = target.bound(0.025), target.bound(0.025, above=True)
+        assert low is not None and high is not None
         held += low <= 0 <= high
-        effective.append(target.effective)
-        told.append(gain)
-        power += promoted(evidence_of(better_by(draw(kind, rng, none), gain), 1, nothing))
         bad = dict.fromkeys(DOMAINS, 0.2) | {"docs": -2 * POLICY.guards.bits_per_byte_margin}
         broken += promoted(evidence_of(draw(kind, rng, bad), 1, nothing))
-    typical = float(np.median(told))
     lines = max(pairs // 5, 1)
     wrong = sum(any(_better(kind, rng, none, look) for look in range(1, LOOKS + 1)) for _ in range(lines))
+    return power_of(kind, pairs, seed) | {
+        "false_promotions": false / pairs, "false_in_a_line": wrong / lines, "lines": lines, "interval_holds": held / pairs,
+        "guard_broken_promoted": broken / pairs, "honest_held_for_a_gap": gaps / pairs, "exam_seen_promoted": seen / pairs,
+        "sunk": sink(kind, rng, lines // 4 or 1),
+    }  # fmt: skip
+
+
+def power_of(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
+    """What a verdict on one pair says that it would have seen, and how many other candidates that are better by that are promoted."""
+    rng = np.random.default_rng([seed, KINDS.index(kind), 1])
+    none, nothing = dict.fromkeys(DOMAINS, 0.0), dict.fromkeys(DOMAINS, 0.0)
+    effective, told, power = [], [], 0
+    for _ in range(pairs):
+        here, other = evidence_of(draw(kind, rng, none), 1, nothing), draw(kind, rng, none)
+        gain = detectable(POLICY, here)
+        assert here.target is not None
+        effective.append(here.target.effective or 0.0)
+        told.append(math.inf if gain is None else gain)
+        power += gain is None or promoted(evidence_of(better_by(other, gain), 1, nothing))
     return {
         "suite": kind.name, "sources": len(DOMAINS) * kind.sources, "effective": float(np.median(effective)), "pairs": pairs,
-        "false_promotions": false / pairs, "false_in_a_line": wrong / lines, "lines": lines, "interval_holds": held / pairs,
-        "detectable_gain": typical, "power": power / pairs, "guard_broken_promoted": broken / pairs,
-        "honest_held_for_a_gap": gaps / pairs, "exam_seen_promoted": seen / pairs, "sunk": sink(kind, rng, lines // 4 or 1),
+        "detectable_gain": float(np.median(told)), "power": power / pairs,
     }  # fmt: skip
 
 
@@ -172,38 +185,31 @@ def sink(kind: Kind, rng: np.random.Generator, lines: int) -> float:
     return float(np.mean(sunk))
 
 
+COLUMNS = {
+    "sources": "sources", "effective": "effective", "false": "false_promotions", "in 20": "false_in_a_line", "interval": "interval_holds",
+    "detects": "detectable_gain", "power": "power", "guard": "guard_broken_promoted", "sunk": "sunk", "halves": "honest_held_for_a_gap",
+    "exam": "exam_seen_promoted",
+}  # fmt: skip
+AS_NUMBERS = {"effective": ".1f", "detectable_gain": ".4f", "sunk": ".3f", "sources": "d"}
+
+
 def report(rows: list[dict[str, Any]]) -> list[str]:
-    names = (
-        "sources",
-        "effective",
-        "false",
-        "in 20",
-        "interval",
-        "detects",
-        "power",
-        "guard",
-        "sunk",
-        "halves",
-        "exam",
-    )
-    lines = [f"{'suite':<30}" + "".join(f"{name:>10}" for name in names)]
+    """Of what was counted."""
+    columns = {name: key for name, key in COLUMNS.items() if key in rows[0]}
+    lines = [f"{'suite':<30}" + "".join(f"{name:>10}" for name in columns)]
     for row in rows:
-        shares = {key: f"{row[key]:.1%}" for key in row if isinstance(row[key], float)}
-        shown = [
-            row["sources"], f"{row['effective']:.1f}", shares["false_promotions"], shares["false_in_a_line"], shares["interval_holds"],
-            f"{row['detectable_gain']:.4f}", shares["power"], shares["guard_broken_promoted"], f"{row['sunk']:.3f}",
-            shares["honest_held_for_a_gap"], shares["exam_seen_promoted"],
-        ]  # fmt: skip
+        shown = [format(row[key], AS_NUMBERS.get(key, ".1%")) for key in columns.values()]
         lines.append(f"{row['suite']:<30}" + "".join(f"{value:>10}" for value in shown))
-    return [
-        *lines,
-        "",
-        "aims: false ≤ 5 %, also in a line of 20 candidates; interval 93–97 % (wider where one source holds most); power ≥ 80 %; guard ≤ 1 %; "
-        "halves ≤ 1 %",
-        f"{rows[0]['pairs']} pairs of each kind, {rows[0]['lines']} lines of {LOOKS} candidates",
-        f"exam: promoted though better by {SEEN} bits per byte on the sealed half alone",
-        f"sunk: bits per byte that a domain has lost after {RELEASES} candidates that each lose {SINKS}",
-    ]
+    lines += ["", f"{rows[0]['pairs']} pairs of each kind; power ≥ 80 % is the aim"]
+    if "lines" in rows[0]:
+        lines += [
+            "aims: false ≤ 5 %, also in a line of 20 candidates; interval 93–97 % (wider where one source holds most); guard ≤ 1 %; "
+            "halves ≤ 1 %",
+            f"{rows[0]['lines']} lines of {LOOKS} candidates",
+            f"exam: promoted though better by {SEEN} bits per byte on the sealed half alone",
+            f"sunk: bits per byte that a domain has lost after {RELEASES} candidates that each lose {SINKS}",
+        ]
+    return lines
 
 
 def main(arguments: list[str]) -> int:
@@ -211,13 +217,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--pairs", type=int, default=1000, help="of each kind of suite (1000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose name holds this")
+    parser.add_argument("--power", action="store_true", help="the columns detects and power alone, a quarter of the time")
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(arguments)
     rows = []
     for kind in KINDS:
         if asked.only in kind.name:
             print(f"{kind.name} …", file=sys.stderr, flush=True)
-            rows.append(calibrate(kind, asked.pairs, asked.seed))
+            rows.append((power_of if asked.power else calibrate)(kind, asked.pairs, asked.seed))
     print(json.dumps(rows) if asked.json else "\n".join(report(rows)))
     return 0
 

@@ -2,8 +2,9 @@
 
 Of another candidate on the same items, whose standard error is another draw: both the error that it is told from here and the one that it is
 tested with are estimates. Their squares scatter like χ² with the bound's degrees of freedom, fewer by the tails: the variance of a squared error
-is 2/ν + κ/n for items of excess kurtosis κ (Cramér 1946, §27.4), so ν is divided by 1 + κ/2. That all bounds are passed is at least as likely as
-1 less the chances that each is missed (Bonferroni): domains that rise together do better. ``make judge-calibration`` counts it.
+is 2/ν + κ/n for items of excess kurtosis κ (Cramér 1946, §27.4), so ν is divided by 1 + κ/2. With κ = 0 and one error for both it is the power
+of the noncentral t. Bounds of target and domains rise and fall together, so all are passed at least as often as if they were independent, which
+is what is said here. ``make judge-calibration`` counts how many are promoted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from factory.evals.statistics import Gain
 
 POWER = 0.8
-TAILS = 6.0  # κ: that of a Student t with 5 degrees of freedom
+TAILS = 4.0  # κ; of a Student t with 5 degrees of freedom, as the calibration draws items, it is 6, and a source averages some of them
 NODES = 24  # of the distribution of a standard error
 MOST = 8.0  # bits per byte: no model gains more than a byte holds
 
@@ -60,7 +61,7 @@ def smallest_gain(needed: Sequence[Needed], otherwise: float = 0.0) -> float | N
     """
 
     def passed(gain: float) -> bool:
-        return sum(1 - one.chance(gain) for one in needed) + otherwise <= 1 - POWER
+        return math.prod(one.chance(gain) for one in needed) >= POWER + otherwise
 
     low, high = 0.0, MOST
     if not passed(high):

@@ -54,6 +54,13 @@ class ReleaseEvidence:
     on_sealed: Gain | None = None  # the gains on the two halves of what is held out, in the domains that both have, and
     on_dev: Gain | None = None
     halves_gap: Gain | None = None  # the first less the second
+    watched: int | None = None  # candidates of the line before it that it was compared with on both halves (``watch``)
+    rise_since: int | None = (
+        None  # that one of them since which the dev half rose most alone, and how much each half rose
+    )
+    rise_dev: Gain | None = None
+    rise_sealed: Gain | None = None
+    rise_gap: Gain | None = None
     fresh_documents: int | None = None  # held-out ones that were compared and arrived after its training
     older_documents: int | None = None  # and before
     on_fresh: Gain | None = None
@@ -217,6 +224,10 @@ def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[
             0,
             f"It gains {_signed(sealed)} bits per byte on the sealed half and {_signed(dev)} on the dev half, which are drawn alike: {seen}.",
         )
+    if evidence.watched is None:
+        missing.append("Whether the dev half rose alone over the line of candidates was not looked up.")
+    elif words := dev_alone(policy, evidence):
+        missing.insert(0, words)
     fresh, older = evidence.fresh_documents, evidence.older_documents
     if fresh is None or older is None:
         missing.append("How many held-out documents arrived after its training is not known.")
@@ -234,6 +245,27 @@ def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[
                 f"It gains {_signed(new)} bits per byte on documents that arrived after its training and {_signed(new - gap.gain)} on the others: "
                 "it knows those by heart.",
             )
+
+
+def dev_alone(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
+    """The reward-hack watch in words: dev up while sealed is not, by one candidate or over several; '': neither is shown."""
+    rules, said = policy.memorising, ""
+    found = [(evidence.halves_gap, evidence.on_dev, evidence.on_sealed, 1, "the champion")]
+    if evidence.rise_since is not None:
+        since = f"candidate {evidence.rise_since}"
+        found.append((evidence.rise_gap, evidence.rise_dev, evidence.rise_sealed, evidence.watched or 1, since))
+    for gap, dev, sealed, looks, since in found:
+        high = gap.bound(rules.alpha / 2 / looks, above=True) if gap else None
+        low = dev.bound(rules.alpha / 2 / looks) if dev else None
+        if high is None or low is None or dev is None or sealed is None or None in (dev.gain, sealed.gain):
+            continue
+        if high < -rules.halves_margin and low > 0:
+            assert dev.gain is not None and sealed.gain is not None
+            said = (
+                f"Since {since} the dev half, by which candidates are chosen, gained {_signed(dev.gain)} bits per byte and the sealed half "
+                f"{_signed(sealed.gain)}: the line was fitted to the dev half."
+            )
+    return said
 
 
 def _guards(
@@ -323,7 +355,7 @@ def detectable(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None
         Needed(evidence.guards.get(name, Gain()), policy.guards.alpha / len(floor), least, moves=name != CLOZE)
         for name, least in floor.items()
     ]
-    return smallest_gain(needed, otherwise=2 * policy.memorising.alpha)
+    return smallest_gain(needed, otherwise=1.5 * policy.memorising.alpha)  # of both comparisons; one is one-sided
 
 
 def _guarded(evidence: ReleaseEvidence) -> list[str]:
@@ -381,12 +413,12 @@ def _seen(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
     """What the comparison could have shown at all."""
     assert evidence.target is not None and evidence.look is not None
     smallest, level = detectable(policy, evidence), spent_at(policy.target.alpha, evidence.look)
-    looks = (
-        f"candidate {evidence.look} against this champion, so shown at {level:.2%}; {evidence.target.effective:.0f} effective source documents"
-    )
+    looks = f"candidate {evidence.look} against this champion, so shown at {level:.2%}; {evidence.target.effective:.0f} effective source documents"
     if smallest is None:
         return f"No gain would have been seen with {POWER:.0%}: a guard is too uncertain ({looks})."
-    return f"A gain of {smallest:.3f} in every domain would have been seen with {POWER:.0%}, all guards passed ({looks})."
+    return (
+        f"A gain of {smallest:.3f} in every domain would have been seen with {POWER:.0%}, all guards passed ({looks})."
+    )
 
 
 def _another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> str:
