@@ -154,7 +154,7 @@ def power_of(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
         assert here.target is not None
         effective.append(here.target.effective or 0.0)
         told.append(math.inf if gain is None else gain)
-        power += gain is None or promoted(evidence_of(better_by(other, gain), 1, nothing))
+        power += gain is not None and promoted(evidence_of(better_by(other, gain), 1, nothing))
     return {
         "suite": kind.name, "sources": len(DOMAINS) * kind.sources, "effective": float(np.median(effective)), "pairs": pairs,
         "detectable_gain": float(np.median(told)), "power": power / pairs,
