@@ -146,7 +146,7 @@ CASES = [
         "loss of at most 0.040",
     ),
     (
-        "hold",
+        "reject",
         replace(changed(evidence(code=-0.015), "lost", "code", 0.04), replicas=3, replica_noise={"code": 0.015}),
         "a loss of at most 0.002 is allowed",
     ),  # replicas' noise is granted once in a line, not to each release
