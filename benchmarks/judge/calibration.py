@@ -5,7 +5,8 @@ are heavy (Student t with 5 degrees of freedom). Of each kind of suite, with ``-
 
     no difference     how many candidates are promoted, and how many lines of 20 such candidates against one champion promote any
     interval          how often the 95 % interval of the target holds the true gain
-    power             how many are promoted that are truly better, in every domain, by the gain that a verdict on another pair calls detectable
+    power             how many are promoted that are truly better, in every domain, by the gain that the verdict on another
+                      candidate calls detectable, on the same items
     guard broken      how many are promoted that are better on the target but lose twice the margin in one domain
     sinking           how far a domain has sunk after 12 candidates that each lose 0.008 there
     halves            how many honest candidates are held for a gap between the sealed half and the dev half, a third of its size
@@ -75,12 +76,19 @@ def better_by(pair: Pair, gain: float, tasks: tuple[str, ...] = (TASK, DEV)) -> 
     return Pair(shifted, pair.champion)
 
 
-def draw(kind: Kind, rng: np.random.Generator, gains: dict[str, float]) -> Pair:
+Sizes = dict[tuple[str, str], np.ndarray]
+
+
+def draw(kind: Kind, rng: np.random.Generator, gains: dict[str, float], sizes: Sizes | None = None) -> Pair:
+    """``sizes``: the bytes of another pair's items, which this one is then measured on too; those that are drawn are put into an empty one."""
     ours, theirs = [], []
+    sizes = {} if sizes is None else sizes
     heavy = lambda *shape: rng.standard_t(5, shape) / math.sqrt(5 / 3)
     for task, sources in ((TASK, kind.sources), (DEV, max(kind.sources // 3, 8))):
         for domain in DOMAINS:
-            bytes_CI = rng.lognormal(0, kind.uneven, (sources, kind.items)) * 1000
+            if (task, domain) not in sizes:
+                sizes[task, domain] = rng.lognormal(0, kind.uneven, (sources, kind.items)) * 1000
+            bytes_CI = sizes[task, domain]
             shared, own = heavy(sources, 1), heavy(sources, kind.items)
             off_CI = kind.spread * (math.sqrt(kind.together) * shared + math.sqrt(1 - kind.together) * own)
             for c in range(sources):
@@ -144,12 +152,13 @@ def calibrate(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
 
 
 def power_of(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
-    """What a verdict on one pair says that it would have seen, and how many other candidates that are better by that are promoted."""
+    """What a verdict says that it would have seen, and how many other candidates, better by that and measured on the same items, are promoted."""
     rng = np.random.default_rng([seed, KINDS.index(kind), 1])
     none, nothing = dict.fromkeys(DOMAINS, 0.0), dict.fromkeys(DOMAINS, 0.0)
     effective, told, power = [], [], 0
     for _ in range(pairs):
-        here, other = evidence_of(draw(kind, rng, none), 1, nothing), draw(kind, rng, none)
+        sizes: Sizes = {}
+        here, other = evidence_of(draw(kind, rng, none, sizes), 1, nothing), draw(kind, rng, none, sizes)
         gain = detectable(POLICY, here)
         assert here.target is not None
         effective.append(here.target.effective or 0.0)

@@ -43,7 +43,7 @@ def test_of_other_draws_with_heavy_tails_eight_of_ten_are_seen(sources: int) -> 
         assert gain is not None
         bound = Gain(gain + float(other), float(tested), sources, float(sources)).bound(0.025)
         seen += bound is not None and bound > 0
-    assert 0.79 <= seen / rounds <= 0.88  # the plain t formula: 0.75
+    assert 0.79 <= seen / rounds <= 0.93  # more where sources are few; a formula that takes the error as known: 0.75
 
 
 def test_a_guard_that_is_too_uncertain_leaves_nothing_to_be_seen() -> None:
