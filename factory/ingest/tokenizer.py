@@ -117,7 +117,9 @@ class Tokenizer:
         if [inner.token_to_id(token) for token in SPECIAL] != [0, 1, 2]:
             raise InputError(f"{path} is not a tokenizer of this factory: ids 0, 1, 2 must be {', '.join(SPECIAL)}")
         if inner.encode("").ids not in ([], [0]):
-            raise InputError(f"{path} is not a tokenizer of this factory: documents must begin with {END} or with nothing")
+            raise InputError(
+                f"{path} is not a tokenizer of this factory: documents must begin with {END} or with nothing"
+            )
         return cls(folder, inner, hashlib.sha256(data).hexdigest())
 
     @property
@@ -176,11 +178,15 @@ class Tokenizer:
             shutil.copyfile(self.folder / name, folder / name)
         config = folder / "config.json"
         if self.bos and config.exists():
-            _write_json(config, json.loads(config.read_text(encoding="utf-8")) | {"bos_token_id": self.bos_token}, indent=2)
+            _write_json(
+                config, json.loads(config.read_text(encoding="utf-8")) | {"bos_token_id": self.bos_token}, indent=2
+            )
         template = folder / "chat_template.jinja"
         if not as_it_was and template.read_text(encoding="utf-8") in OLDER_TEMPLATES:
             named = folder / "tokenizer_config.json"
-            _write_json(named, json.loads(named.read_text(encoding="utf-8")) | {"chat_template": self.chat_template}, indent=1)
+            _write_json(
+                named, json.loads(named.read_text(encoding="utf-8")) | {"chat_template": self.chat_template}, indent=1
+            )
             template.write_text(self.chat_template, encoding="utf-8")
 
     def _ids(self, text: str) -> list[int]:
