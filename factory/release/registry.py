@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlparse
 
 from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
@@ -17,6 +16,7 @@ from factory.evals.statistics import interval_of
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.release.loadable import log_model
 from factory.release.version_page import page
 from factory.reports.release_report import release_report
 from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 MODEL = "factory-lm"
 CHAMPION, CANDIDATE = "champion", "candidate"
-COPY_LIMIT = 1 << 30  # bytes; a larger export is shown by reference, not copied to the artifacts
 
 
 def newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
@@ -72,7 +71,7 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
         about = page(candidate, segment, verdict, evidence, run, client.get_run(run).info.experiment_id)
         version = find_version(client, candidate_id, candidate.export_sha256)
         if version is None:
-            source = _model_source(client, run, candidate)
+            source = log_model(client, run, candidate)
             version = client.create_model_version(MODEL, source, run, tags, description=about)
         if "removed_data" in version.tags and "removed_data" not in tags:  # it was put back
             client.delete_model_version_tag(MODEL, version.version, "removed_data")
@@ -123,19 +122,6 @@ def _ensure_model(client: MlflowClient) -> None:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-
-
-def _model_source(client: MlflowClient, run: str, candidate: CandidateRow) -> str:
-    """Where the version's files lie: a copy among the run's artifacts, verified; the export itself when it is very large."""
-    export = Path(candidate.export_path)
-    if sum(path.stat().st_size for path in export.rglob("*") if path.is_file()) > COPY_LIMIT:
-        return export.as_uri()
-    client.log_artifacts(run, str(export), "model")
-    source = f"{client.get_run(run).info.artifact_uri}/model"
-    place = urlparse(source)
-    if place.scheme in ("", "file") and folder_sha256(Path(unquote(place.path))) != candidate.export_sha256:
-        raise OSError(f"the copy at {source} differs from {export}")
-    return source
 
 
 def _newest_judged(ledger: Ledger) -> int:
