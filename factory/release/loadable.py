@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from os.path import relpath
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from factory.ledger.rows import CandidateRow
@@ -90,5 +90,5 @@ def _write(folder: Path, candidate: CandidateRow, export: Path, weights: str) ->
     (folder / "python_env.yaml").write_text(json.dumps(environment) + "\n")
 
 
-def _written(path: Path) -> dict[str, object]:
+def _written(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}

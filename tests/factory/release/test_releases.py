@@ -269,16 +269,26 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     assert {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()} == {
         "candidates": "custom_model_development"
     }
-    assert "Models, factory-lm" in kinds_by_name["candidates"]["mlflow.note.content"]
+    assert "Model registry, factory-lm" in kinds_by_name["candidates"]["mlflow.note.content"]
     version = client.get_model_version(MODEL, "2")
     assert client.get_run(version.run_id).data.tags["mlflow.note.content"].startswith("Candidate 2, of segment 2")
     text = version.description
-    assert text.startswith("**HOLD** – candidate 2 over candidate 1\n")
+    assert text.startswith("HOLD: candidate 2 over candidate 1\n"), "the list of versions shows it as it is"
     assert "| gain of the target, bits per byte | +0.200 (95 %: +0.178 … +0.222) |" in text
     assert "| the guard that did worst | a\\|b −0.100 (95 %: −0.122 … −0.078) |" in text
     assert "| tokens whose licence allows a release | 50.0% |" in text
     run = client.get_run(version.run_id)
-    assert f"(#/experiments/{run.info.experiment_id}/runs/{version.run_id}/artifacts/report.html)" in text
+    mode = "workflowType=machine_learning"
+    assert f"(#/experiments/{run.info.experiment_id}/runs/{version.run_id}/artifacts/report.html?{mode})" in text
+    champions = client.get_model_version(MODEL, "1").run_id
+    beside = (
+        f"runs=%5B%22{version.run_id}%22%2C%20%22{champions}%22%5D&experiments=%5B%22{run.info.experiment_id}%22%5D"
+    )
+    assert f"[beside candidate 1](#/compare-runs?{beside}&{mode})" in text
+    assert run.data.metrics["gain/target"] == 0.2 and run.data.metrics["gain/a_b"] == -0.1
+    assert [one.info.run_id for one in client.search_runs([run.info.experiment_id], "tags.verdict = 'hold'")] == [
+        version.run_id
+    ]
     assert (
         "- code: 1 → 2." in text.splitlines()
         and "- \\*\\*chat\\*\\* \\<b\\>worse\\</b\\> \\| a cell" in text.splitlines()
@@ -289,4 +299,4 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     # Judged again: the page follows.
     add_verdict(ledger, second, "reject", against=first)
     reconcile(workspace, ledger)
-    assert (client.get_model_version(MODEL, "2").description or "").startswith("**REJECT**")
+    assert (client.get_model_version(MODEL, "2").description or "").startswith("REJECT: candidate 2")
