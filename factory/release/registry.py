@@ -6,6 +6,7 @@ the ledger's champion. A version is found by its tags, so that registering again
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.removals import marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.loadable import log_model
-from factory.release.version_page import Place, Places, page
+from factory.release.version_page import PICTURES, Place, Places, page
+from factory.reports.release_pictures import TITLES, files
 from factory.reports.release_report import release_report
 from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
 from factory.tracking.tracking import Tracking, averaged_tag
@@ -74,8 +76,17 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
         tracking.candidate_run(Subject.parse(verdict.against).number)
     with mlflow_errors(f"registering candidate {candidate_id}"), waiting_lock(workspace, "registry"):
         _ensure_model(client)
+        pictures = files(ledger, candidate_id)
+        for name, picture in pictures.items():
+            client.log_text(run, picture, f"{PICTURES}/{name}")
         segment, evidence = SegmentRow.get(ledger, candidate.segment), verdict.evidence(ledger)
-        about = page(candidate, segment, verdict, evidence, _places(tracking, segment, verdict, tags))
+        about = page(
+            candidate,
+            segment,
+            verdict,
+            evidence,
+            _places(tracking, segment, verdict, tags, {name: TITLES[name] for name in pictures}),
+        )
         version = find_version(client, candidate_id, candidate.export_sha256)
         if version is None:
             source = log_model(client, run, candidate)
@@ -129,13 +140,15 @@ def _ensure_model(client: MlflowClient) -> None:
             raise
 
 
-def _places(tracking: Tracking, segment: SegmentRow, verdict: VerdictRow, tags: dict[str, str]) -> Places:
+def _places(
+    tracking: Tracking, segment: SegmentRow, verdict: VerdictRow, tags: dict[str, str], pictures: Mapping[str, str]
+) -> Places:
     place = lambda subject: Place(*found) if (found := tracking.place(subject)) else None
     mine = place(Subject("candidate", verdict.number))
     assert mine is not None, "its run was made"
     against = place(Subject.parse(verdict.against)) if verdict.against else None
     number = int(tags["release"]) if "release" in tags else None
-    return Places(mine, place(Subject("segment", segment.id)), against, number, tags.get("bundle"))
+    return Places(mine, place(Subject("segment", segment.id)), against, number, tags.get("bundle"), pictures)
 
 
 def bundle(ledger: Ledger, release: int) -> str | None:

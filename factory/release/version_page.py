@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -12,6 +13,7 @@ from factory.ledger.rows import CandidateRow, SegmentRow, VerdictRow
 
 NOT_MEASURED = "not measured"
 LONGEST = 4900  # characters; MLflow takes 5,000
+PICTURES = "comparison"  # the folder among the artifacts
 MODE = "workflowType=machine_learning"  # MLflow's pages for training; without it those for agents, with other names
 
 
@@ -38,6 +40,7 @@ class Places:
     champion: Place | None = None  # what it was compared with
     release: int | None = None
     bundle: str | None = None  # its folder
+    pictures: Mapping[str, str] = field(default_factory=dict)  # their titles by name
 
 
 def page(
@@ -52,9 +55,9 @@ def page(
         "",
         "| what decides | |",
         "|:---|:---|",
-        f"| gain of the target, bits per byte | {_words(evidence.get('target'))} |",
-        f"| the guard that did worst | {_worst(evidence.get('guards'))} |",
-        f"| tokens whose licence allows a release | {f'{share:.1%}' if isinstance(share, int | float) else NOT_MEASURED} |",
+        f"| gain of the target, bits per byte &emsp; | {_words(evidence.get('target'))} |",
+        f"| the guard that did worst &emsp; | {_worst(evidence.get('guards'))} |",
+        f"| tokens whose licence allows a release &emsp; | {f'{share:.1%}' if isinstance(share, int | float) else NOT_MEASURED} |",
         "",
         " · ".join(_links(segment, verdict, places)),
         "",
@@ -62,6 +65,11 @@ def page(
         "Why:",
         "",
         *(f"- {_plain(reason)}" for reason in verdict.reasons),
+        "",
+        *(
+            f"![{name}](get-artifact?path={PICTURES}/{name}&run_uuid={places.candidate.run})"
+            for name in places.pictures
+        ),
     ]
     text = "\n".join(lines)
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
@@ -72,7 +80,7 @@ def _links(segment: SegmentRow, verdict: VerdictRow, places: Places) -> list[str
     made = f"{segment.kind} branch, segment {segment.id}"
     links = [
         f"[report]({own.link('/artifacts/report.html')})",
-        f"[pictures]({own.link('/artifacts/comparison')})",
+        f"[pictures]({own.link(f'/artifacts/{PICTURES}')})",
         f"[evaluation and samples]({own.link()})",
         f"[beside {verdict.against.replace(':', ' ')}]({own.beside(champion)})" if champion and verdict.against else "",
         (f"[{made}]({training.link('/model-metrics')})" if training else made) + f", code `{segment.code_commit[:12]}`",
@@ -80,6 +88,11 @@ def _links(segment: SegmentRow, verdict: VerdictRow, places: Places) -> list[str
     if places.release:
         links.append(f"bundle `{places.bundle or f'factory release --bundle {places.release}'}`")
     return [link for link in links if link]
+
+
+def _picture(name: str, title: str, place: Place) -> str:
+    """MLflow's own server has it, at an address beside the page's."""
+    return f"**{title}**\n\n![{title}](get-artifact?path={PICTURES}/{name}&run_uuid={place.run})\n"
 
 
 def _to_do(verdict: VerdictRow, places: Places) -> list[str]:
