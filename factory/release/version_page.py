@@ -67,8 +67,8 @@ def page(
         *(f"- {_plain(reason)}" for reason in verdict.reasons),
         "",
         *(
-            f"![{name}](get-artifact?path={PICTURES}/{name}&run_uuid={places.candidate.run})"
-            for name in places.pictures
+            f"![{title}](get-artifact?path={PICTURES}/{name}&run_uuid={places.candidate.run})"
+            for name, title in places.pictures.items()
         ),
     ]
     text = "\n".join(lines)
@@ -88,11 +88,6 @@ def _links(segment: SegmentRow, verdict: VerdictRow, places: Places) -> list[str
     if places.release:
         links.append(f"bundle `{places.bundle or f'factory release --bundle {places.release}'}`")
     return [link for link in links if link]
-
-
-def _picture(name: str, title: str, place: Place) -> str:
-    """MLflow's own server has it, at an address beside the page's."""
-    return f"**{title}**\n\n![{title}](get-artifact?path={PICTURES}/{name}&run_uuid={place.run})\n"
 
 
 def _to_do(verdict: VerdictRow, places: Places) -> list[str]:
