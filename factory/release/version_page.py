@@ -67,7 +67,7 @@ def page(
         *(f"- {_plain(reason)}" for reason in verdict.reasons),
         "",
         *(
-            f"![{title}](get-artifact?path={PICTURES}/{name}&run_uuid={places.candidate.run})"
+            f"**{title}**\n\n![{title}](get-artifact?path={PICTURES}/{name}&run_uuid={places.candidate.run})\n"
             for name, title in places.pictures.items()
         ),
     ]
