@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
+from factory.diagnosis.acting import accept
 from factory.evals.evaluator import current_suite
 from factory.evals.statistics import Gain
 from factory.gates.release.gate import decide
@@ -112,3 +114,8 @@ def test_what_was_fitted_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) 
     assert len(every_anomaly(plant.ledger)) == 1
     lines = screen(snapshot(plant.workspace))
     assert any(f"anomaly {rows[0]['id']} {DEV_ALONE}" in line for line in lines), lines
+    assert accept(plant.ledger, rows[0]["id"], "ada").startswith("closed")
+    assert [(row["state"], row["how"]) for row in every_anomaly(plant.ledger)] == [("closed", "accepted")]
+    with pytest.raises(InputError, match="is closed: accepted by ada"):
+        accept(plant.ledger, rows[0]["id"], "ada")
+    assert decide(plant.workspace, plant.ledger, candidate, SILENT) == number
