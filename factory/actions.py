@@ -14,7 +14,7 @@ from factory.ledger.rows import ReleaseRow, SegmentRow, VerdictRow
 
 @dataclass(frozen=True)
 class Action:
-    kind: str  # finish_release | train | ingest | release | judge | export | plan_anneal | plan_trunk | audit | diagnose | word
+    kind: str  # finish_release | train | ingest | release | judge | export | plan_anneal | plan_trunk | audit | diagnose | word | replicate
     subject: int | Path | None = None
 
     def __str__(self) -> str:
@@ -49,6 +49,10 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
         from factory.diagnosis.diagnosing import diagnose_and_act
 
         diagnose_and_act(workspace, ledger, subject, progress)
+    elif action.kind == "replicate":
+        from factory.replicas.replicating import replicate
+
+        replicate(workspace, ledger, subject, progress)
     elif action.kind == "word":
         from factory.diagnosis.wording import word_diagnosis
 

@@ -46,6 +46,7 @@ class World:
     unannealed_trunk: int | None = None  # the newest finished trunk segment, when no anneal branches off it
     overdue_audit: int | None = None  # segment whose audit waits, and so many others that training waits for it
     waiting_audit: int | None = None  # segment whose audit waits until there is nothing else to do
+    unmeasured_replicas: int | None = None  # of this anneal: the data order's noise is to be measured
     trunk_steps: int = 0  # steps of the trunk segment that should come next; 0: no reason to, or too little data
     paused: str = ""  # what a person paused: 'training', 'everything'
     low_on_disk: bool = False  # what fills the disk waits
@@ -87,6 +88,8 @@ def next_action(world: World) -> Action | None:
         return Action("audit", world.overdue_audit)
     if world.unannealed_trunk is not None and plans:
         return Action("plan_anneal", world.unannealed_trunk)
+    if world.unmeasured_replicas is not None and plans:  # while the checkpoint is there that they begin at
+        return Action("replicate", world.unmeasured_replicas)
     if world.trunk_steps and plans:
         return Action("plan_trunk")
     if world.waiting_audit is not None and trains and world.open_segment is None:
@@ -127,9 +130,11 @@ def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> 
     from factory.audit.policy import AuditPolicy
     from factory.audit.waiting import waiting
     from factory.gates.release.anomaly_policy import AnomalyPolicy
+    from factory.gates.release.policy import ReleasePolicy
     from factory.ledger.anomalies import rewound_in, undiagnosed, unworded
     from factory.ledger.decisions import rejected_before
     from factory.release.approvals import automatic
+    from factory.replicas.waiting import waits as replicas_wait
 
     def first(kind: str, subjects: Iterable[int]) -> int | None:
         return next((one for one in subjects if str(Action(kind, one)) not in resting), None)
@@ -163,6 +168,7 @@ def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> 
         audits = waiting(db, policy)
         diagnosed_later = _numbers("diagnose", resting)
         anomaly = undiagnosed(db, troubles.kinds, diagnosed_later) if troubles.diagnose == "automatic" else None
+        replicas = replicas_wait(workspace, db, ReleasePolicy.load(workspace.policy("gates/release.yaml")))
         words_wait = unworded(db, _numbers("word", resting))
         pause = pause_of(db)
     audit = first("audit", audits)
@@ -176,6 +182,7 @@ def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> 
         unjudged_candidate=first("judge", (row.id for row in unjudged)),
         unexported_anneal=first("export", (row.id for row in unexported)),
         unannealed_trunk=first("plan_anneal", [trunk.id] if trunk and not annealed else []),
+        unmeasured_replicas=first("replicate", [replicas] if replicas is not None else []),
         overdue_audit=audit if len(audits) >= policy.most_waiting else None,
         waiting_audit=audit,
         paused=pause.what if pause else "",

@@ -1,6 +1,7 @@
 """Judges a release again from what its bundle holds: from the items to the numbers, from the numbers to the verdict.
 
-Taken as they are recorded: the noise floor, the baselines, the checks, how often the champion was challenged and what releases before lost.
+Taken as they are recorded: the noise floor, what replicas showed, the baselines, the checks, how often the champion was challenged, what
+releases before lost.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _ITEMS = TypeAdapter(EvalItem)
 # Of the ledger, which a bundle does not have: taken as recorded, and signed.
 RECORDED = (
     "look", "lost", "releasable", "not_releasable", "anomalies", "sealed_looks", "fresh_documents", "older_documents", "on_fresh", "fresh_gap",
+    "replicas", "replica_noise", "replica_target", "watched", "rise_since", "rise_dev", "rise_sealed", "rise_gap",
 )  # fmt: skip
 _TASKS = TypeAdapter(TaskEvidence)
 _EVIDENCE = TypeAdapter(ReleaseEvidence)

@@ -75,6 +75,7 @@ def _line(row: dict[str, Any]) -> str:
 def show_anomaly(number: Number, where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """The diagnosis of one: every arm, the documents, the report."""
     from factory.ledger.anomalies import (
+        DEV_ALONE,
         DIAGNOSED,
         AnomalyRow,
         draft_of,
@@ -93,6 +94,12 @@ def show_anomaly(number: Number, where: Where = DEFAULT, as_json: AsJson = False
         print_json(row | {"diagnosis": diagnosis, "words": said})
         return
     terminal.line(_line(row))
+    if row["kind"] == DEV_ALONE:
+        detail = AnomalyRow.get(ledger, number).detail or {}
+        terminal.line(
+            f"    {detail.get('why', '')} Verdict {detail.get('verdict')} holds candidate {detail.get('candidate')}."
+        )
+        return
     if diagnosis is None:
         terminal.line(f"    not diagnosed yet: 'factory diagnose {number}'")
         return

@@ -19,7 +19,18 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
-from factory.ledger.anomalies import ASKED, CLOSED, DIAGNOSED, MARKED, QUARANTINED, REJECTED, REWOUND, newest_about
+from factory.ledger.anomalies import (
+    ASKED,
+    CLOSED,
+    DEV_ALONE,
+    DIAGNOSED,
+    MARKED,
+    QUARANTINED,
+    REJECTED,
+    REWOUND,
+    AnomalyRow,
+    newest_about,
+)
 from factory.ledger.ledger import Ledger, documents, record, segments
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
 from factory.training.overrides import RecipeOverride, record_override, was_overridden
@@ -76,6 +87,8 @@ def accept(ledger: Ledger, number: int, by: str) -> str:
 
     Raises: InputError when it is closed, or was not diagnosed.
     """
+    if AnomalyRow.get(ledger, number).kind == DEV_ALONE:
+        return _noted(ledger, number, "accepted", by)
     found = _diagnosis(ledger, number)
     if found["guilty"]:
         return quarantine_and_rewind(ledger, number, by)
@@ -87,6 +100,8 @@ def accept(ledger: Ledger, number: int, by: str) -> str:
 
 def reject(ledger: Ledger, number: int, by: str) -> str:
     """The diagnosis is wrong: nothing is done, or what was done to documents is undone, and the anomaly is closed. Raises: InputError."""
+    if AnomalyRow.get(ledger, number).kind == DEV_ALONE:
+        return _noted(ledger, number, REJECTED, by)
     found = _diagnosis(ledger, number, also_closed=True)
     its_own = documents.c.detail.startswith(f"anomaly {found['lead']}: ", autoescape=True)  # another's stay as they are
     which = (documents.c.key.in_(found["guilty"]), documents.c.fate == "quarantined", its_own)
@@ -193,6 +208,19 @@ def mark_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mappi
             record(tx, REWOUND, Subject("segment", row.id), dict(detail))
 
 
+def _noted(ledger: Ledger, number: int, how: str, by: str) -> str:
+    """Close an anomaly of the judge's, which nothing is to be done about: what it says of a candidate stands in that one's verdict."""
+    _refuse_closed(ledger, number)
+    with ledger.begin() as tx:
+        record(tx, CLOSED, Subject("anomaly", number), {"anomalies": [number], "how": how, "by": by})
+    return "closed; the candidate stays held, as its verdict says"
+
+
+def _refuse_closed(ledger: Ledger, number: int) -> None:
+    if end := newest_about(ledger, CLOSED).get(number):
+        raise InputError(f"anomaly {number} is closed: {end['how']} by {end['by']}")
+
+
 def _close(ledger: Ledger, number: int, found: Mapping[str, Any], how: str, by: str) -> None:
     with ledger.begin() as tx:
         record(tx, CLOSED, Subject("anomaly", found["lead"]), {"anomalies": found["anomalies"], "how": how, "by": by})
@@ -203,8 +231,8 @@ def _diagnosis(ledger: Ledger, number: int, also_closed: bool = False) -> dict[s
     found = newest_about(ledger, DIAGNOSED).get(number)
     if found is None:
         raise InputError(f"anomaly {number} was not diagnosed: run 'factory diagnose {number}'")
-    if not also_closed and (end := newest_about(ledger, CLOSED).get(number)):
-        raise InputError(f"anomaly {number} is closed: {end['how']} by {end['by']}")
+    if not also_closed:
+        _refuse_closed(ledger, number)
     return found
 
 

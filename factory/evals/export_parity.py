@@ -186,11 +186,16 @@ def _weights(ledger: Ledger, candidate: CandidateRow, export: Path, made: Made) 
 
 
 def file_checks(
-    export: Path, made_config: dict[str, Any] | None, tokenizer_ids: list[int | None], asked: list[int]
+    export: Path,
+    made_config: dict[str, Any] | None,
+    tokenizer_ids: list[int | None],
+    asked: list[int],
+    bos: int | None,
 ) -> list[Check]:
-    """BOS, EOS, sampling and the chat template, as the other files say them. ``asked``: the tokenizer's end and stop tokens."""
+    """BOS, EOS, sampling and the chat template, as the other files say them. ``asked``: the tokenizer's end and stop tokens; ``bos``: what
+    its documents begin with."""
     parts: dict[str, Callable[[], Check]] = {
-        "bos_eos": lambda: _bos_eos(export, made_config, tokenizer_ids, asked),
+        "bos_eos": lambda: _bos_eos(export, made_config, tokenizer_ids, asked, bos),
         "generation_config": lambda: _generation(export),
         "template": lambda: _template(export),
     }
@@ -205,31 +210,36 @@ def file_checks(
 
 
 def _bos_eos(
-    export: Path, made_config: dict[str, Any] | None, tokenizer_ids: list[int | None], stop: list[int]
+    export: Path,
+    made_config: dict[str, Any] | None,
+    tokenizer_ids: list[int | None],
+    stop: list[int],
+    bos: int | None,
 ) -> Check:
     config = read_json(export / "config.json")
     end, end_of_turn = stop
-    expected = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": end}
+    expected: dict[str, Any] = {"eos_token_id": end, "pad_token_id": end}
     if made_config is not None:
         expected = {key: made_config.get(key) for key in TOKEN_IDS}
+    expected["bos_token_id"] = bos  # of the tokenizer, which the trainer does not know
     wrong = [
         f"config.json: {key} is {str(config.get(key))[:40]}, not {value}"
         for key, value in expected.items()
         if config.get(key) != value
     ]
-    for key, found, value in zip(TOKEN_IDS, tokenizer_ids, (None, end_of_turn, end), strict=True):
+    for key, found, value in zip(TOKEN_IDS, tokenizer_ids, (bos, end_of_turn, end), strict=True):
         if found != value:
             wrong.append(f"tokenizer_config.json: {key} is {found}, not {value}")
     named = read_json(export / "tokenizer_config.json")
     for key, token in {
-        "bos_token": None,
+        "bos_token": None if bos is None else END,
         "eos_token": IM_END,
         "pad_token": END,
     }.items():  # other programs read the names
         text = value.get("content") if isinstance(value := named.get(key), dict) else value
         if text != token:
             wrong.append(f"tokenizer_config.json: {key} is {str(text)[:40]}, not {token}")
-    words = f"no BOS; documents end at {end}, turns at {end_of_turn}"
+    words = f"{'no BOS' if bos is None else f'BOS is {bos}'}; documents end at {end}, turns at {end_of_turn}"
     return Check("bos_eos", not wrong, f"{'; '.join(wrong)}: {AGAIN}" if wrong else words)
 
 

@@ -123,8 +123,9 @@ def _together(checks: Sequence[Check]) -> Check:
 
 def _files(case: ParityCase, stop: list[int], served: Served) -> list[Check]:
     made = made_of(case.ledger, case.candidate)
-    ids = served.answer.get("tokenizer_ids", [None, stop[1], stop[0]])  # not known: 'server_text' says why
-    return file_checks(case.export, None if isinstance(made, str) else made.config, ids, stop)
+    bos = case.tokenizer.bos_token
+    ids = served.answer.get("tokenizer_ids", [bos, stop[1], stop[0]])  # not known: 'server_text' says why
+    return file_checks(case.export, None if isinstance(made, str) else made.config, ids, stop, bos)
 
 
 # -- trainer against evaluator -----------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def _training_texts(case: ParityCase, count: int) -> list[str]:
         ids = shard.tokens[start : start + length].astype(np.int64)
         with contextlib.suppress(UnicodeDecodeError, ValueError):
             text = _text(case.token_bytes, ids[:-1])
-            if ids[0] != case.tokenizer.start_token and not holds_special(text):
+            if case.tokenizer.start_token not in ids and not holds_special(text):
                 found.append(text[:2000])
     return found[:count]
 
@@ -221,7 +222,7 @@ def _training_texts(case: ParityCase, count: int) -> list[str]:
 def _encodes_again(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> bool:
     tokenizer = case.tokenizer
     try:
-        if ids[0] == tokenizer.start_token:
+        if tokenizer.start_token in ids:
             again = tokenizer.encode_messages(_messages(case, ids))
         else:
             again = tokenizer.encode_text(_text(case.token_bytes, ids[:-1]))

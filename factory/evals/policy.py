@@ -15,6 +15,8 @@ class EvalPolicy(StrictPolicy):
     """Held-out documents of the sealed half scored in bits per byte, a domain."""
     dev_documents_per_domain: Count = 20
     """Held-out documents of the dev half that are scored beside them."""
+    source_share: Share = 0.25
+    """Of a domain's documents that are scored, share from one source at most; fewer are scored where one source has most of them."""
     document_bytes: Count = 2048
     """Bytes scored of one document."""
     window_overlap: Share = 0.25

@@ -59,15 +59,18 @@ class Suite:
 
 def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Suite:
     """The suite of the ledger's held-out documents as they are now."""
-    sealed = held_out_documents(ledger, policy.documents_per_domain, sealed=True)
-    dev = held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False)
+    sealed = held_out_documents(ledger, policy.documents_per_domain, sealed=True, share=policy.source_share)
+    dev = held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False, share=policy.source_share)
     identity = {"tasks": TASK_VERSIONS, "policy": policy_sha256(policy), "tokenizer": tokenizer_sha256}
     items = {"items": list(map(item_identity, sealed)), "dev": list(map(item_identity, dev))}
     return Suite(identity_sha256(identity | items), sealed, dev)
 
 
-def held_out_documents(ledger: Ledger, per_domain: int, sealed: bool) -> tuple[HeldOutDocument, ...]:
-    """At most so many documents of a domain and half, by content hash: one of each cluster first, then a second."""
+def held_out_documents(
+    ledger: Ledger, per_domain: int, sealed: bool, share: float = 1.0
+) -> tuple[HeldOutDocument, ...]:
+    """At most so many documents of a domain and half, by content hash: one of each cluster first, then a second; of one cluster at most
+    ``share`` of them."""
     h, d = held_out.c, documents.c
     by_domain: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     listed = sa.select(h.key, h.domain, h.source, d.content_sha256).join(documents, d.key == h.key)
@@ -83,8 +86,26 @@ def held_out_documents(ledger: Ledger, per_domain: int, sealed: bool) -> tuple[H
         for drawn, cluster, key in sorted(drawn_ones):
             turns.append((seen[cluster], drawn, key))
             seen[cluster] += 1
-        chosen += [key for _, _, key in sorted(turns)[:per_domain]]
+        turns.sort()
+        most = largest_share(Counter(turn for turn, _, _ in turns[:per_domain]), share)
+        chosen += [key for turn, _, key in turns[:per_domain] if turn < most]
     return documents_of(ledger, chosen)
+
+
+def largest_share(turns: Mapping[int, int], share: float) -> int:
+    """How many documents a source gives at most, so that none gives more than ``share`` of all; where so few sources cannot, no limit.
+
+    ``turns``: turn (0: a source's first document) → how many sources have so many.
+
+    >>> largest_share({0: 9, 1: 1, 2: 1, 3: 1, 4: 1}, 0.25), largest_share({0: 2, 1: 2, 2: 2}, 0.25)
+    (2, 3)
+    """
+    most = total = 0
+    for turn in sorted(turns):
+        total += turns[turn]
+        if turn + 1 <= share * total:
+            most = turn + 1
+    return most or len(turns)
 
 
 def documents_of(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDocument, ...]:

@@ -1,6 +1,6 @@
 """The three tasks: bits per byte of held-out documents, cloze on them, greedy chat samples whose code must parse.
 
-Bits per byte: every token after a document's first is predicted once, in windows of the model's context that overlap; special tokens and
+Bits per byte: every token of a document after BOS is predicted once, in windows of the model's context that overlap; special tokens and
 (in chat) everything but the assistant's words are context only, so that nats and UTF-8 bytes are of the same text.
 Cloze: a context and four continuations of one length, the true one and three from other held-out documents of the domain; right when the
 true one has strictly the fewest nats a byte. For chat the context is the question and the continuations are beginnings of answers.
@@ -201,7 +201,7 @@ def build_cloze(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[
                     others.append(text)
                 if len(others) == DISTRACTORS:
                     choices = [true, *others]
-                    ids = tuple(tokenizer.encode_text(choice)[0][:-1].astype(np.int64) for choice in choices)
+                    ids = tuple(np.array(tokenizer.ids(choice), np.int64) for choice in choices)
                     found.append(Cloze(document, context, ids, tuple(len(choice.encode()) for choice in choices)))
                     break
     return found
@@ -227,8 +227,9 @@ def _piece(
     at = policy.cloze_context_bytes // 2 + int(order("cloze", document.key)[:12], 16) % room
     blank = re.compile(r"\s").search(text, at, at + 32)  # begin at the end of a word, with the blank, as tokens do
     at = blank.start() if blank and blank.start() + long <= len(text) else at
-    context = tokenizer.encode_text(text[max(0, at - policy.cloze_context_bytes) : at])[0][:-1]
-    return (document, context.astype(np.int64), text[at : at + long]) if len(context) else None
+    begin = max(0, at - policy.cloze_context_bytes)
+    context = [*(() if begin else tokenizer.bos), *tokenizer.ids(text[begin:at])]
+    return (document, np.array(context, np.int64), text[at : at + long]) if context else None
 
 
 def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance) -> list[EvalItem]:

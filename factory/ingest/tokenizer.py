@@ -4,6 +4,19 @@ It is frozen because the trunk has learned its token ids: the ledger records its
 Text is split with the Qwen2 pattern (numbers digit by digit, runs of line ends together: both matter for code) and encoded
 as bytes, so every string has ids and decodes to itself. Chat is ChatML.
 
+A document begins and ends with ``<|endoftext|>`` (as GPT-2 has it, one token is BOS and end), so that its first token is predicted
+too. tokenizer.json says so to other programs, in its post-processor; a tokenizer without one, which an older factory trained, has no BOS.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     tokenizer = train(iter(["ab " * 9]), 300, Path(folder))
+    ...     ids = tokenizer.ids("ab")
+    ...     chat = [{"role": "user", "content": "ab"}]
+    ...     tokenizer.encode_text("ab")[0].tolist() == [0, *ids, 0]
+    ...     tokenizer.prompt(chat)[:2].tolist() == [0, 1]
+    True
+    True
+
 A document cannot produce special tokens: the string ``<|im_end|>`` inside text or a message is encoded as ordinary
 characters here, and the exported chat template breaks it with a blank (``<| im_end|>``), because other programs match
 special tokens in the rendered string. Roles that could spell them are refused there.
@@ -22,7 +35,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from factory.core.errors import InputError
 from kernels.contract.files import write_atomically
@@ -52,8 +65,10 @@ _TURNS = (
     "{{- '<|im_start|>assistant\\n' -}}\n"
     "{%- endif -%}\n"
 )
-CHAT_TEMPLATE = _FOR_EACH + _ROLE_CHECK + _TURNS
-OLDER_TEMPLATES = (_FOR_EACH + _TURNS,)  # of tokenizers that older factories trained: the same ids, for any role
+_BOS = "{{- '<|endoftext|>' -}}\n"
+CHAT_TEMPLATE = _BOS + _FOR_EACH + _ROLE_CHECK + _TURNS
+TEMPLATE_WITHOUT_BOS = _FOR_EACH + _ROLE_CHECK + _TURNS
+OLDER_TEMPLATES = (_FOR_EACH + _TURNS,)  # of tokenizers without BOS: the same ids, for any role
 
 # The same pattern for ASCII text, in the standard library's regex: without letters, digits or blanks beyond ASCII the two
 # agree, and a table of known pieces then makes encoding three times as fast (4 instead of 1.5 MB/s on a core).
@@ -84,6 +99,7 @@ class Tokenizer:
         self._inner.encode_special_tokens = True  # special tokens in text are ordinary characters
         self.vocab_size = inner.get_vocab_size()
         self.end_token, self.start_token, self.stop_token = range(len(SPECIAL))
+        self.bos: tuple[int, ...] = tuple(inner.encode("").ids)  # what a document begins with: (0,), or nothing
         self._pieces: dict[str, list[int]] = {}
         self._line_end = inner.encode("\n", add_special_tokens=False).ids
 
@@ -100,19 +116,41 @@ class Tokenizer:
             raise InputError(f"{path} is not a tokenizer: {error}") from error
         if [inner.token_to_id(token) for token in SPECIAL] != [0, 1, 2]:
             raise InputError(f"{path} is not a tokenizer of this factory: ids 0, 1, 2 must be {', '.join(SPECIAL)}")
+        if inner.encode("").ids not in ([], [0]):
+            raise InputError(
+                f"{path} is not a tokenizer of this factory: documents must begin with {END} or with nothing"
+            )
         return cls(folder, inner, hashlib.sha256(data).hexdigest())
 
+    @property
+    def chat_template(self) -> str:
+        """This factory's template, as it must be for this tokenizer."""
+        return CHAT_TEMPLATE if self.bos else TEMPLATE_WITHOUT_BOS
+
+    @property
+    def bos_token(self) -> int | None:
+        """The id of BOS, where there is one."""
+        return next(iter(self.bos), None)
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text, no special tokens."""
+        return self._ids(text)
+
+    def text_prompt(self, text: str) -> Ids:
+        """Ids of a text that is to be continued, as other programs encode one: with BOS."""
+        return np.array([*self.bos, *self._ids(text)], np.uint32)
+
     def encode_text(self, text: str) -> tuple[Ids, Mask]:
-        """Ids of a plain document with the end token, all of them supervised: two arrays of shape [L]."""
+        """Ids of a plain document from BOS to the end token, all of them supervised: two arrays of shape [L]."""
         return self.encode_texts([text])[0]
 
     def encode_texts(self, texts: Sequence[str]) -> list[tuple[Ids, Mask]]:
         """``encode_text`` of many."""
-        arrays = [np.array([*self._ids(text), self.end_token], np.uint32) for text in texts]
+        arrays = [np.array([*self.bos, *self._ids(text), self.end_token], np.uint32) for text in texts]
         return [(ids, np.ones(len(ids), bool)) for ids in arrays]
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[Ids, Mask]:
-        """Ids of a chat with the end token; supervised are the assistant's content and its closing ``<|im_end|>``."""
+        """Ids of a chat from BOS to the end token; supervised are the assistant's content and its closing ``<|im_end|>``."""
         ids, mask = self._render(messages)
         ids.append(self.end_token)
         mask.append(False)
@@ -130,19 +168,26 @@ class Tokenizer:
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def copy_to(self, folder: Path, as_it_was: bool = False) -> None:
-        """Copy the files that transformers and vLLM need into an export folder, with this factory's chat template.
+        """Copy the files that transformers and vLLM need into an export folder, with this factory's chat template, and name BOS in its
+        config.json: the trainer, which writes that, knows no tokenizer.
 
         ``as_it_was``: with the template that the tokenizer was trained with, for an older export that is made again.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             shutil.copyfile(self.folder / name, folder / name)
+        config = folder / "config.json"
+        if self.bos and config.exists():
+            _write_json(
+                config, json.loads(config.read_text(encoding="utf-8")) | {"bos_token_id": self.bos_token}, indent=2
+            )
         template = folder / "chat_template.jinja"
         if not as_it_was and template.read_text(encoding="utf-8") in OLDER_TEMPLATES:
-            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-            config["chat_template"] = CHAT_TEMPLATE
-            (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-            template.write_text(CHAT_TEMPLATE, encoding="utf-8")
+            named = folder / "tokenizer_config.json"
+            _write_json(
+                named, json.loads(named.read_text(encoding="utf-8")) | {"chat_template": self.chat_template}, indent=1
+            )
+            template.write_text(self.chat_template, encoding="utf-8")
 
     def _ids(self, text: str) -> list[int]:
         if text.isascii():
@@ -171,8 +216,7 @@ class Tokenizer:
         return ids
 
     def _render(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        ids: list[int] = []
-        mask: list[bool] = []
+        ids, mask = list(self.bos), [False] * len(self.bos)
         for message in messages:
             role, content = message["role"], message["content"]
             answer = role == "assistant"
@@ -204,6 +248,9 @@ def train(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
         ]
     )
     inner.decoder = decoders.ByteLevel()
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{END}:0 $A:0", pair=f"{END}:0 $A:0 {END}:1 $B:1", special_tokens=[(END, 0)]
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL),
@@ -214,24 +261,28 @@ def train(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
     inner.train_from_iterator(texts, trainer)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None,
+        "bos_token": END,
         "eos_token": IM_END,
         "pad_token": END,
         "unk_token": None,
         "additional_special_tokens": [IM_START],
-        "add_bos_token": False,
+        "add_bos_token": True,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1 << 20,
         "chat_template": CHAT_TEMPLATE,
     }
-    names = {"eos_token": IM_END, "pad_token": END, "additional_special_tokens": [IM_START]}
+    names = {"bos_token": END, "eos_token": IM_END, "pad_token": END, "additional_special_tokens": [IM_START]}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "chat_template.jinja", CHAT_TEMPLATE)
     write_atomically(folder / "special_tokens_map.json", json.dumps(names, indent=1))
     write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=1))
     write_atomically(folder / "tokenizer.json", inner.to_str(pretty=True))
     return Tokenizer.load(folder)
+
+
+def _write_json(path: Path, content: dict[str, Any], indent: int) -> None:
+    path.write_text(json.dumps(content, indent=indent), encoding="utf-8")
 
 
 def holds_special(text: str) -> bool:

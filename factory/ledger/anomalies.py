@@ -13,6 +13,7 @@ from typing import Any
 from factory.ledger.rows import LedgerRow, Reads, SegmentRow, Subject
 
 REPLICAS_APART = "replicas_apart"  # of a segment's end: ranks held other bits of the same weights
+DEV_ALONE = "dev_alone"  # of a candidate: it gains on the dev half of what is held out, and not on the sealed half
 DIAGNOSED, CLOSED = "anomaly_diagnosed", "anomaly_closed"
 REJECTED = "rejected"  # as an anomaly was closed: a person says that its diagnosis is wrong
 ASKED = "anomaly_asked"  # a person is to decide about a diagnosis: the policy does nothing

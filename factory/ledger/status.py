@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.ledger.anomalies import every_anomaly
+from factory.ledger.anomalies import DEV_ALONE, every_anomaly
 from factory.ledger.reader import Reader
 from factory.ledger.removals import mark_in_words, marks, removals
 from factory.ledger.rows import (
@@ -165,6 +165,11 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[str]:
     """One on each episode that was diagnosed, one on releases that saw documents which were quarantined later."""
     lines = []
     for row in facts["anomalies"]:
+        if row["kind"] == DEV_ALONE and row["state"] == "open":
+            lines.append(
+                f"anomaly {row['id']} {row['kind']}: the candidate of segment {row['segment']} gains on the dev half alone, and is held; "
+                "its verdict has the numbers"
+            )
         if row["id"] == row["lead"]:
             asks = "" if row["state"] in ("closed", "rewound") else f"; 'factory anomalies show {row['id']}'"
             lines.append(

@@ -7,7 +7,7 @@ from typing import Any
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.ledger.anomalies import ASKED, DIAGNOSED, REWOUND, AnomalyRow
+from factory.ledger.anomalies import ASKED, DEV_ALONE, DIAGNOSED, REWOUND, AnomalyRow
 from factory.ledger.decisions import REFUSED, REJECTED, undecided
 from factory.ledger.files import DISK_LOW, DISK_WELL
 from factory.ledger.ledger import Ledger
@@ -88,6 +88,7 @@ def _said(
         REJECTED: ("release", f"{name} was rejected by {detail.get('by')}", why),
         REFUSED: ("approval", f"{detail.get('word')!r} for {name} was refused", why),
         DIAGNOSED: ("anomaly", f"{name}: {' or '.join(map(str, detail.get('causes') or []))}", why),
+        DEV_ALONE: ("anomaly", f"{name}: better on the dev half alone", why),
         ASKED: ("anomaly", f"{name} waits for a person", "factory anomalies list"),
         REWOUND: ("anomaly", f"{name} is rewound", why),
         ACTION_FAILED: ("failure", f"{what} failed", why),

@@ -14,6 +14,8 @@ from factory.audit.waiting import tries
 from factory.code_loop.revalidating import AUDIT
 from factory.core.workspace import Workspace
 from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.replicas import due
 from factory.git.repository import live_commit
 from factory.ledger.anomalies import CLOSED, newest_about, open_anomalies
 from factory.ledger.ledger import Ledger
@@ -47,6 +49,7 @@ class Needs:
             found._candidates(db)
             found._anomalies(db, kinds)
             found._audits(db, audits)
+            found._replicas(db, ReleasePolicy.load(workspace.policy("gates/release.yaml")))
             for row in ProposalRow.select(db, "WHERE state IN ('drafted', 'judged')"):
                 if row.commit:
                     found.commits.setdefault(row.commit, f"proposal {row.number} is {row.state}")
@@ -136,5 +139,14 @@ class Needs:
             why = f"the audit of segment {number} is not done"
             self.audits.setdefault(number, why)
             self.checkpoints.setdefault(number, why)
+            if row.parent is not None:
+                self.ends.setdefault(row.parent, why)
+
+    def _replicas(self, db: Reads, policy: ReleasePolicy) -> None:
+        if wanted := due(db, policy.replicas):
+            row, _ = wanted
+            why = f"replicas of segment {row.id} are to be trained"
+            self.ends.setdefault(row.id, why)
+            self.commits.setdefault(row.code_commit, why)
             if row.parent is not None:
                 self.ends.setdefault(row.parent, why)

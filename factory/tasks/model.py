@@ -1,7 +1,8 @@
 """What tasks ask of a model: log-probabilities of a continuation, and continuations, with the conventions of lm-eval, so that numbers compare.
 
-As its Hugging Face model does: context and continuation are encoded together and split after as many tokens as the context has alone, blanks at
-the context's end belong to the continuation, an empty context is the model's stop token, and what is too long loses its beginning. That is counted.
+As its Hugging Face model does: context and continuation are encoded together, after BOS, and split after as many tokens as the context has alone;
+blanks at the context's end belong to the continuation; what is too long loses its beginning. That is counted. Of a tokenizer without BOS the stop
+token stands for an empty context.
 """
 
 from __future__ import annotations
@@ -76,20 +77,18 @@ class TaskModel:
     def context(self) -> int:
         return self.model.config.context
 
-    def ids(self, text: str) -> list[int]:
-        """Without special tokens."""
-        return self.tokenizer.encode_text(text)[0][:-1].tolist()
+    @property
+    def prefix(self) -> list[int]:
+        """What stands before a text that has nothing before it."""
+        return list(self.tokenizer.bos) or [self.tokenizer.stop_token]
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The tokens of both. Raises: TaskError when the continuation has none."""
-        if not context:
-            before, after = [self.tokenizer.stop_token], self.ids(continuation)
-        else:
-            kept = context.rstrip()
-            continuation, context = context[len(kept) :] + continuation, kept
-            before = self.ids(context)
-            after = self.ids(context + continuation)[len(before) :]
-            before = before or [self.tokenizer.stop_token]
+        kept = context.rstrip()
+        continuation, context = context[len(kept) :] + continuation, kept
+        alone = self.tokenizer.ids(context)
+        before = [*self.tokenizer.bos, *alone] or self.prefix
+        after = self.tokenizer.ids(context + continuation)[len(alone) :]
         if not after:
             raise TaskError(f"a continuation of {continuation[:40]!r} has no token of its own: nothing can be scored")
         return before, after
@@ -135,10 +134,10 @@ class TaskModel:
         return found
 
     def rolling(self, texts: Sequence[str], advance: Advance) -> list[float]:
-        """The log-probability of each whole text: every token once, in windows that do not overlap, after the stop token."""
+        """The log-probability of each whole text: every token once, in windows that do not overlap, after BOS."""
         sequences, owner = [], []
         for index, text in enumerate(texts):
-            tokens = [self.tokenizer.stop_token, *self.ids(text)]
+            tokens = [*self.prefix, *self.tokenizer.ids(text)]
             for start, stop in _windows(len(tokens) - 1, self.context):
                 begin = max(0, stop - self.context)
                 sequences.append((tokens[begin : start + 1], tokens[start + 1 : stop + 1]))
@@ -158,7 +157,7 @@ class TaskModel:
             )
         encoded = []
         for prompt in prompts:
-            tokens = self.ids(prompt) or [self.tokenizer.stop_token]
+            tokens = self.tokenizer.text_prompt(prompt).tolist() or self.prefix
             self.cut += len(tokens) > room
             encoded.append(tokens[-room:])
         ranked = sorted(range(len(encoded)), key=lambda i: len(encoded[i]), reverse=True)

@@ -48,7 +48,7 @@ class Asked:
 def chat_checks(tokenizer: Tokenizer, asked: Asked, answer: dict[str, Any]) -> list[Check]:
     """Everything that is about ids."""
     request = asked.request()
-    ids_of_text = [tokenizer.encode_text(text)[0][:-1].tolist() for text in request["texts"]]
+    ids_of_text = [tokenizer.text_prompt(text).tolist() for text in request["texts"]]
     wrong_texts = [text for text, a, b in zip(request["texts"], answer["texts"], ids_of_text, strict=True) if a != b]
     spaced = [text for text in wrong_texts if text in SPACED_TEXTS]
     others = [text for text in wrong_texts if text not in SPACED_TEXTS]

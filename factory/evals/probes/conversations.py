@@ -54,7 +54,7 @@ TOOLS: list[dict[str, Any]] = [
 
 def frame(chat: Chat, tokenizer: Tokenizer) -> list[int]:
     """The special ids that a chat which waits for its answer has by itself, in order: none that a message spells."""
-    return [tokenizer.start_token, tokenizer.stop_token] * len(chat) + [tokenizer.start_token]
+    return [*tokenizer.bos, *[tokenizer.start_token, tokenizer.stop_token] * len(chat), tokenizer.start_token]
 
 
 def specials(ids: list[int]) -> list[int]:

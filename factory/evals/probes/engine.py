@@ -66,7 +66,7 @@ def make_fixture(tokenizer: Tokenizer, model: GreedyModel, context: int, greedy_
 
 
 def _text(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
-    return {"text": text, "ids": tokenizer.encode_text(text)[0][:-1].tolist()}
+    return {"text": text, "ids": tokenizer.text_prompt(text).tolist()}
 
 
 def _chat(tokenizer: Tokenizer, chat: list[dict[str, Any]]) -> dict[str, Any]:

@@ -21,15 +21,17 @@ from factory.evals.statistics import compare
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.release.judge import FIRST_RELEASE, PROMOTE, ReleaseEvidence, judge
+from factory.gates.release.judge import FIRST_RELEASE, PROMOTE, ReleaseEvidence, dev_alone, judge
 from factory.gates.release.licences import not_releasable, tokens_by_licence
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.replicas import newest_noise
+from factory.gates.release.watch import watched
 from factory.gates.release.with_tasks import with_tasks
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.anomalies import open_in, rewound_in
-from factory.ledger.ledger import Ledger, record, verdicts
+from factory.ledger.anomalies import DEV_ALONE, open_in, rewound_in
+from factory.ledger.ledger import Ledger, anomalies, record, segments, verdicts
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
 from factory.ledger.writing import record_verdict
 from factory.tasks.comparing import TaskEvidence
@@ -91,8 +93,13 @@ def gather(
     candidate_id = EvaluationRow.get(ledger, ours).candidate
     fresh = fresh_keys(ledger, candidate_id, suite)
     ages = gap_between(both[0][1], both[1][1], fresh, policy.target.weights)
+    noise = newest_noise(ledger, policy.target.weights)
+    evidence = watched(ledger, candidate_id, champion_id, evidence)
     return replace(
         evidence,
+        replicas=noise.runs if noise else None,
+        replica_noise=dict(noise.by_domain) if noise else {},
+        replica_target=noise.target if noise else None,
         fresh_documents=len(fresh),
         older_documents=len(suite.documents) + len(suite.dev) - len(fresh),
         on_fresh=ages[0] if ages else None,
@@ -191,5 +198,17 @@ def _record(
         number = record_verdict(
             tx, GATE, subject, **values, outcome=verdict.outcome, reasons=verdict.reasons, evidence=stored
         )
+        if words := dev_alone(policy, evidence):
+            _note(tx, CandidateRow.get(ledger, candidate_id).segment, subject, number, words)
         record(tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome})
     return number
+
+
+def _note(tx: sa.Connection, segment: int, subject: Subject, verdict: int, words: str) -> None:
+    """An anomaly of the segment that a candidate comes from, once."""
+    own = (anomalies.c.segment == segment) & (anomalies.c.kind == DEV_ALONE)
+    if tx.execute(sa.select(anomalies.c.id).where(own)).first() is None:
+        last = tx.execute(sa.select(segments.c.last_step).where(segments.c.id == segment)).scalar_one()
+        detail = {"step": last - 1, "kind": DEV_ALONE, "candidate": subject.number, "verdict": verdict, "why": words}
+        tx.execute(anomalies.insert().values(segment=segment, step=last - 1, kind=DEV_ALONE, detail=detail))
+        record(tx, DEV_ALONE, subject, detail)

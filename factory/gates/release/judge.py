@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from factory.evals.parity import CHECKS
-from factory.evals.statistics import CLOZE, Gain, holm, spent_at
+from factory.evals.power import POWER, TAILS_OF_GUARDS, Needed, smallest_gain
+from factory.evals.statistics import CLOZE, Gain, holm, of_recipe, spent_at
 from factory.gates.release.policy import ReleasePolicy
 
 FIRST_RELEASE = "first release"
@@ -34,6 +35,9 @@ class ReleaseEvidence:
     noise_floor: Numbers = field(
         default_factory=dict
     )  # the champion's, so that a candidate cannot widen its own margin
+    replicas: int | None = None  # trainings that differ in the order of their data alone; None: none were measured yet
+    replica_noise: Numbers = field(default_factory=dict)  # their standard deviation, a domain
+    replica_target: float | None = None  # and of the target
     cloze_items: int | None = None
     cloze: float | None = None  # share right
     champion_cloze: float | None = None
@@ -50,6 +54,13 @@ class ReleaseEvidence:
     on_sealed: Gain | None = None  # the gains on the two halves of what is held out, in the domains that both have, and
     on_dev: Gain | None = None
     halves_gap: Gain | None = None  # the first less the second
+    watched: int | None = None  # candidates of the line before it that it was compared with on both halves (``watch``)
+    rise_since: int | None = (
+        None  # that one of them since which the dev half rose most alone, and how much each half rose
+    )
+    rise_dev: Gain | None = None
+    rise_sealed: Gain | None = None
+    rise_gap: Gain | None = None
     fresh_documents: int | None = None  # held-out ones that were compared and arrived after its training
     older_documents: int | None = None  # and before
     on_fresh: Gain | None = None
@@ -188,10 +199,11 @@ def _comparison(
         against.insert(0, f"Worse than {champion}: {words}.")
     elif lower > 0:
         facts.insert(0, f"Better than {champion}: {words}.")
-        facts.insert(1, _seen(target, level, look))
+        facts.insert(1, _seen(policy, evidence))
+        facts.insert(2, _another_order(policy, evidence, target))
     else:
         missing.insert(0, f"Not shown to be better than {champion}: {words}.")
-        missing.insert(1, _seen(target, level, look))
+        missing.insert(1, _seen(policy, evidence))
     _memorising(policy, evidence, missing)
     _guards(policy, evidence, against, missing, facts)
 
@@ -212,6 +224,10 @@ def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[
             0,
             f"It gains {_signed(sealed)} bits per byte on the sealed half and {_signed(dev)} on the dev half, which are drawn alike: {seen}.",
         )
+    if evidence.watched is None:
+        missing.append("Whether the dev half rose alone over the line of candidates was not looked up.")
+    elif words := dev_alone(policy, evidence):
+        missing.insert(0, words)
     fresh, older = evidence.fresh_documents, evidence.older_documents
     if fresh is None or older is None:
         missing.append("How many held-out documents arrived after its training is not known.")
@@ -231,36 +247,36 @@ def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[
             )
 
 
+def dev_alone(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
+    """The reward-hack watch in words: dev up while sealed is not, by one candidate or over several; '': neither is shown."""
+    rules, said = policy.memorising, ""
+    found = [(evidence.halves_gap, evidence.on_dev, evidence.on_sealed, 1, "the champion")]
+    if evidence.rise_since is not None:
+        since = f"candidate {evidence.rise_since}"
+        found.append((evidence.rise_gap, evidence.rise_dev, evidence.rise_sealed, evidence.watched or 1, since))
+    for gap, dev, sealed, looks, since in found:
+        high = gap.bound(rules.alpha / 2 / looks, above=True) if gap else None
+        low = dev.bound(rules.alpha / 2 / looks) if dev else None
+        if high is None or low is None or dev is None or sealed is None or None in (dev.gain, sealed.gain):
+            continue
+        if high < -rules.halves_margin and low > 0:
+            assert dev.gain is not None and sealed.gain is not None
+            said = (
+                f"Since {since} the dev half, by which candidates are chosen, gained {_signed(dev.gain)} bits per byte and the sealed half "
+                f"{_signed(sealed.gain)}: the line was fitted to the dev half."
+            )
+    return said
+
+
 def _guards(
     policy: ReleasePolicy, evidence: ReleaseEvidence, against: list[str], missing: list[str], facts: list[str]
 ) -> None:
-    expected = [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
+    expected = _guarded(evidence)
     count = len(expected)
     missing += [
         f"{name}: a guard that the suite does not measure." for name in sorted(set(evidence.guards) - set(expected))
     ]
-    floor: dict[str, float] = {}
-    lost: dict[str, float] = {}
-    for name in expected:
-        margin = policy.guards.cloze_margin
-        least = 0.0
-        if name != CLOZE:
-            noise = _number(evidence.noise_floor.get(name))
-            if noise is None or noise < 0 or noise > policy.guards.noise_floor_max:
-                shown = (
-                    "was not measured"
-                    if noise is None
-                    else f"is {noise:.4f} bits per byte, at most {policy.guards.noise_floor_max:.4f} is allowed"
-                )
-                missing.append(f"{name}: the noise floor {shown}.")
-                noise = 0.0
-            margin, least = max(policy.guards.bits_per_byte_margin, 2 * noise), 2 * noise
-        gone = _number(evidence.lost.get(name))
-        if gone is None or gone < 0:
-            missing.append(f"{name}: what earlier releases lost there is not known.")
-            gone = margin
-        lost[name] = gone
-        floor[name] = -max(margin - gone, least)
+    floor, lost = _floors(policy, evidence, missing)
 
     def above(name: str, shared: int) -> bool:
         guard = evidence.guards.get(name)
@@ -294,6 +310,60 @@ def _guards(
             )
         else:
             facts.append(f"{words}.")
+
+
+def _floors(
+    policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[str]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Of each guard: the gain that its bound must lie above, and what earlier releases lost there."""
+    floor: dict[str, float] = {}
+    lost: dict[str, float] = {}
+    for name in _guarded(evidence):
+        margin = policy.guards.cloze_margin
+        least = 0.0
+        if name != CLOZE:
+            noise = _number(evidence.noise_floor.get(name))
+            if noise is None or noise < 0 or noise > policy.guards.noise_floor_max:
+                shown = (
+                    "was not measured"
+                    if noise is None
+                    else f"is {noise:.4f} bits per byte, at most {policy.guards.noise_floor_max:.4f} is allowed"
+                )
+                missing.append(f"{name}: the noise floor {shown}.")
+                noise = 0.0
+            draws = (
+                _number(evidence.replica_noise.get(name)) or 0.0
+            )  # of the champion's recipe: no candidate can widen it
+            draws = min(max(draws, 0.0), policy.guards.noise_floor_max)
+            margin, least = max(policy.guards.bits_per_byte_margin, 2 * max(noise, draws)), 2 * noise
+        gone = _number(evidence.lost.get(name))
+        if gone is None or gone < 0:
+            missing.append(f"{name}: what earlier releases lost there is not known.")
+            gone = margin
+        lost[name] = gone
+        floor[name] = -max(margin - gone, least)
+    return floor, lost
+
+
+def detectable(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None:
+    """The smallest gain, in every domain alike, with which 80 % of candidates are promoted; None: none is.
+
+    Guards that pass in this order, surest first, each at its step of Holm's, all pass.
+    """
+    if evidence.target is None or not evidence.look:
+        return None
+    floor, _ = _floors(policy, evidence, [])
+    guards = {name: evidence.guards.get(name, Gain()) for name in floor}
+    surest = sorted(guards, key=lambda name: floor[name] / (_number(guards[name].error) or 1e-9))
+    needed = [Needed(evidence.target, spent_at(policy.target.alpha, evidence.look))]
+    for step, name in enumerate(surest):
+        level = policy.guards.alpha / (len(surest) - step)
+        needed.append(Needed(guards[name], level, floor[name], moves=name != CLOZE, tails=TAILS_OF_GUARDS))
+    return smallest_gain(needed, otherwise=1.5 * policy.memorising.alpha)  # of both comparisons; one is one-sided
+
+
+def _guarded(evidence: ReleaseEvidence) -> list[str]:
+    return [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
 
 
 # -- reading numbers ---------------------------------------------------------------------------------------------------
@@ -343,11 +413,31 @@ def _spent(looks: float, most: float) -> str:
     )
 
 
-def _seen(target: Gain, level: float, look: int | None) -> str:
+def _seen(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
     """What the comparison could have shown at all."""
-    smallest = target.detectable(level)
-    looks = f"candidate {look} against this champion, so shown at {level:.2%}" if look else ""
-    return f"A gain of {smallest:.3f} would have been seen with 80 % ({looks}; {target.effective:.0f} effective source documents)."
+    assert evidence.target is not None and evidence.look is not None
+    smallest, level = detectable(policy, evidence), spent_at(policy.target.alpha, evidence.look)
+    looks = f"candidate {evidence.look} against this champion, so shown at {level:.2%}; {evidence.target.effective:.0f} effective source documents"
+    if smallest is None:
+        return f"No gain would have been seen with {100 * POWER:.0f} %: a guard is too uncertain ({looks})."
+    return (
+        f"A gain of {smallest:.3f} in every domain would have been seen with {100 * POWER:.0f} %, all guards passed ({looks})."
+    )
+
+
+def _another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> str:
+    """Is the gain one of recipe and data, or of this draw? For the reader: what is released are these weights."""
+    runs, noise = evidence.replicas, _number(evidence.replica_target)
+    if not isinstance(runs, int) or runs < 2 or noise is None or noise < 0:
+        return (
+            "How far another order of the same data moves a model was not measured: the gain is that of these weights, whatever they owe to "
+            "their draw (replicas in gates/release.yaml)."
+        )
+    words = f"Another order of the same data moves the target by {noise:.4f} bits per byte (standard deviation of {runs} trainings)"
+    lower = of_recipe(target, noise, runs).bound(policy.target.alpha / 2)
+    if lower is not None and lower > 0:
+        return f"{words}: the gain is beyond that, so it is one of recipe or data."
+    return f"{words}: these weights are better, but the gain is within that noise and may be this draw's, not the recipe's or the data's."
 
 
 def _signed(value: float) -> str:

@@ -27,15 +27,15 @@ class Guards(StrictPolicy):
     """What must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected, must be above −δ."""
 
     bits_per_byte_margin: NotNegative = 0.02
-    """A loss smaller than this, in bits per byte, is allowed, counted from the best release of the line; δ is what is left of it, or twice
-    the noise floor, whichever is larger."""
+    """A loss smaller than this, in bits per byte, is allowed, counted from the best release of the line; where twice the replicas' noise
+    is larger, that is. δ is what is left of it, or twice the noise floor of the measurement, whichever is larger."""
     cloze_margin: NotNegative = 0.15
     """Share of cloze items. About 100 items of which 15 % change sides have a standard error of 0.04: this margin lets nine of ten
     equally good models pass, 0.1 only half of them."""
     alpha: Level = 0.05
     """Chance of passing any guard wrongly, all guards together."""
     noise_floor_max: NotNegative = 0.02
-    """A measurement noisier than this, in bits per byte, is no evidence."""
+    """A measurement noisier than this, in bits per byte, is no evidence; of the replicas' noise at most so much widens δ."""
 
 
 class Memorising(StrictPolicy):
@@ -48,6 +48,18 @@ class Memorising(StrictPolicy):
     fresh_margin: NotNegative = 0.1
     """Bits per byte by which the gain on documents that arrived after its training is less than on the others at most, where it is not shown to
     be better on these at all: they may be of another kind."""
+
+
+class Replicas(StrictPolicy):
+    """How far another order of the same data moves a model: the champion's anneal is trained again from the checkpoint that it branched off,
+    on other documents of its data plan, and measured on the dev half. Each costs as much as an anneal; none can become a candidate."""
+
+    count: Annotated[int, Field(ge=0, le=20)] = 2
+    """Replicas that are trained beside the anneal itself; 0: none, and verdicts say that the noise is not known."""
+    from_release: Count = 3
+    """The first release of which replicas are trained: a first try of the factory ends before it."""
+    every_releases: Count = 20
+    """Again after so many releases, and when the recipe is another than that of the newest measurement."""
 
 
 class FirstRelease(StrictPolicy):
@@ -75,6 +87,7 @@ class ReleasePolicy(StrictPolicy):
     """Candidates that read a document of the sealed half before, on average over the suite: each of them tells a little of what is in it. New
     shards, whose held-out documents nobody saw, bring it down."""
     memorising: Memorising = Field(default_factory=Memorising)
+    replicas: Replicas = Field(default_factory=Replicas)
     target: Target = Field(default_factory=Target)
     guards: Guards = Field(default_factory=Guards)
     first_release: FirstRelease = Field(default_factory=FirstRelease)

@@ -15,7 +15,7 @@ from factory.core.left_files import parse_json_object
 from factory.evals.export_config import ExportError
 from factory.evals.export_folder import read_config
 from factory.ingest.document import ROLES
-from factory.ingest.tokenizer import CHAT_TEMPLATE, OLDER_TEMPLATES, Tokenizer
+from factory.ingest.tokenizer import OLDER_TEMPLATES, Tokenizer
 from factory.release.serving import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults, Sampling
 from factory.serving.api.errors import ApiError
@@ -77,11 +77,12 @@ class ServedModel:
 
 def load_served(export: Path) -> ServedModel:
     """Raises: ExportError for an export that cannot be read, or whose chat template is not this factory's."""
-    config = read_config(export)
+    config, tokenizer = read_config(export), Tokenizer.load(export)
     path = export / "chat_template.jinja"
-    if not path.is_file() or path.read_text(encoding="utf-8") not in (CHAT_TEMPLATE, *OLDER_TEMPLATES):
+    known = (tokenizer.chat_template, *(() if tokenizer.bos else OLDER_TEMPLATES))
+    if not path.is_file() or path.read_text(encoding="utf-8") not in known:
         raise ExportError(f"{path}: not the template that this factory trains with; chats would get other ids")
-    return ServedModel(Tokenizer.load(export), GenerationDefaults.read(export), config.context, config.vocab_size)
+    return ServedModel(tokenizer, GenerationDefaults.read(export), config.context, config.vocab_size)
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -188,13 +189,13 @@ def text_ids(body: dict[str, Any], served: ServedModel) -> tuple[tuple[int, ...]
 
 def _ids_of(part: Any, served: ServedModel) -> tuple[int, ...]:
     if isinstance(part, str):
-        ids = [int(number) for number in served.tokenizer.encode_text(part)[0][:-1]]
+        ids = served.tokenizer.text_prompt(part).tolist()
     elif isinstance(part, list) and all(type(number) is int for number in part):
         ids = part
     else:
         raise ApiError(400, "prompt: expected a text or a list of token ids", "prompt")
     if not ids:
-        raise ApiError(400, "prompt: it is empty, and this model has no token to begin from", "prompt")
+        raise ApiError(400, "prompt: it is empty, and there is no token to begin from", "prompt")
     if wrong := [number for number in ids if not 0 <= number < served.vocab_size]:
         raise ApiError(400, f"prompt: token id {wrong[0]} is not between 0 and {served.vocab_size - 1}", "prompt")
     return tuple(ids)

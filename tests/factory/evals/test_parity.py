@@ -24,7 +24,7 @@ from factory.evals.probes.engine import Asking, make_fixture
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
-from factory.ingest.tokenizer import CHAT_TEMPLATE, OLDER_TEMPLATES
+from factory.ingest.tokenizer import OLDER_TEMPLATES, TEMPLATE_WITHOUT_BOS
 from factory.ledger.ledger import Ledger, checkpoints, record, segments
 from factory.ledger.rows import CandidateRow
 from factory.serving.api.defaults import Sampling
@@ -167,7 +167,7 @@ def test_files_that_are_missing_or_odd_are_failed_checks(
     (export / name).unlink()
     if content is not None:
         (export / name).write_bytes(content)
-    found = {check.name: check.ok for check in file_checks(export, None, [None, 2, 0], [0, 2])}
+    found = {check.name: check.ok for check in file_checks(export, None, [0, 2, 0], [0, 2], 0)}
     own = {
         "generation_config.json": "generation_config",
         "tokenizer_config.json": "bos_eos",
@@ -250,7 +250,7 @@ class Blunt(NativeEngine):
                 data["prompt"] = data["prompt"].strip()
             if self.slip == "matches special tokens in texts" and "<|im_end|>" in data["prompt"]:
                 head, tail = data["prompt"].split("<|im_end|>", 1)
-                return [*tokenizer.encode_text(head)[0][:-1].tolist(), 2, *tokenizer.encode_text(tail)[0][:-1].tolist()]
+                return [*tokenizer.text_prompt(head).tolist(), 2, *tokenizer.ids(tail)]
         elif self.slip == "drops system messages":
             data["messages"] = [m for m in data["messages"] if m["role"] != "system"]
         elif self.slip in ("matches special tokens in messages", "takes any role"):
@@ -267,7 +267,7 @@ class Blunt(NativeEngine):
         inner = self._served.tokenizer._inner
         inner.encode_special_tokens = False
         try:
-            return list(inner.encode("".join([*found, "<|im_start|>assistant\n"]), add_special_tokens=False).ids)
+            return list(inner.encode("".join([*found, "<|im_start|>assistant\n"])).ids)
         finally:
             inner.encode_special_tokens = True
 
@@ -326,14 +326,25 @@ def test_what_is_no_engine_at_all_is_said(sound: CandidateRow, plant: Plant) -> 
     assert not any(check.ok for check in asyncio.run(asked()))
 
 
-def test_workspaces_of_older_factories_get_the_newer_template(plant: Plant, tmp_path: Path) -> None:
+def test_workspaces_of_older_factories_get_the_newer_template_and_no_bos(plant: Plant, tmp_path: Path) -> None:
     """Their tokenizer's folder stays as it is; what is exported from now on refuses roles that spell special tokens."""
     older = Path(shutil.copytree(plant.workspace.tokenizer, tmp_path / "tokenizer"))
     (older / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])
-    in_json("tokenizer_config.json", chat_template=OLDER_TEMPLATES[0])(older)
+    in_json("tokenizer_config.json", chat_template=OLDER_TEMPLATES[0], bos_token=None, add_bos_token=False)(older)
+    in_json("special_tokens_map.json", bos_token="left out")(older)
+    in_json("tokenizer.json", post_processor=None)(older)
     tokenizer = type(plant.tokenizer).load(older)
     tokenizer.copy_to(tmp_path / "new")
     tokenizer.copy_to(tmp_path / "again", as_it_was=True)
-    for name, template in {"new": CHAT_TEMPLATE, "again": OLDER_TEMPLATES[0]}.items():
+    for name, template in {"new": TEMPLATE_WITHOUT_BOS, "again": OLDER_TEMPLATES[0]}.items():
         assert (tmp_path / name / "chat_template.jinja").read_text() == template
         assert json.loads((tmp_path / name / "tokenizer_config.json").read_text())["chat_template"] == template
+    ids, _ = tokenizer.encode_text("one")
+    assert tokenizer.bos_token is None and ids.tolist() == [*tokenizer.ids("one"), 0]
+    assert tokenizer.prompt([{"role": "user", "content": "one"}])[0] == tokenizer.start_token
+    from transformers import AutoTokenizer
+
+    (tmp_path / "new" / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert theirs("one")["input_ids"] == tokenizer.text_prompt("one").tolist() == tokenizer.ids("one")
+    assert theirs.bos_token_id is None

@@ -55,7 +55,6 @@ def test_interval_of_many_documents_is_the_normal_one() -> None:
     assert target.error == pytest.approx(error, rel=0.01)
     assert target.bound(0.025) == pytest.approx(target.gain - z * error, abs=0.02 * error)
     assert target.bound(0.025, above=True) == pytest.approx(target.gain + z * error, abs=0.02 * error)
-    assert target.detectable(0.025) == pytest.approx((z + NormalDist().inv_cdf(0.8)) * error, rel=0.02)
 
 
 def test_a_cluster_counts_once_however_many_items_it_has() -> None:
@@ -90,7 +89,7 @@ def test_a_source_that_holds_half_of_the_bytes_is_not_one_of_many() -> None:
 def test_one_source_has_no_error_and_nothing_is_shown() -> None:
     one = [EvalItem("bpb", f"{i}", "code", "only", 100.0, 100.0) for i in range(5)]
     target, _ = compare(one, one, {})
-    assert target.bound(0.05) is None and target.detectable(0.05) is None
+    assert target.bound(0.05) is None
     assert Gain().bound(0.05) is None and Gain(0.1, 0.0, 2, 2.0).bound(0.0) is None
 
 

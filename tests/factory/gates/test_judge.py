@@ -47,6 +47,7 @@ def evidence(against: str = "candidate:1", target: float = 0.08, **guards: float
         on_sealed=gain(target),
         on_dev=gain(target),
         halves_gap=gain(0.0),
+        watched=0,
         fresh_documents=20,
         older_documents=60,
         on_fresh=gain(target),
@@ -70,6 +71,7 @@ FIRST = replace(
     on_sealed=None,
     on_dev=None,
     halves_gap=None,
+    watched=None,
     fresh_documents=None,
     older_documents=None,
     on_fresh=None,
@@ -120,7 +122,44 @@ CASES = [
     (
         "promote",
         evidence(target=0.011),
-        "A gain of 0.014 would have been seen with 80 % (candidate 1 against this champion",
+        "in every domain would have been seen with 80 %, all guards passed (candidate 1 against this champion",
+    ),
+    (
+        "promote",
+        evidence(),
+        "How far another order of the same data moves a model was not measured",
+    ),
+    (
+        "promote",
+        replace(evidence(), replicas=3, replica_target=0.004),
+        "moves the target by 0.0040 bits per byte (standard deviation of 3 trainings): the gain is beyond that",
+    ),
+    ("promote", replace(evidence(target=0.02), replicas=3, replica_target=0.02), "the gain is within that noise"),
+    (
+        "promote",
+        replace(evidence(code=-0.015), replicas=3, replica_noise={"code": 0.015}, replica_target=0.001),
+        "code",
+    ),
+    (
+        "hold",
+        replace(evidence(code=-0.035), replicas=3, replica_noise={"code": 9.0}, replica_target=0.001),
+        "loss of at most 0.040",
+    ),
+    (
+        "reject",
+        replace(changed(evidence(code=-0.015), "lost", "code", 0.04), replicas=3, replica_noise={"code": 0.015}),
+        "a loss of at most 0.002 is allowed",
+    ),  # replicas' noise is granted once in a line, not to each release
+    ("hold", replace(evidence(), watched=None), "rose alone over the line of candidates was not looked up"),
+    (
+        "hold",
+        replace(evidence(), watched=4, rise_since=7, rise_dev=gain(0.1), rise_sealed=gain(0.01), rise_gap=gain(-0.09)),
+        "Since candidate 7 the dev half, by which candidates are chosen, gained +0.100 bits per byte and the sealed half +0.010",
+    ),
+    (
+        "promote",
+        replace(evidence(), watched=4, rise_since=7, rise_dev=gain(0.1), rise_sealed=gain(0.09), rise_gap=gain(-0.01)),
+        "Better than candidate 1",
     ),
     ("hold", replace(evidence(), look=None), "How many candidates were judged against candidate 1 before is not known"),
     (

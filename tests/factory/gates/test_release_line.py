@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
+from factory.diagnosis.acting import accept
+from factory.evals.evaluator import current_suite
+from factory.evals.statistics import Gain
+from factory.gates.release.gate import decide
+from factory.gates.release.judge import ReleaseEvidence, dev_alone
 from factory.gates.release.line import look_at, lost_since_best
-from factory.ledger.ledger import Ledger, releases, verdicts
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.watch import watched
+from factory.ledger.anomalies import DEV_ALONE, every_anomaly
+from factory.ledger.ledger import Ledger, eval_items, releases, verdicts
+from factory.ledger.rows import VerdictRow
+from factory.ledger.status import screen, snapshot
+from tests.support.factory.exports import save_export, tiny_model
 from tests.support.plants.release_scene import add_candidate, add_verdict
+from tests.support.plants.released_plant import evaluated, released_plant
 
 
 def judged(
@@ -50,3 +68,54 @@ def test_small_losses_add_up_from_the_best_release(workspace: Workspace, ledger:
         released(ledger, number, candidate, judged(ledger, candidate, "a", against, gained))
     lost = lost_since_best(ledger, ["code", "docs", "new"])
     assert lost == pytest.approx({"code": 0.03, "docs": 0.0, "new": 0.0})
+
+
+def test_small_steps_of_the_dev_half_alone_are_seen_together(workspace: Workspace, ledger: Ledger) -> None:
+    """Candidates 2 to 7 against champion 1: each gains a little more on dev than the one before, and nothing on sealed."""
+    policy = ReleasePolicy()
+    line = [add_candidate(workspace, ledger) for _ in range(7)]
+    judged(ledger, line[0], "a", None)
+    found = []
+    for number, candidate in enumerate(line[1:]):
+        dev, sealed = Gain(0.01 * number, 0.002, 40, 40.0), Gain(0.0, 0.002, 40, 40.0)
+        gap = Gain(-0.01 * number, 0.003, 80, 80.0)
+        before = ReleaseEvidence(on_dev=dev, on_sealed=sealed, halves_gap=gap)
+        seen = watched(ledger, candidate, line[0], before)
+        found.append((seen.watched, seen.rise_since, bool(dev_alone(policy, replace(seen, halves_gap=None)))))
+        verdict = judged(ledger, candidate, "a", line[0])
+        evidence = {"on_dev": vars(dev), "on_sealed": vars(sealed), "halves_gap": vars(gap)}
+        with ledger.begin() as tx:
+            tx.execute(verdicts.update().where(verdicts.c.id == verdict).values(evidence=evidence))
+    assert [watched for watched, _, _ in found] == [1, 2, 3, 4, 5, 6]
+    assert [hacked for _, _, hacked in found] == [False, False, False, True, True, True]
+    assert found[-1][1] in (line[0], line[1])
+
+
+def test_what_was_fitted_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) -> None:
+    plant = released_plant(tmp_path)
+    suite = current_suite(plant.workspace, plant.ledger)
+    export = save_export(tiny_model(3), plant.workspace.exports / "fitted", plant.tokenizer)
+    candidate = plant.add_candidate(export)
+    evaluated(plant, candidate, 2.6)
+    sealed = {document.key for document in suite.documents}
+    with plant.ledger.begin() as tx:  # on the sealed half it is as the champion, 0.2 bits per byte worse
+        own = (eval_items.c.evaluation == candidate) & (eval_items.c.task == "bpb") & eval_items.c.item.in_(sealed)
+        tx.execute(
+            eval_items.update().where(own).values(value=eval_items.c.value + 0.2 * math.log(2) * eval_items.c.weight)
+        )
+    number = decide(plant.workspace, plant.ledger, candidate, SILENT)
+    verdict = VerdictRow.get(plant.ledger, number)
+    assert verdict.outcome == "hold" and "the line was fitted to the dev half" in " ".join(verdict.reasons), (
+        verdict.reasons
+    )
+    rows = [row for row in every_anomaly(plant.ledger) if row["kind"] == DEV_ALONE]
+    assert [row["state"] for row in rows] == ["open"]
+    assert decide(plant.workspace, plant.ledger, candidate, SILENT) == number
+    assert len(every_anomaly(plant.ledger)) == 1
+    lines = screen(snapshot(plant.workspace))
+    assert any(f"anomaly {rows[0]['id']} {DEV_ALONE}" in line for line in lines), lines
+    assert accept(plant.ledger, rows[0]["id"], "ada").startswith("closed")
+    assert [(row["state"], row["how"]) for row in every_anomaly(plant.ledger)] == [("closed", "accepted")]
+    with pytest.raises(InputError, match="is closed: accepted by ada"):
+        accept(plant.ledger, rows[0]["id"], "ada")
+    assert decide(plant.workspace, plant.ledger, candidate, SILENT) == number

@@ -89,9 +89,14 @@ def padded_rows(export: Path) -> None:
     in_weights(lambda tensors: tensors.update({name: torch.cat([tensors[name], torch.zeros(8, 32)])}))(export)
 
 
+def texts_without_bos(export: Path) -> None:
+    in_tokenizer(post_processor=None)(export)
+    in_json("tokenizer_config.json", add_bos_token=False)(export)
+
+
 CONTENT = "message['content'] | replace('<|im_', '<| im_') | replace('<|endoftext|>', '<| endoftext|>')"
 ROLE = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if message") : CHAT_TEMPLATE.index("{{- '<|im_start|>'")]
-FIRST, FOR = CHAT_TEMPLATE.split("\n")[0], "{%- for message in messages if message['role'] != 'system' -%}"
+(BOS, FIRST), FOR = CHAT_TEMPLATE.split("\n")[:2], "{%- for message in messages if message['role'] != 'system' -%}"
 TOOLS = "{%- if tools -%}{{- '<|im_start|>system\\n' + tools | tojson -}}{%- endif -%}"
 # break → (its own check, what else cannot pass then, how)
 BREAKS: dict[str, tuple[str, set[str], Break]] = {
@@ -108,6 +113,13 @@ BREAKS: dict[str, tuple[str, set[str], Break]] = {
     "padded vocabulary rows": ("vocabulary", {"weights"}, padded_rows),
     "a longer context": ("shape", set(), in_json("config.json", max_position_embeddings=128)),
     "a BOS id": ("bos_eos", set(), in_json("config.json", bos_token_id=1)),
+    "texts without BOS": ("tokenizer", {"server_text", "whitespace", "engine_start"}, texts_without_bos),
+    "chats without BOS": (
+        "server_chat",
+        {"whitespace", "system_message", "typed_special", "engine_start"},
+        in_template(f"{BOS}\n", ""),
+    ),
+    "no BOS": ("bos_eos", set(), in_json("config.json", bos_token_id=None)),
     "another EOS id": ("bos_eos", set(), in_json("config.json", eos_token_id=2)),
     "another EOS of the tokenizer": ("bos_eos", set(), in_json("tokenizer_config.json", eos_token="<|endoftext|>")),
     "a third stop id": ("stop", set(), in_json("generation_config.json", eos_token_id=[0, 2, 99])),
@@ -116,7 +128,7 @@ BREAKS: dict[str, tuple[str, set[str], Break]] = {
     "sampled": ("generation_config", set(), in_json("generation_config.json", do_sample=True, temperature=0.7)),
     "greedy in transformers alone": ("generation_config", set(), in_json("generation_config.json", temperature="left out")),
     "special tokens no longer defused": ("typed_special", {"engine_start"}, in_template(CONTENT, "message['content']")),
-    "any role": ("injected_role", set(), in_template(ROLE, "")),
+    "any role": ("injected_role", {"engine_start"}, in_template(ROLE, "")),
     "system messages dropped": ("system_message", {"engine_start"}, in_template(FIRST, FOR)),
     "tools printed": ("tools_printed", {"engine_start"}, in_template(FIRST, TOOLS + FIRST)),
     "contents trimmed": ("whitespace", {"engine_start"}, in_template(CONTENT, CONTENT + " | trim")),

@@ -1,0 +1,69 @@
+"""How far another order of the same data moves a model: which anneal is due for replicas, and what those of before showed.
+
+Read from the ledger alone: an event about the anneal says what was measured (``factory.replicas`` trains and measures).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import stdev
+from typing import Any
+
+from factory.gates.release.policy import Replicas
+from factory.ledger.rows import Reads, SegmentRow, champion
+
+MEASURED = (
+    "replicas_measured"  # event about an anneal: {release, recipe_sha256, documents, runs: [{domain: bits per byte}]}
+)
+
+
+@dataclass(frozen=True)
+class ReplicaNoise:
+    """Of ``runs`` trainings that differ in the order of their data alone: standard deviations in bits per byte."""
+
+    runs: int
+    by_domain: Mapping[str, float]
+    target: float | None  # of the domains as the policy weighs them
+
+    @classmethod
+    def of(cls, runs: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> ReplicaNoise:
+        """``runs``: bits per byte by domain.
+
+        >>> found = ReplicaNoise.of([{"code": 1.0, "docs": 2.0}, {"code": 1.2, "docs": 1.8}, {"code": 1.1, "docs": 2.2}], {})
+        >>> found.runs, {name: round(value, 3) for name, value in found.by_domain.items()}, round(found.target, 3)
+        (3, {'code': 0.1, 'docs': 0.2}, 0.087)
+        """
+        domains = sorted(set.intersection(*map(set, runs)))
+        share = {domain: weights.get(domain, 0.0) if weights else 1.0 for domain in domains}
+        total = sum(share.values())
+        each = [sum(share[domain] * run[domain] for domain in domains) / total for run in runs] if total else []
+        return cls(len(runs), {d: stdev(run[d] for run in runs) for d in domains}, stdev(each) if each else None)
+
+
+def newest_noise(db: Reads, weights: Mapping[str, float]) -> ReplicaNoise | None:
+    """What the newest replicas showed; None: none were measured yet."""
+    found = newest_measured(db)
+    return ReplicaNoise.of(found["runs"], weights) if found else None
+
+
+def newest_measured(db: Reads) -> dict[str, Any] | None:
+    """The newest ``MEASURED`` event's detail, with its ``subject``."""
+    rows = db.read("SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=MEASURED)
+    return rows[0]["detail"] | {"subject": rows[0]["subject"]} if rows else None
+
+
+def due(db: Reads, policy: Replicas) -> tuple[SegmentRow, int] | None:
+    """The anneal that is to be trained again, and the release that it led to; None: nothing is due now."""
+    best = champion(db)
+    if not policy.count or best is None or best.number < policy.from_release:
+        return None
+    anneal = next((row for row in reversed(SegmentRow.lineage(db, best.segment)) if row.kind != "average"), None)
+    if anneal is None or anneal.kind != "anneal" or anneal.parent is None:
+        return None  # an average of the trunk's checkpoints: there is no short training to repeat
+    before = newest_measured(db)
+    if before is not None:
+        same = anneal.recipe_sha256 == before["recipe_sha256"]
+        if best.number <= before["release"] or (same and best.number - before["release"] < policy.every_releases):
+            return None
+    return anneal, best.number

@@ -1,0 +1,115 @@
+"""The reward-hack watch: does the dev half of what is held out rise over the line of candidates, and the sealed half not with it?
+
+The loop, agents and people choose by the dev half. Each candidate's gains over its champion on both halves stand in its verdict; along the
+champions they add up, so that two candidates of the line can be compared whatever the suites were. Steps that are too small to be seen
+one by one are seen together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from factory.evals.statistics import Gain
+from factory.gates.release.judge import ReleaseEvidence
+from factory.gates.release.line import GATE
+from factory.ledger.rows import Reads, Subject, VerdictRow
+
+NEWEST = 10  # candidates that a new one is compared with
+HALVES = ("on_dev", "on_sealed", "halves_gap")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A judged candidate: its gains over the candidate ``against``, which was champion."""
+
+    candidate: int
+    against: int | None
+    gains: Mapping[str, Gain]
+
+
+def watched(db: Reads, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
+    """The evidence with what the line shows: the rise since that one of the ``NEWEST`` candidates before from which dev rose most alone."""
+    here = {name: getattr(evidence, name) or Gain() for name in HALVES}
+    line = [point for point in line_of(db) if point.candidate != candidate]
+    mine = Point(candidate, champion, here)
+    rises = [(rise_since(before, mine, line), before.candidate) for before in line[-NEWEST:]]
+    seen = [(rise, since) for rise, since in rises if rise["halves_gap"].error]
+    if not seen:
+        return replace(evidence, watched=0)
+    rise, since = min(seen, key=lambda one: (one[0]["halves_gap"].gain or 0.0) / (one[0]["halves_gap"].error or 1.0))
+    return replace(
+        evidence,
+        watched=len(seen),
+        rise_since=since,
+        rise_dev=rise["on_dev"],
+        rise_sealed=rise["on_sealed"],
+        rise_gap=rise["halves_gap"],
+    )
+
+
+def line_of(db: Reads) -> list[Point]:
+    """Each candidate by its newest verdict in which both halves were compared, in the order of these."""
+    found: dict[int, Point] = {}
+    for row in VerdictRow.select(db, "WHERE gate = :gate ORDER BY id", gate=GATE):
+        stored = row.evidence(db)
+        against = Subject.parse(row.against).number if row.against else None
+        if against is None:
+            found.setdefault(row.number, Point(row.number, None, dict.fromkeys(HALVES, Gain(0.0, 0.0, 0, math.inf))))
+        elif all(isinstance(stored.get(name), dict) for name in HALVES):
+            found.pop(row.number, None)
+            found[row.number] = Point(row.number, against, {name: _gain(stored[name]) for name in HALVES})
+    return list(found.values())
+
+
+def rise_since(before: Point, now: Point, line: Sequence[Point]) -> dict[str, Gain]:
+    """By half, how much better ``now`` is than ``before``, by way of the champion that both descend from.
+
+    Errors are added as if of different documents, which is on the safe side; degrees of freedom by Welch (1947) and Satterthwaite (1946).
+
+    >>> step = lambda number, against: Point(number, against, {"on_dev": Gain(0.01, 0.003, 20, 21.0)})
+    >>> line = [step(2, 1), step(3, 2), step(4, 2)]
+    >>> found = rise_since(line[0], step(5, 3), line)["on_dev"]  # 5 over 3, 3 over 2
+    >>> round(found.gain, 3), round(found.error, 4), round(found.effective, 1)
+    (0.02, 0.0042, 41.0)
+    >>> round(rise_since(line[2], step(5, 3), line)["on_dev"].gain, 3)  # 4 over 2 is left
+    0.01
+    """
+    by_number = {point.candidate: point for point in line}
+    ours, theirs = _path(now, by_number), _path(before, by_number)
+    if (ours[-1].against, ours[-1].candidate) != (theirs[-1].against, theirs[-1].candidate) and ours[
+        -1
+    ].against != theirs[-1].against:
+        return dict.fromkeys(now.gains, Gain())  # no common champion is known
+    shared = {point.candidate for point in ours} & {point.candidate for point in theirs}
+    up = [point for point in ours if point.candidate not in shared]
+    down = [point for point in theirs if point.candidate not in shared]
+    return {name: _sum([p.gains[name] for p in up], [p.gains[name] for p in down]) for name in now.gains}
+
+
+def _path(point: Point, line: Mapping[int, Point]) -> list[Point]:
+    """A candidate, its champion, that one's champion …"""
+    path = [point]
+    while (before := path[-1].against) is not None and before in line and line[before] not in path:
+        path.append(line[before])
+    return path
+
+
+def _sum(up: Sequence[Gain], down: Sequence[Gain]) -> Gain:
+    every = [*up, *down]
+    if any(one.gain is None or one.error is None or (one.effective or 0) <= 1 for one in every):
+        return Gain()
+    gain = math.fsum(one.gain or 0.0 for one in up) - math.fsum(one.gain or 0.0 for one in down)
+    squares = [(one.error or 0.0) ** 2 for one in every]
+    total = math.fsum(squares)
+    below = math.fsum(square**2 / ((one.effective or 0.0) - 1) for square, one in zip(squares, every, strict=True))
+    clusters = sum(one.clusters or 0 for one in every)
+    return (
+        Gain(gain, math.sqrt(total), clusters, total**2 / below + 1) if below else Gain(gain, 0.0, clusters, math.inf)
+    )
+
+
+def _gain(stored: Mapping[str, Any]) -> Gain:
+    return Gain(**{key: stored.get(key) for key in ("gain", "error", "clusters", "effective")})

@@ -1,0 +1,167 @@
+"""The noise that another data order makes: an anneal trained again and again from the checkpoint that it branched off, and measured.
+
+A replica has the anneal's recipe, code, precision and steps; its data plan names the next documents of another permutation of the same token
+shards (``DataPlan.reshuffled``). It is no segment of the ledger, so nothing goes on from it and it cannot be exported as a candidate. Its
+folder, ``replicas/<anneal>/<number>``, holds all that a killed factory goes on from; one event records what all of them showed, and the folder is
+removed. A permutation may bring documents that the trunk saw in this epoch: the noise is an upper estimate where the data are few.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.core.errors import FactoryError, SegmentError
+from factory.core.progress import Progress
+from factory.core.removal import remove
+from factory.core.workspace import Workspace
+from factory.evals.policy import EvalPolicy
+from factory.evals.reference_model import ReferenceModel
+from factory.evals.suite import held_out_documents, identity_sha256, item_identity
+from factory.evals.tasks import bits_per_byte, encode_documents, ratio_bits
+from factory.evals.token_bytes import TokenBytes
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.replicas import MEASURED, ReplicaNoise
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.ledger import Ledger, data_plans, record
+from factory.ledger.places import portable
+from factory.ledger.removals import with_contents
+from factory.ledger.rows import SegmentRow, Subject
+from factory.replicas.waiting import folder_of, wanted_now
+from factory.training.live_code import LiveCode
+from factory.training.planning import last_checkpoint, plan_of
+from factory.training.segment_folder import EXPORT, clear, name_in, result_of
+from factory.training.training import run_trainer
+
+
+def replicate(workspace: Workspace, ledger: Ledger, anneal: int, progress: Progress) -> None:
+    """Train the next replica of an anneal; once all are trained, measure them and record what they showed. Safe to repeat.
+
+    What is left of an anneal that is not due is removed. Raises: FactoryError when a trainer or an export fails; PausedError.
+    """
+    policy = ReleasePolicy.load(workspace.policy("gates/release.yaml"))
+    wanted = wanted_now(ledger, policy)
+    folder = folder_of(workspace) / f"{anneal:05d}"
+    if wanted is None or wanted[0].id != anneal:
+        remove(folder)
+        return
+    row, release = wanted
+    folders = [folder / str(number) for number in range(1, policy.replicas.count + 1)]
+    for number, one in enumerate(folders, 1):
+        if _fault(one, row):
+            _train(workspace, ledger, row, number, one, progress)
+            return
+    _measure(workspace, ledger, row, release, folders, policy, progress)
+    remove(folder)
+
+
+def _fault(folder: Path, row: SegmentRow) -> str:
+    """Why a replica is not there, whole."""
+    from trainer.contract.checkpoint.format import find_fault
+
+    try:
+        return find_fault(Path(result_of(folder, row.last_step)["checkpoint"]))
+    except (SegmentError, OSError) as error:
+        return str(error)
+
+
+def _train(
+    workspace: Workspace, ledger: Ledger, row: SegmentRow, number: int, folder: Path, progress: Progress
+) -> None:
+    if (folder / "result.json").exists():
+        remove(folder)  # it is damaged
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    progress.line(
+        f"  segment {row.id}: replica {number}, another order of the same data (steps {row.first_step}–{row.last_step})"
+    )
+    own = replace(row, data_plan=_reshuffled(workspace, ledger, row, number))
+    code, hung = run_trainer(workspace, ledger, own, folder, progress, None)
+    if hung or code or not (folder / "result.json").exists():
+        how = hung.says if hung else f"ended with exit {code}"
+        log = workspace.logs / f"segment-{row.id:05d}.log"
+        raise FactoryError(
+            f"replica {number} of segment {row.id} {how} (log: {log}); 'replicas: {{count: 0}}' in gates/release.yaml ends them"
+        )
+
+
+def _reshuffled(workspace: Workspace, ledger: Ledger, row: SegmentRow, number: int) -> str:
+    """The id of an anneal's plan with other documents next, in the ledger."""
+    from trainer.contract.data.data_plan import DataPlan
+
+    planned = DataPlan.from_json(with_contents(ledger, plan_of(ledger, row)))
+    values = json.loads(planned.model_copy(update={"reshuffled": planned.reshuffled + number}).to_json())
+    plan = DataPlan.from_json(portable(workspace.root, values))
+    with ledger.begin() as tx:
+        if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
+            tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
+    return plan.id
+
+
+def _measure(
+    workspace: Workspace,
+    ledger: Ledger,
+    row: SegmentRow,
+    release: int,
+    folders: Sequence[Path],
+    policy: ReleasePolicy,
+    progress: Progress,
+) -> None:
+    """Bits per byte of the anneal and of its replicas on the dev half; one event."""
+    from trainer.contract.checkpoint.format import manifest_sha256
+
+    own = Path(last_checkpoint(ledger, row.id)["path"])
+    checkpoints = [own, *(Path(result_of(folder, row.last_step)["checkpoint"]) for folder in folders)]
+    code = LiveCode.of(workspace, ledger, row.code_commit, progress)
+    measured, documents = _ruler(workspace, ledger)
+    runs = []
+    with progress.task(f"measuring replicas of segment {row.id}", None) as task:
+        for checkpoint in checkpoints:
+            scratch = folders[0].parent / "export"
+            remove(scratch)
+            scratch.mkdir()
+            done = code.run(
+                "-m", name_in(code, EXPORT), str(checkpoint), str(scratch), writable=[scratch], readonly=[checkpoint]
+            )
+            clear(scratch, progress)
+            if done.returncode:
+                last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+                raise FactoryError(f"the export of {checkpoint}, to be measured, failed: {last[0]}")
+            runs.append(measured(scratch, lambda n: task.advance(n, "bits per byte")))
+    detail: dict[str, Any] = {
+        "release": release, "recipe_sha256": row.recipe_sha256, "documents_sha256": documents, "runs": runs,
+        "checkpoints": [manifest_sha256(checkpoint) for checkpoint in checkpoints],
+    }  # fmt: skip
+    with ledger.begin() as tx:
+        record(tx, MEASURED, Subject("segment", row.id), detail)
+    progress.line(f"  {describe(ReplicaNoise.of(runs, policy.target.weights))}")
+
+
+def describe(noise: ReplicaNoise) -> str:
+    """In words.
+
+    >>> describe(ReplicaNoise(3, {"code": 0.0042, "docs": 0.005}, 0.0031))
+    'another order of the same data moves bits per byte by 0.0042 (code), 0.0050 (docs): standard deviation of 3 trainings'
+    """
+    each = ", ".join(f"{value:.4f} ({domain})" for domain, value in sorted(noise.by_domain.items()))
+    return f"another order of the same data moves bits per byte by {each}: standard deviation of {noise.runs} trainings"
+
+
+def _ruler(
+    workspace: Workspace, ledger: Ledger
+) -> tuple[Callable[[Path, Callable[[float], None]], dict[str, float]], str]:
+    """What gives an export's bits per byte by domain on the dev half, and the hash of the documents. The sealed half is for candidates."""
+    policy = EvalPolicy.load(workspace.policy("evals.yaml"))
+    dev = held_out_documents(ledger, policy.documents_per_domain, sealed=False)
+    tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
+    texts = encode_documents(dev, tokenizer, token_bytes, policy.document_bytes)
+
+    def measured(export: Path, advance: Callable[[float], None]) -> dict[str, float]:
+        return ratio_bits(bits_per_byte(ReferenceModel.load(export), texts, policy, advance))
+
+    return measured, identity_sha256({"items": list(map(item_identity, dev)), "tokenizer": tokenizer.sha256})

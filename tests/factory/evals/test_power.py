@@ -1,0 +1,59 @@
+"""The gain that would have been seen: against the normal and the noncentral t distribution, and against drawn comparisons."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from scipy.stats import nct
+
+from factory.evals.power import POWER, Needed, smallest_gain
+from factory.evals.statistics import Gain
+
+MANY = Gain(0.0, 0.01, 100_000, 100_000.0)
+
+
+def test_of_many_documents_it_is_the_normal_one() -> None:
+    normal = NormalDist()
+    expected = (normal.inv_cdf(0.975) + normal.inv_cdf(POWER)) * 0.01
+    assert smallest_gain([Needed(MANY, 0.025)]) == pytest.approx(expected, rel=0.015)
+    of_three = (normal.inv_cdf(0.975) + normal.inv_cdf(POWER ** (1 / 3))) * 0.01
+    assert smallest_gain([Needed(MANY, 0.025)] * 3) == pytest.approx(of_three, rel=0.015)
+
+
+def test_a_known_error_gives_the_noncentral_t() -> None:
+    """A floor far below: the shift's own error is what is left out, so the tested error alone scatters."""
+    freedom, level, shift = 9.0, 0.025, 3.0
+    few = Gain(0.0, 1.0, 10, freedom + 1)
+    known = float(nct.sf(nct.isf(level, freedom, 0), freedom, shift))
+    told = Needed(few, level, tails=0.0).chance(shift)
+    assert told < known < told + 0.1, "an error that is estimated makes the chance smaller, not much"
+
+
+@pytest.mark.parametrize("sources", [8, 20, 60])
+def test_of_other_draws_with_heavy_tails_eight_of_ten_are_seen(sources: int) -> None:
+    rng = np.random.default_rng(sources)
+    seen, rounds = 0, 2000
+    draws = 0.03 * rng.standard_t(5, (rounds, 2, sources))
+    errors = draws.std(axis=2, ddof=1) / math.sqrt(sources)
+    for (_, other), (told, tested) in zip(draws.mean(axis=2), errors, strict=True):
+        gain = smallest_gain([Needed(Gain(0.0, float(told), sources, float(sources)), 0.025)])
+        assert gain is not None
+        bound = Gain(gain + float(other), float(tested), sources, float(sources)).bound(0.025)
+        seen += bound is not None and bound > 0
+    assert 0.79 <= seen / rounds <= 0.93  # more where sources are few; a formula that takes the error as known: 0.75
+
+
+def test_a_guard_that_is_too_uncertain_leaves_nothing_to_be_seen() -> None:
+    cloze = Gain(0.0, 0.1, 40, 40.0)
+    assert smallest_gain([Needed(MANY, 0.025), Needed(cloze, 0.0125, -0.15, moves=False)]) is None
+    assert smallest_gain([Needed(MANY, 0.025), Needed(Gain(), 0.05)]) is None, "what was not measured"
+    sure = smallest_gain([Needed(MANY, 0.025), Needed(Gain(0.0, 0.01, 40, 40.0), 0.0125, -0.15, moves=False)])
+    assert sure == pytest.approx(smallest_gain([Needed(MANY, 0.025)]), rel=0.02)
+
+
+def test_a_tighter_floor_asks_for_more() -> None:
+    told = [smallest_gain([Needed(MANY, 0.025), Needed(Gain(0.0, 0.02, 20, 20.0), 0.05, -d)]) for d in (0.1, 0.03, 0.0)]
+    assert None not in told and told == sorted(told) and told[0] < told[2]  # type: ignore[type-var, operator]

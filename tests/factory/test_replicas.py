@@ -1,0 +1,163 @@
+"""Replicas of a champion's anneal, trained by the real trainer from the real parent, and what the ledger keeps of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import stdev
+
+import pytest
+from safetensors.numpy import load_file
+
+from factory.actions import Action, perform
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.daemon import next_action, observe
+from factory.gates.release.policy import Replicas
+from factory.gates.release.replicas import MEASURED, due, newest_measured, newest_noise
+from factory.ledger.ledger import Ledger, record, releases, segments
+from factory.ledger.rows import Reads, SegmentRow
+from factory.replicas.replicating import replicate
+from factory.replicas.waiting import folder_of
+from factory.retention.needs import Needs
+from factory.training.exporting import export_candidate
+from factory.training.planning import last_checkpoint
+from tests.support.plants.release_scene import add_candidate, add_verdict
+from tests.support.plants.trained_plant import make_plant, train_anneal
+
+Plant = tuple[Workspace, Ledger]
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Iterator[Plant]:
+    """Release 1 is made of an anneal; the policy asks for two replicas of a first release."""
+    workspace, ledger = make_plant(tmp_path_factory.mktemp("replicas"), code_repository)
+    policy = workspace.root / "policies" / "gates" / "release.yaml"
+    policy.write_text(policy.read_text() + "replicas: {from_release: 1}\n")
+    candidate = export_candidate(workspace, ledger, train_anneal(workspace, ledger))
+    promote(ledger, 1, candidate, add_verdict(ledger, candidate))
+    yield workspace, ledger
+
+
+def promote(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
+    with ledger.begin() as tx:
+        tx.execute(
+            releases.insert().values(
+                number=number, candidate=candidate, verdict=verdict, state="published", created_at=float(number)
+            )
+        )
+        record(tx, "promoted", f"release:{number}")
+
+
+def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Plant) -> None:
+    workspace, ledger = plant
+    before = {
+        name: ledger.read(f"SELECT * FROM {name}") for name in ("segments", "candidates", "checkpoints", "evaluations")
+    }
+    action = Action("replicate", 2)
+    assert next_action(observe(workspace, ledger)) == action
+    assert (
+        "replicas of segment 2" in Needs.of(workspace, ledger).ends[1] or "trunk" in Needs.of(workspace, ledger).ends[1]
+    )
+    perform(workspace, ledger, action, SILENT)
+    perform(workspace, ledger, action, SILENT)
+    anneal, weights = SegmentRow.get(ledger, 2), []
+    folder = folder_of(workspace) / "00002"
+    for place in (Path(anneal.folder), folder / "1", folder / "2"):
+        spec, result = json.loads((place / "segment.json").read_text()), json.loads((place / "result.json").read_text())
+        assert (spec["first_step"], spec["last_step"], spec["recipe"]) == (
+            anneal.first_step,
+            anneal.last_step,
+            anneal.recipe_json,
+        )
+        assert spec["initial_checkpoint"] == last_checkpoint(ledger, 1)["path"]
+        weights.append(load_file(Path(result["checkpoint"]) / "model.safetensors"))
+    assert [json.loads((folder / n / "segment.json").read_text())["data_plan"]["reshuffled"] for n in "12"] == [1, 2]
+    assert all(
+        any((a[name] != b[name]).any() for name in a) for a, b in ((weights[0], weights[1]), (weights[1], weights[2]))
+    )
+    assert newest_measured(ledger) is None and next_action(observe(workspace, ledger)) == action
+
+    perform(workspace, ledger, action, SILENT)
+    found = newest_measured(ledger)
+    assert found is not None and found["subject"] == "segment:2" and len(found["runs"]) == 3
+    noise = newest_noise(ledger, {"code": 1.0})
+    assert noise is not None and noise.target is not None and noise.target > 0
+    assert noise.by_domain["code"] == noise.target == pytest.approx(stdev(run["code"] for run in found["runs"]))
+    assert not folder.exists() and next_action(observe(workspace, ledger)) != action
+    after = {name: ledger.read(f"SELECT * FROM {name}") for name in before}
+    assert after == before, "a replica is no segment and no candidate"
+
+
+@pytest.mark.slow("two processes, killed while a replica trains and while another is measured")
+def test_killed_while_it_trains_and_while_it_measures_it_goes_on(plant: Plant) -> None:
+    """After the test above: asked for once more, by another recipe's hash in the event."""
+    workspace, ledger = plant
+    runs = ledger.read("SELECT COUNT(*) AS n FROM data_plans")[0]["n"]
+    with ledger.begin() as tx:
+        record(tx, MEASURED, "segment:2", {"release": 0, "recipe_sha256": "another", "runs": []})
+    folder = folder_of(workspace) / "00002"
+    for there in (folder / "1" / "metrics.jsonl", folder / "export" / "config.json"):
+        words = "import sys; from tests.factory.test_replicas import go_on; go_on(sys.argv[1])"
+        process = subprocess.Popen([sys.executable, "-c", words, str(workspace.root)], start_new_session=True)
+        while not there.exists() and process.poll() is None:
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert there.exists() and folder.exists()
+    go_on(str(workspace.root))
+    found = newest_measured(ledger)
+    assert found is not None and found["release"] == 1 and len(found["runs"]) == 3
+    assert not folder.exists() and next_action(observe(workspace, ledger)) != Action("replicate", 2)
+    assert ledger.read("SELECT COUNT(*) AS n FROM data_plans")[0]["n"] == runs, "the same plans again"
+
+
+def go_on(root: str) -> None:
+    """As the daemon does, until the replicas are measured."""
+    workspace = Workspace.open(Path(root))
+    ledger = Ledger.open(workspace.ledger_url, workspace.root)
+    while next_action(observe(workspace, ledger)) == Action("replicate", 2):
+        replicate(workspace, ledger, 2, SILENT)
+
+
+def schedule(db: Reads, **keys: int) -> tuple[int, int] | None:
+    found = due(db, Replicas(**keys))
+    return (found[0].id, found[1]) if found else None
+
+
+def test_the_schedule(workspace: Workspace, ledger: Ledger) -> None:
+    for number in (1, 2, 3):
+        candidate = add_candidate(workspace, ledger)
+        promote(ledger, number, candidate, add_verdict(ledger, candidate))
+    with ledger.begin() as tx:
+        tx.execute(segments.update().values(parent=segments.c.id - 1))
+        tx.execute(segments.update().where(segments.c.id == 1).values(kind="trunk", parent=None))
+        tx.execute(segments.update().where(segments.c.id == 3).values(kind="average", parent=2))
+    assert schedule(ledger) == (2, 3), "of an average, the anneal whose checkpoints it is made of"
+    assert schedule(ledger, from_release=4) is None and schedule(ledger, count=0) is None
+    measured = {"release": 3, "recipe_sha256": "r" * 64, "runs": []}
+    with ledger.begin() as tx:
+        record(tx, MEASURED, "segment:2", measured)
+    assert schedule(ledger, every_releases=1) is None
+    candidate = add_candidate(workspace, ledger)
+    promote(ledger, 4, candidate, add_verdict(ledger, candidate))
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == 4).values(parent=1))
+    assert schedule(ledger, every_releases=2) is None and schedule(ledger, every_releases=1) == (4, 4)
+    with ledger.begin() as tx:
+        tx.execute(segments.update().where(segments.c.id == 4).values(recipe_sha256="s" * 64))
+    assert schedule(ledger, every_releases=2) == (4, 4), "another recipe"
+
+
+def test_what_is_left_of_an_anneal_that_is_not_due_is_removed(workspace: Workspace, ledger: Ledger) -> None:
+    left = folder_of(workspace) / "00007" / "1"
+    left.mkdir(parents=True)
+    assert next_action(observe(workspace, ledger)) == Action("replicate", 7)
+    replicate(workspace, ledger, 7, SILENT)
+    assert not left.parent.exists() and next_action(observe(workspace, ledger)) is None
