@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from factory.evals.parity import CHECKS
-from factory.evals.power import POWER, TAILS_OF_GUARDS, Needed, smallest_gain
+from factory.evals.power import POWER, TAILS, Needed, smallest_gain
 from factory.evals.statistics import CLOZE, Gain, holm, of_recipe, spent_at
 from factory.gates.release.policy import ReleasePolicy
 
@@ -355,10 +355,10 @@ def detectable(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None
     floor, _ = _floors(policy, evidence, [])
     guards = {name: evidence.guards.get(name, Gain()) for name in floor}
     surest = sorted(guards, key=lambda name: floor[name] / (_number(guards[name].error) or 1e-9))
-    needed = [Needed(evidence.target, spent_at(policy.target.alpha, evidence.look))]
+    needed = [Needed(evidence.target, spent_at(policy.target.alpha, evidence.look), tails=TAILS)]
     for step, name in enumerate(surest):
         level = policy.guards.alpha / (len(surest) - step)
-        needed.append(Needed(guards[name], level, floor[name], moves=name != CLOZE, tails=TAILS_OF_GUARDS))
+        needed.append(Needed(guards[name], level, floor[name], moves=name != CLOZE))
     return smallest_gain(needed, otherwise=1.5 * policy.memorising.alpha)  # of both comparisons; one is one-sided
 
 
@@ -420,9 +420,7 @@ def _seen(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
     looks = f"candidate {evidence.look} against this champion, so shown at {level:.2%}; {evidence.target.effective:.0f} effective source documents"
     if smallest is None:
         return f"No gain would have been seen with {100 * POWER:.0f} %: a guard is too uncertain ({looks})."
-    return (
-        f"A gain of {smallest:.3f} in every domain would have been seen with {100 * POWER:.0f} %, all guards passed ({looks})."
-    )
+    return f"A gain of {smallest:.3f} in every domain would have been seen with {100 * POWER:.0f} %, all guards passed ({looks})."
 
 
 def _another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> str:
