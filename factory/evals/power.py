@@ -58,7 +58,7 @@ def smallest_gain(needed: Sequence[Needed], otherwise: float = 0.0) -> float | N
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
     >>> round(smallest_gain([Needed(target, 0.025)]), 4), smallest_gain([Needed(target, 0.025), Needed(target, 0.05, 0.01, moves=False)])
-    (0.0282, None)
+    (0.0281, None)
     """
 
     def passed(gain: float) -> bool:
