@@ -1,6 +1,6 @@
 """Backups of a workspace: the ledger, MLflow's database, ``factory.yaml``, policies and tokenizer, in a folder below ``backups/``.
 
-    2026-01-31T12-00-00/ledger.db  mlflow.db  factory.yaml  policies/  tokenizer/  backup.json  journal.jsonl
+    2026-01-31T12-00-00/ledger.db  mlflow.db  factory.yaml  policies/  tokenizer/  backup.json  journal.jsonl  keys/ (if asked for)
 
 SQLite's own online backup copies a database while others write to it. What is committed after a backup is appended to its journal
 (``factory.ledger.journal``), so that a lost ledger is made again as it was at the last commit. Data, checkpoints and exports are not
@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from factory.backups.keys import KEYS, copy_keys, note_copy
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.removal import remove
 from factory.core.workspace import Workspace, work_in
@@ -44,8 +45,12 @@ def stamp() -> str:
     return datetime.now(UTC).strftime(journal.TIME)
 
 
-def make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None = None) -> tuple[Path, list[str]]:
+def make_backup(
+    workspace: Workspace, ledger: Ledger, folder: Path | None = None, keys: bool = False
+) -> tuple[Path, list[str]]:
     """Make a backup, in ``folder`` or below the workspace's ``backups/``; returns its folder and what a person should know, a line each.
+
+    ``keys``: with the key that signs bundles, which the ledger is told.
 
     Killed at any moment, it is whole or absent. Raises: WorkspaceError when the ledger is damaged or in PostgreSQL; InputError.
     """
@@ -66,6 +71,8 @@ def make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None = None
             remove(left)
         aside.mkdir()
         said = _fill(workspace, ledger, aside)
+        if keys:
+            copy_keys(workspace.root, aside / KEYS)
         if own:
             with journal.journal_lock(workspace.root):
                 if ledger.journaled and (backups := backups_of(workspace.root)):
@@ -80,6 +87,8 @@ def make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None = None
     finally:
         with suppress(OSError):
             remove(aside)
+    if keys:
+        note_copy(workspace, ledger, target)
     if own:
         newest = about(target)["seq"]
         with ledger.begin() as tx:

@@ -15,6 +15,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from factory.backups.keys import KEY, KEYS, PUBLIC
 from factory.bundles.files.folder import BundleError, shown
 from factory.bundles.files.layout import SIGNATURE
 from factory.core.errors import InputError
@@ -24,7 +25,6 @@ from kernels.contract.files import put_in_place, write_atomically
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-KEYS, KEY, PUBLIC = "keys", "bundle-signing.pem", "bundle-signing.pub.pem"
 CURVES = ("secp256r1", "secp384r1", "secp521r1")  # that the library signs with
 KEY_BYTES = 1 << 16
 

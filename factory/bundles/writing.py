@@ -107,7 +107,12 @@ def _write_bundle(workspace: Workspace, ledger: Ledger, number: int, wish: Wish,
         remove(aside)
     signer = signing.fingerprint(public, str(private))
     with ledger.begin() as tx:
-        record(tx, "bundled", Subject("release", number), {"folder": str(out), "signer": signer, "data": wish.data})
+        record(
+            tx,
+            "bundled",
+            Subject("release", number),
+            {"folder": ledger.inside(out), "signer": signer, "data": wish.data},
+        )
     return Written(out, signer)
 
 

@@ -78,7 +78,8 @@ def ui(
     user: Annotated[str, typer.Option(help="Ask for a login: this name, and a password that is made once.")] = "",
     show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
 ) -> None:
-    """Open the MLflow UI on this workspace: runs, the registered model, verdict tags, reports."""
+    """Open the MLflow UI on this workspace, and say where to begin: releases, candidates, training, proposals."""
+    from factory.release.start_pages import start_pages
     from factory.tracking.login import is_loopback, login
     from factory.tracking.tracking import ui_command
 
@@ -94,7 +95,10 @@ def ui(
         return
     if password:
         print(f"user {user}, password in {password}; put TLS in front of it where the network is not yours", flush=True)
-    print(f"MLflow UI on http://{host}:{port} (Ctrl-C ends it)", flush=True)
+    pages = start_pages(workspace, f"http://{host}:{port}")
+    print(f"MLflow UI on http://{host}:{port} (Ctrl-C ends it). Begin here:", flush=True)
+    for name, address in pages.items():
+        print(f"  {name:<11} {address}", flush=True)
     os.execvpe(command[0], command, os.environ | environment)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 
 
@@ -16,6 +17,10 @@ def backup(
     folder: Annotated[
         Path | None, typer.Argument(help="An empty folder, on another disk say (default: a new one in backups/).")
     ] = None,
+    keys: Annotated[
+        bool,
+        typer.Option("--keys", help="Copy the key that signs bundles too: it needs a folder, on another disk say."),
+    ] = False,
     where: Where = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
@@ -26,9 +31,19 @@ def backup(
     not copied either: use pg_dump.
     """
     from factory.backups.backups import make_backup
+    from factory.backups.keys import has_key
 
     workspace, ledger, terminal = open_workspace(where)
-    made, said = make_backup(workspace, ledger, folder)
+    has = has_key(workspace.root)
+    if keys and not has:
+        raise InputError(f"{workspace.root} has no key yet: the first 'factory release --bundle' makes one")
+    if keys and folder is None:
+        raise InputError(
+            "--keys needs a folder, on another disk say: what is in backups/ goes after a week, and lies beside the key"
+        )
+    made, said = make_backup(workspace, ledger, folder, keys)
+    if has and not keys:
+        said.append("the key that signs bundles is not in it: 'factory backup --keys FOLDER' copies it too")
     if as_json:
         print_json({"backup": str(made), "notes": said})
         return

@@ -28,11 +28,21 @@ from factory.erasing.rewriting import rewrite_without
 from factory.ledger.files import FILED, filed
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger, documents, held_out, record, shards, token_shards
-from factory.ledger.removals import ERASED, FATE, SHARD_ERASED, TAKEN_OUT, Removal, erased_shards, removals
+from factory.ledger.removals import (
+    ERASED,
+    FATE,
+    SHARD_ERASED,
+    TAKEN_OUT,
+    Removal,
+    erased_shards,
+    former_contents,
+    former_files,
+    removals,
+)
 from factory.ledger.rows import SegmentRow, Subject
 from factory.repairs.token_shards import raw_shard
 from factory.training.planning import plan_of
-from kernels.contract.files import put_in_place
+from kernels.contract.files import put_in_place, sync_folder
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
 c = documents.c
@@ -85,15 +95,19 @@ def finish_removals(workspace: Workspace, ledger: Ledger, progress: Progress) ->
 
 def _erase(workspace: Workspace, ledger: Ledger, removal: Removal, progress: Progress) -> list[str]:
     said = []
+    for left in workspace.shards.glob(".writing-*"):  # of a time before that was killed
+        remove(left)
     with ledger.begin() as tx:
         rows = sa.select(c.key).where(c.rule == removal.rule("held_out"))
-        count = tx.execute(held_out.delete().where(held_out.c.key.in_(rows))).rowcount
+        tx.execute(held_out.delete().where(held_out.c.key.in_(rows)))
     everything = sorted(_rows(ledger, removal))
     for sha256, group in groupby(everything, key=lambda row: row[0]):
         said += _erase_in_shard(workspace, ledger, sha256, {number for _, number, _ in group}, progress)
+    if ledger.file:
+        make_backup(workspace, ledger)  # one that a restored ledger can be made of without the rows that are gone
     with ledger.begin() as tx:
-        record(tx, ERASED, Subject("removal", removal.number), {"rows": len(everything), "held_out": count})
-    make_backup(workspace, ledger)  # one that a restored ledger can be made of without the rows that are gone
+        detail = {"rows": len(everything), "held_out": len(ledger.rows(rows))}
+        record(tx, ERASED, Subject("removal", removal.number), detail)
     return [*said, f"removal {removal.number}: the text of {len(everything):,} rows is erased"]
 
 
@@ -121,7 +135,7 @@ def _erase_in_shard(workspace: Workspace, ledger: Ledger, sha256: str, rows: set
                 }
                 detail["token_shards"][row["id"]] = {"content": new.id, "fill": _fill(old), "masks": masks}
         raw, name = raw_shard(workspace, ledger, sha256)
-        aside, filing, said = _raw_without(workspace, ledger, sha256, raw, name, rows, before)
+        aside, filing, said = _raw_without(workspace, ledger, sha256, raw, name, rows)
         if aside is not None:
             detail["raw"] = file_sha256(aside)
         with ledger.begin() as tx:
@@ -134,9 +148,11 @@ def _erase_in_shard(workspace: Workspace, ledger: Ledger, sha256: str, rows: set
                 record(tx, FILED, f"shard:{sha256[:16]}", filing)
         if aside is not None and raw is not None:
             put_in_place(aside, raw)
+        former = former_contents(ledger, sha256)  # also of a time before, if that was killed here
         for number, old_path, new in made:
-            for path in {old_path, workspace.shards / number} - {new.path}:
+            for path in {old_path, *(workspace.shards / name for name in (number, *former))} - {new.path}:
                 remove(path)
+        sync_folder(workspace.shards)  # before it is recorded that nothing is left
     return said
 
 
@@ -147,13 +163,12 @@ def _raw_without(
     raw: Path | None,
     name: str,
     rows: Collection[int],
-    before: dict[str, Any] | Any,
 ) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
     """(the raw shard without these rows, beside it; what filing is to know of it; lines for a person)."""
     if raw is None or not raw.is_relative_to(workspace.root):
         where = "is gone" if raw is None else f"lies at {raw}, outside the workspace"
         return None, None, [f"shard {name} {where}: nothing of it was erased there"]
-    if file_sha256(raw) not in (sha256, before and before["raw"]):
+    if file_sha256(raw) not in {sha256, *former_files(ledger, sha256)}:
         return None, None, [f"{raw} is not the file that was ingested: nothing of it was erased there"]
     aside = raw.with_name(f".{raw.name}.erased")
     rewrite_without(raw, name, rows, aside)

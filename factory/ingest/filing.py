@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.files import FILED, filed
 from factory.ledger.ledger import Ledger, record, shards
+from factory.ledger.removals import former_files
 from kernels.contract.files import put_in_place, sync_folder
 from trainer.contract.data.token_shard import file_sha256
 
@@ -59,18 +61,19 @@ def return_changed(workspace: Workspace, ledger: Ledger, progress: Progress) -> 
         if folder != RAW or not _changed(path, known):
             continue
         sha256 = file_sha256(path)
-        if sha256 != known["sha256"]:
-            kept = _split(workspace, path, known)
+        wanted = {known["sha256"], *former_files(ledger, known["sha256"])}
+        if sha256 not in wanted:
+            kept = _split(workspace, path, known, wanted)
             was = "what was ingested of it stays" if kept else "what was ingested of it is in its token shard alone"
             progress.line(f"  {name} changed after it was ingested; it is in the inbox again, and {was}")
-        if sha256 == known["sha256"] or kept:
+        if sha256 in wanted or kept:
             status = path.stat()
             with ledger.begin() as tx:
                 stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
                 record(tx, FILED, f"shard:{known['sha256'][:16]}", known | stamp)
 
 
-def _split(workspace: Workspace, path: Path, known: dict[str, Any]) -> bool:
+def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Container[str]) -> bool:
     """Move a changed file to the inbox, itself and no copy: who has it open writes on there. Returns whether its first part, which was
     ingested, could be put in its place."""
     aside = path.with_name(f".{path.name}")
@@ -79,7 +82,7 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any]) -> bool:
         while left and (block := source.read(min(left, 1 << 22))):
             target.write(block)
             left -= len(block)
-    kept = file_sha256(aside) == known["sha256"]
+    kept = file_sha256(aside) in wanted
     back = _free(workspace, _plain(path.name))
     if kept:
         with contextlib.suppress(OSError):  # the inbox is on another file system

@@ -92,6 +92,21 @@ def erased_shards(db: Reads) -> dict[str, Mapping[str, Any]]:
     return {row["detail"]["sha256"]: row["detail"] for row in rows}
 
 
+def former_files(db: Reads, sha256: str) -> set[str]:
+    """SHA-256 of every file that took a shard's place when text of it was erased; the newest may not be there yet, after a kill."""
+    return {detail["raw"] for detail in _erasings(db, sha256) if detail["raw"]}
+
+
+def former_contents(db: Reads, sha256: str) -> set[str]:
+    """Names of all token shards that took the places of a shard's own."""
+    return {one["content"] for detail in _erasings(db, sha256) for one in detail["token_shards"].values()}
+
+
+def _erasings(db: Reads, sha256: str) -> list[Mapping[str, Any]]:
+    rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SHARD_ERASED)
+    return [row["detail"] for row in rows if row["detail"]["sha256"] == sha256]
+
+
 def with_contents(db: Reads, plan: Mapping[str, Any]) -> dict[str, Any]:
     """A data plan that reads token shards as they are now: where text was erased (``factory.erasing.erasing``), what took their place.
 

@@ -6,9 +6,9 @@ the ledger's champion. A version is found by its tags, so that registering again
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlparse
+from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
@@ -17,10 +17,12 @@ from factory.evals.statistics import interval_of
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.release.version_page import page
+from factory.release.loadable import log_model
+from factory.release.version_page import PICTURES, Place, Places, page
+from factory.reports.release_pictures import TITLES, files
 from factory.reports.release_report import release_report
 from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
-from factory.tracking.tracking import Tracking, averaged_tag, short
+from factory.tracking.tracking import Tracking, averaged_tag
 from factory.watching.moments import iso
 from kernels.contract.files import write_atomically
 
@@ -30,7 +32,11 @@ if TYPE_CHECKING:
 
 MODEL = "factory-lm"
 CHAMPION, CANDIDATE = "champion", "candidate"
-COPY_LIMIT = 1 << 30  # bytes; a larger export is shown by reference, not copied to the artifacts
+ABOUT = (
+    "A version for each candidate that was judged. Alias champion: what is served; alias candidate: what was judged last. Click a version: "
+    "verdict, numbers, reasons, links to report, pictures, training and bundle. Approve or reject there, by the tag approval. Filter: "
+    "tags.verdict = 'promote'. The factory's ledger decides; this page shows what it says."
+)
 
 
 def newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
@@ -66,13 +72,24 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
     run = tracking.candidate_run(candidate_id)
     client = tracking.client
     tags = _tags(ledger, candidate, verdict)
+    if verdict.against:  # whose newest numbers are of the same documents
+        tracking.candidate_run(Subject.parse(verdict.against).number)
     with mlflow_errors(f"registering candidate {candidate_id}"), waiting_lock(workspace, "registry"):
         _ensure_model(client)
+        pictures = files(ledger, candidate_id)
+        for name, picture in pictures.items():
+            client.log_text(run, picture, f"{PICTURES}/{name}")
         segment, evidence = SegmentRow.get(ledger, candidate.segment), verdict.evidence(ledger)
-        about = page(candidate, segment, verdict, evidence, run, client.get_run(run).info.experiment_id)
+        about = page(
+            candidate,
+            segment,
+            verdict,
+            evidence,
+            _places(tracking, segment, verdict, tags, {name: TITLES[name] for name in pictures}),
+        )
         version = find_version(client, candidate_id, candidate.export_sha256)
         if version is None:
-            source = _model_source(client, run, candidate)
+            source = log_model(client, run, candidate)
             version = client.create_model_version(MODEL, source, run, tags, description=about)
         if "removed_data" in version.tags and "removed_data" not in tags:  # it was put back
             client.delete_model_version_tag(MODEL, version.version, "removed_data")
@@ -117,25 +134,28 @@ def _ensure_model(client: MlflowClient) -> None:
     from mlflow.exceptions import MlflowException
 
     try:
-        client.create_registered_model(
-            MODEL, description="Gated releases. The ledger decides; alias 'champion' is what is served."
-        )
+        client.create_registered_model(MODEL, description=ABOUT)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
 
 
-def _model_source(client: MlflowClient, run: str, candidate: CandidateRow) -> str:
-    """Where the version's files lie: a copy among the run's artifacts, verified; the export itself when it is very large."""
-    export = Path(candidate.export_path)
-    if sum(path.stat().st_size for path in export.rglob("*") if path.is_file()) > COPY_LIMIT:
-        return export.as_uri()
-    client.log_artifacts(run, str(export), "model")
-    source = f"{client.get_run(run).info.artifact_uri}/model"
-    place = urlparse(source)
-    if place.scheme in ("", "file") and folder_sha256(Path(unquote(place.path))) != candidate.export_sha256:
-        raise OSError(f"the copy at {source} differs from {export}")
-    return source
+def _places(
+    tracking: Tracking, segment: SegmentRow, verdict: VerdictRow, tags: dict[str, str], pictures: Mapping[str, str]
+) -> Places:
+    place = lambda subject: Place(*found) if (found := tracking.place(subject)) else None
+    mine = place(Subject("candidate", verdict.number))
+    assert mine is not None, "its run was made"
+    against = place(Subject.parse(verdict.against)) if verdict.against else None
+    number = int(tags["release"]) if "release" in tags else None
+    return Places(mine, place(Subject("segment", segment.id)), against, number, tags.get("bundle"), pictures)
+
+
+def bundle(ledger: Ledger, release: int) -> str | None:
+    """The folder of the newest bundle of a release; None: it has none."""
+    sql = "SELECT detail FROM events WHERE kind = 'bundled' AND subject = :subject ORDER BY id DESC LIMIT 1"
+    rows = ledger.read(sql, subject=str(Subject("release", release)))
+    return str(rows[0]["detail"]["folder"]) if rows else None
 
 
 def _newest_judged(ledger: Ledger) -> int:
@@ -154,22 +174,26 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
     evaluation = EvaluationRow.newest(ledger, candidate.id)
     tags = {
         "verdict": verdict.outcome,
-        "verdict_id": verdict.id,
-        "reasons": short(verdict.reasons),
+        "release": release and release.number,
         "candidate": candidate.id,
+        **_gain(verdict.evidence(ledger)),
+        "verdict_id": verdict.id,
         "segment": segment.id,
         "generation": segment.generation,
         "recipe": segment.recipe,
         "data_plan": segment.data_plan,
         "code_commit": segment.code_commit,
         "export_sha256": candidate.export_sha256,
-        "release": release and release.number,
         "judged_at": iso(verdict.created_at),
+        "bundle": bundle(ledger, release.number) if release else None,
         "removed_data": removed_data(ledger, release.number) if release else None,
         **averaged_tag(segment.result),
     }
-    if gain := interval_of(verdict.evidence(ledger).get("target")):
-        tags |= {"gain": f"{gain[0]:+.4f}", "gain_low": f"{gain[1]:+.4f}", "gain_high": f"{gain[2]:+.4f}"}
     bpb = evaluation.summary.get("bpb", {}) if evaluation else {}
     tags |= {f"bpb.{domain}": f"{value:.4f}" for domain, value in bpb.items() if isinstance(value, int | float)}
     return {key: str(value) for key, value in tags.items() if value is not None}
+
+
+def _gain(evidence: dict[str, Any]) -> dict[str, str]:
+    gain = interval_of(evidence.get("target"))
+    return {"gain": f"{gain[0]:+.4f}", "gain_low": f"{gain[1]:+.4f}"} if gain else {}

@@ -29,6 +29,7 @@ from factory.release.registry import (
     CHAMPION,
     MODEL,
     aliases,
+    bundle,
     check_export,
     find_version,
     register,
@@ -39,7 +40,14 @@ from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
 from factory.tracking.outages import shown
 from factory.tracking.tracking import Tracking
 
-SHOWN = ("candidate", "export_sha256", "verdict_id", "release", "removed_data")  # tags that tell what a version shows
+SHOWN = (
+    "candidate",
+    "export_sha256",
+    "verdict_id",
+    "release",
+    "removed_data",
+    "bundle",
+)  # tags that tell what a version shows
 
 
 # -- the saga -----------------------------------------------------------------------------------------------------------
@@ -185,14 +193,16 @@ class _Saga:
         with mlflow_errors("listing versions"):
             found = self.tracking.client.search_model_versions(f"name = '{MODEL}'")
         shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found}
-        released = {row.candidate: str(row.number) for row in ReleaseRow.select(self.ledger)}
-        removed = {row.candidate: removed_data(self.ledger, row.number) for row in ReleaseRow.select(self.ledger)}
+        released = {
+            row.candidate: (str(row.number), removed_data(self.ledger, row.number), bundle(self.ledger, row.number))
+            for row in ReleaseRow.select(self.ledger)
+        }
         done = []
         for row in CandidateRow.select(self.ledger):
             verdict = VerdictRow.newest(self.ledger, "release", Subject("candidate", row.id))
             if verdict is None:
                 continue
-            now = str(row.id), row.export_sha256, str(verdict.id), released.get(row.id), removed.get(row.id)
+            now = str(row.id), row.export_sha256, str(verdict.id), *released.get(row.id, (None, None, None))
             if now in shown:
                 continue
             try:

@@ -1,46 +1,103 @@
-"""What a person reads on a version's page in MLflow: the verdict, the three numbers that decide, where to look, one reason a line. Markdown."""
+"""What a person reads on a version's page in MLflow: the verdict, the three numbers that decide, what to click, one reason a line. Markdown."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from factory.evals.statistics import interval_of
 from factory.ledger.rows import CandidateRow, SegmentRow, VerdictRow
 
 NOT_MEASURED = "not measured"
 LONGEST = 4900  # characters; MLflow takes 5,000
+PICTURES = "comparison"  # the folder among the artifacts
+MODE = "workflowType=machine_learning"  # MLflow's pages for training; without it those for agents, with other names
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run in MLflow, as its pages are addressed."""
+
+    run: str
+    experiment: str
+
+    def link(self, part: str = "") -> str:
+        return f"#/experiments/{self.experiment}/runs/{self.run}{part}?{MODE}"
+
+    def beside(self, other: Place) -> str:
+        """Both runs, side by side."""
+        runs, experiments = json.dumps([self.run, other.run]), json.dumps([self.experiment])
+        return f"#/compare-runs?runs={quote(runs)}&experiments={quote(experiments)}&{MODE}"
+
+
+@dataclass(frozen=True)
+class Places:
+    candidate: Place
+    training: Place | None = None
+    champion: Place | None = None  # what it was compared with
+    release: int | None = None
+    bundle: str | None = None  # its folder
+    pictures: Mapping[str, str] = field(default_factory=dict)  # their titles by name
 
 
 def page(
-    candidate: CandidateRow,
-    segment: SegmentRow,
-    verdict: VerdictRow,
-    evidence: dict[str, Any],
-    run: str,
-    experiment: str,
+    candidate: CandidateRow, segment: SegmentRow, verdict: VerdictRow, evidence: dict[str, Any], places: Places
 ) -> str:
-    """The description of a version."""
-    over = f" over {verdict.against.replace(':', ' ')}" if verdict.against else ", by absolute floors (no champion yet)"
-    at_run = f"#/experiments/{experiment}/runs/{run}"
+    """The description of a version. It opens in plain words: a list of versions shows its first ones, as they are."""
+    over = f"over {verdict.against.replace(':', ' ')}" if verdict.against else "by absolute floors (no champion yet)"
+    released = f", release {places.release}" if places.release else ""
     share = evidence.get("releasable")
     lines = [
-        f"**{verdict.outcome.upper()}** – candidate {candidate.id}{over}",
+        f"{verdict.outcome.upper()}: candidate {candidate.id} {over}{released}",
         "",
         "| what decides | |",
-        "|---|---|",
-        f"| gain of the target, bits per byte | {_words(evidence.get('target'))} |",
-        f"| the guard that did worst | {_worst(evidence.get('guards'))} |",
-        f"| tokens whose licence allows a release | {f'{share:.1%}' if isinstance(share, int | float) else NOT_MEASURED} |",
+        "|:---|:---|",
+        f"| gain of the target, bits per byte &emsp; | {_words(evidence.get('target'))} |",
+        f"| the guard that did worst &emsp; | {_worst(evidence.get('guards'))} |",
+        f"| tokens whose licence allows a release &emsp; | {f'{share:.1%}' if isinstance(share, int | float) else NOT_MEASURED} |",
         "",
-        f"[report]({at_run}/artifacts/report.html) · [evaluation and samples]({at_run}) · `reports/candidate-{candidate.id}.html` · "
-        f"segment {segment.id}, code `{segment.code_commit[:12]}`",
+        " · ".join(_links(segment, verdict, places)),
         "",
+        *_to_do(verdict, places),
         "Why:",
         "",
         *(f"- {_plain(reason)}" for reason in verdict.reasons),
+        "",
+        *(
+            f"**{title}**\n\n![{title}](get-artifact?path={PICTURES}/{name}&run_uuid={places.candidate.run})\n"
+            for name, title in places.pictures.items()
+        ),
     ]
     text = "\n".join(lines)
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def _links(segment: SegmentRow, verdict: VerdictRow, places: Places) -> list[str]:
+    own, training, champion = places.candidate, places.training, places.champion
+    made = f"{segment.kind} branch, segment {segment.id}"
+    links = [
+        f"[report]({own.link('/artifacts/report.html')})",
+        f"[pictures]({own.link(f'/artifacts/{PICTURES}')})",
+        f"[evaluation and samples]({own.link()})",
+        f"[beside {verdict.against.replace(':', ' ')}]({own.beside(champion)})" if champion and verdict.against else "",
+        (f"[{made}]({training.link('/model-metrics')})" if training else made) + f", code `{segment.code_commit[:12]}`",
+    ]
+    if places.release:
+        links.append(f"bundle `{places.bundle or f'factory release --bundle {places.release}'}`")
+    return [link for link in links if link]
+
+
+def _to_do(verdict: VerdictRow, places: Places) -> list[str]:
+    if verdict.outcome != "promote" or places.release:
+        return []
+    return [
+        "To answer, where it waits: set the tag `approval` below to `approved` or `rejected`; `approval_by` and `approval_reason` say who and "
+        "why; the answer stands in `approval_answer` within a minute.",
+        "",
+    ]
 
 
 def _words(stored: Any) -> str:

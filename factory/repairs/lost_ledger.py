@@ -29,6 +29,7 @@ from factory.backups.backups import (
     make_backup,
     stamp,
 )
+from factory.backups.keys import put_back
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.removal import remove
@@ -64,6 +65,8 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
     root = root.expanduser().resolve()
     said = _restore_config(root, name)
     workspace = Workspace.open(root)
+    named = [root / BACKUPS / name, Path(name).expanduser().resolve()] if name else []
+    said += put_back(root, [*named, *backups_of(root)[::-1]])
     file = sqlite_file(workspace.ledger_url)
     if file is None:
         raise WorkspaceError(PG_DUMP)
@@ -257,7 +260,8 @@ def _ingest_again(
 def ingest_file(workspace: Workspace, ledger: Ledger, path: Path, name: str, progress: Progress) -> str:
     """Ingest a raw shard under the name that it arrived with, which says how it is read; returns its SHA-256."""
     folder = workspace.shards / f".again-{os.getpid()}"
-    remove(folder)
+    for left in (folder, *workspace.shards.glob(".again-*")):  # of one that was killed
+        remove(left)
     folder.mkdir()
     try:
         (folder / name).symlink_to(path.resolve())

@@ -10,38 +10,67 @@ from agents.core.pages import number, text
 Points = Sequence[tuple[float, float]]
 BINS = 240  # points of a curve
 LARGEST = 1e100
+WIDTH, LEGEND = 800, 28  # pixels
 
 
-def legend(colours: Mapping[str, str]) -> str:
-    """``{name: CSS variable}``."""
-    parts = [f'<span><i style="background:var(--{colour})"></i>{text(name)}</span>' for name, colour in colours.items()]
-    return f'<div class="legend">{"".join(parts)}</div>'
+def _legend(colours: Mapping[str, str], left: float) -> str:
+    """``{name: CSS variable}``, in the ``LEGEND`` pixels above a drawing."""
+    out, x = [], left
+    for name, colour in colours.items():
+        out.append(f'<rect x="{x:.0f}" y="2" width="11" height="11" rx="3" fill="var(--{colour})"/>')
+        out.append(f'<text class="dim" x="{x + 17:.0f}" y="12">{text(name[:24])}</text>')
+        x += 44 + 7 * len(name[:24])
+    return "".join(out)
 
 
-def bars(groups: Mapping[str, Mapping[str, float | None]], series: Sequence[str]) -> str:
-    """Horizontal bars from zero, a group a row: ``{"code": {"candidate": 2.1, "byte trigram": 2.9}}``; absent ones are left out."""
+def _drawing(height: float, *parts: str, legend: str = "") -> str:
+    above = LEGEND if legend else 0
+    body = "".join(parts)
+    moved = f'<g transform="translate(0 {above})">{body}</g>' if above else body
+    return f'<svg viewBox="0 0 {WIDTH} {height + above:.0f}" role="img">{legend}{moved}</svg>'
+
+
+def bars(
+    groups: Mapping[str, Mapping[str, float | None]],
+    series: Sequence[str],
+    between: Mapping[tuple[str, str], tuple[float, float]] | None = None,
+) -> str:
+    """Horizontal bars from zero, a group a row: ``{"code": {"candidate": 2.1, "byte trigram": 2.9}}``; absent ones are left out.
+
+    between: (low, high) of those bars that have an interval, by group and series.
+    """
     values = [v for group in groups.values() for v in group.values() if v is not None and _finite(v)]
     if not values or max(values) <= 0:
         return ""
-    left, width, thick, largest = 120, 800, 17, max(values)
+    found = {key: ends for key, ends in (between or {}).items() if all(map(_finite, ends))}
+    left, thick, largest = 120, 17, max([*values, *(high for _, high in found.values())])
     y, out = 4.0, []
     for name, group in groups.items():
         shown = [(i, s, group.get(s)) for i, s in enumerate(series) if _finite(group.get(s))]
         out.append(
             f'<text x="{left - 14}" y="{y + thick * len(shown) / 2 + 4:.1f}" text-anchor="end">{text(name[:18])}</text>'
         )
-        for i, _, value in shown:
+        for i, one, value in shown:
             assert value is not None
+            ends = found.get((name, one))
             length = max(value, 0) / largest * 600
             out.append(
                 f'<rect x="{left}" y="{y:.1f}" width="{length:.1f}" height="{thick - 3}" rx="2.5" fill="var(--c{min(i, 3)})"/>'
             )
             weight = ' font-weight="600"' if i == 0 else ' class="dim"'
-            out.append(f'<text x="{left + length + 7:.1f}" y="{y + 11:.1f}"{weight}>{number(value)}</text>')
+            if ends:
+                low, high = (max(end, 0) / largest * 600 for end in ends)
+                middle = y + (thick - 3) / 2
+                out.append(
+                    f'<line x1="{left + low:.1f}" x2="{left + high:.1f}" y1="{middle:.1f}" y2="{middle:.1f}" stroke="var(--ink)" stroke-width="1.6"/>'
+                )
+                length = max(length, high)
+            words = f"{number(value)}  ({number(ends[0])} … {number(ends[1])})" if ends else number(value)
+            out.append(f'<text x="{left + length + 7:.1f}" y="{y + 11:.1f}"{weight}>{words}</text>')
             y += thick
         y += 16
     present = {s: f"c{min(i, 3)}" for i, s in enumerate(series) if any(_finite(g.get(s)) for g in groups.values())}
-    return legend(present) + f'<svg viewBox="0 0 {width} {y - 8:.0f}" role="img">{"".join(out)}</svg>'
+    return _drawing(y - 8, *out, legend=_legend(present, left))
 
 
 def intervals(rows: Mapping[str, tuple[float, float, float]]) -> str:
@@ -51,7 +80,7 @@ def intervals(rows: Mapping[str, tuple[float, float, float]]) -> str:
         return ""
     low, high = min(0.0, *(r[1] for r in rows.values())), max(0.0, *(r[2] for r in rows.values()))
     span = (high - low) or 1.0
-    left, width = 120, 800
+    left = 120
     x = lambda value: left + 12 + (value - low) / span * 400
     out, y = [], 16
     for name, (value, lower, upper) in rows.items():
@@ -65,7 +94,7 @@ def intervals(rows: Mapping[str, tuple[float, float, float]]) -> str:
         y += 26
     zero = f'<line class="zero" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="2" y2="{y - 12}" stroke-dasharray="2 3"/>'
     foot = f'<text class="dim" x="{x(0):.1f}" y="{y + 2}" text-anchor="middle">0</text>'
-    return f'<svg viewBox="0 0 {width} {y + 8}" role="img">{zero}{"".join(out)}{foot}</svg>'
+    return _drawing(y + 8, zero, *out, foot)
 
 
 def curves(lines: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = ()) -> str:
@@ -96,10 +125,7 @@ def curves(lines: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = 
         out.append(
             f'<polyline points="{path}" fill="none" stroke="var(--l{i % 5})" stroke-width="1.8" stroke-linejoin="round"/>'
         )
-    return (
-        legend({name: f"l{i % 5}" for i, name in enumerate(made)})
-        + f'<svg viewBox="0 0 800 {bottom + 30}" role="img">{"".join(out)}</svg>'
-    )
+    return _drawing(bottom + 30, *out, legend=_legend({name: f"l{i % 5}" for i, name in enumerate(made)}, left))
 
 
 def _finite(value: object) -> bool:

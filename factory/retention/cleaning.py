@@ -58,6 +58,12 @@ def clean(workspace: Workspace, ledger: Ledger, *, hard: bool = False) -> Cleane
     """
     for left in _half_removed(workspace):
         remove(left)
+    for name in (
+        "diagnosis-*",
+        "audit-*",
+    ):  # of one that is over: whoever works in such a folder holds the model loop's lock too
+        for left in workspace.worktrees.glob(name):
+            remove_worktree(workspace.repository, left)
     with ExitStack() as held:
         busy = {name for name in set(LOCKS.values()) if not _locked(held, workspace, name)}
         choices = [

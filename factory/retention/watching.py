@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.files import DISK_LOW, DISK_WELL, low_disk
@@ -13,7 +15,8 @@ from factory.retention.policy import RetentionPolicy
 
 def training_waits(workspace: Workspace, ledger: Ledger, progress: Progress) -> bool:
     """Is there too little room to train? Removes what can be removed first, and says so when it changes. Once a pass."""
-    note(workspace)
+    with suppress(OSError):  # a note for people
+        note(workspace)
     policy = RetentionPolicy.load(workspace.policy("retention.yaml"))
     room = Room.of(workspace)
     floor = policy.floor(room.total)

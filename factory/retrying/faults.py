@@ -28,6 +28,7 @@ READ_ONLY = Fault("there is no permission to write", "make it writable for this 
 HANDLES = Fault("too few file handles are left", "raise 'ulimit -n', or end other programs", 71)
 MEMORY = Fault("no memory or process is left", "end other programs", 71)
 BROKEN = Fault("the disk reports an error", "free some space, look at the machine's log (dmesg),", 74)
+MISPLACED = Fault("a folder is where a file belongs, or a file where a folder does", "move it away", 74)
 AWAY = Fault("the file system does not answer", "look at its server", 74)
 LOCKED = Fault("the ledger is locked by another process", "end that process", 75)
 UNOPENED = Fault("the ledger cannot be opened", "look at its folder", 74)
@@ -36,7 +37,7 @@ UNREACHED = Fault("the ledger's server does not answer", "look at the server", 7
 BY_NUMBER = {
     errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EROFS: READ_ONLY, errno.EACCES: READ_ONLY, errno.EPERM: READ_ONLY,
     errno.EMFILE: HANDLES, errno.ENFILE: HANDLES, errno.ENOMEM: MEMORY, errno.EAGAIN: MEMORY, errno.EIO: BROKEN, errno.ESTALE: AWAY,
-    errno.ENOTCONN: AWAY,
+    errno.ENOTCONN: AWAY, errno.EISDIR: MISPLACED, errno.ENOTDIR: MISPLACED,
 }  # fmt: skip
 BY_WORDS = {
     "database or disk is full": FULL, "database is locked": LOCKED, "database table is locked": LOCKED,

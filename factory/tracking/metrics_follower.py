@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 LATEST_SECONDS = 1e12  # tens of thousands of years
-# MLflow sorts charts by the part of a metric's name before the last '/': what decides comes first, what explains it after that.
-LATER = {
-    "grad_norm/": "per_layer/grad_norm/", "update_ratio/": "per_layer/update_ratio/", "activation_max/": "per_layer/activation_max/",
-    "attention_logit_max/": "per_layer/attention_logit_max/", "router_balance/": "per_layer/router_balance/",
-    "baselines/": "details/baselines/", "bytes/": "details/bytes/",
-}  # fmt: skip
+# MLflow sorts charts by the part of a metric's name before the last '/', those without one last: what decides comes first.
+PER_LAYER = ("grad_norm/", "update_ratio/", "activation_max/", "attention_logit_max/", "router_balance/")
+LOSS = "loss/all"
+# Of an evaluation's measurements, those that decide, in the order in which a run's table and a comparison show them.
+DECIDING = ("bpb/", "cloze/share_right", "cloze/by_domain/", "chat/", "dev/bpb/")
 METRICS_PER_BATCH = 1000  # MLflow's own limit
 BYTES_AT_ONCE = 16 << 20  # that one call of ``poll`` reads
 
@@ -116,7 +115,7 @@ class MetricsFollower:
                 newest = row["step"]
                 at = _milliseconds(row.get("time"))
                 values = {k: v for k, v in row.items() if k not in ("step", "time")}
-                batch += [Metric(key, value, at, newest) for key, value in first_ones_first(numbers(values)).items()]
+                batch += [Metric(key, value, at, newest) for key, value in of_training(numbers(values)).items()]
                 steps += 1
             room = METRICS_PER_BATCH - len(batch)
             if index == len(lines) - 1 or room < 64:
@@ -129,7 +128,7 @@ class MetricsFollower:
 
     def _highest_step(self, run: str) -> int:
         with mlflow_errors("reading a run's metrics"):
-            return max((point.step for point in self._client().get_metric_history(run, "loss")), default=-1)
+            return max((point.step for point in self._client().get_metric_history(run, LOSS)), default=-1)
 
 
 def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -147,13 +146,29 @@ def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return flat
 
 
-def first_ones_first(values: Mapping[str, float]) -> dict[str, float]:
+def of_training(values: Mapping[str, float]) -> dict[str, float]:
+    """Names of a step's metrics, so that MLflow's charts begin with the loss, whole and by domain, and end with single layers.
+
+    >>> of_training({"loss": 2.0, "loss/code": 2.0, "grad_norm": 1.0, "grad_norm/head": 0.5})
+    {'loss/all': 2.0, 'loss/code': 2.0, 'overall/grad_norm': 1.0, 'per_layer/grad_norm/head': 0.5}
     """
-    >>> first_ones_first({"grad_norm": 1.0, "grad_norm/head": 0.5, "loss/code": 2.0})
-    {'grad_norm': 1.0, 'per_layer/grad_norm/head': 0.5, 'loss/code': 2.0}
+    return {_of_training(key)[:250]: value for key, value in values.items()}
+
+
+def _of_training(key: str) -> str:
+    if key == "loss":
+        return LOSS
+    return f"per_layer/{key}" if key.startswith(PER_LAYER) else key if "/" in key else f"overall/{key}"
+
+
+def of_evaluation(values: Mapping[str, float]) -> dict[str, float]:
+    """What decides first, the rest under details.
+
+    >>> of_evaluation({"seconds/bpb": 3.0, "cloze/share_right": 0.3, "bpb/code": 2.0})
+    {'bpb/code': 2.0, 'cloze/share_right': 0.3, 'details/seconds/bpb': 3.0}
     """
-    named = lambda key: next((new + key.removeprefix(old) for old, new in LATER.items() if key.startswith(old)), key)
-    return {named(key)[:250]: value for key, value in values.items()}
+    first = {key: value for start in DECIDING for key, value in values.items() if key.startswith(start)}
+    return first | {f"details/{key}"[:250]: value for key, value in values.items() if key not in first}
 
 
 def metric_key(name: str) -> str:

@@ -17,9 +17,10 @@ import sqlalchemy as sa
 
 from factory.computing.computing import describe
 from factory.core.workspace import Workspace
+from factory.evals.statistics import interval_of
 from factory.ledger.ledger import Ledger, record, tracked_runs
-from factory.ledger.rows import CandidateRow, EvaluationRow, ProposalRow, SegmentRow, Subject, VerdictRow
-from factory.tracking.metrics_follower import METRICS_PER_BATCH, MetricsFollower, first_ones_first, metric_key, numbers
+from factory.ledger.rows import CandidateRow, EvaluationRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.tracking.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers, of_evaluation
 from factory.tracking.mlflow_store import flush, mlflow_errors, open_client, remove_deleted, ui_command, waiting_lock
 from factory.tracking.outages import refuse_resting
 
@@ -35,10 +36,10 @@ KIND, NOTE = (
 )  # how MLflow's pages show an experiment; what stands on top of them
 TRAINING_RUNS, LANGUAGE_MODELS = "custom_model_development", "genai_development"  # without a kind MLflow guesses
 ABOUT = {
-    TRAINING: "A run for each segment of training: the trunk, which never ends, and anneal branches off it. Charts: loss and loss by domain "
-    "first; numbers of single layers are under per_layer.",
-    CANDIDATES: "A run for each candidate for release: what it measured on held-out documents, samples, report.html. The verdict and the "
-    "approval are tags of its version, under Models, factory-lm.",
+    TRAINING: "A run for each segment of training: the trunk, which never ends, and anneal branches off it. Charts: the "
+    "loss, whole and by domain, first; numbers of single layers last.",
+    CANDIDATES: "A run for each candidate for release: bits per byte and gains on held-out documents, samples, report.html, pictures. Sort by "
+    "gain/target, filter by tags.verdict. Approvals: Model registry, factory-lm.",
     PROPOSALS: "A run for each patch that an agent proposed: evidence, verdict, report. The tag approval = approved or rejected decides.",
     PROFILES: "A run for each line profile of the training code.",
     EXCHANGES: "A trace for each exchange with a language model, with tokens and money.",
@@ -131,6 +132,13 @@ class Tracking:
                     raise
                 return ""
 
+    def place(self, subject: Subject) -> tuple[str, str] | None:
+        """(run, its experiment) of a subject; None where it has no run. Raises: TrackingError."""
+        if not (run := self._known(subject)):
+            return None
+        with mlflow_errors(f"the run of {subject}"):
+            return run, str(self.client.get_run(run).info.experiment_id)
+
     # -- segments ---------------------------------------------------------------------------------------------------
     def segment_run(self, segment: SegmentRow) -> str:
         """The run of a segment: the recipe as parameters, lineage as tags. Returns its id.
@@ -196,8 +204,8 @@ class Tracking:
         segment = SegmentRow.get(self.ledger, candidate.segment)
         tags = {
             "candidate": candidate_id,
-            NOTE: f"Candidate {candidate_id}, of segment {segment.id} ({segment.kind}). Its verdict: Models, factory-lm. Its report: Artifacts, "
-            "report.html.",
+            NOTE: f"Candidate {candidate_id}, of segment {segment.id} ({segment.kind}). Under Artifacts: report.html, and pictures against the "
+            "champion in comparison. Its verdict, and where to approve: Registered models, above.",
             "segment": segment.id,
             "generation": segment.generation,
             "data_plan": segment.data_plan,
@@ -211,8 +219,22 @@ class Tracking:
             summary = dict(evaluation.summary)
             samples = summary.pop("samples", None)
             files = {"evaluation.json": summary, "samples.json": samples}
-            self._log_once(run, first_ones_first(numbers(summary)), evaluation.created_at, files)
+            self._log_once(run, of_evaluation(numbers(summary)), evaluation.created_at, files)
+        if verdict := VerdictRow.newest(self.ledger, "release", subject):
+            self._judged(run, candidate, verdict)
         return run
+
+    def _judged(self, run: str, candidate: CandidateRow, verdict: VerdictRow) -> None:
+        """What was decided, so that the table of candidates sorts and filters by it, and the champion's numbers on the same documents."""
+        release = ReleaseRow.first(self.ledger, "WHERE candidate = :candidate", candidate=candidate.id)
+        self._tag(run, {"verdict": verdict.outcome, "release": release.number if release else "none"})
+        evidence = verdict.evidence(self.ledger)
+        gains = {"target": evidence.get("target"), **(evidence.get("guards") or {})}
+        found = {name: interval for name, stored in gains.items() if (interval := interval_of(stored))}
+        values = {f"gain/{name}": gain for name, (gain, _, _) in found.items()}
+        values |= {f"gain_low/{name}": low for name, (_, low, _) in found.items()}
+        champion = {"champion": {"bpb": evidence.get("champion_bits_per_byte") or {}}}
+        self._log_once(run, numbers(values | champion), verdict.created_at, {})
 
     def proposal_run(self, number: int) -> str:
         """The run of a proposal: its verdict and evidence, its report when there is one. Returns its id.

@@ -1,9 +1,10 @@
 """Crash proof: every durable effect of a scenario is a place to be killed at, or to fail.
 
-    shim.c, effects.h   preloaded: counts effects of all processes, and makes the Nth the last, a torn one, or an error
+    preload/            shim.c: counts effects of all processes, and makes the Nth the last, a torn one, or an error
     shim                builds it, arms it, reads its log
     server              has imported everything; forks a child for each run, and kills what is left of one that died
-    scenarios           what is run: ingest, a segment, anneal and release, approve and merge, revert, diagnose and rewind
+    scenarios           what is run: ingest, a segment, anneal and release, approvals, merge and revert, diagnose and rewind, erasing, backups
+    starts              what each begins with
     state               what two runs must have in common, and what must hold of each
     power               what is left on the disk when the power is cut
     campaign            inject, run again, compare; the table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -18,6 +19,7 @@ from tests.chaos.campaign import Injection, Site
 from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.shim import ERRORS, NAMES, SYNCS, WRITES, Effect
 
+MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 WAYS = ("kill", "tear", "pair", "error", "power")
 
 
@@ -78,6 +80,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def memory() -> Path | None:
+    """A file system in memory with room for the runs, from which programs may be loaded: half of a short run is copying. None: there is none."""
+    if not MEMORY.is_dir():
+        return None
+    status = os.statvfs(MEMORY)
+    return None if status.f_flag & os.ST_NOEXEC or status.f_bavail * status.f_frsize < ROOM_BYTES else MEMORY
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument(
@@ -90,12 +100,12 @@ def main() -> int:
     parser.add_argument(
         "--results", type=Path, default=Path("workspace") / "chaos.jsonl", help="goes on from what is there"
     )
-    parser.add_argument("--work", type=Path, help="a folder for the runs; else one that is removed")
+    parser.add_argument("--work", type=Path, help="a folder for the runs; else one that is removed, in memory")
     given = parser.parse_args()
     given.results.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
     done = {(row["scenario"], row["mode"], row["number"], row["again"]) for row in rows}
-    with tempfile.TemporaryDirectory(prefix="factory-chaos-") as folder:
+    with tempfile.TemporaryDirectory(prefix="factory-chaos-", dir=memory()) as folder:
         site = Site((given.work or Path(folder)).resolve())
         try:
             for name in given.scenario or SCENARIOS:

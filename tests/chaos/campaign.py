@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,13 @@ class Site:
             self.undisturbed[scenario] = effects, state
             if not (end := self.work / f"{scenario}.end").exists():
                 copy(self.site, end)
+            assert not SCENARIOS[scenario].alike or not (wrong := self._changed(scenario, state)), wrong
         return self.undisturbed[scenario]
+
+    def _changed(self, scenario: str, state: State) -> list[str]:
+        """Where a scenario that is to leave all as it was does not. The site is another one afterwards."""
+        self._restore(self._made(SCENARIOS[scenario].after, "end"))
+        return differences(state_of(self.site), state)
 
     # -- one injection --------------------------------------------------------------------------------------------------
     def inject(self, scenario: str, injection: Injection) -> Result:
@@ -204,7 +210,7 @@ def settle(site: Path) -> None:
     """Put what the databases have in their logs into their files: the next process need not begin with that."""
     for path in ((site / "plant" / name) for name in ("ledger.db", "mlflow.db")):
         if path.exists():
-            with closing(sqlite3.connect(path)) as db:
+            with closing(sqlite3.connect(path)) as db, suppress(sqlite3.DatabaseError):  # one that a scenario damaged
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 

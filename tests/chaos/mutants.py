@@ -177,6 +177,11 @@ MUTANTS = (
         "os.rename(inner, moved, src_dir_fd=folder, dst_dir_fd=top)",
         "tests/factory/core/test_removal.py",
     ),
+    Mutant(
+        "factory/erasing/erasing.py",
+        "sync_folder(workspace.shards)  # before it is recorded that nothing is left",
+        Cut("erase"),
+    ),
     Mutant("factory/demo/demo.py", "os.rename(aside, folder)", DEMO),
     Mutant("factory/demo/demo.py", "os.replace(aside, workspace.inbox / path.name)", DEMO),
     Mutant(

@@ -6,22 +6,26 @@ Training runs outside the sandbox here, where the shim sees the trainer; what ru
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-import yaml
-
-from tests.support.git import git
-from tests.support.paths import ROOT
+from tests.chaos import starts
+from tests.chaos.starts import opened
 
 Commands = tuple[tuple[str, ...], ...]
 RUN: tuple[str, ...] = ("run", "--once")
+IMPORTED = (
+    "cli", "daemon", "actions", "audit", "backups", "code_loop", "core", "data", "diagnosis", "erasing", "gates.release", "git", "ingest",
+    "ledger", "notifying", "release", "repairs", "reports", "retention", "retrying", "tracking", "training", "watching",
+)  # fmt: skip
+DECISIONS = frozenset({"proposals", "releases"})  # commands that carry out a person's decision
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Scenario:
     kinds: frozenset[str] = frozenset()
     commands: Commands = (RUN,)
     prepare: Callable[[Path], None] = field(default=lambda site: None)  # done once, before anything counts
+    alike: bool = False  # it ends as the one before did
 
 
 def drive(name: str, site: Path) -> None:
@@ -61,7 +66,7 @@ def _command(words: Sequence[str], kinds: frozenset[str]) -> None:
         try:
             main()
         except SystemExit as end:
-            if end.code and (words[0] != "proposals" or end.code != 2):
+            if end.code and (words[0] not in DECISIONS or end.code != 2):
                 raise
 
 
@@ -79,7 +84,7 @@ def _call(function: Callable[[Path], None], site: Path) -> None:
 
 
 def preload() -> None:
-    """Import what the commands import, before the fork."""
+    """Import what the commands import, before the fork: a run would spend half of its time on it."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["USER"] = "ada"
@@ -94,154 +99,54 @@ def preload() -> None:
 
     import tests.support.factory.merged_patch  # noqa: F401
 
+    for name in IMPORTED:
+        package = importlib.import_module(f"factory.{name}")
+        for module in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{package.__name__}."):
+            importlib.import_module(module.name)
     torch.set_num_threads(1)
 
 
-# -- starts ---------------------------------------------------------------------------------------------------------------
-def _empty_plant(site: Path) -> None:
-    """Two shards wait in the inbox of a workspace whose release policy has floors that a second of training reaches."""
-    import random
-    import shutil
-
-    from factory.core.workspace import Config, Workspace
-    from factory.demo.demo import plain_kernels
-    from factory.ledger.ledger import Ledger
-    from tests.support.plants.trained_plant import write_lenient_policies, write_shards
-
-    target = site / "target"
-    for name in ("kernels", "trainer", "policies"):
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (target / "agents").mkdir()
-    (target / "agents" / "__init__.py").write_text("")
-    kernels = target / "policies" / "kernels.yaml"
-    kernels.write_text(plain_kernels(kernels.read_text()))
-    git(site, "init", "-q", "-b", "main", "--template=", str(target))
-    git(target, "add", "-A")
-    git(target, "commit", "-q", "-m", "base")
-    config = Config(recipe="tiny", repository=str(target), training_sandbox="off", ranks=1)
-    workspace = Workspace.create(site / "plant", config)
-    Ledger.create(workspace.ledger_url)
-    write_lenient_policies(workspace, model={"d_model": 32, "layers": 2})
-    random.seed(11)
-    write_shards(workspace.inbox)
-    (workspace.inbox / "bad.jsonl").write_text('{"text": \n' * 8)
-
-
-def _with_checkout_and_store(site: Path) -> None:
-    """What the scenarios ``checkout`` and ``store`` make, and the compiled loss head."""
-    from tests.support.lent_libraries import lend
-
-    _checkout(site)
-    _store(site)
-    lend(_opened(site)[0])
-
-
-def _with_proposal(site: Path) -> None:
-    """A proposal that the gate promotes: a file changed, one new."""
-    from factory.core.workspace import code_root
-    from factory.git import repository
-    from factory.git.scope import AgentsPolicy
-    from factory.ledger.ledger import proposals
-    from factory.ledger.rows import Subject
-    from factory.ledger.writing import record_verdict
-    from factory.tracking.tracking import Tracking
-
-    workspace, ledger = _opened(site)
-    target = workspace.repository
-    base = repository.live_commit(target)
-    edits = {"kernels/rms_norm/note.py": '"""A note."""\n', "trainer/tools/__init__.py": '"""Tools, changed."""\n'}
-    applied = repository.apply_proposal(
-        target, base, edits.items(), policy=AgentsPolicy.load(code_root() / "policies" / "agents.yaml"),
-        branch="factory/search/1-x", message="m", worktrees=workspace.worktrees,
-    )  # fmt: skip
-    repository.remove_worktree(target, applied.worktree)
-    with ledger.begin() as tx:
-        verdict = record_verdict(
-            tx, "patch", Subject("proposal", 1), against=base, policy_sha256="", subject_sha256=applied.patch_sha256,
-            outcome="promote", reasons=["so it measured"], evidence={"stages": {}},
-        )  # fmt: skip
-        tx.execute(
-            proposals.insert().values(
-                number=1, agent="search", target="kernel:ops", title="Fuse", hypothesis="h", predicted_gain=1.1, base_commit=base,
-                branch=applied.branch, commit=applied.commit, patch_sha256=applied.patch_sha256, state="judged", verdict=verdict,
-                created_at=time.time(),
-            )
-        )  # fmt: skip
-    Tracking.open(workspace, ledger).proposal_run(1)
-
-
-def _with_anomaly(site: Path) -> None:
-    """An anomaly that was never diagnosed, and a budget for the first replays."""
-    from factory.ledger.ledger import anomalies
-
-    workspace, ledger = _opened(site)
-    policy = yaml.safe_load((ROOT / "policies" / "anomalies.yaml").read_text())
-    (workspace.root / "policies" / "anomalies.yaml").write_text(yaml.safe_dump(policy | {"steps": 12}))
-    with ledger.begin() as tx:
-        tx.execute(anomalies.insert().values(id=1, segment=1, step=17, kind="loss_spike", detail={}))
-
-
-def _with_diagnosis(site: Path) -> None:
-    """An anomaly whose diagnosis named a document, which nothing was done about yet."""
-    from factory.ledger.anomalies import DIAGNOSED
-    from factory.ledger.ledger import anomalies, record
-    from factory.ledger.rows import Subject
-
-    _, ledger = _opened(site)
-    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
-    blamed = {
-        "anomalies": [1], "segment": 1, "kind": "loss_spike", "onset": 12, "noted": [12, 12], "last": 12, "causes": ["poisoned_document"],
-        "guilty": [key], "triggers": [key], "why": "so it was", "arms": [], "report": "", "undo": [], "override": None,
-    }  # fmt: skip
-    with ledger.begin() as tx:
-        tx.execute(anomalies.insert().values(id=1, segment=1, step=12, kind="loss_spike", detail={}))
-        record(tx, DIAGNOSED, Subject("anomaly", 1), blamed)
-
-
 # -- calls ----------------------------------------------------------------------------------------------------------------
-def _opened(site: Path):  # type: ignore[no-untyped-def]
-    from factory.core.workspace import Workspace
-    from factory.ledger.ledger import Ledger
-
-    workspace = Workspace.open(site / "plant")
-    return workspace, Ledger.open(workspace.ledger_url)
-
-
-def _checkout(site: Path) -> None:
-    from factory.git.repository import checkout_live
-
-    checkout_live(_opened(site)[0])
-
-
-def _store(site: Path) -> None:
-    from factory.tracking.mlflow_store import open_client
-
-    open_client(_opened(site)[0])
-
-
 def _rewind(site: Path) -> None:
     """As a pass of the daemon does what follows a diagnosis of which it was killed before it acted."""
     from factory.core.progress import SILENT
     from factory.diagnosis.diagnosing import diagnose_and_act
     from factory.ledger.anomalies import settled
 
-    workspace, ledger = _opened(site)
+    workspace, ledger = opened(site)
     if 1 not in settled(ledger):
         diagnose_and_act(workspace, ledger, 1, SILENT)
 
 
-CALLS: dict[str, Callable[[Path], None]] = {"checkout": _checkout, "store": _store, "rewind": _rewind}
+def _erase(site: Path) -> None:
+    """As ``factory data remove --erase``; the daemon's next pass finishes what is recorded."""
+    from factory.ledger.removals import removals
+
+    if len(removals(opened(site)[1])) < 2:
+        starts.remove(site, *starts.SECOND)
+
+
+CALLS: dict[str, Callable[[Path], None]] = {
+    "checkout": starts.checkout, "store": starts.store, "rewind": _rewind, "erase": _erase,
+}  # fmt: skip
 MODEL_LOOP = frozenset({"plan_anneal", "train", "export", "judge", "release", "finish_release"})
 SCENARIOS = {
-    "ingest": Scenario("", frozenset({"ingest"}), prepare=_empty_plant),
+    "ingest": Scenario("", frozenset({"ingest"}), prepare=starts.empty_plant),
     "checkout": Scenario("ingest", commands=(("checkout",),)),
     "store": Scenario("ingest", commands=(("store",),)),
-    "segment": Scenario("ingest", frozenset({"plan_trunk", "train"}), prepare=_with_checkout_and_store),
+    "segment": Scenario("ingest", frozenset({"plan_trunk", "train"}), prepare=starts.with_checkout_and_store),
     "release": Scenario("segment", MODEL_LOOP),
-    "merge": Scenario("release", commands=(("proposals", "approve", "1"), RUN), prepare=_with_proposal),
+    "judge": Scenario("segment", MODEL_LOOP, prepare=starts.with_manual_approval),
+    "approve": Scenario("judge", MODEL_LOOP, prepare=starts.with_word_in_mlflow),
+    "reject": Scenario("judge", MODEL_LOOP, (("releases", "reject", "1", "--why", "worse"), RUN)),
+    "erase": Scenario("segment", commands=(("erase",), RUN), prepare=starts.with_erased),
+    "backup": Scenario("segment", commands=(("backup",),), prepare=starts.with_all_backups, alike=True),
+    "restore": Scenario("release", commands=(("restore",), RUN), prepare=starts.with_damaged_ledger, alike=True),
+    "upgrade": Scenario("segment", commands=(("upgrade",), RUN), prepare=starts.with_older_ledger, alike=True),
+    "merge": Scenario("release", commands=(("proposals", "approve", "1"), RUN), prepare=starts.with_proposal),
     "revert": Scenario("merge", commands=(("proposals", "revert", "1"), RUN)),
-    "diagnose": Scenario("segment", frozenset({"diagnose"}), prepare=_with_anomaly),
-    "rewind": Scenario("segment", frozenset({"plan_trunk", "train"}), (("rewind",), RUN), _with_diagnosis),
+    "diagnose": Scenario("segment", frozenset({"diagnose"}), prepare=starts.with_anomaly),
+    "rewind": Scenario("segment", frozenset({"plan_trunk", "train"}), (("rewind",), RUN), starts.with_diagnosis),
 }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).with_name("preload")
 MODES = ("record", "kill before", "kill after", "tear", "EIO", "ENOSPC", "EIO for good", "ENOSPC for good")
 KILLS = MODES[1:4]
 ERRORS = MODES[4:]
@@ -155,6 +155,10 @@ PLACES = {
     r"plant/segments/#-[a-z]+/(metrics|anomalies)\.jsonl": "flushed before each checkpoint; what is newer than the checkpoint is dropped",
     r"plant/segments/#-[a-z]+/parameters\.txt|plant/logs/.*": "for people",
     r"plant/(shards/#|shards/raw/[^/]+|quarantine/[^/]+)": "a name that is given to what is whole",
+    r"plant/shards/#/(tokens\.bin|loss_mask\.bin|documents\.parquet|manifest\.json)": "one whose text was erased is removed, again by the next pass",
+    r"plant/shards/\.again-#(/[^/]+)?": "a link to what is ingested again; the next restore removes it",
+    r"plant/root": "where an older factory made the workspace; removed once its ledger holds no whole paths",
+    r"plant/backups/\.restoring(/.*)?|plant/\.ledger\.db\.restored": "a ledger made aside, flushed, renamed",
     r"plant/(.*/)?\.retired-[^/]+(/.*)?": "being removed, as the ledger says; the next clean goes on with it",
     r"plant/tokenizer/[a-z_]+\.(json|jinja)": "a name that is given to what is whole",
     r"plant/(reports|diagnoses)/.*": "a name that is given to what is whole; made again where it is missing",

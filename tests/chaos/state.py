@@ -16,15 +16,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from factory.backups.backups import fault_of
 from factory.core.exports import folder_sha256
 from factory.git.durable import MARK
+from factory.ledger.journal import NAME, about, damage_of, folders_of
 from trainer.contract.json_lines import read_lines
 
 State = dict[str, Any]
 # Events that say that something happened once and for all.
 EVENTS = (
     "ingested", "segment_done", "segment_failed", "candidate", "release_decided", "promoted", "withdrawn", "proposal_approved", "proposal_reverted",
-    "anomaly_closed", "anomaly_asked", "diagnosed", "segment_rewound", "quarantined",
+    "anomaly_closed", "anomaly_asked", "diagnosed", "segment_rewound", "quarantined", "rejected",
+    "data_removed", "data_erased",
 )  # fmt: skip
 TABLES = {
     "shards": "SELECT sha256, name, path, state, rows, counts, tokens FROM shards ORDER BY sha256",
@@ -56,7 +59,7 @@ MLFLOW = {
         WHERE key NOT IN ('code_commit', 'judged_at') ORDER BY 1, 2""",
 }
 LEFT_OVER = re.compile(
-    r"(^|/)(\.writing-)|\.factory-part$|/\.champion\.new$|\.git(/.*)?\.lock$|worktrees/[^/]*\.part$|\.writing$|exports/\."
+    r"(^|/)(\.writing-)|\.factory-part$|/\.champion\.new$|\.git(/.*)?\.lock$|worktrees/[^/]*\.part$|\.writing$|exports/\.|\.erased$|/\.restoring$|\.restored$|/\.backup-|/\.again-"
 )
 
 
@@ -76,7 +79,7 @@ def state_of(site: Path) -> State:
     found["weights"] = {number: _weights(plant / folder) for number, folder in folders}
     found["token shards"] = {p.parent.name: _sha256(p) for p in sorted((plant / "shards").glob("[0-9a-f]*/tokens.bin"))}
     found["raw shards"] = _raw(plant)
-    found["raw"] = sorted(p.name for p in (plant / "shards" / "raw").glob("*"))
+    found["raw"] = {p.name: _sha256(p) for p in sorted((plant / "shards" / "raw").glob("*"))}
     found["inbox"] = sorted(p.name for p in (plant / "inbox").iterdir())
     found["exports"] = {
         p.name: _folder(p) for p in sorted((plant / "exports").iterdir()) if p.is_dir() and not p.is_symlink()
@@ -125,8 +128,13 @@ def broken(site: Path) -> list[str]:
     with closing(_opened(plant / "ledger.db")) as db:
         wrong += [f"ledger: {row[0]}" for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
         wrong += [f"ledger: a row of {row[0]} names none of {row[2]}" for row in db.execute("PRAGMA foreign_key_check")]
+        erased = [
+            json.loads(row[0])
+            for row in db.execute("SELECT detail FROM events WHERE kind = 'shard_erased' ORDER BY id")
+        ]
+        content = {identity: one["content"] for detail in erased for identity, one in detail["token_shards"].items()}
         for identity, path in db.execute("SELECT id, path FROM token_shards"):
-            wrong += _check_files((plant / path), identity[:32], hashlib.sha256)
+            wrong += _check_files((plant / path), content.get(identity, identity)[:32], hashlib.sha256)
         for (path,) in db.execute("SELECT path FROM checkpoints"):
             wrong += _check_files(plant / path)
         doubled = "SELECT id FROM documents WHERE fate = 'train' GROUP BY shard, row HAVING COUNT(*) > 1"
@@ -143,6 +151,13 @@ def broken(site: Path) -> list[str]:
             wrong += [f"mlflow.db: {row[0]}" for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
             twice = "SELECT value FROM tags WHERE key = 'factory.subject' GROUP BY value HAVING COUNT(*) > 1"
             wrong += [f"MLflow has two runs of {row[0]}" for row in db.execute(twice)]
+    for backup in folders_of(plant):
+        if fault := fault_of(backup / "ledger.db"):
+            wrong.append(f"backup {backup.name}: {fault}")
+        if not about(backup):
+            wrong.append(f"backup {backup.name} does not say what it is")
+        if damage := damage_of(backup / NAME):
+            wrong.append(f"backup {backup.name}: {damage}")
     return wrong
 
 
@@ -152,6 +167,8 @@ def lost(site: Path, scenario: str) -> list[str]:
     While a patch is reverted, the checkout is on the way to another state than the ledger's: that one is looked at when it is there.
     """
     plant = site / "plant"
+    if scenario == "restore" and fault_of(plant / "ledger.db"):
+        return []  # it is what is to be restored
     if not (plant / "ledger.db").exists():
         return ["the ledger is gone"]
     try:

@@ -55,6 +55,9 @@ from factory.ingest.filing import return_changed
 from factory.ledger.ledger import Ledger
 workspace = Workspace.open(Path({root!r}))
 ledger = Ledger.open(workspace.ledger_url)
+(filed,) = (workspace.shards / "raw").iterdir()
+with open(filed, "ab") as late:  # and never flushed by who wrote it
+    late.write({row!r})
 return_changed(workspace, ledger, SILENT)
 ledger.engine.dispose()
 """
@@ -165,10 +168,9 @@ def test_what_was_appended_to_a_filed_shard_survives_a_power_cut(tmp_path: Path)
     ingest_arrived(workspace, ledger, workspace.inbox / "late.jsonl", SILENT)
     ledger.engine.dispose()
     (filed,) = (workspace.shards / "raw").iterdir()
-    with open(filed, "ab") as late:
-        late.write(row.replace(b"one", b"two"))
     shutil.copytree(folder.root, start)
-    code, said = folder.run(SPLIT.format(root=str(workspace.root), path=sys.path))
+    late = row.replace(b"one", b"two")
+    code, said = folder.run(SPLIT.format(root=str(workspace.root), path=sys.path, row=late))
     assert code == 0, said
     assert [path.name for path in workspace.inbox.iterdir()] == ["late.jsonl"] and b"two" not in filed.read_bytes()
     for loss in power.LOSSES:

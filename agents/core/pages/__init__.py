@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from pathlib import Path
 
 from agents.core.untrusted import shown
+
+MARGIN, SCALE = 12, 0.85  # pixels around a picture that is a file; its size beside that of the same on a page
 
 
 def render(template: Path, **values: object) -> str:
@@ -28,6 +31,17 @@ def render(template: Path, **values: object) -> str:
     )
     environment.filters["number"] = number
     return environment.get_template(template.name).render(values)
+
+
+def picture(svg: str) -> str:
+    """A drawing of a page as a file of its own, with the pages' colours and a margin."""
+    style = (Path(__file__).parent / "palette.css.jinja").read_text(encoding="utf-8")
+    found = re.match(r'<svg viewBox="0 0 (\d+) (\d+)"', svg)
+    assert found, "drawn here"
+    width, height = int(found[1]) + 2 * MARGIN, int(found[2]) + 2 * MARGIN
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-MARGIN} {-MARGIN} {width} {height}" width="{width * SCALE:.0f}"'
+    own = f"<style>{style}svg{{font:12px system-ui,sans-serif;background:var(--paper)}}</style>"
+    return svg.replace(found[0], start, 1).replace(">", f">{own}", 1)
 
 
 def text(value: object) -> str:

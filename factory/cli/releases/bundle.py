@@ -49,9 +49,13 @@ def verify(
 def write(workspace: Workspace, ledger: Ledger, terminal: Terminal, number: int, wish: Wish) -> None:
     """Write the bundle of a release and say where it lies and who signed it."""
     from factory.bundles.writing import write_bundle
+    from factory.ledger.rows import ReleaseRow
+    from factory.release.approvals import register_candidate
+    from factory.tracking.outages import shown
 
     written = write_bundle(workspace, ledger, number, wish, terminal)
     terminal.line(f"  release {number} is bundled in {written.folder}")
+    shown(terminal.line, lambda: register_candidate(workspace, ledger, ReleaseRow.get(ledger, number).candidate))
     terminal.line(f"  signed by {written.signer}")
     terminal.line(
         "  publish signing_key.pem, or this fingerprint, where others trust you: they pin it with 'factory verify --public-key'"

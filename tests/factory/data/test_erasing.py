@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -109,6 +110,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     assert of_document(ledger, keys[0])[0]["seen"] == exact, "its steps are known as before"
     for check in ("token shards", "raw shards", "orphans"):
         assert CHECKS[check](workspace, ledger, True, SILENT).faults == []
+    os.utime(workspace.shards / "raw" / name)  # copied from another disk, say
     tend(workspace, ledger, SILENT, settle=0)
     assert list(workspace.inbox.iterdir()) == [], "the shard that was made again is not taken for a new one"
     number = plan_trunk(workspace, ledger, 5)
@@ -178,6 +180,34 @@ def test_killed_anywhere_the_next_pass_ends_alike(copied: Copy, at: str, monkeyp
     erase(ledger, keys)
     finish_removals(workspace, ledger, SILENT)
     assert ended == state(workspace, ledger)
+
+
+def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What took a token shard's place at the first time holds what is erased at the second."""
+    workspace, ledger = copied()
+    keys = chosen(ledger)
+    before, shard = raw_lines(workspace), keys[0].partition(":")[0]
+    for key in keys[:2]:
+        erase(ledger, [key])
+        if key == keys[1]:
+            for name in ("put_in_place", "remove"):
+                real = getattr(erasing, name)
+                monkeypatch.setattr(erasing, name, _die)
+                with pytest.raises(Killed):
+                    finish_removals(workspace, ledger, SILENT)
+                monkeypatch.setattr(erasing, name, real)
+                tend(workspace, ledger, SILENT, settle=0)
+                assert list(workspace.inbox.iterdir()) == []
+        assert finish_removals(workspace, ledger, SILENT)[-1].endswith("the text of 1 rows is erased")
+    named = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}
+    assert {path.parent.name for path in workspace.shards.glob("*/tokens.bin")} == named
+    (name,) = (name for name in before if name.startswith(shard))
+    gone = [text_of(json.loads(before[name][int(key.partition(":")[2])])) for key in keys[:2]]
+    assert not any(text in readable(workspace, ledger) for text in gone)
+
+
+def _die(*_: Any) -> None:
+    raise Killed
 
 
 def test_a_planned_segment_is_waited_for(copied: Copy) -> None:

@@ -23,6 +23,7 @@ from factory.release import registry, releases, serving
 from factory.release.approvals import register_candidate
 from factory.release.registry import MODEL
 from factory.release.releases import reconcile, release, rollback
+from factory.release.start_pages import start_pages
 from factory.tracking.mlflow_store import open_client
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
 
@@ -68,8 +69,8 @@ def test_release_moves_alias_link_and_ledger_once(workspace: Workspace, ledger: 
     assert version.tags["export_sha256"] == row.export_sha256 and version.tags["code_commit"] == "c" * 40
     files = {a.path for a in client.list_artifacts(version.run_id)}
     assert {"model", "report.html", "samples.json"} <= files
-    copied = workspace.mlflow_artifacts / "candidates" / version.run_id / "artifacts" / "model"
-    assert folder_sha256(copied) == row.export_sha256 and version.source == copied.as_uri()
+    model = workspace.mlflow_artifacts / "candidates" / version.run_id / "artifacts" / "model"
+    assert (model / "MLmodel").is_file() and version.source == model.as_uri()
     assert reconcile(workspace, ledger) == []
 
 
@@ -269,16 +270,29 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     assert {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()} == {
         "candidates": "custom_model_development"
     }
-    assert "Models, factory-lm" in kinds_by_name["candidates"]["mlflow.note.content"]
+    assert "Model registry, factory-lm" in kinds_by_name["candidates"]["mlflow.note.content"]
     version = client.get_model_version(MODEL, "2")
     assert client.get_run(version.run_id).data.tags["mlflow.note.content"].startswith("Candidate 2, of segment 2")
     text = version.description
-    assert text.startswith("**HOLD** – candidate 2 over candidate 1\n")
-    assert "| gain of the target, bits per byte | +0.200 (95 %: +0.178 … +0.222) |" in text
-    assert "| the guard that did worst | a\\|b −0.100 (95 %: −0.122 … −0.078) |" in text
-    assert "| tokens whose licence allows a release | 50.0% |" in text
+    assert text.startswith("HOLD: candidate 2 over candidate 1\n"), "the list of versions shows it as it is"
+    assert "| gain of the target, bits per byte &emsp; | +0.200 (95 %: +0.178 … +0.222) |" in text
+    assert "| the guard that did worst &emsp; | a\\|b −0.100 (95 %: −0.122 … −0.078) |" in text
+    assert "| tokens whose licence allows a release &emsp; | 50.0% |" in text
     run = client.get_run(version.run_id)
-    assert f"(#/experiments/{run.info.experiment_id}/runs/{version.run_id}/artifacts/report.html)" in text
+    mode = "workflowType=machine_learning"
+    assert f"(#/experiments/{run.info.experiment_id}/runs/{version.run_id}/artifacts/report.html?{mode})" in text
+    assert f"](get-artifact?path=comparison/gain.svg&run_uuid={version.run_id})" in text
+    pictures = {one.path for one in client.list_artifacts(version.run_id, "comparison")}
+    assert pictures == {f"comparison/{name}.svg" for name in ("gain", "bits_per_byte", "loss")}
+    champions = client.get_model_version(MODEL, "1").run_id
+    beside = (
+        f"runs=%5B%22{version.run_id}%22%2C%20%22{champions}%22%5D&experiments=%5B%22{run.info.experiment_id}%22%5D"
+    )
+    assert f"[beside candidate 1](#/compare-runs?{beside}&{mode})" in text
+    assert run.data.metrics["gain/target"] == 0.2 and run.data.metrics["gain/a_b"] == -0.1
+    assert [one.info.run_id for one in client.search_runs([run.info.experiment_id], "tags.verdict = 'hold'")] == [
+        version.run_id
+    ]
     assert (
         "- code: 1 → 2." in text.splitlines()
         and "- \\*\\*chat\\*\\* \\<b\\>worse\\</b\\> \\| a cell" in text.splitlines()
@@ -286,7 +300,12 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     assert version.tags["gain"] == "+0.2000" and version.tags["judged_at"].startswith("2023-11-14")
     found = client.search_model_versions(f"name = '{MODEL}' and tags.verdict = 'hold'")
     assert [one.version for one in found] == [version.version]
+    pages = start_pages(workspace, "http://127.0.0.1:5000")
+    assert pages == {
+        "releases": f"http://127.0.0.1:5000/#/models/factory-lm?{mode}",
+        "candidates": f"http://127.0.0.1:5000/#/experiments/{run.info.experiment_id}?{mode}",
+    }
     # Judged again: the page follows.
     add_verdict(ledger, second, "reject", against=first)
     reconcile(workspace, ledger)
-    assert (client.get_model_version(MODEL, "2").description or "").startswith("**REJECT**")
+    assert (client.get_model_version(MODEL, "2").description or "").startswith("REJECT: candidate 2")

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import sqlalchemy as sa
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy.special import stdtrit
 
 from agents.core.pages import number, text
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, candidates, evaluations, releases, segments, shards, verdicts
+from factory.ledger.ledger import (
+    Ledger,
+    candidates,
+    documents,
+    eval_items,
+    evaluations,
+    releases,
+    segments,
+    shards,
+    verdicts,
+)
 from factory.reports import proposal_report
 from factory.reports.pictures import bars, curves, intervals
+from factory.reports.release_pictures import files
 from factory.reports.release_report import release_report
 from tests.support.plants.release_scene import add_candidate, add_segment, add_shard, add_verdict, write_metrics
 
 VOID = {"meta", "rect", "line", "circle", "polyline", "br"}
 ALLOWED = {
     "html", "head", "meta", "title", "style", "body", "main", "section", "h1", "h2", "h3", "p", "span", "ul", "li", "dl", "dt", "dd",
-    "div", "table", "thead", "tbody", "tr", "th", "td", "pre", "code", "i", "svg", "text", "rect", "line", "circle", "polyline",
+    "div", "table", "thead", "tbody", "tr", "th", "td", "pre", "code", "i", "svg", "g", "text", "rect", "line", "circle", "polyline",
 }  # fmt: skip
 
 
@@ -124,6 +138,67 @@ def test_a_comparison_shows_the_champion_and_the_intervals(
     words = read(release_report(ledger, second))
     assert "candidate 1" in words and "1.912" in words and "2.100" in words
     assert words.count("+0.1200 (+0.1000 … +0.1400)") == 2
+
+
+def test_the_first_screen_answers_what_a_release_manager_asks(
+    workspace: Workspace, ledger: Ledger, candidate: int
+) -> None:
+    second = add_candidate(workspace, ledger)
+    verdict = add_verdict(ledger, second, against=candidate)
+    gain = lambda value: {"gain": value, "error": 0.02 / 1.959964, "clusters": 12, "effective": 1e6}
+    evidence = {
+        "target": gain(0.12), "guards": {"code": gain(0.12), "docs": gain(-0.1), "cloze": gain(0.01)},
+        "bits_per_byte": {"code": 2.0, "docs": 2.1}, "champion_bits_per_byte": {"code": 2.12, "docs": 2.0},
+        "cloze": 0.31, "champion_cloze": 0.3,
+    }  # fmt: skip
+    with ledger.begin() as tx:
+        tx.execute(verdicts.update().where(verdicts.c.id == verdict).values(evidence=evidence))
+        key = {
+            "id": "d",
+            "shard": "s" * 64,
+            "content_sha256": "d",
+            "releasable": True,
+            "tokens": 9000,
+            "domain": "code",
+        }
+        tx.execute(
+            documents.insert().values(
+                key="d", row=0, fate="train", token_shard="t" * 64, supervised_tokens=9000, license="MIT", **key
+            )
+        )
+    words = read(release_report(ledger, second))
+    glance = words[: words.index("Gain over the champion")]
+    for expected in (
+        "Better code 2.120 → 2.000 bits per byte", "Worse docs 2.000 → 2.100 bits per byte", "Not shown cloze 30.0 % → 31.0 % right",
+        "+0.120, 95 % between +0.100 and +0.140, from 12 sources", "100 steps from 1 token shard with 9,000 tokens",
+        "by domain: code 100.0 %; by licence: MIT 100.0 %", f"'factory releases approve {second}'",
+    ):  # fmt: skip
+        assert expected in glance, expected
+    with ledger.begin() as tx:
+        tx.execute(verdicts.update().where(verdicts.c.id == verdict).values(outcome="hold"))
+    assert f"nothing is released; the reasons are below; 'factory evaluate {second}'" in read(
+        release_report(ledger, second)
+    )
+
+
+def test_pictures_are_files_with_the_interval_of_each_level(
+    workspace: Workspace, ledger: Ledger, candidate: int
+) -> None:
+    """The interval of a level is that of a ratio over clusters, worked out here by hand for clusters of one size."""
+    with ledger.begin() as tx:
+        tx.execute(eval_items.delete())
+        for number, nats in enumerate((10.0, 12.0, 14.0, 16.0)):
+            item = {"task": "bpb", "item": f"s{number}:1", "domain": "code", "cluster": f"s{number}", "value": nats}
+            tx.execute(eval_items.insert().values(evaluation=1, weight=10.0, **item))
+    made = files(ledger, candidate)
+    assert set(made) == {"bits_per_byte.svg", "loss.svg"}, "nothing to gain over"
+    for svg in made.values():
+        assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+    bits = [nats / 10 / math.log(2) for nats in (10.0, 12.0, 14.0, 16.0)]
+    mean = sum(bits) / 4
+    error = math.sqrt(sum(((one - mean) / 4 / (1 - 1 / 4)) ** 2 for one in bits))
+    width = stdtrit(3, 0.975) * error
+    assert f"2.100  ({mean - width:.3f} … {mean + width:.3f})" in made["bits_per_byte.svg"]
 
 
 def test_missing_measurements_are_left_out_of_the_report(ledger: Ledger, candidate: int) -> None:

@@ -20,6 +20,7 @@ from factory.core.workspace import Config, Workspace
 from factory.diagnosis.ladder import ladder_of
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.training_start import find_start
+from factory.git.repository import checkout, live_commit
 from factory.ledger.anomalies import open_anomalies
 from factory.ledger.files import RETIRED, retired
 from factory.ledger.ledger import (
@@ -34,6 +35,7 @@ from factory.retention.cleaning import REMOVED, clean, examine
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import spec_of
 from tests.support.factory.command import factory
+from tests.support.git import git
 from tests.support.plants.history import History, step_name
 
 
@@ -193,6 +195,14 @@ def test_what_is_gone_on_from_stays_though_newer_segments_are_there(tmp_path: Pa
         row.id: [p.name for p in (Path(row.folder) / "checkpoints").glob("step-*")] for row in SegmentRow.select(ledger)
     }
     assert left[1] == [step_name(20)] and left[3] == [step_name(120)] and left[4] == [step_name(140)] and left[5]
+
+
+def test_what_a_disk_did_not_let_a_diagnosis_remove_goes_later(tmp_path: Path, code: Path) -> None:
+    workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
+    left = checkout(workspace.repository, live_commit(workspace.repository), workspace.worktrees / "diagnosis-1")
+    assert left.is_dir() and left.name in git(workspace.repository, "worktree", "list")
+    clean(workspace, ledger)
+    assert not left.exists() and left.name not in git(workspace.repository, "worktree", "list")
 
 
 def test_a_folder_that_no_row_names_is_left_to_a_person(tmp_path: Path, code: Path) -> None:

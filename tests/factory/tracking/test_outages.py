@@ -150,7 +150,7 @@ def test_a_store_that_was_lost_is_filled_from_the_ledger(workspace: Workspace, l
     run = Tracking.open(workspace, ledger).segment_run
     segment = SegmentRow.get(ledger, 1)
     first = run(segment)
-    assert len(open_client(workspace).get_metric_history(first, "loss")) == 100
+    assert len(open_client(workspace).get_metric_history(first, "loss/all")) == 100
     damage(workspace)
     said = Said()
     show_missed(workspace, ledger, said.line)
@@ -159,7 +159,7 @@ def test_a_store_that_was_lost_is_filled_from_the_ledger(workspace: Workspace, l
     repair_all(workspace, False, said)
     second = run(segment)
     client = open_client(workspace)
-    assert second != first and len(client.get_metric_history(second, "loss")) == 100
+    assert second != first and len(client.get_metric_history(second, "loss/all")) == 100
     assert client.get_run(second).info.status == "FINISHED"
     assert number == 1
 

@@ -121,7 +121,7 @@ def test_a_deleted_store_gets_everything_again(tracking: Tracking, ledger: Ledge
     assert again.client.get_run(again.candidate_run(candidate)).data.metrics["bpb/code"] == 2.1
 
 
-def history(tracking: Tracking, run: str, key: str = "loss") -> list[tuple[int, float]]:
+def history(tracking: Tracking, run: str, key: str = "loss/all") -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in tracking.client.get_metric_history(run, key)]
 
 
@@ -190,7 +190,7 @@ def test_hostile_metrics_do_not_stop_the_others(tracking: Tracking, ledger: Ledg
     values = dict(history(tracking, run))
     assert math.isnan(values[0]) and values[1] > 1e300 and values[2] == 2.0
     metrics = tracking.client.get_run(run).data.metrics
-    assert metrics["loss/domain 2499"] == 2499.0 and metrics["_etc"] == 1.0
+    assert metrics["loss/domain 2499"] == 2499.0 and metrics["overall/_etc"] == 1.0
 
 
 def test_a_locked_store_never_stops_training_and_is_reported_once(
@@ -223,7 +223,7 @@ def test_candidate_run_has_the_evaluation_once(tracking: Tracking, ledger: Ledge
     assert tracking.candidate_run(candidate) == run
     data = tracking.client.get_run(run).data
     assert data.metrics["bpb/docs"] == 2.4 and data.metrics["details/baselines/code/trigram"] == 2.9
-    assert data.metrics["parity/tokenizer/ok"] == 1.0 and data.metrics["cloze/share_right"] == 0.31
+    assert data.metrics["details/parity/tokenizer/ok"] == 1.0 and data.metrics["cloze/share_right"] == 0.31
     assert len(history(tracking, run, "bpb/code")) == 1
     assert {a.path for a in tracking.client.list_artifacts(run)} >= {"samples.json", "evaluation.json"}
     assert (workspace.mlflow_artifacts / "candidates" / run / "artifacts" / "samples.json").is_file()

@@ -211,6 +211,8 @@ static void keep_content(const char *path, long number) {
     int to = syscall(SYS_openat, AT_FDCWD, target, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     long length;
     while (from >= 0 && to >= 0 && (length = syscall(SYS_read, from, block, sizeof block)) > 0) syscall(SYS_write, to, block, length);
+    struct stat status; /* of when it was written, as the disk keeps it */
+    if (from >= 0 && to >= 0 && !fstat(from, &status)) syscall(SYS_utimensat, to, NULL, (struct timespec[]){status.st_atim, status.st_mtim}, 0);
     if (from >= 0) syscall(SYS_close, from);
     if (to >= 0) syscall(SYS_close, to);
 }

@@ -1,0 +1,219 @@
+"""What each scenario starts from: a site as it was left by another one, with what is done before anything counts."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import yaml
+
+from tests.support.git import git
+from tests.support.paths import ROOT
+
+FIRST, SECOND = (
+    ("code/0-5", "chat/0-7"),
+    ("code/0-8", "docs/0-9", "docs/1-4"),
+)  # documents whose text is erased: of one shard twice
+
+
+def opened(site: Path):  # type: ignore[no-untyped-def]
+    from factory.core.workspace import Workspace
+    from factory.ledger.ledger import Ledger
+
+    workspace = Workspace.open(site / "plant")
+    return workspace, Ledger.open(workspace.ledger_url)
+
+
+def checkout(site: Path) -> None:
+    from factory.git.repository import checkout_live
+
+    checkout_live(opened(site)[0])
+
+
+def store(site: Path) -> None:
+    from factory.tracking.mlflow_store import open_client
+
+    open_client(opened(site)[0])
+
+
+def empty_plant(site: Path) -> None:
+    """Two shards wait in the inbox of a workspace whose release policy has floors that a second of training reaches."""
+    import random
+    import shutil
+
+    from factory.core.workspace import Config, Workspace
+    from factory.demo.demo import plain_kernels
+    from factory.ledger.ledger import Ledger
+    from tests.support.plants.trained_plant import write_lenient_policies, write_shards
+
+    target = site / "target"
+    for name in ("kernels", "trainer", "policies"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (target / "agents").mkdir()
+    (target / "agents" / "__init__.py").write_text("")
+    kernels = target / "policies" / "kernels.yaml"
+    kernels.write_text(plain_kernels(kernels.read_text()))
+    git(site, "init", "-q", "-b", "main", "--template=", str(target))
+    git(target, "add", "-A")
+    git(target, "commit", "-q", "-m", "base")
+    config = Config(recipe="tiny", repository=str(target), training_sandbox="off", ranks=1)
+    workspace = Workspace.create(site / "plant", config)
+    Ledger.create(workspace.ledger_url)
+    write_lenient_policies(workspace, model={"d_model": 32, "layers": 2})
+    random.seed(11)
+    write_shards(workspace.inbox)
+    (workspace.inbox / "bad.jsonl").write_text('{"text": \n' * 8)
+
+
+def with_checkout_and_store(site: Path) -> None:
+    """What the scenarios ``checkout`` and ``store`` make, and the compiled loss head."""
+    from tests.support.lent_libraries import lend
+
+    checkout(site)
+    store(site)
+    lend(opened(site)[0])
+
+
+def with_proposal(site: Path) -> None:
+    """A proposal that the gate promotes: a file changed, one new."""
+    from factory.core.workspace import code_root
+    from factory.git import repository
+    from factory.git.scope import AgentsPolicy
+    from factory.ledger.ledger import proposals
+    from factory.ledger.rows import Subject
+    from factory.ledger.writing import record_verdict
+    from factory.tracking.tracking import Tracking
+
+    workspace, ledger = opened(site)
+    target = workspace.repository
+    base = repository.live_commit(target)
+    edits = {"kernels/rms_norm/note.py": '"""A note."""\n', "trainer/tools/__init__.py": '"""Tools, changed."""\n'}
+    applied = repository.apply_proposal(
+        target, base, edits.items(), policy=AgentsPolicy.load(code_root() / "policies" / "agents.yaml"),
+        branch="factory/search/1-x", message="m", worktrees=workspace.worktrees,
+    )  # fmt: skip
+    repository.remove_worktree(target, applied.worktree)
+    with ledger.begin() as tx:
+        verdict = record_verdict(
+            tx, "patch", Subject("proposal", 1), against=base, policy_sha256="", subject_sha256=applied.patch_sha256,
+            outcome="promote", reasons=["so it measured"], evidence={"stages": {}},
+        )  # fmt: skip
+        tx.execute(
+            proposals.insert().values(
+                number=1, agent="search", target="kernel:ops", title="Fuse", hypothesis="h", predicted_gain=1.1, base_commit=base,
+                branch=applied.branch, commit=applied.commit, patch_sha256=applied.patch_sha256, state="judged", verdict=verdict,
+                created_at=time.time(),
+            )
+        )  # fmt: skip
+    Tracking.open(workspace, ledger).proposal_run(1)
+
+
+def with_anomaly(site: Path) -> None:
+    """An anomaly that was never diagnosed, and a budget for the first replays."""
+    from factory.ledger.ledger import anomalies
+
+    workspace, ledger = opened(site)
+    policy = yaml.safe_load((ROOT / "policies" / "anomalies.yaml").read_text())
+    (workspace.root / "policies" / "anomalies.yaml").write_text(yaml.safe_dump(policy | {"steps": 12}))
+    with ledger.begin() as tx:
+        tx.execute(anomalies.insert().values(id=1, segment=1, step=17, kind="loss_spike", detail={}))
+
+
+def with_diagnosis(site: Path) -> None:
+    """An anomaly whose diagnosis named a document, which nothing was done about yet."""
+    from factory.ledger.anomalies import DIAGNOSED
+    from factory.ledger.ledger import anomalies, record
+    from factory.ledger.rows import Subject
+
+    _, ledger = opened(site)
+    key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
+    blamed = {
+        "anomalies": [1], "segment": 1, "kind": "loss_spike", "onset": 12, "noted": [12, 12], "last": 12, "causes": ["poisoned_document"],
+        "guilty": [key], "triggers": [key], "why": "so it was", "arms": [], "report": "", "undo": [], "override": None,
+    }  # fmt: skip
+    with ledger.begin() as tx:
+        tx.execute(anomalies.insert().values(id=1, segment=1, step=12, kind="loss_spike", detail={}))
+        record(tx, DIAGNOSED, Subject("anomaly", 1), blamed)
+
+
+def with_manual_approval(site: Path) -> None:
+    """A person must approve what is to be released."""
+    policy = site / "plant" / "policies" / "gates" / "release.yaml"
+    policy.write_text(yaml.safe_dump(yaml.safe_load(policy.read_text()) | {"approval": "manual"}))
+
+
+def with_word_in_mlflow(site: Path) -> None:
+    """A person approved in MLflow, and nobody heard it yet."""
+    from factory.release.registry import MODEL
+    from factory.tracking.mlflow_store import open_client
+    from factory.tracking.tracking import APPROVAL_TAG
+
+    open_client(opened(site)[0]).set_model_version_tag(MODEL, "1", APPROVAL_TAG, "approved")
+
+
+def remove(site: Path, *names: str) -> None:
+    """What ``factory data remove --erase`` does after it asked."""
+    from factory.core.progress import SILENT
+    from factory.data.removing import look
+    from factory.data.removing import remove as record_removal
+    from factory.data.selecting import by_name, fates_of
+    from factory.erasing.erasing import finish_removals
+
+    workspace, ledger = opened(site)
+    found = look(ledger, by_name(ledger, names, fates_of(True)), True)
+    record_removal(ledger, found, "ada", "asked for", True)
+    finish_removals(workspace, ledger, SILENT)
+
+
+def with_erased(site: Path) -> None:
+    """Rows of the shard of which others are to be erased were erased before."""
+    remove(site, *FIRST)
+
+
+def with_all_backups(site: Path) -> None:
+    """As many as are kept, so that the next one takes the oldest's place."""
+    from factory.backups.backups import KEPT, make_backup
+    from factory.ledger.journal import backups_of
+
+    workspace, ledger = opened(site)
+    while len(backups_of(workspace.root)) < KEPT:
+        make_backup(workspace, ledger)
+
+
+def with_damaged_ledger(site: Path) -> None:
+    """The daily backup is of before ingest: all that was done since stands in its journal."""
+    for ending in ("-wal", "-shm"):
+        (site / "plant" / f"ledger.db{ending}").unlink(missing_ok=True)
+    with open(site / "plant" / "ledger.db", "r+b") as file:
+        file.write(bytes(8192))
+
+
+def with_older_ledger(site: Path) -> None:
+    """As a factory of schema 2 would have left it: whole paths, no identity, no notes of changes, no backup, no owners of segments."""
+    import shutil
+
+    from factory.ledger.places import PLACES, _each
+
+    plant = site / "plant"
+    shutil.rmtree(plant / "backups", ignore_errors=True)
+    for owner in plant.glob("segments/*/owner.json"):
+        owner.unlink()
+    (plant / "root").write_text(f"{plant}\n")
+    with closing(sqlite3.connect(plant / "ledger.db")) as db, db:
+        for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            db.execute(f'DROP TRIGGER "{name}"')
+        db.execute("DROP TABLE changes")
+        db.execute("DELETE FROM meta WHERE key = 'identity'")
+        db.execute("UPDATE meta SET value = '2' WHERE key = 'schema'")
+        for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            for column in {row[1] for row in db.execute(f'PRAGMA table_info("{table}")')} & PLACES:
+                db.execute(f'UPDATE "{table}" SET "{column}" = ? || "{column}" WHERE "{column}" > \'\'', [f"{plant}/"])
+        for table, key, column in (("data_plans", "id", "plan"), ("segments", "id", "result")):
+            for number, text in db.execute(
+                f"SELECT {key}, {column} FROM {table} WHERE {column} IS NOT NULL"
+            ).fetchall():
+                tree = _each(json.loads(text), lambda place: str(plant / place))
+                db.execute(f"UPDATE {table} SET {column} = ? WHERE {key} = ?", [json.dumps(tree), number])

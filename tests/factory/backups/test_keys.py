@@ -1,0 +1,65 @@
+"""The key that signs bundles: copied where a person says so, named when nothing has it, put back."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from factory.backups.backups import make_backup
+from factory.backups.keys import KEY, KEYS
+from factory.bundles.signing import own_key
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.doctor import _key
+from factory.ledger.ledger import Ledger
+from factory.repairs.lost_ledger import restore
+from tests.support.factory.command import command_here
+
+LEFT_OUT = "the key that signs bundles is not in it: 'factory backup --keys FOLDER' copies it too"
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_key_is_copied_where_a_person_says_and_comes_back(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
+    def run(*words: object) -> str:
+        done = command_here(*map(str, words), home=workspace)
+        return done.output + str(done.exception or "")
+
+    elsewhere = tmp_path / "other-disk"
+    assert "has no key yet" in run("backup", "--keys", elsewhere) and not elsewhere.exists()
+    assert LEFT_OUT not in run("backup")
+    key = own_key(workspace.root)
+    held = key.read_bytes()
+    assert LEFT_OUT in run("backup") and not list((workspace.root / "backups").rglob(KEY))
+    assert "--keys needs a folder" in run("backup", "--keys")
+    ok, said = _key(workspace)
+    assert ok is None and "no backup has it" in said
+
+    assert LEFT_OUT not in run("backup", "--keys", elsewhere)
+    assert (elsewhere / KEYS / KEY).read_bytes() == held
+    assert (mode(elsewhere / KEYS), mode(elsewhere / KEYS / KEY)) == (0o700, 0o600)
+    assert _key(workspace) == (True, "a backup has it")
+
+    for path in key.parent.iterdir():
+        path.unlink()
+    restore(workspace.root, "", SILENT)  # none of its own has it
+    assert not key.exists()
+    assert any("the key that signs bundles is back" in line for line in restore(workspace.root, str(elsewhere), SILENT))
+    assert key.read_bytes() == held and mode(key) == 0o600 and mode(key.parent) == 0o700
+    assert _key(workspace) == (True, "a backup has it")  # the ledger knows after the restore too
+
+    key.unlink()
+    other = own_key(workspace.root).read_bytes()
+    restore(workspace.root, str(elsewhere), SILENT)
+    assert key.read_bytes() == other != held  # one that is there is left alone
+    assert _key(workspace)[0] is None
+
+
+def test_the_daily_backup_says_nothing_of_the_key(workspace: Workspace, ledger: Ledger) -> None:
+    own_key(workspace.root)
+    _, said = make_backup(workspace, ledger)
+    assert said == []

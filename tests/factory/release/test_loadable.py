@@ -1,0 +1,72 @@
+"""A released version is loaded by MLflow's own loaders, from a real store, and writes what our engine writes."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import httpx
+import mlflow
+import pytest
+import torch
+
+from factory.core.exports import folder_sha256
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import champion
+from factory.release.releases import reconcile
+from factory.serving.native.server import NativeEngine, application
+from tests.support.factory.served import PROMPT, add_release, make_export
+from tests.support.plants.release_scene import with_store
+
+MODEL_URI, COUNT = "models:/factory-lm@champion", 24
+
+
+def engine_says(export: Path) -> str:
+    async def ask() -> str:
+        transport = httpx.ASGITransport(application(NativeEngine(export, torch.device("cpu"))))
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None) as client:
+            asked = {"model": "factory-lm", "prompt": PROMPT, "max_tokens": COUNT}
+            answer = await client.post("/v1/completions", json=asked)
+        return str(answer.json()["choices"][0]["text"])
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture
+def released(workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    add_release(workspace, ledger, make_export(workspace.exports / "segment-00001", 1))
+    reconcile(with_store(workspace), ledger)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return workspace
+
+
+def loaded(workspace: Workspace) -> tuple[str, str]:
+    """What MLflow's two loaders make of the champion."""
+    mlflow.set_tracking_uri(workspace.mlflow_uri)
+    (predicted,) = mlflow.pyfunc.load_model(MODEL_URI).predict([PROMPT], params={"max_new_tokens": COUNT})
+    pipeline = mlflow.transformers.load_model(MODEL_URI)
+    (found,) = pipeline(PROMPT, max_new_tokens=COUNT, return_full_text=False)
+    return predicted, found["generated_text"]
+
+
+def test_mlflow_loads_the_champion_and_it_writes_what_the_engine_writes(
+    released: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
+    row = champion(ledger)
+    assert row is not None
+    export = Path(row.export_path)
+    said = engine_says(export)
+    assert len(said.strip()) > 10
+    assert loaded(released) == (said.strip(), said)  # pyfunc strips
+    assert folder_sha256(export) == row.export_sha256
+    weights = {path.stat().st_size for path in export.glob("*.safetensors")}
+    assert not [path for path in released.mlflow_artifacts.rglob("*") if path.stat().st_size in weights], "a copy"
+
+    # In a copy the copy's weights are loaded.
+    copy = Path(shutil.copytree(released.root, tmp_path / "copy", symlinks=True))
+    shutil.rmtree(released.root)
+    moved = Workspace.open(copy)
+    assert reconcile(moved, Ledger.open(moved.ledger_url)) == []
+    assert loaded(moved) == (said.strip(), said)
