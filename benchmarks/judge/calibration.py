@@ -28,8 +28,9 @@ import numpy as np
 
 from factory.evals.parity import CHECKS
 from factory.evals.tasks import DEV, EvalItem
+from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import measured
-from factory.gates.release.judge import PROMOTE, ReleaseEvidence, detectable, judge
+from factory.gates.release.judge import PROMOTE, detectable, judge
 from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
 
