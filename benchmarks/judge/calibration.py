@@ -28,8 +28,9 @@ import numpy as np
 
 from factory.evals.parity import CHECKS
 from factory.evals.tasks import DEV, EvalItem
+from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import measured
-from factory.gates.release.judge import PROMOTE, ReleaseEvidence, detectable, judge
+from factory.gates.release.judge import PROMOTE, detectable, judge
 from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
 
@@ -226,7 +227,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--pairs", type=int, default=1000, help="of each kind of suite (1000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose name holds this")
-    parser.add_argument("--power", action="store_true", help="the columns detects and power alone, a quarter of the time")
+    parser.add_argument(
+        "--power", action="store_true", help="the columns detects and power alone, a quarter of the time"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(arguments)
     rows = []

@@ -19,8 +19,9 @@ from factory.core.errors import InputError
 from factory.core.policy_file import policy_sha256
 from factory.evals.suite import identity_sha256
 from factory.evals.tasks import EvalItem, ratio_bits
+from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.gate import evidence_sha256, measured
-from factory.gates.release.judge import FIRST_RELEASE, ReleaseEvidence, judge
+from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.with_tasks import with_tasks
 from factory.tasks.comparing import TaskEvidence

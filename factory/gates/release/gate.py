@@ -21,7 +21,8 @@ from factory.evals.statistics import compare
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.release.judge import FIRST_RELEASE, PROMOTE, ReleaseEvidence, dev_alone, judge
+from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
+from factory.gates.release.judge import PROMOTE, dev_alone, judge
 from factory.gates.release.licences import not_releasable, tokens_by_licence
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before

@@ -6,71 +6,17 @@ evidence never turns a hold or a reject into a promote, and neither does a worse
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from factory.evals.parity import CHECKS
-from factory.evals.power import POWER, TAILS_OF_GUARDS, Needed, smallest_gain
-from factory.evals.statistics import CLOZE, Gain, holm, of_recipe, spent_at
+from factory.evals.power import POWER, TAILS, Needed, smallest_gain
+from factory.evals.statistics import CLOZE, Gain, holm, spent_at
+from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.wording import another_order, number, sentence, signed, spent
 
-FIRST_RELEASE = "first release"
 PROMOTE, HOLD, REJECT = "promote", "hold", "reject"
 NAMED = 5  # licences in a reason
-Numbers = Mapping[str, float | None]
-
-
-@dataclass(frozen=True)
-class ReleaseEvidence:
-    """Everything that the judge knows. What is None or absent was not measured."""
-
-    against: str | None = None  # 'candidate:1', or FIRST_RELEASE
-    domains: tuple[str, ...] = ()  # of the suite
-    documents: Numbers = field(default_factory=dict)  # held-out, a domain
-    bits_per_byte: Numbers = field(default_factory=dict)
-    champion_bits_per_byte: Numbers = field(default_factory=dict)
-    trigram_bits_per_byte: Numbers = field(default_factory=dict)
-    noise_floor: Numbers = field(
-        default_factory=dict
-    )  # the champion's, so that a candidate cannot widen its own margin
-    replicas: int | None = None  # trainings that differ in the order of their data alone; None: none were measured yet
-    replica_noise: Numbers = field(default_factory=dict)  # their standard deviation, a domain
-    replica_target: float | None = None  # and of the target
-    cloze_items: int | None = None
-    cloze: float | None = None  # share right
-    champion_cloze: float | None = None
-    checks: Mapping[str, tuple[bool | None, str]] = field(
-        default_factory=dict
-    )  # name → (ok, detail); ok is None where the check could not be made
-    target: Gain | None = None
-    guards: Mapping[str, Gain] = field(default_factory=dict)  # by domain, and CLOZE
-    lost: Numbers = field(
-        default_factory=dict
-    )  # by guard: what the champion had lost already, since the best release of its line
-    look: int | None = None  # 1: the first candidate that is judged against this champion
-    sealed_looks: float | None = None  # candidates that read a document of the sealed half before, on average
-    on_sealed: Gain | None = None  # the gains on the two halves of what is held out, in the domains that both have, and
-    on_dev: Gain | None = None
-    halves_gap: Gain | None = None  # the first less the second
-    watched: int | None = None  # candidates of the line before it that it was compared with on both halves (``watch``)
-    rise_since: int | None = (
-        None  # that one of them since which the dev half rose most alone, and how much each half rose
-    )
-    rise_dev: Gain | None = None
-    rise_sealed: Gain | None = None
-    rise_gap: Gain | None = None
-    fresh_documents: int | None = None  # held-out ones that were compared and arrived after its training
-    older_documents: int | None = None  # and before
-    on_fresh: Gain | None = None
-    fresh_gap: Gain | None = None  # on these less on the others
-    releasable: float | None = None  # share of the tokens it was trained on whose licence allows to release a model
-    not_releasable: Numbers = field(default_factory=dict)  # by other licence, its share: for words alone
-    anomalies: tuple[str, ...] | None = None  # of the training that it comes from: open ones, rewound segments
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -81,9 +27,9 @@ class Verdict:
 
 def judge(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Verdict:
     """Decide. Pure: the same policy and evidence give the same verdict, word for word."""
-    looks = _number(evidence.sealed_looks)
+    looks = number(evidence.sealed_looks)
     if looks is not None and looks >= policy.sealed_looks_max:
-        return Verdict(HOLD, (_spent(looks, policy.sealed_looks_max),))
+        return Verdict(HOLD, (spent(looks, policy.sealed_looks_max),))
     against, missing, facts = _checks(evidence)
     if looks is None or looks < 0:
         missing.append("How often the sealed half was read before is not known.")
@@ -128,26 +74,26 @@ def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
         if domain not in evidence.domains:
             missing.append(f"{domain}: measured, but not a domain of the suite.")
     for domain in evidence.domains:
-        count = _number(evidence.documents.get(domain))
+        count = number(evidence.documents.get(domain))
         if count is None or count < policy.documents_min:
             missing.append(
                 f"{domain}: {0 if count is None else count:.0f} held-out documents, at least {policy.documents_min} are needed: the next "
                 "shards with documents of it bring some (held_out.least in data.yaml)."
             )
-        if _number(evidence.bits_per_byte.get(domain)) is None:
+        if number(evidence.bits_per_byte.get(domain)) is None:
             missing.append(f"{domain}: bits per byte were not measured.")
-    if _number(evidence.cloze_items) is None:
+    if number(evidence.cloze_items) is None:
         missing.append("Cloze was not measured.")
     return missing
 
 
 def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
-    share = _number(evidence.releasable)
+    share = number(evidence.releasable)
     if share is None or not 0 <= share <= 1:
         return ["The licences of what it was trained on are not known."]
     if 1 - share <= policy.not_releasable_max:
         return []
-    shares = {name: _number(part) for name, part in evidence.not_releasable.items()}
+    shares = {name: number(part) for name, part in evidence.not_releasable.items()}
     named = ", ".join(f"{name} {part:.1%}" for name, part in list(shares.items())[:NAMED] if part is not None)
     return [
         f"{1 - share:.1%} of the supervised tokens that it was trained on are of documents whose licence does not allow the release of a model, "
@@ -162,7 +108,7 @@ def _first_release(
     floors = policy.first_release
     facts.insert(0, "There is no champion yet: a first release is judged by absolute floors.")
     for domain in evidence.domains:
-        ours, trigram = _number(evidence.bits_per_byte.get(domain)), _number(evidence.trigram_bits_per_byte.get(domain))
+        ours, trigram = number(evidence.bits_per_byte.get(domain)), number(evidence.trigram_bits_per_byte.get(domain))
         if trigram is None:
             missing.append(f"{domain}: the byte-trigram baseline was not measured.")
         if ours is None:
@@ -171,7 +117,7 @@ def _first_release(
             against.append(f"{domain}: {ours:.3f} bits per byte, above the ceiling of {floors.bits_per_byte_max:.3f}.")
         if trigram is None:
             continue
-        words = f"{domain}: {ours:.3f} bits per byte, byte trigram {trigram:.3f} ({_signed(ours - trigram)})"
+        words = f"{domain}: {ours:.3f} bits per byte, byte trigram {trigram:.3f} ({signed(ours - trigram)})"
         if ours < trigram - floors.below_trigram_by:
             facts.append(f"{words}.")
         else:
@@ -188,7 +134,7 @@ def _comparison(
         if weight > 0 and domain not in evidence.domains:
             missing.append(f"{domain}: a target of the policy without held-out documents.")
     target, look = evidence.target, evidence.look
-    words = _sentence("target, bits per byte weighted over domains", target, None, None)
+    words = sentence("target, bits per byte weighted over domains", target, None, None)
     level = spent_at(policy.target.alpha, look) if isinstance(look, int) and look > 0 else 0.0
     lower, upper = (target.bound(level), target.bound(policy.target.alpha / 2, above=True)) if target else (None, None)
     if not level:
@@ -200,7 +146,7 @@ def _comparison(
     elif lower > 0:
         facts.insert(0, f"Better than {champion}: {words}.")
         facts.insert(1, _seen(policy, evidence))
-        facts.insert(2, _another_order(policy, evidence, target))
+        facts.insert(2, another_order(policy, evidence, target))
     else:
         missing.insert(0, f"Not shown to be better than {champion}: {words}.")
         missing.insert(1, _seen(policy, evidence))
@@ -213,7 +159,7 @@ def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[
     rules = policy.memorising
     gap = evidence.halves_gap
     low, high = (gap.bound(rules.alpha / 2), gap.bound(rules.alpha / 2, above=True)) if gap else (None, None)
-    sealed, dev = (_number(one.gain) if one else None for one in (evidence.on_sealed, evidence.on_dev))
+    sealed, dev = (number(one.gain) if one else None for one in (evidence.on_sealed, evidence.on_dev))
     if low is None or high is None or sealed is None or dev is None:
         missing.append(
             "The gains on the sealed half and on the dev half of what is held out could not be compared: the next shards bring documents of both."
@@ -222,7 +168,7 @@ def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[
         seen = "it has seen the sealed documents" if low > 0 else "it was fitted to the dev half"
         missing.insert(
             0,
-            f"It gains {_signed(sealed)} bits per byte on the sealed half and {_signed(dev)} on the dev half, which are drawn alike: {seen}.",
+            f"It gains {signed(sealed)} bits per byte on the sealed half and {signed(dev)} on the dev half, which are drawn alike: {seen}.",
         )
     if evidence.watched is None:
         missing.append("Whether the dev half rose alone over the line of candidates was not looked up.")
@@ -234,7 +180,7 @@ def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[
     elif min(fresh, older) >= policy.documents_min:
         gap, on_fresh = evidence.fresh_gap, evidence.on_fresh
         high = gap.bound(rules.alpha / 2, above=True) if gap else None
-        least, new = (on_fresh.bound(rules.alpha / 2), _number(on_fresh.gain)) if on_fresh else (None, None)
+        least, new = (on_fresh.bound(rules.alpha / 2), number(on_fresh.gain)) if on_fresh else (None, None)
         if gap is None or high is None or gap.gain is None or new is None or least is None:
             missing.append(
                 f"The gain on {fresh} held-out documents that arrived after its training could not be compared."
@@ -242,7 +188,7 @@ def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[
         elif high < -rules.fresh_margin and least <= 0:  # one that is better on these too has learned
             missing.insert(
                 0,
-                f"It gains {_signed(new)} bits per byte on documents that arrived after its training and {_signed(new - gap.gain)} on the others: "
+                f"It gains {signed(new)} bits per byte on documents that arrived after its training and {signed(new - gap.gain)} on the others: "
                 "it knows those by heart.",
             )
 
@@ -262,8 +208,8 @@ def dev_alone(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
         if high < -rules.halves_margin and low > 0:
             assert dev.gain is not None and sealed.gain is not None
             said = (
-                f"Since {since} the dev half, by which candidates are chosen, gained {_signed(dev.gain)} bits per byte and the sealed half "
-                f"{_signed(sealed.gain)}: the line was fitted to the dev half."
+                f"Since {since} the dev half, by which candidates are chosen, gained {signed(dev.gain)} bits per byte and the sealed half "
+                f"{signed(sealed.gain)}: the line was fitted to the dev half."
             )
     return said
 
@@ -290,7 +236,7 @@ def _guards(
         unit = "bits per byte"
         if name == CLOZE:
             ours, theirs, unit = evidence.cloze, evidence.champion_cloze, "of cloze items right"
-        words = _sentence(name, guard, (_number(theirs), _number(ours)), unit)
+        words = sentence(name, guard, (number(theirs), number(ours)), unit)
         allowed = f"a loss of at most {-floor[name]:.3f} is allowed"
         if lost[name]:
             allowed += f", as releases since the best one lost {lost[name]:.3f}"
@@ -299,7 +245,7 @@ def _guards(
             guard is None
             or upper is None
             or not _enough(guard, policy.clusters_min)
-            or None in (_number(theirs), _number(ours))
+            or None in (number(theirs), number(ours))
         ):
             missing.append(f"{name}: could not be compared: {_why(guard, policy.clusters_min)}.")
         elif upper < floor[name]:
@@ -322,7 +268,7 @@ def _floors(
         margin = policy.guards.cloze_margin
         least = 0.0
         if name != CLOZE:
-            noise = _number(evidence.noise_floor.get(name))
+            noise = number(evidence.noise_floor.get(name))
             if noise is None or noise < 0 or noise > policy.guards.noise_floor_max:
                 shown = (
                     "was not measured"
@@ -332,11 +278,11 @@ def _floors(
                 missing.append(f"{name}: the noise floor {shown}.")
                 noise = 0.0
             draws = (
-                _number(evidence.replica_noise.get(name)) or 0.0
+                number(evidence.replica_noise.get(name)) or 0.0
             )  # of the champion's recipe: no candidate can widen it
             draws = min(max(draws, 0.0), policy.guards.noise_floor_max)
             margin, least = max(policy.guards.bits_per_byte_margin, 2 * max(noise, draws)), 2 * noise
-        gone = _number(evidence.lost.get(name))
+        gone = number(evidence.lost.get(name))
         if gone is None or gone < 0:
             missing.append(f"{name}: what earlier releases lost there is not known.")
             gone = margin
@@ -354,11 +300,11 @@ def detectable(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None
         return None
     floor, _ = _floors(policy, evidence, [])
     guards = {name: evidence.guards.get(name, Gain()) for name in floor}
-    surest = sorted(guards, key=lambda name: floor[name] / (_number(guards[name].error) or 1e-9))
-    needed = [Needed(evidence.target, spent_at(policy.target.alpha, evidence.look))]
+    surest = sorted(guards, key=lambda name: floor[name] / (number(guards[name].error) or 1e-9))
+    needed = [Needed(evidence.target, spent_at(policy.target.alpha, evidence.look), tails=TAILS)]
     for step, name in enumerate(surest):
         level = policy.guards.alpha / (len(surest) - step)
-        needed.append(Needed(guards[name], level, floor[name], moves=name != CLOZE, tails=TAILS_OF_GUARDS))
+        needed.append(Needed(guards[name], level, floor[name], moves=name != CLOZE))
     return smallest_gain(needed, otherwise=1.5 * policy.memorising.alpha)  # of both comparisons; one is one-sided
 
 
@@ -367,50 +313,18 @@ def _guarded(evidence: ReleaseEvidence) -> list[str]:
 
 
 # -- reading numbers ---------------------------------------------------------------------------------------------------
-def _number(value: float | int | None) -> float | None:
-    """The value when it is a finite number, else None: NaN is not evidence."""
-    return (
-        float(value)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        else None
-    )
-
-
 def _enough(gain: Gain, clusters_min: int) -> bool:
-    clusters = _number(gain.clusters)
+    clusters = number(gain.clusters)
     return clusters is not None and clusters >= clusters_min
 
 
 def _why(gain: Gain | None, clusters_min: int) -> str:
     if gain is None:
         return "candidate and champion have no items in common"
-    clusters = _number(gain.clusters)
+    clusters = number(gain.clusters)
     if clusters is None or clusters < clusters_min:
         return f"{0 if clusters is None else clusters:.0f} source documents, at least {clusters_min} are needed"
     return "a number is missing or not finite"
-
-
-# -- words -------------------------------------------------------------------------------------------------------------
-def _sentence(name: str, gain: Gain | None, levels: tuple[float | None, float | None] | None, unit: str | None) -> str:
-    """'code: 1.920 → 1.840 bits per byte (−0.080, 95 % between −0.100 and −0.060)': the change as a reader sees it, not the gain."""
-    words = name
-    if levels is not None and None not in levels:
-        words += f": {levels[0]:.3f} → {levels[1]:.3f} {unit}"
-    if gain is None:
-        return words
-    change, low, high = _number(gain.gain), gain.bound(0.025), gain.bound(0.025, above=True)
-    if change is None or low is None or high is None:
-        return words
-    if name == CLOZE:
-        return f"{words} ({_signed(change)}, 95 % between {_signed(low)} and {_signed(high)})"
-    return f"{words} ({_signed(-change)}, 95 % between {_signed(-high)} and {_signed(-low)})"
-
-
-def _spent(looks: float, most: float) -> str:
-    return (
-        f"The sealed half of what is held out was read by {looks:.0f} candidates before, at most {most:.0f} are allowed: nothing was measured. "
-        "New shards bring held-out documents that nobody saw (sealed_looks_max in gates/release.yaml)."
-    )
 
 
 def _seen(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
@@ -420,25 +334,4 @@ def _seen(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
     looks = f"candidate {evidence.look} against this champion, so shown at {level:.2%}; {evidence.target.effective:.0f} effective source documents"
     if smallest is None:
         return f"No gain would have been seen with {100 * POWER:.0f} %: a guard is too uncertain ({looks})."
-    return (
-        f"A gain of {smallest:.3f} in every domain would have been seen with {100 * POWER:.0f} %, all guards passed ({looks})."
-    )
-
-
-def _another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> str:
-    """Is the gain one of recipe and data, or of this draw? For the reader: what is released are these weights."""
-    runs, noise = evidence.replicas, _number(evidence.replica_target)
-    if not isinstance(runs, int) or runs < 2 or noise is None or noise < 0:
-        return (
-            "How far another order of the same data moves a model was not measured: the gain is that of these weights, whatever they owe to "
-            "their draw (replicas in gates/release.yaml)."
-        )
-    words = f"Another order of the same data moves the target by {noise:.4f} bits per byte (standard deviation of {runs} trainings)"
-    lower = of_recipe(target, noise, runs).bound(policy.target.alpha / 2)
-    if lower is not None and lower > 0:
-        return f"{words}: the gain is beyond that, so it is one of recipe or data."
-    return f"{words}: these weights are better, but the gain is within that noise and may be this draw's, not the recipe's or the data's."
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.3f}".replace("-", "−")
+    return f"A gain of {smallest:.3f} in every domain would have been seen with {100 * POWER:.0f} %, all guards passed ({looks})."

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from factory.evals.statistics import Gain
-from factory.gates.release.judge import ReleaseEvidence
+from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.line import GATE
 from factory.ledger.rows import Reads, Subject, VerdictRow
 

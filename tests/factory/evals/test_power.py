@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import nct
 
-from factory.evals.power import POWER, Needed, smallest_gain
+from factory.evals.power import POWER, TAILS, Needed, smallest_gain
 from factory.evals.statistics import Gain
 
 MANY = Gain(0.0, 0.01, 100_000, 100_000.0)
@@ -28,7 +28,7 @@ def test_a_known_error_gives_the_noncentral_t() -> None:
     freedom, level, shift = 9.0, 0.025, 3.0
     few = Gain(0.0, 1.0, 10, freedom + 1)
     known = float(nct.sf(nct.isf(level, freedom, 0), freedom, shift))
-    told = Needed(few, level, tails=0.0).chance(shift)
+    told = Needed(few, level).chance(shift)
     assert told < known < told + 0.1, "an error that is estimated makes the chance smaller, not much"
 
 
@@ -39,7 +39,7 @@ def test_of_other_draws_with_heavy_tails_eight_of_ten_are_seen(sources: int) -> 
     draws = 0.03 * rng.standard_t(5, (rounds, 2, sources))
     errors = draws.std(axis=2, ddof=1) / math.sqrt(sources)
     for (_, other), (told, tested) in zip(draws.mean(axis=2), errors, strict=True):
-        gain = smallest_gain([Needed(Gain(0.0, float(told), sources, float(sources)), 0.025)])
+        gain = smallest_gain([Needed(Gain(0.0, float(told), sources, float(sources)), 0.025, tails=TAILS)])
         assert gain is not None
         bound = Gain(gain + float(other), float(tested), sources, float(sources)).bound(0.025)
         seen += bound is not None and bound > 0

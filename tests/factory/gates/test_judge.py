@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from factory.evals.parity import CHECKS
 from factory.evals.statistics import Gain
-from factory.gates.release.judge import FIRST_RELEASE, ReleaseEvidence, judge
+from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
+from factory.gates.release.judge import judge
 from factory.gates.release.policy import Guards, ReleasePolicy, Target
 
 POLICY = ReleasePolicy()

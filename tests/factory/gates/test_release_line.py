@@ -14,15 +14,16 @@ from factory.core.workspace import Workspace
 from factory.diagnosis.acting import accept
 from factory.evals.evaluator import current_suite
 from factory.evals.statistics import Gain
+from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import decide
-from factory.gates.release.judge import ReleaseEvidence, dev_alone
+from factory.gates.release.judge import dev_alone
 from factory.gates.release.line import look_at, lost_since_best
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.watch import watched
 from factory.ledger.anomalies import DEV_ALONE, every_anomaly
 from factory.ledger.ledger import Ledger, eval_items, releases, verdicts
 from factory.ledger.rows import VerdictRow
-from factory.ledger.status import screen, snapshot
+from factory.ledger.status import _anomaly_lines
 from tests.support.factory.exports import save_export, tiny_model
 from tests.support.plants.release_scene import add_candidate, add_verdict
 from tests.support.plants.released_plant import evaluated, released_plant
@@ -98,10 +99,10 @@ def test_what_was_fitted_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) 
     candidate = plant.add_candidate(export)
     evaluated(plant, candidate, 2.6)
     sealed = {document.key for document in suite.documents}
-    with plant.ledger.begin() as tx:  # on the sealed half it is as the champion, 0.2 bits per byte worse
+    with plant.ledger.begin() as tx:  # on the sealed half it is only 0.05 bits per byte better than the champion
         own = (eval_items.c.evaluation == candidate) & (eval_items.c.task == "bpb") & eval_items.c.item.in_(sealed)
         tx.execute(
-            eval_items.update().where(own).values(value=eval_items.c.value + 0.2 * math.log(2) * eval_items.c.weight)
+            eval_items.update().where(own).values(value=eval_items.c.value + 0.15 * math.log(2) * eval_items.c.weight)
         )
     number = decide(plant.workspace, plant.ledger, candidate, SILENT)
     verdict = VerdictRow.get(plant.ledger, number)
@@ -112,7 +113,7 @@ def test_what_was_fitted_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) 
     assert [row["state"] for row in rows] == ["open"]
     assert decide(plant.workspace, plant.ledger, candidate, SILENT) == number
     assert len(every_anomaly(plant.ledger)) == 1
-    lines = screen(snapshot(plant.workspace))
+    lines = _anomaly_lines({"anomalies": every_anomaly(plant.ledger), "marked_releases": []})
     assert any(f"anomaly {rows[0]['id']} {DEV_ALONE}" in line for line in lines), lines
     assert accept(plant.ledger, rows[0]["id"], "ada").startswith("closed")
     assert [(row["state"], row["how"]) for row in every_anomaly(plant.ledger)] == [("closed", "accepted")]

@@ -1,0 +1,59 @@
+"""Numbers of a release's evidence, and how its verdict says them."""
+
+from __future__ import annotations
+
+import math
+
+from factory.evals.statistics import CLOZE, Gain, of_recipe
+from factory.gates.release.evidence import ReleaseEvidence
+from factory.gates.release.policy import ReleasePolicy
+
+
+def number(value: float | int | None) -> float | None:
+    """The value when it is a finite number, else None: NaN is not evidence."""
+    return (
+        float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        else None
+    )
+
+
+def sentence(name: str, gain: Gain | None, levels: tuple[float | None, float | None] | None, unit: str | None) -> str:
+    """'code: 1.920 → 1.840 bits per byte (−0.080, 95 % between −0.100 and −0.060)': the change as a reader sees it, not the gain."""
+    words = name
+    if levels is not None and None not in levels:
+        words += f": {levels[0]:.3f} → {levels[1]:.3f} {unit}"
+    if gain is None:
+        return words
+    change, low, high = number(gain.gain), gain.bound(0.025), gain.bound(0.025, above=True)
+    if change is None or low is None or high is None:
+        return words
+    if name == CLOZE:
+        return f"{words} ({signed(change)}, 95 % between {signed(low)} and {signed(high)})"
+    return f"{words} ({signed(-change)}, 95 % between {signed(-high)} and {signed(-low)})"
+
+
+def spent(looks: float, most: float) -> str:
+    return (
+        f"The sealed half of what is held out was read by {looks:.0f} candidates before, at most {most:.0f} are allowed: nothing was measured. "
+        "New shards bring held-out documents that nobody saw (sealed_looks_max in gates/release.yaml)."
+    )
+
+
+def another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> str:
+    """Is the gain one of recipe and data, or of this draw? For the reader: what is released are these weights."""
+    runs, noise = evidence.replicas, number(evidence.replica_target)
+    if not isinstance(runs, int) or runs < 2 or noise is None or noise < 0:
+        return (
+            "How far another order of the same data moves a model was not measured: the gain is that of these weights, whatever they owe to "
+            "their draw (replicas in gates/release.yaml)."
+        )
+    words = f"Another order of the same data moves the target by {noise:.4f} bits per byte (standard deviation of {runs} trainings)"
+    lower = of_recipe(target, noise, runs).bound(policy.target.alpha / 2)
+    if lower is not None and lower > 0:
+        return f"{words}: the gain is beyond that, so it is one of recipe or data."
+    return f"{words}: these weights are better, but the gain is within that noise and may be this draw's, not the recipe's or the data's."
+
+
+def signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
