@@ -38,11 +38,15 @@ def test_releases_of_a_moved_workspace(released: Plant, tmp_path: Path) -> None:
     client = open_client(moved)
     version = client.get_model_version_by_alias(MODEL, "champion")
     run = version.run_id
-    names = {file.path for file in client.list_artifacts(run)} | {file.path for file in client.list_artifacts(run, "model")}
+    names = {file.path for file in client.list_artifacts(run)} | {
+        file.path for file in client.list_artifacts(run, "model")
+    }
     assert {"report.html", "model/MLmodel", "samples.json"} <= names
     report = Path(client.download_artifacts(run, "report.html", str(tmp_path)))
     assert "Release 2" in report.read_text() and client.download_artifacts(run, "model/MLmodel", str(tmp_path))
-    assert Path(unquote(urlparse(version.source).path)) == moved.mlflow_artifacts / "candidates" / run / "artifacts/model"
+    assert (
+        Path(unquote(urlparse(version.source).path)) == moved.mlflow_artifacts / "candidates" / run / "artifacts/model"
+    )
     row = champion(Ledger.open(moved.ledger_url))
     assert row and Path(row.export_path).is_relative_to(moved.root)
-    assert not first.root.exists()
+    assert not list(first.root.rglob("*"))
