@@ -24,16 +24,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.release.registry import MODEL
+from factory.release.answering import BY_TAG, ApprovalAnswers
+from factory.release.approvals import REASON_TAG
+from factory.release.registry import CHAMPION, MODEL
 from factory.release.start_pages import start_pages
 from factory.release.version_page import MODE, Place
-from factory.tracking.tracking import Tracking, ui_command
+from factory.tracking.mlflow_store import open_client
+from factory.tracking.tracking import APPROVAL_TAG, Tracking, ui_command
 
 PATIENCE = 240.0  # seconds for a page to show what it is waited for
-COLOURS = 200  # of a picture's palette: pages have few, and files stay small
+COLOURS = 256  # of a picture's palette: pages have few, and files stay small
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update "
     "--disable-sync --hide-scrollbars --remote-debugging-pipe about:blank"
@@ -144,22 +148,33 @@ def shots(workspace: Workspace, server: str) -> list[Shot]:
     version, at = f"{server}/#/models/{MODEL}/versions/{release.mlflow_version}?{MODE}", f"{server}/"
     return [
         Shot("releases", pages["releases"], "factory-lm", 700),
-        Shot("training", pages["training"], f"{segment.kind}-{segment.id}", 560),
-        Shot("segment", at + place(Subject("segment", segment.id)).link("/model-metrics"), "loss (", 900, charts=3),
-        Shot("version", version, "what decides", 1400),
+        Shot("segment", at + place(Subject("segment", segment.id)).link("/model-metrics"), "loss", 900, charts=3),
+        Shot("version", version, "what decides", 1440),
         Shot("tags", version, "what decides", 860, prepare=TO_TAGS),
         Shot("beside", at + mine.beside(theirs), "Run details", 860, prepare=FOLD_PLOTS),
         Shot("report", at + mine.link("/artifacts/report.html"), "report.html", 900),
     ]
 
 
+def say_a_word(workspace: Workspace, by: str = "ada") -> None:
+    """A person's word about the champion, and its answer. The champion is released already, so it is refused, and nothing else changes."""
+    client = open_client(workspace)
+    version = client.get_model_version_by_alias(MODEL, CHAMPION).version
+    for key, value in ((APPROVAL_TAG, "rejected"), (REASON_TAG, "it swears"), (BY_TAG, by)):
+        client.set_model_version_tag(MODEL, version, key, value)
+    ApprovalAnswers(workspace, Ledger.open(workspace.ledger_url), SILENT).look()
+
+
 def small(png: bytes) -> bytes:
+    """The same with a palette of its most frequent colours, so that plain ones stay as they are."""
     from PIL import Image
 
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    counted = sorted(image.getcolors(1 << 24) or [], reverse=True)[:COLOURS]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([part for _, colour in counted for part in colour])
     written = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(
-        COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
-    ).save(written, "PNG", optimize=True)
+    image.quantize(palette=palette, dither=Image.Dither.NONE).save(written, "PNG", optimize=True)
     return written.getvalue()
 
 
@@ -186,6 +201,7 @@ def main() -> None:
     asked = parser.parse_args()
     workspace, port = Workspace.open(asked.workspace), free_port()
     command, environment = ui_command(workspace, port, "127.0.0.1", None)
+    say_a_word(workspace)
     asked.into.mkdir(parents=True, exist_ok=True)
     server = subprocess.Popen(
         command,

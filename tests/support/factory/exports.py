@@ -118,7 +118,7 @@ class Plant:
                     id=number,
                     segment=number,
                     checkpoint=f"c{number}",
-                    export_path=str(export),
+                    export_path=self.ledger.inside(export),
                     export_sha256=folder_sha256(export),
                     created_at=time.time(),
                 )
