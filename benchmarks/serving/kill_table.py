@@ -29,10 +29,10 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.serving.engines import Engine, native
 from factory.serving.swap import Supervisor
-from tests.support.factory.kills import BEFORE, NEW, OLD, Outcome, kill_in_swap, outcome
-from tests.support.factory.load import AT_ONCE, Load
-from tests.support.factory.served import add_release, make_export
 from tests.support.paths import ROOT
+from tests.support.serving.kills import BEFORE, NEW, OLD, Outcome, kill_in_swap, outcome
+from tests.support.serving.load import AT_ONCE, Load
+from tests.support.serving.served import add_release, make_export
 
 ROUTER = "router"
 CASES = [

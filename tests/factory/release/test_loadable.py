@@ -17,8 +17,8 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import champion
 from factory.release.releases import reconcile
 from factory.serving.native.server import NativeEngine, application
-from tests.support.factory.served import PROMPT, add_release, make_export
 from tests.support.plants.release_scene import with_store
+from tests.support.serving.served import PROMPT, add_release, make_export
 
 MODEL_URI, COUNT = "models:/factory-lm@champion", 24
 

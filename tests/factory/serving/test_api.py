@@ -15,7 +15,7 @@ import torch
 
 from factory.evals.reference_model import ReferenceModel
 from factory.serving.native.server import NativeEngine, application
-from tests.support.factory.served import CONTEXT, PROMPT, continuation, make_export, tokenizer
+from tests.support.serving.served import CONTEXT, PROMPT, continuation, make_export, tokenizer
 
 CHAT = [{"role": "user", "content": "What is a shard?"}]
 Asking = Callable[[str, Any], httpx.Response]

@@ -20,11 +20,11 @@ from factory.release.releases import release
 from factory.release.serving import served as published
 from factory.tracking.mlflow_store import open_client
 from tests.support.factory.command import factory
-from tests.support.factory.load import AT_ONCE, Load
-from tests.support.factory.serve_process import Process, served
-from tests.support.factory.served import make_export
 from tests.support.paths import ROOT
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, with_store
+from tests.support.serving.load import AT_ONCE, Load
+from tests.support.serving.serve_process import Process, served
+from tests.support.serving.served import make_export
 
 
 def command(workspace: Workspace, *words: str) -> None:

@@ -17,9 +17,9 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.release.serving import MODEL_NAME
 from tests.support.factory.command import factory
-from tests.support.factory.serve_process import PATIENCE, gone, served
-from tests.support.factory.served import PROMPT, add_release, continuation, make_export, roll_back, serving
 from tests.support.said import Said
+from tests.support.serving.serve_process import PATIENCE, gone, served
+from tests.support.serving.served import PROMPT, add_release, continuation, make_export, roll_back, serving
 
 
 @pytest.mark.slow("three engines come up")

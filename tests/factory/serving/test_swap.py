@@ -18,9 +18,9 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, events
 from factory.serving import swap
 from factory.serving.engines import Engine, native
-from tests.support.factory.kills import OLD, kill_in_swap
-from tests.support.factory.load import AT_ONCE, Load
-from tests.support.factory.served import PROMPT, Serving, add_release, continuation, make_export, roll_back, serving
+from tests.support.serving.kills import OLD, kill_in_swap
+from tests.support.serving.load import AT_ONCE, Load
+from tests.support.serving.served import PROMPT, Serving, add_release, continuation, make_export, roll_back, serving
 
 
 @pytest.fixture(scope="module")

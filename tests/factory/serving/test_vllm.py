@@ -16,9 +16,9 @@ from factory.ledger.ledger import Ledger
 from factory.serving.api.errors import ApiError
 from factory.serving.engines import EngineKind
 from factory.serving.vllm import adapt, vllm
-from tests.support.factory.load import AT_ONCE, Load
-from tests.support.factory.served import CONTEXT, PROMPT, add_release, continuation, make_export, serving, tokenizer
 from tests.support.paths import ROOT
+from tests.support.serving.load import AT_ONCE, Load
+from tests.support.serving.served import CONTEXT, PROMPT, add_release, continuation, make_export, serving, tokenizer
 from tests.support.trainer.families import FAMILIES
 from tests.support.trainer.models import make_model
 from tests.support.trainer.segments import recipe_with

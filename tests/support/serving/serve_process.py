@@ -14,8 +14,8 @@ import httpx
 import psutil
 
 from factory.core.workspace import Workspace
-from tests.support.factory.served import PROMPT
 from tests.support.paths import ROOT
+from tests.support.serving.served import PROMPT
 
 PATIENCE = 600.0  # a bug's, not a machine's
 

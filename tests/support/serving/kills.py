@@ -13,8 +13,8 @@ from pathlib import Path
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.serving.engines import Engine
-from tests.support.factory.load import AT_ONCE, Load
-from tests.support.factory.served import Serving, add_release, serving
+from tests.support.serving.load import AT_ONCE, Load
+from tests.support.serving.served import Serving, add_release, serving
 
 NEW, OLD = "new engine", "old engine"
 BEFORE = ("started", "healthy", "verified", "parity", "warm")  # the flip

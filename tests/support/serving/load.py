@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.factory.served import PROMPT, continuation
+from tests.support.serving.served import PROMPT, continuation
 
 AT_ONCE = 100
 CUT = "\ufffd"  # a character that the limit cut: vLLM leaves it out
