@@ -60,6 +60,10 @@ SHARD = Path("inbox/a.jsonl")
         (World(waiting_audit=3, failed_segment=4), Action("audit", 3)),
         (World(waiting_audit=3, trunk_steps=2), Action("plan_trunk")),  # it never delays training …
         (World(waiting_audit=3, unannealed_trunk=1), Action("plan_anneal", 1)),
+        (World(unmeasured_replicas=2, trunk_steps=2, waiting_audit=3), Action("replicate", 2)),
+        (World(unmeasured_replicas=2, unannealed_trunk=1), Action("plan_anneal", 1)),
+        (World(unmeasured_replicas=2, unjudged_candidate=1), Action("judge", 1)),
+        (World(unmeasured_replicas=2, open_segment=9), Action("train", 9)),
         (World(waiting_audit=3, overdue_audit=3, trunk_steps=2), Action("audit", 3)),  # … unless too many wait
         (World(waiting_audit=3, overdue_audit=3, unannealed_trunk=1), Action("audit", 3)),
         (World(waiting_audit=3, overdue_audit=3, open_segment=9), Action("train", 9)),

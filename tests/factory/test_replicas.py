@@ -19,7 +19,7 @@ from factory.actions import Action, perform
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
-from factory.gates.release.policy import Replicas
+from factory.gates.release.policy import ReleasePolicy, Replicas
 from factory.gates.release.replicas import MEASURED, due, newest_measured, newest_noise
 from factory.ledger.ledger import Ledger, record, releases, segments
 from factory.ledger.rows import Reads, SegmentRow
@@ -138,6 +138,9 @@ def test_the_schedule(workspace: Workspace, ledger: Ledger) -> None:
         tx.execute(segments.update().where(segments.c.id == 1).values(kind="trunk", parent=None))
         tx.execute(segments.update().where(segments.c.id == 3).values(kind="average", parent=2))
     assert schedule(ledger) == (2, 3), "of an average, the anneal whose checkpoints it is made of"
+    needs = Needs()
+    needs._replicas(ledger, ReleasePolicy())
+    assert set(needs.ends) == {1, 2}, "what they begin at, and what they are compared with, is kept"
     assert schedule(ledger, from_release=4) is None and schedule(ledger, count=0) is None
     measured = {"release": 3, "recipe_sha256": "r" * 64, "runs": []}
     with ledger.begin() as tx:
