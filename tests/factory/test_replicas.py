@@ -25,6 +25,7 @@ from factory.ledger.ledger import Ledger, record, releases, segments
 from factory.ledger.rows import Reads, SegmentRow
 from factory.replicas.replicating import replicate
 from factory.replicas.waiting import folder_of
+from factory.retention.needs import Needs
 from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.plants.release_scene import add_candidate, add_verdict
