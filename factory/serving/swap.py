@@ -147,8 +147,10 @@ class Supervisor:
             self._tell(f"the ledger cannot be read, so what is served stays: {error}")
         if self.current and self.current.ended.done():
             await self.examine(self.current)
-        if self._watch and await asyncio.to_thread(self._watch.look):
-            self._say(self._watch.problem)
+        if watch := self._watch:
+            changed: bool = await asyncio.to_thread(watch.look)
+            if changed:
+                self._say(watch.problem)
         await self._tend("mend", self.serving if self.current is None else None)
         await self._tend("swap", self.wanted if self.wanted != self.serving else None)
         self._looked.set()
