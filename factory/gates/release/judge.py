@@ -331,7 +331,7 @@ def _seen(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
     """What the comparison could have shown at all."""
     assert evidence.target is not None and evidence.look is not None
     smallest, level = detectable(policy, evidence), spent_at(policy.target.alpha, evidence.look)
-    looks = f"candidate {evidence.look} against this champion, so shown at {level:.2%}; {evidence.target.effective:.0f} effective source documents"
+    looks = f"look {evidence.look} against this champion, so shown at {level:.2%}; {evidence.target.effective:.0f} effective source documents"
     if smallest is None:
         return f"No gain would have been seen with {100 * POWER:.0f} %: a guard is too uncertain ({looks})."
     return f"A gain of {smallest:.3f} in every domain would have been seen with {100 * POWER:.0f} %, all guards passed ({looks})."

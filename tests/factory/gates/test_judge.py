@@ -123,7 +123,7 @@ CASES = [
     (
         "promote",
         evidence(target=0.011),
-        "in every domain would have been seen with 80 %, all guards passed (candidate 1 against this champion",
+        "in every domain would have been seen with 80 %, all guards passed (look 1 against this champion",
     ),
     (
         "promote",
