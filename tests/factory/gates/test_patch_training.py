@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 
 from factory.gates.patch.held_out import reference_model
 from factory.gates.patch.likeness import differs, squares
-from factory.gates.patch.session import Rest, read_rest
+from factory.gates.patch.session import Rest, read_rest, reveal
 from factory.gates.patch.training import for_one_rank
 from kernels.contract.registry import bind
 from tests.support.trainer.families import FAMILIES, ODD
@@ -147,3 +148,14 @@ def test_a_damaged_checkpoint_is_no_checkpoint(tmp_path: Path, spoil: Callable[[
     spoil(written(tmp_path, optimizer()))
     found, wrong = rest_of(tmp_path)
     assert found is None and "that training could continue from" in wrong and words in wrong
+
+
+def test_a_run_is_revealed_whole(tmp_path: Path) -> None:
+    """A trainer that waits reads the file as soon as it has its name."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        reveal(folder, {"seed": 7})
+    finally:
+        os.close(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["segment.json"]
+    assert json.loads((tmp_path / "segment.json").read_text()) == {"seed": 7}
