@@ -349,7 +349,7 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
     assert verdict is not None
     stages = verdict["evidence"]["stages"]
     assert [stages[name]["state"] for name in ("scope", "static", "oracle")] == ["passed"] * 3, verdict["reasons"]
-    assert "training" in stages  # whether it is faster is the machine's to say
+    assert "training" in stages, (list(stages), verdict["reasons"])  # whether it is faster is the machine's to say
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert (
         f"Agent: {AGENT}" in message

@@ -20,7 +20,9 @@ from factory.evals.evaluator import current_suite
 from factory.evals.export_parity import checkpoint_checks, file_checks, made_from
 from factory.evals.parity import CHECKS, ParityCase, parity
 from factory.evals.policy import EvalPolicy
+from factory.evals.probes.checks import OF_ENGINE
 from factory.evals.probes.engine import Asking, make_fixture
+from factory.evals.probes.engine_process import VLLM_PROGRAM
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
@@ -96,6 +98,19 @@ def failed(checks: list[Any]) -> dict[str, str]:
 def test_an_export_without_a_break_passes_every_check(plant: Plant, sound: CandidateRow) -> None:
     checks = parity(case_of(plant, sound, Path(sound.export_path)))
     assert not failed(checks) and all(check.ok for check in checks), [check for check in checks if not check.ok]
+
+
+@pytest.mark.slow("vLLM takes minutes to start")
+def test_vllm_takes_part_where_it_is_installed(plant: Plant, sound: CandidateRow) -> None:
+    if not VLLM_PROGRAM.exists():
+        pytest.skip("vLLM is not installed: make serve-env")
+    case = case_of(plant, sound, Path(sound.export_path))
+    checks = parity(replace(case, policy=EvalPolicy(parity_documents=8, vllm="auto")))
+    assert not failed(checks) and all(check.ok for check in checks), [check for check in checks if not check.ok]
+    of_engines = {check.name: check.detail for check in checks if check.name in OF_ENGINE}
+    assert set(of_engines) == set(OF_ENGINE)
+    assert all("native: " in detail and "vllm: " in detail for detail in of_engines.values()), of_engines
+    print(*of_engines.items(), sep="\n")
 
 
 @pytest.mark.parametrize("name", [n if n in IN_FAST_TIER else pytest.param(n, marks=SLOW) for n in BREAKS])

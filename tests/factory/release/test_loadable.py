@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import champion
 from factory.release.releases import reconcile
 from factory.serving.native.server import NativeEngine, application
+from tests.support.mlflow_server import mlflow_server
 from tests.support.plants.release_scene import with_store
 from tests.support.serving.served import PROMPT, add_release, make_export
 
@@ -70,3 +72,19 @@ def test_mlflow_loads_the_champion_and_it_writes_what_the_engine_writes(
     moved = Workspace.open(copy)
     assert reconcile(moved, Ledger.open(moved.ledger_url)) == []
     assert loaded(moved) == (said.strip(), said)
+
+
+@pytest.mark.slow("starts MLflow's server, which loads for half a minute on a busy machine")
+def test_a_server_that_keeps_artifacts_is_sent_the_export_and_gives_it_back(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    export = make_export(workspace.exports / "segment-00001", 1)
+    add_release(workspace, ledger, export)
+    said = engine_says(export)
+    with mlflow_server(tmp_path / "server") as address:
+        at_server = replace(workspace, config=replace(workspace.config, mlflow_uri=address))
+        assert any("published again" in line for line in reconcile(at_server, ledger))
+        assert reconcile(at_server, ledger) == []
+        shutil.rmtree(export)  # nothing but what the server gives back is loaded
+        assert loaded(at_server) == (said.strip(), said)

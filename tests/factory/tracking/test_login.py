@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import time
-
 import httpx
 import pytest
 
@@ -16,7 +10,7 @@ from factory.core.workspace import Workspace
 from factory.tracking.login import is_loopback, login
 from factory.tracking.mlflow_store import ui_command
 from tests.support.factory.command import factory
-from tests.support.patience import PATIENCE_S
+from tests.support.mlflow_server import EXPERIMENTS, answering, free_port
 from tests.support.plants.release_scene import with_store
 
 
@@ -42,29 +36,12 @@ def test_the_password_is_made_once_and_is_nobody_elses(workspace: Workspace) -> 
 @pytest.mark.slow("starts MLflow's server, which loads for half a minute on a busy machine")
 def test_a_server_lets_in_who_has_the_password(workspace: Workspace) -> None:
     with_store(workspace)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     secrets, _ = login(workspace, "ada")
     command, environment = ui_command(workspace, port, "127.0.0.1", secrets)
-    log = open(workspace.logs / "ui.log", "wb")  # noqa: SIM115 (the server's, until it ends)
-    server = subprocess.Popen(
-        command, env=os.environ | environment, stdout=log, stderr=log, cwd=workspace.root, start_new_session=True
-    )
-    url = f"http://127.0.0.1:{port}/api/2.0/mlflow/experiments/search?max_results=1"
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                without = httpx.get(url, timeout=10)
-                break
-            except httpx.HTTPError:
-                assert time.monotonic() < deadline and server.poll() is None, (workspace.logs / "ui.log").read_text()
-                time.sleep(0.5)
-        wrong = httpx.get(url, auth=("ada", "password1234"), timeout=30)
-        right = httpx.get(url, auth=("ada", secrets["MLFLOW_AUTH_ADMIN_PASSWORD"]), timeout=30)
+    address = f"http://127.0.0.1:{port}"
+    with answering(command, environment, address, workspace.root):
+        without = httpx.get(address + EXPERIMENTS, timeout=30)
+        wrong = httpx.get(address + EXPERIMENTS, auth=("ada", "password1234"), timeout=30)
+        right = httpx.get(address + EXPERIMENTS, auth=("ada", secrets["MLFLOW_AUTH_ADMIN_PASSWORD"]), timeout=30)
         assert (without.status_code, wrong.status_code, right.status_code) == (401, 401, 200)
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        log.close()
