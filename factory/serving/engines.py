@@ -77,8 +77,8 @@ class Engine:
         folder = Path(
             tempfile.mkdtemp(prefix="factory-serve-")
         )  # for this user alone, and short: a socket's path has 107 bytes
-        command = kind.command(champion.export, str(folder / "socket"))
         try:
+            command = kind.command(champion.export, str(folder / "socket"))
             with open(path, "wb") as log:
                 process = await asyncio.create_subprocess_exec(
                     *command,
@@ -90,9 +90,11 @@ class Engine:
                     start_new_session=True,  # an interrupt from the terminal is the router's to handle
                     preexec_fn=die_with(os.getpid()),
                 )
-        except OSError as error:
+        except (OSError, FactoryError) as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise EngineError(f"{command[0]} cannot be started: {error.strerror}") from error
+            if isinstance(error, OSError):
+                raise EngineError(f"{command[0]} cannot be started: {error.strerror}") from error
+            raise
         return cls(kind, champion, folder, path, process)
 
     async def ask(self, method: str, path: str, **parts: Any) -> httpx.Response:

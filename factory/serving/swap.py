@@ -240,7 +240,7 @@ class Supervisor:
         self.metrics.add("factory_serve_swaps_total", release=engine.champion.release)
         if old:
             self._start(self._retire(old))
-        self._start(self._record("serving", engine.champion.release, {"engine": self.kind.name, "again": again}))
+        self._start(self._record("serving", engine.champion.release, {"engine": engine.kind.name, "again": again}))
 
     async def _retire(self, engine: Engine) -> None:
         """Let an engine finish what it works on, then stop it. If it ends before, its requests are asked again or told so."""
@@ -287,7 +287,7 @@ class Supervisor:
                 "flipped": "is served",
                 "stopped": "is not served any more, its engine has ended",
             }
-            self._say(f"release {engine.champion.release} {words[stage]} ({self.kind.name})")
+            self._say(f"release {engine.champion.release} {words[stage]} ({engine.kind.name})")
 
     async def _watch_health(self) -> None:
         """An engine that ends is noticed at once, one that is unhealthy or hangs by its answers."""

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import code_root
+from factory.evals.probes.engine_process import vllm_lacks
 from factory.release.serving import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults
 from factory.serving.api.request import ServedModel, check_messages, load_served, parse_body, read_request
@@ -40,6 +41,8 @@ def vllm(environment: Path | None = None) -> EngineKind:
     on_gpu = Path("/dev/nvidia0").exists()
 
     def command(export: Path, socket: str) -> list[str]:
+        if lacks := vllm_lacks(export):
+            raise InputError(f"{export.name}: {lacks}: use --engine native")
         defaults = GenerationDefaults.read(export).sampling
         sampling = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k}
         words = [str(program), "serve", str(export), "--uds", socket, "--served-model-name", MODEL_NAME]

@@ -20,6 +20,7 @@ import httpx
 from factory.core.launching import die_with
 from factory.core.left_files import read_tail
 from factory.core.workspace import code_root
+from factory.evals.export_folder import read_json
 from factory.evals.probes.checks import OF_ENGINE, Check
 from factory.evals.probes.engine import Asking, Fixture
 
@@ -29,6 +30,8 @@ MODEL_NAME = "factory-lm"
 TOLERANCE = 1e-3  # nats, of two programs in fp32
 TOLERANCE_BF16 = 0.1  # vLLM on a GPU
 POLL_SECONDS = 0.1
+# Of vLLM 0.32 (vllm/v1/attention/backends/cpu_attn.py); with another its engine starts, and ends at the first prompt.
+VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 @dataclass
@@ -76,6 +79,14 @@ class EngineProcess:
             self.process.wait(2)
         lines = read_tail(self.folder / "log", 1 << 16).decode(errors="replace").strip().splitlines()
         return "" if self.process.returncode is None else f"{lines[-1][:300] if lines else 'no output'}"
+
+
+def vllm_lacks(export: Path) -> str:
+    """What vLLM's attention lacks on this machine for the export; '': nothing that is known. Raises: ExportError."""
+    head_dim = read_json(export / "config.json").get("head_dim")  # exports name it
+    if head_dim is None or head_dim in VLLM_CPU_HEAD_DIMS or Path("/dev/nvidia0").exists():
+        return ""
+    return f"vLLM's attention has no head_dim {head_dim} on a CPU, only {', '.join(map(str, VLLM_CPU_HEAD_DIMS))}"
 
 
 async def _healthy(client: httpx.AsyncClient) -> bool:

@@ -17,6 +17,7 @@ from factory.serving.api.errors import ApiError
 from factory.serving.engines import EngineKind
 from factory.serving.vllm import adapt, vllm
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 from tests.support.serving.load import AT_ONCE, Load
 from tests.support.serving.served import CONTEXT, PROMPT, add_release, continuation, make_export, serving, tokenizer
 from tests.support.trainer.families import FAMILIES
@@ -99,10 +100,11 @@ def test_from_the_embedded_engine_to_vllm_and_on_to_the_next_release_no_request_
                 for number in (2, 3):
                     await load.more(AT_ONCE)
                     add_release(workspace, ledger, exports[number - 1])
-                    await served.until(number)
+                    await served.until(number, patience=4 * PATIENCE_S)  # beside 100 clients and an engine that spins
                     assert served.supervisor.current and served.supervisor.current.kind.name == "vllm"
                 await load.more(2 * AT_ONCE)
             assert load.failures == [] and load.cut == 0
+            assert "release 1 is not served any more, its engine has ended (native)" in served.said
             assert load.answers[-1] == 3 and set(load.answers) == {1, 2, 3}
 
     asyncio.run(scene())
@@ -128,8 +130,11 @@ def test_how_vllm_is_started(tmp_path: Path) -> None:
         vllm(tmp_path)
     program.parent.mkdir()
     program.touch()
-    words = vllm(tmp_path).command(make_export(tmp_path / "export", 1), "/tmp/x/socket")
+    words = vllm(tmp_path).command(make_export(tmp_path / "export", 1, head_dim=32), "/tmp/x/socket")
     assert words[:2] == [str(program), "serve"] and words[words.index("--uds") + 1] == "/tmp/x/socket"
     sampling = json.loads(words[words.index("--override-generation-config") + 1])
     assert sampling["temperature"] == 0.0, "vLLM ignores do_sample: false"
+    if not Path("/dev/nvidia0").exists():
+        with pytest.raises(InputError, match="no head_dim 16 on a CPU.*use --engine native"):
+            vllm(tmp_path).command(make_export(tmp_path / "narrow", 1, head_dim=16), "/tmp/x/socket")
     assert "serve-env:" in (ROOT / "Makefile").read_text()

@@ -18,7 +18,7 @@ from tests.support.trainer.segments import recipe_with
 from trainer.contract.checkpoint.export import export as write_export
 from trainer.contract.checkpoint.format import Checkpoint, save
 
-RECIPE = recipe_with(model__vocab_size=VOCAB, model__context=64)
+RECIPE = recipe_with(model__vocab_size=VOCAB, model__context=64, model__head_dim=32)  # a width that vLLM has on a CPU
 
 
 def checkpoint_of(seed: int, folder: Path) -> Path:
