@@ -112,8 +112,8 @@ class RunningBatch:
         had = self._cache
         if rows <= had.shape[2] and columns <= had.shape[4]:
             return
-        if (more := min(2 * rows, MOST_ROWS)) * columns <= self.room:
-            rows = more
+        if (more := min(2 * had.shape[2], MOST_ROWS)) * columns <= self.room:
+            rows = max(rows, more)
         kept_rows, kept_columns = min(rows, had.shape[2]), min(columns, had.shape[4])
         self._cache = self.decoder.new_cache(rows, columns)
         self._cache[:, :, :kept_rows, :, :kept_columns] = had[:, :, :kept_rows, :, :kept_columns]
