@@ -101,13 +101,15 @@ class CachedDecoder:
         for layer in range(self.config.layers):
             block = f"model.layers.{layer}"
             y_ND = self._norm(x_ND, self.weights[f"{block}.input_layernorm.weight"])
-            x_ND = x_ND + self._attention(y_ND, layer, at, cache[layer])
+            o_ND = self._attention(y_ND, layer, at, cache[layer])
+            if at.pieces and layer == self.config.layers - 1:  # of a prompt, only its last token goes on
+                ends = [*range(at.singles), *(piece.last - 1 for piece in at.pieces)]
+                x_ND, o_ND = x_ND[ends], o_ND[ends]
+            x_ND = x_ND + F.linear(o_ND, self.weights[f"{block}.self_attn.o_proj.weight"])
             y_ND = self._norm(x_ND, self.weights[f"{block}.post_attention_layernorm.weight"])
             experts = self.config.experts_at(layer)
             mlp = f"{block}.mlp"
             x_ND = x_ND + (self._swiglu(y_ND, mlp) if experts is None else self._mixture(y_ND, mlp, experts))
-        if at.pieces:
-            x_ND = x_ND[[*range(at.singles), *(piece.last - 1 for piece in at.pieces)]]
         return F.linear(self._norm(x_ND, self.weights["model.norm.weight"]), self.head_VD)
 
     def _place(self, lengths: list[int], starts: list[int]) -> _Pass:
@@ -119,9 +121,8 @@ class CachedDecoder:
         mask_B11S = None
         if min(starts[:singles], default=0) + 1 < seen:
             hidden_BS = torch.arange(seen, device=self.device) > column_N[:singles, None]
-            mask_B11S = torch.zeros(hidden_BS.shape, device=self.device).masked_fill_(hidden_BS, -torch.inf)[
-                :, None, None
-            ]
+            mask_BS = torch.zeros(hidden_BS.shape, device=self.device).masked_fill_(hidden_BS, -torch.inf)
+            mask_B11S = mask_BS[:, None, None]
         pieces, first = [], singles
         for row, (length, start) in enumerate(zip(lengths[singles:], starts[singles:], strict=True), singles):
             last = first + length
@@ -154,8 +155,7 @@ class CachedDecoder:
                 q_1HTK, keys, values, attn_mask=piece.mask_TS, is_causal=piece.mask_TS is None, enable_gqa=True
             )
             outputs.append(o_1HTK[0].transpose(0, 1).flatten(1))
-        o_ND = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return F.linear(o_ND, self.weights[f"{name}.o_proj.weight"])
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _swiglu(self, x: torch.Tensor, name: str) -> torch.Tensor:
         gate, up = F.linear(x, self._joined[f"{name}.gate_proj.weight"]).chunk(2, -1)
