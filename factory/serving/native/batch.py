@@ -1,8 +1,8 @@
 """Continuous batching: sequences join and leave between any two steps, and none sees that others are there.
 
-Rows of the cache: first those whose prompt is read (``_ready`` of them, decoded together), then those that still read theirs. A step reads at
-most ``CHUNK`` prompt tokens, so that a long prompt does not hold up who is writing, and then writes a token for each ready row. A row that
-leaves is replaced by the last one, so the rows in use are always a slice and nothing is copied to read them.
+Rows of the cache: first those whose prompt is read (``_ready`` of them, decoded together), then those that still read theirs. A step is
+one pass of the model: the next token of each ready row, and at most ``CHUNK`` prompt tokens, so that a long prompt does not hold up who is
+writing. A row that leaves is replaced by the last one, so the rows in use are always a slice and nothing is copied to read them.
 """
 
 from __future__ import annotations
@@ -90,10 +90,7 @@ class RunningBatch:
     def step(self) -> list[Token]:
         """Read prompts, write a token for each row whose prompt is read. Empty only while there is nothing to do or a long prompt is read."""
         self._admit()
-        ready = self._ready
-        found = self._read_prompts()
-        if ready:  # who got the first token just now stands behind these
-            found += self._write(ready)
+        found = self._advance()
         ended = {token.key for token in found if token.end}
         for number in reversed(range(self._ready)):
             if self._rows[number].job.key in ended:
@@ -106,48 +103,43 @@ class RunningBatch:
             job = self._waiting[0]
             columns = max([len(job.prompt) + job.most_tokens, *(row.columns for row in self._rows)])
             if self._rows and (len(self._rows) + 1) * columns > self.room:
-                return  # in order of arrival: a long one is not overtaken for ever
+                break  # in order of arrival: a long one is not overtaken for ever
             self._waiting.popleft()
             self._rows.append(_Row(job, torch.Generator().manual_seed(job.seed)))
-            self._grow(len(self._rows), columns)
+        self._grow(len(self._rows), max((row.columns for row in self._rows), default=0))
 
     def _grow(self, rows: int, columns: int) -> None:
         had = self._cache
         if rows <= had.shape[2] and columns <= had.shape[4]:
             return
-        if (more := min(2 * rows, MOST_ROWS)) * columns <= self.room:
-            rows = more
+        if (more := min(2 * had.shape[2], MOST_ROWS)) * columns <= self.room:
+            rows = max(rows, more)
         kept_rows, kept_columns = min(rows, had.shape[2]), min(columns, had.shape[4])
         self._cache = self.decoder.new_cache(rows, columns)
         self._cache[:, :, :kept_rows, :, :kept_columns] = had[:, :, :kept_rows, :, :kept_columns]
 
-    def _read_prompts(self) -> list[Token]:
-        found, left = [], CHUNK
-        while left and self._ready < len(self._rows):
-            row = self._rows[self._ready]
-            piece = row.job.prompt[row.length : row.length + left]
-            logits_V = self._logits(self._ready, [piece], [row.length])[0]
+    def _advance(self) -> list[Token]:
+        """One pass: the last token of each ready row, and pieces of prompts behind them."""
+        tokens, left = [row.written[-1:] for row in self._rows[: self._ready]], CHUNK
+        for row in self._rows[self._ready :]:
+            if not left:
+                break
+            tokens.append(row.job.prompt[row.length : row.length + left])
+            left -= len(tokens[-1])
+        if not tokens:
+            return []
+        rows = self._rows[: len(tokens)]
+        logits_BV = self.decoder.logits(tokens, [row.length for row in rows], self._cache)
+        for row, piece in zip(rows, tokens, strict=True):
             row.length += len(piece)
-            left -= len(piece)
-            if row.length == len(row.job.prompt):
-                self._ready += 1
-                found += self._tokens([row], logits_V[None])
-        return found
-
-    def _write(self, count: int) -> list[Token]:
-        rows = self._rows[:count]
-        logits_BV = self._logits(0, [row.written[-1:] for row in rows], [row.length for row in rows])
-        for row in rows:
-            row.length += 1
-        return self._tokens(rows, logits_BV)
-
-    def _logits(self, first: int, tokens: list[list[int]], starts: list[int]) -> torch.Tensor:
-        device = self.decoder.device
-        rows = self._cache[:, :, first : first + len(tokens)]
-        return self.decoder.logits(torch.tensor(tokens, device=device), torch.tensor(starts, device=device), rows)
+        if rows[-1].length < len(rows[-1].job.prompt):  # only the last can be in the middle of its prompt
+            rows.pop()
+        self._ready = len(rows)
+        return self._tokens(rows, logits_BV[: self._ready]) if rows else []
 
     def _tokens(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Token]:
-        sound = torch.isfinite(logits_BV).all(1).tolist()
+        most_B, least_B = logits_BV.amax(1), logits_BV.amin(1)  # both are NaN where one of a row is
+        sound = (most_B.isfinite() & least_B.isfinite()).tolist()
         best = logits_BV.argmax(1).tolist()
         chosen = [
             draw(logits_V, row.job.sampling, row.generator) if ok and row.job.sampling.temperature > 0 else token

@@ -1,11 +1,13 @@
 """The decoders of ``export_config`` with a cache of keys and values, in fp32, on a CPU or a GPU.
 
 The maths is the judge's (``factory.evals.reference_model``), written a second time: that one is what this one is held to, when a release is
-swapped in and in the tests. A row's cache column is its position, so rows of any length share a batch without padding.
+swapped in and in the tests. A row's cache column is its position, so rows of any length share a batch without padding: a pass takes the new
+tokens of all rows as one list, [N, D], and only attention looks at rows. Matrices that read the same input are stored as one, and multiplied once.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +16,32 @@ import torch.nn.functional as F
 from factory.evals.export_config import ExpertsConfig, ExportConfig
 from factory.evals.export_folder import read_config, read_weights
 
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens ``first`` … ``last - 1`` of a pass, which follow one another in ``row``; the last stands at column ``seen - 1``."""
+
+    first: int
+    last: int
+    row: int
+    seen: int
+    mask_TS: torch.Tensor | None  # None: the row begins here, the mask is causal
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Where the tokens of a pass stand. The first ``singles`` of them are one each of the first rows; ``pieces`` are the others."""
+
+    row_N: torch.Tensor
+    column_N: torch.Tensor
+    turn_N1K: tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+    singles: int
+    seen: int  # columns that the singles look at
+    mask_B11S: torch.Tensor | None  # added to the scores of the singles; None: all see all of them
+    pieces: list[_Piece]
+
 
 class CachedDecoder:
     """An export, loaded onto ``device``."""
@@ -21,15 +49,37 @@ class CachedDecoder:
     def __init__(self, config: ExportConfig, weights: dict[str, torch.Tensor], device: torch.device) -> None:
         self.config, self.device = config, device
         self.weights = {name: weight.to(device) for name, weight in weights.items()}
+        self._joined = self._join()
+        self._qk_norm_HK = [self._qk_norm(layer) for layer in range(config.layers)] if config.qk_norm else []
         self.head_VD = self.weights["model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"]
         even_K2 = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-        self.frequencies_K2 = (config.rope_theta ** (-even_K2 / config.head_dim)).to(device)
+        frequencies_K2 = config.rope_theta ** (-even_K2 / config.head_dim)
+        angle_SK2 = torch.arange(config.context)[:, None].float() * frequencies_K2
+        self._cos_SK = angle_SK2.cos().repeat(1, 2).to(device)
+        self._sin_SK = torch.cat((-angle_SK2.sin(), angle_SK2.sin()), 1).to(device)  # signed, as ``_rotate`` takes them
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> CachedDecoder:
         """Raises: ExportError for anything but a sound export of a known architecture."""
         config = read_config(folder)
         return cls(config, read_weights(folder, config), device)
+
+    def _join(self) -> dict[str, torch.Tensor]:
+        """Each matrix of ``JOINED`` by the name of its first part; ``weights`` then holds views of it, so that nothing is held twice."""
+        joined = {}
+        for first, *others in JOINED:
+            for name in [name for name in self.weights if name.endswith(f".{first}.weight")]:
+                names = [name, *(name.replace(first, other) for other in others)]
+                joined[name] = torch.cat([self.weights[part] for part in names])
+                self.weights |= dict(
+                    zip(names, joined[name].split([len(self.weights[part]) for part in names]), strict=True)
+                )
+        return joined
+
+    def _qk_norm(self, layer: int) -> torch.Tensor:
+        """The norm's weights of each query head, then of each key head."""
+        q_K, k_K = (self.weights[f"model.layers.{layer}.self_attn.{part}_norm.weight"] for part in "qk")
+        return torch.cat((q_K.expand(self.config.heads, -1), k_K.expand(self.config.kv_heads, -1)))
 
     def new_cache(self, rows: int, columns: int) -> torch.Tensor:
         """[layers, 2, rows, G, columns, K], zeros: stale columns are masked, and a masked NaN would still spoil its row."""
@@ -42,61 +92,77 @@ class CachedDecoder:
         return 4 * self.config.layers * 2 * self.config.kv_heads * self.config.head_dim
 
     @torch.inference_mode()
-    def logits(self, tokens_BT: torch.Tensor, start_B: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] after the last column of int64 tokens [B, T], which stand at columns ``start_B`` … of the rows of ``cache``
-        [layers, 2, B, G, S, K]. Their keys and values are written there; all columns before them must have been."""
-        column_BT = start_B[:, None] + torch.arange(tokens_BT.shape[1], device=self.device)
-        seen = int(column_BT.max()) + 1
-        mask_B1TS = (torch.arange(seen, device=self.device) <= column_BT[..., None])[:, None]
-        angle_BTK = (column_BT[..., None].float() * self.frequencies_K2).repeat(1, 1, 2)
-        turn = angle_BTK.cos()[:, None], angle_BTK.sin()[:, None]
-        x_BTD = F.embedding(tokens_BT, self.weights["model.embed_tokens.weight"])
+    def logits(self, tokens: list[list[int]], starts: list[int], cache: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] after the last of the ``tokens`` of each of the first B rows of ``cache`` [layers, 2, rows, G, S, K]. They are at least
+        one a row, and stand at columns ``starts`` … . Their keys and values are written there; all columns before them must have been."""
+        at = self._place([len(row) for row in tokens], starts)
+        ids_N = torch.tensor([token for row in tokens for token in row], device=self.device)
+        x_ND = F.embedding(ids_N, self.weights["model.embed_tokens.weight"])
         for layer in range(self.config.layers):
             block = f"model.layers.{layer}"
-            y_BTD = self._norm(x_BTD, f"{block}.input_layernorm")
-            x_BTD = x_BTD + self._attention(y_BTD, layer, turn, mask_B1TS, column_BT, cache[layer])
-            y_BTD = self._norm(x_BTD, f"{block}.post_attention_layernorm")
+            y_ND = self._norm(x_ND, self.weights[f"{block}.input_layernorm.weight"])
+            o_ND = self._attention(y_ND, layer, at, cache[layer])
+            if at.pieces and layer == self.config.layers - 1:  # of a prompt, only its last token goes on
+                ends = [*range(at.singles), *(piece.last - 1 for piece in at.pieces)]
+                x_ND, o_ND = x_ND[ends], o_ND[ends]
+            x_ND = x_ND + F.linear(o_ND, self.weights[f"{block}.self_attn.o_proj.weight"])
+            y_ND = self._norm(x_ND, self.weights[f"{block}.post_attention_layernorm.weight"])
             experts = self.config.experts_at(layer)
             mlp = f"{block}.mlp"
-            x_BTD = x_BTD + (self._swiglu(y_BTD, mlp) if experts is None else self._mixture(y_BTD, mlp, experts))
-        return self._norm(x_BTD[:, -1], "model.norm") @ self.head_VD.T
+            x_ND = x_ND + (self._swiglu(y_ND, mlp) if experts is None else self._mixture(y_ND, mlp, experts))
+        return F.linear(self._norm(x_ND, self.weights["model.norm.weight"]), self.head_VD)
 
-    def _attention(
-        self,
-        x_BTD: torch.Tensor,
-        layer: int,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        mask_B1TS: torch.Tensor,
-        column_BT: torch.Tensor,
-        cache: torch.Tensor,
-    ) -> torch.Tensor:
+    def _place(self, lengths: list[int], starts: list[int]) -> _Pass:
+        singles = next((row for row, length in enumerate(lengths) if length > 1), len(lengths))
+        columns = [start + place for start, length in zip(starts, lengths, strict=True) for place in range(length)]
+        column_N = torch.tensor(columns, device=self.device)
+        row_N = torch.tensor([row for row, length in enumerate(lengths) for _ in range(length)], device=self.device)
+        seen = max(starts[:singles], default=0) + 1
+        mask_B11S = None
+        if min(starts[:singles], default=0) + 1 < seen:
+            hidden_BS = torch.arange(seen, device=self.device) > column_N[:singles, None]
+            mask_BS = torch.zeros(hidden_BS.shape, device=self.device).masked_fill_(hidden_BS, -torch.inf)
+            mask_B11S = mask_BS[:, None, None]
+        pieces, first = [], singles
+        for row, (length, start) in enumerate(zip(lengths[singles:], starts[singles:], strict=True), singles):
+            last = first + length
+            mask_TS = torch.arange(start + length, device=self.device) <= column_N[first:last, None] if start else None
+            pieces.append(_Piece(first, last, row, start + length, mask_TS))
+            first = last
+        turn = self._cos_SK[column_N, None], self._sin_SK[column_N, None]
+        return _Pass(row_N, column_N, turn, singles, seen, mask_B11S, pieces)
+
+    def _attention(self, x_ND: torch.Tensor, layer: int, at: _Pass, cache: torch.Tensor) -> torch.Tensor:
         config, name = self.config, f"model.layers.{layer}.self_attn"
-        rows, length, _ = x_BTD.shape
-
-        def heads(part: str, count: int) -> torch.Tensor:
-            y = F.linear(x_BTD, self.weights[f"{name}.{part}_proj.weight"])
-            return y.view(rows, length, count, config.head_dim).transpose(1, 2)
-
-        q, k, v = heads("q", config.heads), heads("k", config.kv_heads), heads("v", config.kv_heads)
+        parts_NHK = F.linear(x_ND, self._joined[f"{name}.q_proj.weight"]).view(len(x_ND), -1, config.head_dim)
+        qk_NHK, v_NGK = parts_NHK.split((config.heads + config.kv_heads, config.kv_heads), 1)
         if config.qk_norm:
-            q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
+            qk_NHK = F.rms_norm(qk_NHK, (config.head_dim,), eps=config.norm_eps) * self._qk_norm_HK[layer]
         if config.rope_layers[layer]:
-            q, k = _rotate(q, *turn), _rotate(k, *turn)
-        row_B1 = torch.arange(rows, device=self.device)[:, None]
-        cache[0][row_B1, :, column_BT] = k.transpose(1, 2)
-        cache[1][row_B1, :, column_BT] = v.transpose(1, 2)
-        seen = mask_B1TS.shape[-1]
-        keys, values = cache[0, :, :, :seen], cache[1, :, :, :seen]
-        o = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask_B1TS, enable_gqa=True)
-        return F.linear(o.transpose(1, 2).flatten(2), self.weights[f"{name}.o_proj.weight"])
+            qk_NHK = _rotate(qk_NHK, *at.turn_N1K)
+        q_NHK, k_NGK = qk_NHK.split((config.heads, config.kv_heads), 1)
+        cache[:, at.row_N, :, at.column_N] = torch.stack((k_NGK, v_NGK), 1)
+        outputs = []
+        if at.singles:  # the queries that share a key-value head are to it as the tokens of one row
+            q_BGQK = q_NHK[: at.singles].unflatten(1, (config.kv_heads, -1))
+            keys, values = cache[:, : at.singles, :, : at.seen]
+            o_BGQK = F.scaled_dot_product_attention(q_BGQK, keys, values, attn_mask=at.mask_B11S)
+            outputs.append(o_BGQK.flatten(1))
+        for piece in at.pieces:
+            q_1HTK = q_NHK[piece.first : piece.last].transpose(0, 1)[None]
+            keys, values = cache[:, piece.row, None, :, : piece.seen]
+            o_1HTK = F.scaled_dot_product_attention(
+                q_1HTK, keys, values, attn_mask=piece.mask_TS, is_causal=piece.mask_TS is None, enable_gqa=True
+            )
+            outputs.append(o_1HTK[0].transpose(0, 1).flatten(1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _swiglu(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        gate, up, down = (self.weights[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        gate, up = F.linear(x, self._joined[f"{name}.gate_proj.weight"]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.weights[f"{name}.down_proj.weight"])
 
-    def _mixture(self, x_BTD: torch.Tensor, name: str, experts: ExpertsConfig) -> torch.Tensor:
+    def _mixture(self, x_ND: torch.Tensor, name: str, experts: ExpertsConfig) -> torch.Tensor:
         """Each token to ``per_token`` experts, chosen by biased sigmoids and weighted by the plain ones (arXiv:2412.19437, §2.1.2)."""
-        x_ND = x_BTD.flatten(0, 1)
         affinity_NE = F.linear(x_ND, self.weights[f"{name}.gate.weight"]).sigmoid()
         chosen_NP = (affinity_NE + self.weights[f"{name}.gate.e_score_correction_bias"]).topk(experts.per_token).indices
         weight_NP = affinity_NE.gather(1, chosen_NP)
@@ -106,13 +172,12 @@ class CachedDecoder:
             token_M, place_M = (chosen_NP == expert).nonzero(as_tuple=True)
             out_MD = self._swiglu(x_ND[token_M], f"{name}.experts.{expert}")
             y_ND[token_M] += weight_NP[token_M, place_M, None] * out_MD
-        return y_ND.view_as(x_BTD)
+        return y_ND
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps)
-        return x * scale * self.weights[f"{name}.weight"]
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
 
-def _rotate(x_BHTK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x_BHTK.chunk(2, -1)
-    return x_BHTK * cos + torch.cat((-second, first), -1) * sin
+def _rotate(x_NHK: torch.Tensor, cos_N1K: torch.Tensor, sin_N1K: torch.Tensor) -> torch.Tensor:
+    """RoPE of halves. The sines of the first half are negated."""
+    return torch.addcmul(x_NHK * cos_N1K, x_NHK.roll(x_NHK.shape[-1] // 2, -1), sin_N1K)

@@ -96,6 +96,28 @@ def test_who_joins_and_leaves_changes_nothing(kind: str, drawn: list[tuple[int, 
         assert found[-1].end == ("length" if count == job.most_tokens else "")
 
 
+def test_a_step_is_one_pass_for_prompts_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, _ = models("qwen3")
+    passes: list[list[int]] = []
+    logits = decoder.logits
+
+    def counting(tokens: list[list[int]], starts: list[int], cache: torch.Tensor) -> torch.Tensor:
+        passes.append([len(row) for row in tokens])
+        return logits(tokens, starts, cache)
+
+    monkeypatch.setattr(decoder, "logits", counting)
+    run(RunningBatch(decoder, 10_000), [(0, Job(1, [5, 6, 7], 4)), (0, Job(2, [8, 9], 3)), (2, Job(3, [4] * 6, 1))], {})
+    assert passes == [[3, 2], [1, 1], [1, 1, 6], [1]]
+
+
+def test_joined_matrices_are_held_once() -> None:
+    for kind in KINDS:
+        decoder, _ = models(kind)
+        weights = decoder.weights.values()
+        held = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
+        assert sum(held.values()) == sum(weight.nbytes for weight in weights)
+
+
 def test_a_stop_token_ends_a_row_and_the_others_go_on() -> None:
     decoder, _ = models("qwen3")
     expected = [token for token, _ in alone("qwen3", (5, 6, 7), 20)]
