@@ -22,7 +22,7 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
 from factory.gates.release.policy import ReleasePolicy, Replicas
-from factory.gates.release.replicas import MEASURED, due, newest_measured, newest_noise
+from factory.gates.release.replicas import MEASURED, due, may_start, newest_measured, newest_noise
 from factory.ledger.ledger import Ledger, record, releases, segments
 from factory.ledger.rows import Reads, SegmentRow
 from factory.replicas.replicating import replicate
@@ -47,11 +47,15 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
     code = make_target(root / "code")
     make_mortal(code)
     workspace, ledger = make_plant(root, code, checkpoint_every=2, keep_checkpoints=9)
-    policy = workspace.root / "policies" / "gates" / "release.yaml"
-    policy.write_text(policy.read_text() + "replicas: {from_release: 1}\n")
+    write_replicas(workspace, "from_release: 1")
     candidate = export_candidate(workspace, ledger, train_anneal(workspace, ledger))
     promote(ledger, 1, candidate, add_verdict(ledger, candidate))
     yield workspace, ledger
+
+
+def write_replicas(workspace: Workspace, keys: str) -> None:
+    policy = workspace.root / "policies" / "gates" / "release.yaml"
+    policy.write_text(policy.read_text().partition("replicas:")[0] + f"replicas: {{{keys}}}\n")
 
 
 def promote(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
@@ -73,9 +77,12 @@ def undisturbed(plant: Plant) -> Path:
     """A copy of the folder of two replicas, which nothing disturbed, and which are measured now."""
     workspace, ledger = plant
     before = {name: ledger.read(f"SELECT * FROM {name}") for name in TABLES}
+    assert next_action(observe(workspace, ledger)) != REPLICATE, "12 steps are more than a fifth of 26"
+    write_replicas(workspace, "from_release: 1, steps_max: 0.5")
     for _ in range(2):
         assert next_action(observe(workspace, ledger)) == REPLICATE
         perform(workspace, ledger, REPLICATE, SILENT)
+        write_replicas(workspace, "from_release: 1")  # what has begun goes on
     folder, kept = folder_of(workspace) / "00002", workspace.root.parent / "undisturbed"
     shutil.copytree(folder, kept)
     assert newest_measured(ledger) is None and next_action(observe(workspace, ledger)) == REPLICATE
@@ -120,8 +127,9 @@ def test_killed_anywhere_it_goes_on_to_the_bit(plant: Plant, undisturbed: Path) 
     workspace, ledger = plant
     before, folder = newest_measured(ledger), folder_of(workspace) / "00002"
     assert before is not None
+    write_replicas(workspace, "from_release: 1, steps_max: 1.0")
     with ledger.begin() as tx:
-        record(tx, MEASURED, "segment:2", {"release": 0, "recipe_sha256": "another", "runs": []})
+        record(tx, MEASURED, "segment:0", {"release": 0, "recipe_sha256": "another", "runs": []})
     one, other = folder / "1", folder / "2"
     one.mkdir(parents=True)
     for mark in ("always-linger-22", "fault-kill-25"):
@@ -203,6 +211,22 @@ def test_the_schedule(workspace: Workspace, ledger: Ledger) -> None:
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == 4).values(recipe_sha256="s" * 64))
     assert schedule(ledger, every_releases=2) == (4, 4), "another recipe"
+
+
+def test_they_take_a_share_of_the_steps_at_most(workspace: Workspace, ledger: Ledger) -> None:
+    for number in (1, 2, 3):  # anneals of 100 steps
+        candidate = add_candidate(workspace, ledger)
+        promote(ledger, number, candidate, add_verdict(ledger, candidate))
+    anneal = SegmentRow.get(ledger, 3)
+
+    def waits_no_more(**keys: float) -> bool:
+        return may_start(ledger, Replicas.model_validate(keys), anneal)
+
+    assert waits_no_more(count=1, steps_max=0.34) and not waits_no_more(count=1, steps_max=0.33)
+    assert waits_no_more(count=2, steps_max=0.67) and not waits_no_more(count=2) and not waits_no_more(steps_max=0.0)
+    with ledger.begin() as tx:
+        record(tx, MEASURED, "segment:2", {"release": 2, "recipe_sha256": "r" * 64, "runs": []})
+    assert waits_no_more(count=1, steps_max=1.0) and not waits_no_more(count=1, steps_max=0.99), "since the newest ones"
 
 
 def test_what_is_left_of_an_anneal_that_is_not_due_is_removed(workspace: Workspace, ledger: Ledger) -> None:
