@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from factory.actions import Action, perform
@@ -155,12 +157,25 @@ def test_killed_anywhere_it_goes_on_to_the_bit(plant: Plant, undisturbed: Path) 
     replicate(workspace, ledger, 2, SILENT)
     for number in ("1", "2"):
         assert_same_run(undisturbed / number, folder / number)
+    overflows(other / "checkpoints")
+    with pytest.raises(FactoryError, match="no finite loss on held-out documents of chat, code, docs, so segment 2's"):
+        replicate(workspace, ledger, 2, SILENT)
+    found = newest_measured(ledger)
+    assert found is not None and found["runs"] == [], "nothing was recorded"
+    shutil.copytree(undisturbed / "2" / "checkpoints", other / "checkpoints", dirs_exist_ok=True)
     kill_factory_once(workspace, folder / "export" / "config.json")
     go_on(str(workspace.root))
     found = newest_measured(ledger)
     assert found is not None and found["release"] == 1
     assert found["runs"] == before["runs"], "the measured noise, to the bit"
     assert not folder.exists() and next_action(observe(workspace, ledger)) != REPLICATE
+
+
+def overflows(folder: Path) -> None:
+    """Make the newest checkpoint one of finite weights that gives no finite loss."""
+    whole = checkpoints.load(checkpoints.steps_in(folder)[-1][1])
+    model = {name: torch.full_like(w, 3e38) if w.dim() == 1 else w for name, w in whole.model.items()}
+    checkpoints.save(folder, replace(whole, model=model))
 
 
 def kill_factory_once(workspace: Workspace, there: Path) -> None:
