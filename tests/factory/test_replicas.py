@@ -87,6 +87,10 @@ def undisturbed(plant: Plant) -> Path:
         write_replicas(workspace, "from_release: 1")  # what has begun goes on
     folder, kept = folder_of(workspace) / "00002", workspace.root.parent / "undisturbed"
     shutil.copytree(folder, kept)
+    for one in (kept / "1", kept / "2"):
+        result = json.loads((one / "result.json").read_text())
+        result["checkpoint"] = str(one / "checkpoints" / Path(result["checkpoint"]).name)
+        (one / "result.json").write_text(json.dumps(result))
     assert newest_measured(ledger) is None and next_action(observe(workspace, ledger)) == REPLICATE
     perform(workspace, ledger, REPLICATE, SILENT)
     assert not folder.exists() and next_action(observe(workspace, ledger)) != REPLICATE
