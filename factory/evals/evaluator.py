@@ -166,9 +166,7 @@ def _measure(
                 f"{model.config.layers} layers, width {model.config.d_model}: every tensor there, finite and of its shape",
             )
         ]
-        broken = [item for item in [*bpb_items, *dev_items] if not math.isfinite(item.value)]
-        if broken:
-            words = f"{len(broken)} of {len(bpb_items) + len(dev_items)} held-out documents have no finite loss, first {broken[0].item}"
+        if words := _not_finite([*bpb_items, *dev_items], cloze_items, noise):
             return summary | _parity_summary([*checks, Check("finite_loss", False, words)]), []
         checks.append(Check("finite_loss", True, f"{len(bpb_items)} held-out documents, {total} items, all finite"))
         try:
@@ -197,6 +195,21 @@ def _measure(
         "documents": {d: len([i for i in dev_items if i.domain == d]) for d in suite.domains},
     }
     return summary, [*bpb_items, *dev_items, *cloze_items, *chat_items(samples)]
+
+
+def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[str, float]) -> str:
+    """What has no finite loss, and what to do; '': all has."""
+    broken = [[item for item in items if not math.isfinite(item.value)] for items in (documents, cloze)]
+    words = [
+        f"{len(found)} of {len(items)} {name} have no finite loss, first {found[0].item}"
+        for name, items, found in zip(("held-out documents", "cloze items"), (documents, cloze), broken, strict=True)
+        if found
+    ]
+    shifted = sorted(domain for domain, value in noise.items() if not math.isfinite(value))
+    if shifted and not words:
+        words = [f"documents of {', '.join(shifted)} have no finite loss under shifted windows"]
+    todo = "its weights overflow or are not numbers somewhere; go on from an earlier checkpoint"
+    return f"{'; '.join(words)}: {todo}" if words else ""
 
 
 def _results(

@@ -4,7 +4,8 @@ Of another candidate on the same items, whose standard error is another draw: bo
 tested with are estimates. Their squares scatter like χ² with the bound's degrees of freedom, fewer by the tails: the variance of a squared error
 is 2/ν + κ/n for items of excess kurtosis κ (Cramér 1946, §27.4), so ν is divided by 1 + κ/2. With κ = 0 and one error for both it is the power
 of the noncentral t. Bounds of target and domains rise and fall together, so all are passed at least as often as if they were independent, which
-is what is said here; that is room enough for the guards' tails, so κ is the target's alone. ``make judge-calibration`` counts how many are promoted.
+is what is said here; that is room enough for the guards' tails, so κ is the target's alone. ``make judge-calibration`` counts how many are promoted:
+80 % or more, the more the fewer sources a guard has (``benchmarks/judge/results.txt`` says why).
 """
 
 from __future__ import annotations

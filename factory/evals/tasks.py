@@ -233,7 +233,7 @@ def _piece(
 
 
 def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance) -> list[EvalItem]:
-    """value 1 when the true continuation has strictly the fewest nats a byte, else 0."""
+    """value 1 when the true continuation has strictly the fewest nats a byte, else 0; NaN when one of them has no finite loss."""
     sequences = []
     for item in items:
         for choice in item.choices:
@@ -244,10 +244,8 @@ def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance)
     rows = []
     for item, four in zip(items, nats, strict=True):
         cost = four / np.array(item.bytes)
-        right = bool(np.isfinite(cost).all() and cost[0] < cost[1:].min())
-        rows.append(
-            EvalItem("cloze", item.document.key, item.document.domain, item.document.cluster, float(right), 1.0)
-        )
+        right = float(cost[0] < cost[1:].min()) if np.isfinite(cost).all() else float("nan")
+        rows.append(EvalItem("cloze", item.document.key, item.document.domain, item.document.cluster, right, 1.0))
     return rows
 
 

@@ -9,6 +9,7 @@ removed. A permutation may bring documents that the trunk saw in this epoch: the
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -39,6 +40,8 @@ from factory.training.planning import last_checkpoint, plan_of
 from factory.training.segment_folder import EXPORT, clear, name_in, result_of
 from factory.training.training import run_trainer
 
+ENDS_THEM = "'replicas: {count: 0}' in gates/release.yaml ends them"
+
 
 def replicate(workspace: Workspace, ledger: Ledger, anneal: int, progress: Progress) -> None:
     """Train the next replica of an anneal; once all are trained, measure them and record what they showed. Safe to repeat.
@@ -46,7 +49,7 @@ def replicate(workspace: Workspace, ledger: Ledger, anneal: int, progress: Progr
     What is left of an anneal that is not due is removed. Raises: FactoryError when a trainer or an export fails; PausedError.
     """
     policy = ReleasePolicy.load(workspace.policy("gates/release.yaml"))
-    wanted = wanted_now(ledger, policy)
+    wanted = wanted_now(workspace, ledger, policy)
     folder = folder_of(workspace) / f"{anneal:05d}"
     if wanted is None or wanted[0].id != anneal:
         remove(folder)
@@ -85,9 +88,7 @@ def _train(
     if hung or code or not (folder / "result.json").exists():
         how = hung.says if hung else f"ended with exit {code}"
         log = workspace.logs / f"segment-{row.id:05d}.log"
-        raise FactoryError(
-            f"replica {number} of segment {row.id} {how} (log: {log}); 'replicas: {{count: 0}}' in gates/release.yaml ends them"
-        )
+        raise FactoryError(f"replica {number} of segment {row.id} {how} (log: {log}); {ENDS_THEM}")
 
 
 def _reshuffled(workspace: Workspace, ledger: Ledger, row: SegmentRow, number: int) -> str:
@@ -132,7 +133,13 @@ def _measure(
             if done.returncode:
                 last = done.stderr.strip().splitlines()[-1:] or ["no message"]
                 raise FactoryError(f"the export of {checkpoint}, to be measured, failed: {last[0]}")
-            runs.append(measured(scratch, lambda n: task.advance(n, "bits per byte")))
+            found = measured(scratch, lambda n: task.advance(n, "bits per byte"))
+            if broken := sorted(domain for domain, bits in found.items() if not math.isfinite(bits)):
+                raise FactoryError(
+                    f"{checkpoint} has no finite loss on held-out documents of {', '.join(broken)}, so segment {row.id}'s replicas say "
+                    f"nothing of the data order's noise; {ENDS_THEM}"
+                )
+            runs.append(found)
     detail: dict[str, Any] = {
         "release": release, "recipe_sha256": row.recipe_sha256, "documents_sha256": documents, "runs": runs,
         "checkpoints": [manifest_sha256(checkpoint) for checkpoint in checkpoints],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -10,6 +12,7 @@ from pydantic import Field
 
 from factory.core.errors import FactoryError
 from factory.core.policy_file import StrictPolicy
+from factory.tasks.exact_answer import answer_of
 from trainer.contract.strict import parse
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -84,23 +87,54 @@ KINDS: dict[str, type[TaskItem]] = {"multiple_choice": ChoiceItem, "maths": Math
 
 
 def read_records(kind: str, records: Sequence[Any], where: str) -> list[Any]:
-    """The items of a file. Raises: TaskError naming the record and the key; a doubled id; an answer that is none."""
+    """The items of a file. Raises: TaskError naming the record and the key; a doubled id or item; an answer or tests that are none."""
     items: list[Any] = []
-    seen: dict[str, int] = {}
+    ids: dict[str, int] = {}
+    asked: dict[str, int] = {}
     for number, record in enumerate(records, 1):
         item = parse(KINDS[kind], record, f"{where}, record {number}", TaskError)
-        if (first := seen.setdefault(item.key, number)) != number:
+        if (first := ids.setdefault(item.key, number)) != number:
             raise TaskError(f"{where}: id {item.key!r} appears twice, in records {first} and {number}")
-        if isinstance(item, ChoiceItem):
-            if len(set(item.choices)) < len(item.choices):
-                raise TaskError(f"{where}, record {number}: two of its choices are the same")
-            try:
-                item.right  # noqa: B018  (it raises)
-            except ValueError as error:
-                raise TaskError(f"{where}, record {number}: {error}") from None
-        if isinstance(item, MathsItem) and (
-            not str(item.answer).strip() or (isinstance(item.answer, float) and not math.isfinite(item.answer))
-        ):
-            raise TaskError(f"{where}, record {number}: it has no answer")
+        first = asked.setdefault(item.model_dump_json(exclude={"id", "source"}), number)
+        if items and first != number and items[first - 1].cluster != item.cluster:
+            raise TaskError(
+                f"{where}: records {first} and {number} ask the same: remove one, or give both one 'source', so that they count as one"
+            )
+        if words := _fault(item):
+            raise TaskError(f"{where}, record {number}: {words}")
         items.append(item)
     return items
+
+
+def _fault(item: TaskItem) -> str:
+    """Why an item with all its keys is none; '': it is one."""
+    if isinstance(item, CodeItem):
+        return _no_tests(item.tests)
+    if isinstance(item, ChoiceItem | MathsItem) and not item.question.strip():
+        return "it has no question"
+    if isinstance(item, ChoiceItem):
+        if not all(choice.strip() for choice in item.choices):
+            return "a choice is blank"
+        if len(set(item.choices)) < len(item.choices):
+            return "two of its choices are the same"
+        try:
+            item.right  # noqa: B018  (it raises)
+        except ValueError as error:
+            return str(error)
+    if isinstance(item, MathsItem):
+        said = str(item.answer)
+        none = not said.strip() or (isinstance(item.answer, float) and not math.isfinite(item.answer))
+        if none or ("####" in said and not answer_of(said)):
+            return "it has no answer"
+    return ""
+
+
+def _no_tests(tests: str) -> str:
+    """Why every program, or none, would pass; '': neither."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the tests' own escapes
+            if not ast.parse(tests).body:
+                return "its tests test nothing: every program would pass"
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"its tests are no Python, so no program would pass: {str(error)[:100]}"
+    return ""

@@ -11,6 +11,7 @@ import math
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -137,9 +138,9 @@ def _items(task: EvalTask, found: Any) -> tuple[list[EvalItem], dict[str, Any]]:
         raise TaskError(
             f"task {task.name}: none of its metrics is a number for each item, so nothing could be compared"
         )
-    keys = [(row.task, row.item) for row in rows]
-    if len(set(keys)) < len(keys):
-        raise TaskError(f"task {task.name}: lm-eval measured an item twice")
+    doubled = [key for key, count in Counter((row.task, row.item) for row in rows).items() if count > 1]
+    if doubled:
+        raise TaskError(f"task {task.name}: lm-eval measured item {doubled[0][1]!r} twice: give each an id of its own")
     broken = [row for row in rows if not math.isfinite(row.value)]
     if broken:
         raise TaskError(

@@ -128,7 +128,11 @@ class TaskModel:
             for row, index in enumerate(batch):
                 log_probability = -float(nats_BT[row].double().sum())
                 if not math.isfinite(log_probability):
-                    raise TaskError("the model gives no finite log-probability: nothing can be said of its answers")
+                    whole, last = kept[index]
+                    text = self.tokenizer.decode(whole[-last:])[:60]
+                    raise TaskError(
+                        f"the model gives no finite log-probability of {text!r}: nothing can be said of its answers"
+                    )
                 found[index] = Scored(log_probability, bool((likeliest_BT | ~scored_BT)[row].all()))
             advance(len(batch))
         return found

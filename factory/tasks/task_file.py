@@ -25,7 +25,7 @@ from factory.core.workspace import Workspace
 from factory.core.yaml_file import load_yaml
 from factory.ingest.rules.task_items import item_files, read_items
 from factory.tasks.items import TaskError, TaskItem, read_records
-from factory.tasks.lm_eval_file import LmEvalFile, read_lm_eval_file
+from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file
 from factory.tasks.policy import TasksPolicy
 from trainer.contract.strict import parse
 
@@ -176,11 +176,8 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
             data = [read_items(data) for data in file.data]
             records = tuple(record for one in data for record in one.records)
             _enough(path, len(records), policy)
-            for one in data:  # lm-eval would take the name of a key that is not there for the answer itself
-                for number, record in enumerate(one.records, 1):
-                    for key in filter(None, (file.answer_key, file.cluster_by)):
-                        if record.get(key) in (None, ""):
-                            raise TaskError(f"{one.path}, record {number}: key {key!r} is missing")
+            for one in data:
+                check_records(file, one.records, str(one.path))
             return EvalTask(path.stem, path, file, tuple(one.sha256 for one in data), records=records)
         ours = parse(TaskFile, load_yaml(path), str(path), TaskError)
         items_file = read_items(beside(path, "items", ours.items))

@@ -50,7 +50,8 @@ def _evidence(
         ours = measure(workspace, ledger, candidate, task, policy, progress)
         theirs = measure(workspace, ledger, best.candidate, task, policy, progress) if best else None
     except (TaskError, IsolationError) as error:
-        return TaskEvidence(problems=(f"Task {name} could not be measured: {str(error).removesuffix('.')}.",))
+        todo = f"once that is mended, 'factory evaluate {candidate}' judges it again"
+        return TaskEvidence(problems=(f"Task {name} could not be measured: {str(error).removesuffix('.')}; {todo}.",))
     summary = EvaluationRow.get(ledger, ours).summary
     values = {metric: row["value"] for metric, row in summary["metrics"].items()}
     evidence = TaskEvidence(values=values, evaluations={name: [ours, theirs]})

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from factory.actions import Action, perform
+from factory.core.errors import FactoryError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
 from factory.gates.release.policy import ReleasePolicy, Replicas
-from factory.gates.release.replicas import MEASURED, due, newest_measured, newest_noise
+from factory.gates.release.replicas import MEASURED, due, may_start, newest_measured, newest_noise
 from factory.ledger.ledger import Ledger, record, releases, segments
 from factory.ledger.rows import Reads, SegmentRow
 from factory.replicas.replicating import replicate
@@ -28,21 +32,32 @@ from factory.replicas.waiting import folder_of
 from factory.retention.needs import Needs
 from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
+from tests.support.factory.code_loop import make_target
+from tests.support.failing.deaths import make_mortal
 from tests.support.plants.release_scene import add_candidate, add_verdict
 from tests.support.plants.trained_plant import make_plant, train_anneal
+from tests.support.trainer.segment_runs import assert_same_run
+from trainer.contract.checkpoint import format as checkpoints
 
 Plant = tuple[Workspace, Ledger]
 
 
 @pytest.fixture(scope="module")
-def plant(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Iterator[Plant]:
-    """Release 1 is made of an anneal; the policy asks for two replicas of a first release."""
-    workspace, ledger = make_plant(tmp_path_factory.mktemp("replicas"), code_repository)
-    policy = workspace.root / "policies" / "gates" / "release.yaml"
-    policy.write_text(policy.read_text() + "replicas: {from_release: 1}\n")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+    """Release 1 is made of an anneal, steps 20–26 with a checkpoint every second; the policy asks for two replicas of a first release."""
+    root = tmp_path_factory.mktemp("replicas")
+    code = make_target(root / "code")
+    make_mortal(code)
+    workspace, ledger = make_plant(root, code, checkpoint_every=2, keep_checkpoints=9)
+    write_replicas(workspace, "from_release: 1")
     candidate = export_candidate(workspace, ledger, train_anneal(workspace, ledger))
     promote(ledger, 1, candidate, add_verdict(ledger, candidate))
     yield workspace, ledger
+
+
+def write_replicas(workspace: Workspace, keys: str) -> None:
+    policy = workspace.root / "policies" / "gates" / "release.yaml"
+    policy.write_text(policy.read_text().partition("replicas:")[0] + f"replicas: {{{keys}}}\n")
 
 
 def promote(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
@@ -55,73 +70,133 @@ def promote(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
         record(tx, "promoted", f"release:{number}")
 
 
-@pytest.mark.slow("trains a trunk, an anneal and two replicas of it")
-def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Plant) -> None:
+TABLES = ("segments", "candidates", "checkpoints", "evaluations")
+REPLICATE = Action("replicate", 2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(plant: Plant) -> Path:
+    """A copy of the folder of two replicas, which nothing disturbed, and which are measured now."""
     workspace, ledger = plant
-    before = {
-        name: ledger.read(f"SELECT * FROM {name}") for name in ("segments", "candidates", "checkpoints", "evaluations")
-    }
-    action = Action("replicate", 2)
-    assert next_action(observe(workspace, ledger)) == action
-    perform(workspace, ledger, action, SILENT)
-    perform(workspace, ledger, action, SILENT)
+    before = {name: ledger.read(f"SELECT * FROM {name}") for name in TABLES}
+    assert next_action(observe(workspace, ledger)) != REPLICATE, "12 steps are more than a fifth of 26"
+    write_replicas(workspace, "from_release: 1, steps_max: 0.5")
+    for _ in range(2):
+        assert next_action(observe(workspace, ledger)) == REPLICATE
+        perform(workspace, ledger, REPLICATE, SILENT)
+        write_replicas(workspace, "from_release: 1")  # what has begun goes on
+    folder, kept = folder_of(workspace) / "00002", workspace.root.parent / "undisturbed"
+    shutil.copytree(folder, kept)
+    for one in (kept / "1", kept / "2"):
+        result = json.loads((one / "result.json").read_text())
+        result["checkpoint"] = str(one / "checkpoints" / Path(result["checkpoint"]).name)
+        (one / "result.json").write_text(json.dumps(result))
+    assert newest_measured(ledger) is None and next_action(observe(workspace, ledger)) == REPLICATE
+    perform(workspace, ledger, REPLICATE, SILENT)
+    assert not folder.exists() and next_action(observe(workspace, ledger)) != REPLICATE
+    after = {name: ledger.read(f"SELECT * FROM {name}") for name in TABLES}
+    assert after == before, "a replica is no segment and no candidate"
+    return kept
+
+
+@pytest.mark.slow("trains a trunk, an anneal and two replicas of it")
+def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Plant, undisturbed: Path) -> None:
+    _, ledger = plant
     anneal, weights = SegmentRow.get(ledger, 2), []
-    folder = folder_of(workspace) / "00002"
-    for place in (Path(anneal.folder), folder / "1", folder / "2"):
-        spec, result = json.loads((place / "segment.json").read_text()), json.loads((place / "result.json").read_text())
+    for place in (Path(anneal.folder), undisturbed / "1", undisturbed / "2"):
+        spec = json.loads((place / "segment.json").read_text())
         assert (spec["first_step"], spec["last_step"], spec["recipe"]) == (
             anneal.first_step,
             anneal.last_step,
             anneal.recipe_json,
         )
         assert spec["initial_checkpoint"] == last_checkpoint(ledger, 1)["path"]
-        weights.append(load_file(Path(result["checkpoint"]) / "model.safetensors"))
-    assert [json.loads((folder / n / "segment.json").read_text())["data_plan"]["reshuffled"] for n in "12"] == [1, 2]
+        weights.append(load_file(place / "checkpoints" / checkpoints.name_of(anneal.last_step) / "model.safetensors"))
+    assert [json.loads((undisturbed / n / "segment.json").read_text())["data_plan"]["reshuffled"] for n in "12"] == [
+        1,
+        2,
+    ]
     assert all(
         any((a[name] != b[name]).any() for name in a) for a, b in ((weights[0], weights[1]), (weights[1], weights[2]))
     )
-    assert newest_measured(ledger) is None and next_action(observe(workspace, ledger)) == action
-
-    perform(workspace, ledger, action, SILENT)
     found = newest_measured(ledger)
     assert found is not None and found["subject"] == "segment:2" and len(found["runs"]) == 3
     noise = newest_noise(ledger, {"code": 1.0})
     assert noise is not None and noise.target is not None and noise.target > 0
     assert noise.by_domain["code"] == noise.target == pytest.approx(stdev(run["code"] for run in found["runs"]))
-    assert not folder.exists() and next_action(observe(workspace, ledger)) != action
-    after = {name: ledger.read(f"SELECT * FROM {name}") for name in before}
-    assert after == before, "a replica is no segment and no candidate"
 
 
-@pytest.mark.slow("two processes, killed while a replica trains and while another is measured")
-def test_killed_while_it_trains_and_while_it_measures_it_goes_on(plant: Plant) -> None:
-    """After the test above: asked for once more, by another recipe's hash in the event."""
+@pytest.mark.slow("two replicas, killed five times while they train and are measured")
+def test_killed_anywhere_it_goes_on_to_the_bit(plant: Plant, undisturbed: Path) -> None:
+    """Asked for once more, by another recipe's hash in the event. SIGKILL at a checkpoint, between two, before the first one and while it is
+    measured, to the trainer alone and to the factory."""
     workspace, ledger = plant
-    runs = ledger.read("SELECT COUNT(*) AS n FROM data_plans")[0]["n"]
+    before, folder = newest_measured(ledger), folder_of(workspace) / "00002"
+    assert before is not None
+    write_replicas(workspace, "from_release: 1, steps_max: 1.0")
     with ledger.begin() as tx:
-        record(tx, MEASURED, "segment:2", {"release": 0, "recipe_sha256": "another", "runs": []})
-    folder = folder_of(workspace) / "00002"
-    for there in (folder / "1" / "metrics.jsonl", folder / "export" / "config.json"):
-        words = "import sys; from tests.factory.test_replicas import go_on; go_on(sys.argv[1])"
-        process = subprocess.Popen([sys.executable, "-c", words, str(workspace.root)], start_new_session=True)
-        while not there.exists() and process.poll() is None:
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert there.exists() and folder.exists()
+        record(tx, MEASURED, "segment:0", {"release": 0, "recipe_sha256": "another", "runs": []})
+    one, other = folder / "1", folder / "2"
+    one.mkdir(parents=True)
+    for mark in ("always-linger-22", "fault-kill-25"):
+        (one / mark).touch()
+    kill_factory_once(workspace, one / "lingers")  # at a checkpoint
+    (one / "always-linger-22").unlink()
+    with pytest.raises(
+        FactoryError, match=r"replica 1 of segment 2 ended with exit .*segment-00002\.log"
+    ):  # between two
+        go_on(str(workspace.root))
+    assert [step for step, _ in checkpoints.steps_in(one / "checkpoints")] == [22, 24] and not (
+        one / "result.json"
+    ).exists()
+    assert checkpoints.read_state(one / "checkpoints" / checkpoints.name_of(24))["sampler"]["begun"], (
+        "a document is cut there"
+    )
+    replicate(workspace, ledger, 2, SILENT)
+    other.mkdir()
+    for mark in ("fault-kill-21", "fault-kill-24"):
+        (other / mark).touch()
+        with pytest.raises(FactoryError, match="replica 2 of segment 2"):
+            go_on(str(workspace.root))
+    replicate(workspace, ledger, 2, SILENT)
+    for number in ("1", "2"):
+        assert_same_run(undisturbed / number, folder / number)
+    overflows(other / "checkpoints")
+    with pytest.raises(FactoryError, match="no finite loss on held-out documents of chat, code, docs, so segment 2's"):
+        replicate(workspace, ledger, 2, SILENT)
+    found = newest_measured(ledger)
+    assert found is not None and found["runs"] == [], "nothing was recorded"
+    shutil.copytree(undisturbed / "2" / "checkpoints", other / "checkpoints", dirs_exist_ok=True)
+    kill_factory_once(workspace, folder / "export" / "config.json")
     go_on(str(workspace.root))
     found = newest_measured(ledger)
-    assert found is not None and found["release"] == 1 and len(found["runs"]) == 3
-    assert not folder.exists() and next_action(observe(workspace, ledger)) != Action("replicate", 2)
-    added = ledger.read("SELECT COUNT(*) AS n FROM data_plans")[0]["n"] - runs
-    assert added in (0, 2), "the same plans again; 2: this test ran alone"
+    assert found is not None and found["release"] == 1
+    assert found["runs"] == before["runs"], "the measured noise, to the bit"
+    assert not folder.exists() and next_action(observe(workspace, ledger)) != REPLICATE
+
+
+def overflows(folder: Path) -> None:
+    """Make the newest checkpoint one of finite weights that gives no finite loss."""
+    whole = checkpoints.load(checkpoints.steps_in(folder)[-1][1])
+    model = {name: torch.full_like(w, 3e38) if w.dim() == 1 else w for name, w in whole.model.items()}
+    checkpoints.save(folder, replace(whole, model=model))
+
+
+def kill_factory_once(workspace: Workspace, there: Path) -> None:
+    """SIGKILL to a process that does as the daemon does, once a file is there."""
+    words = "import sys; from tests.factory.test_replicas import go_on; go_on(sys.argv[1])"
+    process = subprocess.Popen([sys.executable, "-c", words, str(workspace.root)], start_new_session=True)
+    while not there.exists() and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and there.exists()
 
 
 def go_on(root: str) -> None:
     """As the daemon does, until the replicas are measured."""
     workspace = Workspace.open(Path(root))
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
-    while next_action(observe(workspace, ledger)) == Action("replicate", 2):
+    while next_action(observe(workspace, ledger)) == REPLICATE:
         replicate(workspace, ledger, 2, SILENT)
 
 
@@ -155,6 +230,22 @@ def test_the_schedule(workspace: Workspace, ledger: Ledger) -> None:
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == 4).values(recipe_sha256="s" * 64))
     assert schedule(ledger, every_releases=2) == (4, 4), "another recipe"
+
+
+def test_they_take_a_share_of_the_steps_at_most(workspace: Workspace, ledger: Ledger) -> None:
+    for number in (1, 2, 3):  # anneals of 100 steps
+        candidate = add_candidate(workspace, ledger)
+        promote(ledger, number, candidate, add_verdict(ledger, candidate))
+    anneal = SegmentRow.get(ledger, 3)
+
+    def waits_no_more(**keys: float) -> bool:
+        return may_start(ledger, Replicas.model_validate(keys), anneal)
+
+    assert waits_no_more(count=1, steps_max=0.34) and not waits_no_more(count=1, steps_max=0.33)
+    assert waits_no_more(count=2, steps_max=0.67) and not waits_no_more(count=2) and not waits_no_more(steps_max=0.0)
+    with ledger.begin() as tx:
+        record(tx, MEASURED, "segment:2", {"release": 2, "recipe_sha256": "r" * 64, "runs": []})
+    assert waits_no_more(count=1, steps_max=1.0) and not waits_no_more(count=1, steps_max=0.99), "since the newest ones"
 
 
 def test_what_is_left_of_an_anneal_that_is_not_due_is_removed(workspace: Workspace, ledger: Ledger) -> None:

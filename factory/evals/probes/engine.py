@@ -6,6 +6,7 @@ comparison of that continuation ends before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -185,8 +186,12 @@ class Asking:
         sure = next((n for n, margin in enumerate(row["margins"]) if margin <= 2 * tolerance), count)
         where = f"greedy continuation of {len(row['prompt'])} tokens" + (" by default" if defaults else "")
         _same(where, found[:sure], row["tokens"][:sure])
-        apart = max((abs(a - b) for a, b in zip(logprobs[:sure], row["logprobs"][:sure], strict=True)), default=0.0)
-        if not apart <= tolerance:
+        pairs = list(zip(logprobs[:sure], row["logprobs"][:sure], strict=True))
+        for at, (told, own) in enumerate(pairs):
+            if not (_finite(told) and _finite(own)):
+                raise EngineDiffersError(f"{where}: the log-probability of token {at} is {told}, the judge's {own}")
+        apart = max((abs(told - own) for told, own in pairs), default=0.0)
+        if apart > tolerance:
             raise EngineDiffersError(
                 f"{where}: log-probabilities are {apart:.2g} nats apart, {tolerance:g} are allowed"
             )
@@ -207,6 +212,10 @@ class Asking:
     async def _answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         answer = await self._client.post(path, json={"model": self._model_name, **body})
         return answer.status_code, dict(answer.json())
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _same(what: str, found: list[int], expected: list[int]) -> None:

@@ -21,6 +21,7 @@ class ReleaseEvidence:
     documents: Numbers = field(default_factory=dict)  # held-out, a domain
     bits_per_byte: Numbers = field(default_factory=dict)
     champion_bits_per_byte: Numbers = field(default_factory=dict)
+    champion_failed: Mapping[str, str] = field(default_factory=dict)  # its checks without which it has no items
     trigram_bits_per_byte: Numbers = field(default_factory=dict)
     noise_floor: Numbers = field(
         default_factory=dict

@@ -138,9 +138,11 @@ def measured(
     halves = gap_between(candidate[1], champion[1], sealed, policy.target.weights)
     if halves:
         values |= dict(zip(("on_sealed", "on_dev", "halves_gap"), halves, strict=True))
+    failed = {name: check["detail"] for name, check in other.get("parity", {}).items() if check["ok"] is False}
     return ReleaseEvidence(
         against=against,
         champion_bits_per_byte=other.get("bpb", {}),
+        champion_failed={} if champion[1] else failed,
         champion_cloze=other.get("cloze", {}).get("share_right"),
         noise_floor=other.get("noise_floor", {}),
         target=target,

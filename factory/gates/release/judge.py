@@ -13,7 +13,7 @@ from factory.evals.power import POWER, TAILS, Needed, smallest_gain
 from factory.evals.statistics import CLOZE, Gain, holm, spent_at
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.wording import another_order, number, sentence, signed, spent
+from factory.gates.release.wording import another_order, noise_used, number, sentence, signed, spent
 
 PROMOTE, HOLD, REJECT = "promote", "hold", "reject"
 NAMED = 5  # licences in a reason
@@ -106,7 +106,7 @@ def _first_release(
     policy: ReleasePolicy, evidence: ReleaseEvidence, against: list[str], missing: list[str], facts: list[str]
 ) -> None:
     floors = policy.first_release
-    facts.insert(0, "There is no champion yet: a first release is judged by absolute floors.")
+    facts.insert(0, "There is no champion yet: a first release is judged by absolute floors, which no noise widens.")
     for domain in evidence.domains:
         ours, trigram = number(evidence.bits_per_byte.get(domain)), number(evidence.trigram_bits_per_byte.get(domain))
         if trigram is None:
@@ -130,6 +130,13 @@ def _comparison(
 ) -> None:
     assert evidence.against is not None
     champion = evidence.against.replace(":", " ")
+    if evidence.champion_failed:
+        found = "; ".join(f"check {name} failed: {detail}" for name, detail in sorted(evidence.champion_failed.items()))
+        missing.insert(
+            0,
+            f"Nothing can be compared with the champion, {champion}: {found}. 'factory release --rollback N' makes an earlier one champion again.",
+        )
+        return
     for domain, weight in sorted(policy.target.weights.items()):
         if weight > 0 and domain not in evidence.domains:
             missing.append(f"{domain}: a target of the policy without held-out documents.")
@@ -152,6 +159,7 @@ def _comparison(
         missing.insert(1, _seen(policy, evidence))
     _memorising(policy, evidence, missing)
     _guards(policy, evidence, against, missing, facts)
+    facts.append(noise_used(evidence))
 
 
 def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[str]) -> None:

@@ -60,6 +60,9 @@ class Replicas(StrictPolicy):
     """The first release of which replicas are trained: a first try of the factory ends before it."""
     every_releases: Count = 20
     """Again after so many releases, and when the recipe is another than that of the newest measurement."""
+    steps_max: Share = 0.2
+    """Of the steps that were trained since the newest measurement, the share that replicas may take at most: the trunk waits for them, and a
+    recipe that changes with each release would have them trained each time. They wait until so much was trained."""
 
 
 class FirstRelease(StrictPolicy):

@@ -11,7 +11,7 @@ from statistics import stdev
 from typing import Any
 
 from factory.gates.release.policy import Replicas
-from factory.ledger.rows import Reads, SegmentRow, champion
+from factory.ledger.rows import Reads, SegmentRow, Subject, champion
 
 MEASURED = (
     "replicas_measured"  # event about an anneal: {release, recipe_sha256, documents, runs: [{domain: bits per byte}]}
@@ -67,3 +67,16 @@ def due(db: Reads, policy: Replicas) -> tuple[SegmentRow, int] | None:
         if best.number <= before["release"] or (same and best.number - before["release"] < policy.every_releases):
             return None
     return anneal, best.number
+
+
+def may_start(db: Reads, policy: Replicas, anneal: SegmentRow) -> bool:
+    """Was so much trained since the newest replicas that the trunk can wait for those of this anneal?"""
+    before = newest_measured(db)
+    trained = _steps_after(db, Subject.parse(before["subject"]).number if before else 0)
+    return policy.count * (anneal.last_step - anneal.first_step) <= policy.steps_max * trained
+
+
+def _steps_after(db: Reads, segment: int) -> int:
+    """That were trained in segments after one, rewound ones too."""
+    sql = "SELECT SUM(last_step - first_step) AS steps FROM segments WHERE id > :id AND kind <> 'average' AND state IN ('done', 'rewound')"
+    return int(db.read(sql, id=segment)[0]["steps"] or 0)

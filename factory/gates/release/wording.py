@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from factory.evals.statistics import CLOZE, Gain, of_recipe
-from factory.gates.release.evidence import ReleaseEvidence
+from factory.gates.release.evidence import Numbers, ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
 
 
@@ -53,6 +54,26 @@ def another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain
     if lower is not None and lower > 0:
         return f"{words}: the gain is beyond that, so it is one of recipe or data."
     return f"{words}: these weights are better, but the gain is within that noise and may be this draw's, not the recipe's or the data's."
+
+
+def noise_used(evidence: ReleaseEvidence) -> str:
+    """What noise widens the guards' margins, and where it is from.
+
+    >>> noise_used(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005}, replicas=3, replica_noise={"code": 0.0042}))
+    'Noise of the measurement, bits per byte: code 0.0005; of another order of the same data, by 3 trainings: code 0.0042.'
+    >>> noise_used(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005}))
+    'Noise of the measurement, bits per byte: code 0.0005; of another order of the same data: none, as no replicas were measured yet.'
+    """
+    measurement = _each(evidence.domains, evidence.noise_floor)
+    words = f"Noise of the measurement, bits per byte: {measurement}; of another order of the same data"
+    if not isinstance(evidence.replicas, int) or evidence.replicas < 2:
+        return f"{words}: none, as no replicas were measured yet."
+    return f"{words}, by {evidence.replicas} trainings: {_each(evidence.domains, evidence.replica_noise)}."
+
+
+def _each(domains: Sequence[str], noise: Numbers) -> str:
+    shown = {domain: number(noise.get(domain)) for domain in domains}
+    return ", ".join(f"{domain} {'?' if value is None else format(value, '.4f')}" for domain, value in shown.items())
 
 
 def signed(value: float) -> str:

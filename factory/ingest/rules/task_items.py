@@ -51,7 +51,7 @@ def read_items(path: Path) -> ItemFile:
         if path.suffix == ".parquet":
             records = _parquet(data)
         else:
-            text = data.decode("utf-8-sig")
+            text = _decoded(data)
             records = {".jsonl": _lines, ".json": _json, ".csv": _csv}[path.suffix](text)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
@@ -87,6 +87,14 @@ def _strings(value: Any, depth: int) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _strings(part, depth + 1)
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, byte = data[: error.start].count(b"\n") + 1, data[error.start]
+        raise _BadItems(f"line {line}: byte 0x{byte:02x} is not UTF-8: save it in that encoding") from None
 
 
 def _lines(text: str) -> list[Any]:

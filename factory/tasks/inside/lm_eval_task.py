@@ -81,6 +81,9 @@ def refuse_unanswered(task: Any, sample: Any) -> None:
     if task.OUTPUT_TYPE == "multiple_choice" and not task.multiple_input:
         choices = task.doc_to_choice(sample["doc"])
         known = [one in choices if isinstance(one, str) else 0 <= one < len(choices) for one in wanted]
+        named = [one if isinstance(one, str) else choices[one] for one in wanted] if all(known) else []
+        if any(choices.count(one) > 1 for one in named):
+            raise SystemExit(f"document {sample['doc_id']}: its answer stands twice among its choices")
     else:
         known = [str(one).strip() not in ("", "None") for one in wanted]
     if not wanted or not all(known):

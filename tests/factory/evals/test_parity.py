@@ -329,6 +329,39 @@ def test_each_slip_of_an_engine_is_named(plant: Plant, sound: CandidateRow, tmp_
     assert all("do not serve with it" in detail for detail in found.values())
 
 
+class Garbling(httpx.ASGITransport):
+    """The real engine's answers, one log-probability of each replaced."""
+
+    def __init__(self, engine: NativeEngine, at: int, by: str) -> None:
+        super().__init__(application(engine))
+        self.at, self.by = at, by
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        answer = await super().handle_async_request(request)
+        body = json.loads(await answer.aread())
+        probabilities = ((body.get("choices") or [{}])[0].get("logprobs") or {}).get("token_logprobs")
+        if probabilities is None:
+            return httpx.Response(answer.status_code, json=body)
+        probabilities[self.at] = "here"
+        return httpx.Response(200, text=json.dumps(body).replace('"here"', self.by))
+
+
+@pytest.mark.parametrize("by", ["NaN", "-Infinity", "null", '"-1"'])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_log_probability_that_is_no_number_is_named(plant: Plant, sound: CandidateRow, at: int, by: str) -> None:
+    """The first and the second: of [0, NaN] Python's max is 0."""
+    model = ReferenceModel.load(Path(sound.export_path))
+    fixture = make_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=False)
+    engine = NativeEngine(Path(sound.export_path), torch.device("cpu"))
+
+    async def asked() -> list[Any]:
+        async with httpx.AsyncClient(transport=Garbling(engine, at, by), base_url="http://engine", timeout=None) as it:
+            return await Asking(it, fixture, 1e-3, "factory-lm").check(typed_texts=True)
+
+    failed = {check.name: check.detail for check in asyncio.run(asked()) if not check.ok}
+    assert set(failed) == {"engine_logprobs"} and f"the log-probability of token {at} is" in failed["engine_logprobs"]
+
+
 def test_what_is_no_engine_at_all_is_said(sound: CandidateRow, plant: Plant) -> None:
     model = ReferenceModel.load(Path(sound.export_path))
     fixture = make_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=True)

@@ -151,6 +151,23 @@ CASES = [
         replace(changed(evidence(code=-0.015), "lost", "code", 0.04), replicas=3, replica_noise={"code": 0.015}),
         "a loss of at most 0.002 is allowed",
     ),  # replicas' noise is granted once in a line, not to each release
+    (
+        "hold",
+        evidence(target=0.005),
+        "Noise of the measurement, bits per byte: chat 0.0010, code 0.0010, docs 0.0010; of another order of the same data: none, as no replicas",
+    ),
+    (
+        "reject",
+        replace(evidence(target=-0.05), replicas=3, replica_noise={"chat": 0.004, "code": 0.015, "docs": math.nan}),
+        "of another order of the same data, by 3 trainings: chat 0.0040, code 0.0150, docs ?.",
+    ),
+    ("promote", FIRST, "judged by absolute floors, which no noise widens"),
+    (
+        "hold",
+        replace(evidence(), champion_failed={"finite_loss": "1 of 60 documents have no finite loss, first a:7"}),
+        "Nothing can be compared with the champion, candidate 1: check finite_loss failed: 1 of 60 documents have no finite loss, first a:7. "
+        "'factory release --rollback N'",
+    ),
     ("hold", replace(evidence(), watched=None), "rose alone over the line of candidates was not looked up"),
     (
         "hold",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,11 @@ import torch
 from factory.core.errors import DamagedExportError, InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.evals.evaluator import evaluate
+from factory.evals.evaluator import current_suite, evaluate
 from factory.evals.parity import CHECKS
+from factory.evals.policy import EvalPolicy
+from factory.evals.tasks import encode_documents
+from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.gate import decide
 from factory.ingest.rules.split import is_sealed
 from factory.ledger.ledger import Ledger, documents, eval_items, evaluations, held_out, record, releases, verdicts
@@ -174,10 +179,69 @@ def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Plant,
     config = json.loads((hollow / "config.json").read_text())
     (hollow / "config.json").write_text(json.dumps(config | {"vocab_size": 1 << 20}))
     asks = plant.add_candidate(hollow)
-    for candidate, words in ((nan, "NaN"), (overflow, "no finite loss"), (asks, "cannot hold the ")):
+    for candidate, words in ((nan, "NaN"), (overflow, "cloze items have no finite loss, first "), (asks, "cannot hold the ")):
         verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, candidate, SILENT))
         assert verdict["outcome"] == "reject"
         assert words in verdict["reasons"][0], verdict["reasons"]
+
+
+def spoil_one(plant: Plant, folder: Path) -> tuple[Path, str]:
+    """An export of finite weights that has no finite loss on one held-out document, and that document's key."""
+    suite = current_suite(plant.workspace, plant.ledger)
+    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
+    every = [*suite.documents, *suite.dev]
+    texts = encode_documents(every, plant.tokenizer, TokenBytes.load(plant.workspace.tokenizer), policy.document_bytes)
+    held_by = Counter(token for text in texts for token in set(text.tokens[:-1].tolist()))
+    text, token = next((t, n) for t in texts for n in t.tokens[:-1].tolist() if held_by[n] == 1)
+    model = tiny_model(4)
+    with torch.no_grad():  # a dimension that this token alone has, of which the first MLP makes an infinity
+        first = model.model.layers[0]
+        model.model.embed_tokens.weight[:, 0] = 0
+        model.model.embed_tokens.weight[token, 0] = 1
+        first.self_attn.o_proj.weight[0] = 0
+        first.mlp.up_proj.weight[:, 0] = 3e38
+    return save_export(model, folder, plant.tokenizer), text.document.key
+
+
+def test_one_document_without_a_finite_loss_is_named(plant: Plant, better: int, tmp_path: Path) -> None:
+    """Of the candidate it rejects; where the champion has none nothing can be compared, which holds, and nothing is released."""
+    export, key = spoil_one(plant, tmp_path / "one")
+    spoiled = plant.add_candidate(export)
+    verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, spoiled, SILENT))
+    assert verdict["outcome"] == "reject"
+    assert "Check finite_loss failed: 1 of " in verdict["reasons"][0] and f"first {key}" in verdict["reasons"][0]
+    assert "go on from an earlier checkpoint" in verdict["reasons"][0]
+    before = plant.ledger.read("SELECT * FROM releases")
+    with as_champion(plant, spoiled):
+        held = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+        assert plant.ledger.read("SELECT COUNT(*) AS n FROM releases")[0]["n"] == 1
+    assert held["outcome"] == "hold" and not any("no items in common" in reason for reason in held["reasons"])
+    assert held["reasons"][0].startswith(
+        f"Nothing can be compared with the champion, candidate {spoiled}: check finite_loss failed: 1 of "
+    )
+    assert key in held["reasons"][0] and "factory release --rollback" in held["reasons"][0]
+    assert plant.ledger.read("SELECT * FROM releases") == before
+
+
+@contextmanager
+def as_champion(plant: Plant, candidate: int) -> Iterator[None]:
+    """While it lasts a candidate is the only release, whatever its verdict."""
+    before = plant.ledger.rows(sa.select(releases))
+    verdict = plant.ledger.read("SELECT MAX(id) AS id FROM verdicts WHERE subject = :s", s=f"candidate:{candidate}")[0][
+        "id"
+    ]
+    with plant.ledger.begin() as tx:
+        tx.execute(releases.delete())
+        tx.execute(
+            releases.insert().values(number=1, candidate=candidate, verdict=verdict, state="published", created_at=0.0)
+        )
+        record(tx, "promoted", "release:1")
+    yield
+    with plant.ledger.begin() as tx:
+        tx.execute(releases.delete())
+        if before:
+            tx.execute(releases.insert(), before)
+            record(tx, "promoted", f"release:{before[-1]['number']}")
 
 
 def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: Plant, weak: int, better: int) -> None:

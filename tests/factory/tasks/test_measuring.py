@@ -195,13 +195,16 @@ def test_items_without_an_answer_are_named_not_counted_as_wrong(plant: Plant, ca
     with pytest.raises(TaskError, match="un.jsonl, record 1: key 'answer' is missing"):
         load_task(write_lm_eval_task(plant.workspace, "un", without), POLICY)
     before = recorded(plant)
-    items = choice_items()
-    items[7]["answer"] = 4
-    task = load_task(write_lm_eval_task(plant.workspace, "un", items), POLICY)
-    with pytest.raises(
-        TaskError, match="task un: lm-eval ended with code 1: document 7 has no answer among its choices: '4'"
+    twice = ["yes", "no", "yes", "perhaps"]
+    for changes, words in (
+        ({"answer": 4}, "document 7 has no answer among its choices: '4'"),
+        ({"choices": twice, "answer": 2}, "document 7: its answer stands twice among its choices"),
     ):
-        measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+        items = choice_items()
+        items[7] |= changes
+        task = load_task(write_lm_eval_task(plant.workspace, "un", items), POLICY)
+        with pytest.raises(TaskError, match=f"task un: lm-eval ended with code 1: {words}"):
+            measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
     assert recorded(plant) == before
 
 

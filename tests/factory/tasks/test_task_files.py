@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from tests.support.factory.task_files import choice_items, programs, sums, write
 POLICY = TasksPolicy()
 
 
-def with_item(number: int, **changes: Any) -> list[dict[str, Any]]:
-    items = choice_items()
+def with_item(number: int, items: list[dict[str, Any]] | None = None, **changes: Any) -> list[dict[str, Any]]:
+    items = choice_items() if items is None else items
     items[number] |= changes
     return [{key: value for key, value in item.items() if value is not ...} for item in items]
 
@@ -40,6 +41,13 @@ def with_item(number: int, **changes: Any) -> list[dict[str, Any]]:
         (with_item(3, choices=["a", "a"], answer=0), "record 4: two of its choices are the same"),
         (with_item(3, choices=["a", ""], answer=0), "record 4: key 'choices.1'"),
         (with_item(3, question=7), "record 4: key 'question'"),
+        (with_item(3, question=" "), "record 4: it has no question"),
+        (with_item(3, question="\ud800"), "record 4: key 'question'"),
+        (with_item(3, choices=["a", " "], answer=0), "record 4: a choice is blank"),
+        (with_item(3, answer=-1), "record 4: answer -1 names no choice"),
+        (with_item(3, answer=math.nan), "record 4: key 'answer"),
+        (with_item(3, answer=True), "record 4: key 'answer"),
+        (choice_items() + with_item(1, id="again")[1:2], "records 2 and 13 ask the same: remove one, or give both one 'source'"),
     ],
 )  # fmt: skip
 def test_items_that_are_wrong_are_named(workspace: Workspace, items: list[dict[str, Any]], says: str) -> None:
@@ -47,6 +55,64 @@ def test_items_that_are_wrong_are_named(workspace: Workspace, items: list[dict[s
     with pytest.raises(TaskError) as found:
         load_task(path, POLICY)
     assert says in str(found.value) and "asked.jsonl" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "items", "says"),
+    [
+        ("maths", sums()[:1], "1 items, at least 8 are needed"),
+        ("maths", with_item(3, sums(), answer=...), "record 4: key 'answer' is missing"),
+        ("maths", with_item(3, sums(), answer=None), "record 4: key 'answer"),
+        ("maths", with_item(3, sums(), answer=math.nan), "record 4: key 'answer"),
+        ("maths", with_item(3, sums(), answer=math.inf), "record 4: key 'answer"),
+        ("maths", with_item(3, sums(), answer=" "), "record 4: it has no answer"),
+        ("maths", with_item(3, sums(), answer="It is #### "), "record 4: it has no answer"),
+        ("maths", sums() + with_item(0, sums(), id=99)[:1], "records 1 and 11 ask the same"),
+        ("code", [], "0 items, at least 8 are needed"),
+        ("code", with_item(3, programs(), tests=...), "record 4: key 'tests' is missing"),
+        ("code", with_item(3, programs(), tests="  # none yet"), "record 4: its tests test nothing: every program would pass"),
+        ("code", with_item(3, programs(), tests="assert ("), "record 4: its tests are no Python, so no program would pass"),
+        ("code", with_item(3, programs(), tests="assert add3(1) == 4 \0"), "record 4: its tests are no Python"),
+    ],
+)  # fmt: skip
+def test_items_of_maths_and_code_that_are_wrong_are_named(
+    workspace: Workspace, kind: str, items: list[dict[str, Any]], says: str
+) -> None:
+    path = write_task(workspace, "asked", items, kind=kind)
+    with pytest.raises(TaskError) as found:
+        load_task(path, POLICY)
+    assert says in str(found.value) and "asked.jsonl" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        (choice_items()[:1], "1 items, at least 8 are needed"),
+        ([], "0 items, at least 8 are needed"),
+        (with_item(3, answer=...), "record 4: key 'answer' is missing"),
+        (with_item(3, answer=None), "record 4: key 'answer' is missing"),
+        (with_item(3, answer=math.nan), "record 4: key 'answer' is nan, which is no answer"),
+        (with_item(3, answer=math.inf), "record 4: key 'answer' is inf, which is no answer"),
+        (with_item(3, answer=True), "record 4: key 'answer' is True, which is no answer"),
+        (with_item(3, question="\ud800"), "record 4: '\\ud800' alone is no character"),
+        (with_item(3, id="q1"), "id 'q1' appears twice, in records 2 and 4"),
+        (choice_items() + with_item(1, id="again")[1:2], "records 2 and 13 are the same: remove one, or name a key"),
+    ],
+)  # fmt: skip
+def test_records_of_lm_eval_that_are_wrong_are_named(
+    workspace: Workspace, items: list[dict[str, Any]], says: str
+) -> None:
+    path = write_lm_eval_task(workspace, "asked", items)
+    with pytest.raises(TaskError) as found:
+        load_task(path, POLICY)
+    assert says in str(found.value) and "asked" in str(found.value)
+
+
+def test_items_that_ask_the_same_may_be_one_cluster(workspace: Workspace) -> None:
+    items = [{**item, "source": "a book"} for item in choice_items() + with_item(1, id="again")[1:2]]
+    assert len(load_task(write_task(workspace, "asked", items), POLICY).items) == 13
+    by_source = write_lm_eval_task(workspace, "asked", items, metadata={"cluster_by": "source"})
+    assert len(load_task(by_source, POLICY).records) == 13
 
 
 @pytest.mark.parametrize(
@@ -81,7 +147,13 @@ def test_keys_that_are_wrong_are_named(workspace: Workspace, keys: dict[str, Any
         ("x.jsonl", b'{"id": 1}\n{"id": 2', "line 2"),
         ("x.jsonl", b'{"id": 1, "id": 2}', "a key appears twice"),
         ("x.jsonl", b"[" * 100_000, "line 1"),
-        ("x.jsonl", b"\xff\xfe\x00", "cannot be read as jsonl"),
+        ("x.jsonl", b"\xff\xfe\x00", "line 1: byte 0xff is not UTF-8: save it in that encoding"),
+        ("x.jsonl", b'{"id": 1}\n{"id": "caf\xe9"}\n', "line 2: byte 0xe9 is not UTF-8"),
+        ("x.csv", b"id,question\n1,caf\xe9\n", "line 2: byte 0xe9 is not UTF-8"),
+        ("x.jsonl", b"", "0 items, at least 8"),
+        ("x.json", b"", "cannot be read as json"),
+        ("x.csv", b"id,question\n1", "row 2 has another number of fields"),
+        ("x.parquet", b"", "cannot be read as parquet"),
         ("x.jsonl", b"[1]\n", "record 1 is list"),
         ("x.json", b'{"id": 1}', "expected a list of records"),
         ("x.csv", b"id,question\n1,2,3\n", "row 2 has another number of fields"),

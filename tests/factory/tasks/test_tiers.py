@@ -108,7 +108,8 @@ def test_a_task_that_cannot_be_measured_holds_by_name(plant: Plant, line: tuple[
     held = verdict(plant, line[1])
     assert held.outcome == "hold"
     assert held.reasons[0] == (
-        f"Task broken could not be measured: {path.with_suffix('.jsonl')}: 1 items, at least 8 are needed (items_min in tasks.yaml)."
+        f"Task broken could not be measured: {path.with_suffix('.jsonl')}: 1 items, at least 8 are needed (items_min in tasks.yaml); "
+        f"once that is mended, 'factory evaluate {line[1]}' judges it again."
     )
     path.unlink()
     write_policy(plant.workspace, tasks={"gone": {}})

@@ -17,12 +17,13 @@ from factory.core.workspace import Workspace
 def choice_items(count: int = 12, choices: int = 4) -> list[dict[str, Any]]:
     """Which words open the documentation of a function of ``textwrap`` and ``inspect``?"""
     drawn = random.Random(0)
-    known = [
-        (name, inspect.cleandoc(member.__doc__).split(".")[0][:60])
+    by_words = {
+        inspect.cleandoc(member.__doc__).split(".")[0][:60]: name  # two functions may open with the same words
         for module in (textwrap, inspect)
         for name, member in sorted(vars(module).items())
         if inspect.isfunction(member) and member.__doc__
-    ]
+    }
+    known = [(name, words) for words, name in by_words.items()]
     items = []
     for number, (name, right) in enumerate(known[:count]):
         others = drawn.sample([words for _, words in known if words != right], choices - 1)

@@ -195,6 +195,7 @@ class DataOrder:
     def state_dict(self) -> dict[str, Any]:
         """JSON values only."""
         cursors = self.cursors.items()
+        permuted = {"reshuffled": self.plan.reshuffled} if self.plan.reshuffled else {}  # older code reads one without
         return {
             "format": FORMAT,
             "step": self.step,
@@ -204,6 +205,7 @@ class DataOrder:
             "pending": encode_pending(self.pending, {name: c.place for name, c in cursors}),
             # pieces cut where a row ended: which of those that wait, and how much of them was trained on
             "begun": [[i, p.start % self.context] for i, p in enumerate(self.pending) if p.start % self.context],
+            **permuted,
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -226,7 +228,8 @@ class DataOrder:
             self.cursors[name] = cursor
         places = {name: cursor.place for name, cursor in self.cursors.items()}
         self.pending = [self.streams[name].piece_at(place) for name, place in decode_pending(state["pending"], places)]
-        for i, start in state["begun"] if not self.plan.reshuffled else ():
+        same = state.get("reshuffled", 0) == self.plan.reshuffled  # else other pieces wait, and none of them is cut
+        for i, start in state["begun"] if same else ():
             piece = self.pending[i]
             self.pending[i] = self.streams[piece.stream].part_of(piece, start, piece.positions - start)
 

@@ -50,9 +50,10 @@ def changing_plan(make_shard: MakeShard) -> DataPlan:
 
 
 @every_packing
-def test_a_resumed_order_gives_the_same_batches(make_shard: MakeShard, packing: str) -> None:
+@pytest.mark.parametrize("reshuffled", [0, 2])
+def test_a_resumed_order_gives_the_same_batches(make_shard: MakeShard, packing: str, reshuffled: int) -> None:
     """To the bit, from every step, through the batch's warm-up and a phase's beginning."""
-    plan = changing_plan(make_shard)
+    plan = changing_plan(make_shard).model_copy(update={"reshuffled": reshuffled})
     order = open_order(plan, rows=16, warmup=WARMUP, packing=packing)
     whole = [(json.loads(json.dumps(order.state_dict())), make_batch(order)) for _ in range(16)]
     assert [len(batch.rows) for _, batch in whole] == [4] * 3 + [8] * 6 + [16] * 7
@@ -63,6 +64,25 @@ def test_a_resumed_order_gives_the_same_batches(make_shard: MakeShard, packing: 
             again = make_batch(resumed)
             assert again.rows == batch.rows and again.state_after == batch.state_after
             assert all(torch.equal(value, getattr(again, name)) for name, value in tensors_of(batch).items())
+
+
+@every_packing
+def test_another_permutation_goes_on_from_the_same_state_with_whole_pieces(make_shard: MakeShard, packing: str) -> None:
+    """Of pieces that wait and were begun it has others in the same places, none of which was begun."""
+    plan = changing_plan(make_shard)
+    order = open_order(plan, context=16, packing=packing)
+    for _ in range(5):
+        order.next_rows()
+    state = order.state_dict()
+    other = open_order(plan.model_copy(update={"reshuffled": 1}), state, context=16, packing=packing)
+    again = open_order(plan, other.state_dict(), context=16, packing=packing)
+    assert [p.place for p in order.pending] == [p.place for p in other.pending] == [p.place for p in again.pending]
+    for changed in (other, again):
+        assert all(p == changed.streams[p.stream].piece_at(p.place) for p in changed.pending)
+    cut = [p for p in order.pending if p.start % 16]
+    assert bool(cut) == bool(state["begun"]) and "reshuffled" not in state, "older code reads it"
+    if packing == "truncate-and-concatenate":
+        assert cut
 
 
 @every_packing
