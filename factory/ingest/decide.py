@@ -179,6 +179,9 @@ def _wanting(
     if not policy.held_out.share:
         return []
     by_domain: dict[str, list[_Living]] = {}
+    living = [
+        one for one in living if not one.row.synthetic_by
+    ]  # a model's words measure no model, whatever their source
     for one in living:
         by_domain.setdefault(one.row.domain, []).append(one)
     domains = {*by_domain, *(domain for domain, _, _ in before)}

@@ -70,6 +70,15 @@ class Parsed:
     synthetic_by: str | None
 
 
+def written_by(release: int, export_sha256: str) -> str:
+    """``synthetic_by`` of what a release of a factory wrote: its number, and of which weights.
+
+    >>> written_by(3, "0123456789abcdef0123")
+    'release 3 (weights 0123456789abcdef)'
+    """
+    return f"release {release} (weights {export_sha256[:16]})"
+
+
 def maker_of(detail: str | None) -> str | None:
     """Which model wrote a document, by ``documents.detail``; None: it names none.
 

@@ -1,0 +1,326 @@
+"""A run: prompts and writer are fixed first, then every prompt is answered, then the shard is put in place whole.
+
+    arguments ─► <workspace>/generated/.<arguments' hash>/ {plan.json, prompts.jsonl, answers.jsonl} ─► generated/<name>.jsonl ─► inbox
+
+The folder is made aside and renamed, so it is whole or absent. Killed at any instruction, the same arguments find it and go on with its
+writer and its prompts, whatever was released or ingested meanwhile. Rows are written in the order of their prompts when all are answered: a
+shard does not show how often its run was cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.core.errors import InputError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.evals.export_folder import read_config
+from factory.git.scope import AgentsPolicy
+from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.ledger import Ledger, documents, shards
+from factory.synthetic.journal import Journal
+from factory.synthetic.openings import openings
+from factory.synthetic.prompts import Prompt, licence_of, read_prompts
+from factory.synthetic.writers import Asking, Writer, endpoint_writer, opened, release_writer
+from kernels.contract.files import put_in_place
+from trainer.contract.data.token_shard import file_sha256
+
+FOLDER = "generated"
+LOCK = "generate"
+OF_OPENINGS = 100  # documents, where no number is given
+ANSWERS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a person asks for. ``release`` None and no ``endpoint``: the champion. ``count`` None: a document for each prompt of the file."""
+
+    release: int | None = None
+    endpoint: str = ""
+    model: str = ""
+    prompts: Path | None = None
+    domain: str | None = None  # of the documents whose openings are taken
+    opening_tokens: int = 32
+    count: int | None = None
+    tokens: int = 256
+    temperature: float = 0.8
+    seed: int = 0
+    licence: str | None = None
+
+    def check(self, policy: DataPolicy) -> None:
+        """Raises: InputError for options that do not go together."""
+        if self.endpoint == "champion":
+            raise InputError(
+                "--endpoint champion: leave it out, the champion writes by default; --release N is another one"
+            )
+        if self.endpoint and self.release is not None:
+            raise InputError("name one who writes: --release N or --endpoint URL --model NAME")
+        if bool(self.endpoint) != bool(self.model):
+            raise InputError("--endpoint URL and --model NAME go together: an endpoint serves several models")
+        if self.prompts and self.domain:
+            raise InputError("--domain chooses among this workspace's documents; a row of --prompts names its own")
+        if self.licence and not policy.licences.of(self.licence).train:
+            raise InputError(
+                f"--license {self.licence!r} does not allow training (data.yaml): ingest would drop every document"
+            )
+
+    def key(self) -> str:
+        """A hash of the arguments, and of the prompts' file. Raises: InputError when that cannot be read."""
+        try:
+            prompts = file_sha256(self.prompts) if self.prompts else ""
+        except OSError as error:
+            raise InputError(f"{self.prompts} cannot be read: {error.strerror}") from error
+        said = json.dumps(asdict(self) | {"prompts": prompts}, sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is fixed before the first answer."""
+
+    name: str  # of the shard, without suffix
+    writer: Writer
+    prompts: list[Prompt]
+    count: int  # documents: prompts are gone through again where there are fewer
+    began: bool = False  # in an earlier call
+
+    def prompt(self, number: int) -> Prompt:
+        return self.prompts[number % len(self.prompts)]
+
+    def says(self) -> dict[str, Any]:
+        """For a person, before anything is written."""
+        licences: Counter[str] = Counter()
+        domains: Counter[str] = Counter()
+        for number in range(self.count):
+            licences[self.prompt(number).license or ""] += 1
+            domains[self.prompt(number).domain] += 1
+        return {
+            "written_by": self.writer.name,
+            "count": self.count,
+            "prompts": len(self.prompts),
+            "openings": sum(prompt.opening_of is not None for prompt in self.prompts),
+            "domains": dict(domains),
+            "licences": dict(licences),
+        }
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A finished shard. ``ends``: how the answers ended ('stop', 'length'), and how many prompts gave no document ('empty', 'refused', 'taken out':
+    its opening's document was, meanwhile); empty where it was there before."""
+
+    path: Path
+    sha256: str
+    written_by: str
+    documents: int
+    ends: dict[str, int]
+    inbox: str = ""  # what became of it there
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"path": str(self.path)}
+
+
+def plan(workspace: Workspace, ledger: Ledger, wish: Wish) -> Plan:
+    """What a run would do, or what one that was cut off goes on with. Changes nothing. Raises: InputError; ConfigError."""
+    policy = DataPolicy.load(workspace.policy("data.yaml"))
+    wish.check(policy)
+    key = wish.key()
+    if (found := _read_plan(workspace.root / FOLDER / f".{key}")) is not None:
+        return found
+    if wish.endpoint:
+        writer = endpoint_writer(wish.endpoint, wish.model, AgentsPolicy.load(workspace.policy("agents.yaml")).llm)
+    else:
+        writer = release_writer(ledger, wish.release)
+    if wish.prompts:
+        prompts = read_prompts(wish.prompts, policy.default_domain, wish.count)
+        count = wish.count or len(prompts)
+    else:
+        count = wish.count or OF_OPENINGS
+        _refuse_long(writer, wish)
+        tokenizer = Tokenizer.load(workspace.tokenizer)
+        prompts = openings(ledger, tokenizer, count, wish.opening_tokens, wish.domain, wish.seed)
+    named = [
+        Prompt(**{**vars(prompt), "license": licence_of(prompt, wish.licence, policy.licences)}) for prompt in prompts
+    ]
+    return Plan(f"synthetic-{writer.slug}-{key}", writer, named, count)
+
+
+def _refuse_long(writer: Writer, wish: Wish) -> None:
+    if writer.export and wish.opening_tokens + 1 + wish.tokens > (context := read_config(Path(writer.export)).context):
+        raise InputError(
+            f"--opening-tokens {wish.opening_tokens} and --tokens {wish.tokens} do not fit the {context} tokens that {writer.name} can read: "
+            "name fewer"
+        )
+
+
+def generate(workspace: Workspace, ledger: Ledger, wish: Wish, progress: Progress, *, inbox: bool = False) -> Generated:
+    """Write the shard, or go on with it; one that is there already is not written again. ``inbox``: put a copy there.
+
+    Raises: InputError; WorkspaceError while another run writes here; WriterError, and what was written is kept.
+    """
+    with workspace.lock(LOCK):
+        what = plan(workspace, ledger, wish)
+        place = workspace.root / FOLDER / f"{what.name}.jsonl"
+        ends: dict[str, int] = {}
+        if what.began or not place.is_file():
+            aside = workspace.root / FOLDER / f".{wish.key()}"
+            if not what.began:
+                _begin(aside, what)
+            ends = _write(workspace, ledger, wish, what, aside, place, progress)
+        with open(place, "rb") as rows:
+            made = Generated(place, file_sha256(place), what.writer.name, sum(1 for _ in rows), ends)
+        return Generated(**{**vars(made), "inbox": _to_inbox(workspace, ledger, made)}) if inbox else made
+
+
+def _begin(folder: Path, what: Plan) -> None:
+    """Make the run's folder, whole or not at all."""
+    folder.parent.mkdir(exist_ok=True)
+    aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.part")
+    aside.mkdir()
+    try:
+        with open(aside / "prompts.jsonl", "w", encoding="utf-8") as out:
+            out.writelines(json.dumps(prompt.to_json(), ensure_ascii=False) + "\n" for prompt in what.prompts)
+        fixed = {"name": what.name, "writer": asdict(what.writer), "count": what.count}
+        (aside / "plan.json").write_text(json.dumps(fixed), encoding="utf-8")
+        put_in_place(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _read_plan(folder: Path) -> Plan | None:
+    """Of a run that was cut off; None: there is none. Raises: InputError for one that cannot be read."""
+    if not folder.is_dir():
+        return None
+    try:
+        fixed = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        lines = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+        prompts = [Prompt(**json.loads(line)) for line in lines]
+        return Plan(str(fixed["name"]), Writer(**fixed["writer"]), prompts, int(fixed["count"]), began=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder} is not a run that can be gone on with ({error}): delete it to begin again"
+        ) from None
+
+
+def _write(
+    workspace: Workspace, ledger: Ledger, wish: Wish, what: Plan, aside: Path, place: Path, progress: Progress
+) -> dict[str, int]:
+    """Answer what is left, put the shard in place, delete the folder; returns how the answers ended."""
+    journal = Journal(aside / "answers.jsonl")
+    try:
+        if len(journal) < what.count:
+            asyncio.run(_answer_all(workspace, wish, what, journal, progress))
+        ends = dict(journal.ends)
+        gone = _taken_out(ledger, what.prompts)
+        made = aside / "shard.jsonl"
+        written = 0
+        with open(made, "w", encoding="utf-8") as out:
+            for row in _rows(what, journal, gone):
+                out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                written += 1
+        ends |= {"taken out": missing} if (missing := len(gone)) else {}
+        if not written:
+            shutil.rmtree(aside)
+            raise InputError(f"{what.writer.name} wrote no document{_why(ends, what, journal)}; nothing was kept")
+        put_in_place(made, place)
+    finally:
+        journal.close()
+    shutil.rmtree(aside)
+    return ends
+
+
+def _why(ends: dict[str, int], what: Plan, journal: Journal) -> str:
+    said = ": " + ", ".join(f"{count} {end}" for end, count in ends.items())
+    refused = (answer for n in range(what.count) if (answer := journal.answer(n)).end == "refused")
+    first = next(refused, None)
+    return said + (f" ({first.text})" if first else "")
+
+
+async def _answer_all(workspace: Workspace, wish: Wish, what: Plan, journal: Journal, progress: Progress) -> None:
+    policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
+    left = iter([number for number in range(what.count) if number not in journal])
+    async with opened(what.writer, workspace, policy, progress.line) as asking:
+        with progress.task(f"{what.writer.name} writes", total=what.count) as task:
+            task.advance(len(journal))
+            workers = [
+                asyncio.ensure_future(_answer_some(asking, wish, what, journal, left, task.advance))
+                for _ in range(min(ANSWERS_AT_ONCE, what.count))
+            ]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def _answer_some(
+    asking: Asking, wish: Wish, what: Plan, journal: Journal, left: Iterator[int], done: Callable[[], None]
+) -> None:
+    for number in left:
+        prompt = what.prompt(number).content
+        journal.add(number, await asking.answer(prompt, wish.tokens, wish.temperature, seed_of(wish.seed, number)))
+        done()
+
+
+def seed_of(seed: int, number: int) -> int:
+    """Of document ``number`` of a run: 31 bits, which every endpoint can read."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4]) >> 1
+
+
+def _taken_out(ledger: Ledger, prompts: list[Prompt]) -> set[str]:
+    """Keys of documents whose openings were taken, and which are no training documents any more."""
+    found: set[str] = set()
+    keys = [prompt.opening_of for prompt in prompts if prompt.opening_of]
+    c = documents.c
+    for start in range(0, len(keys), 5000):
+        there = sa.select(c.key).where(c.key.in_(keys[start : start + 5000]), c.fate == "train")
+        found |= {*keys[start : start + 5000]} - {row["key"] for row in ledger.rows(there)}
+    return found
+
+
+def _rows(what: Plan, journal: Journal, gone: set[str]) -> Iterator[dict[str, Any]]:
+    for number in range(what.count):
+        prompt, answer = what.prompt(number), journal.answer(number)
+        if answer.end == "refused" or not answer.text.strip() or prompt.opening_of in gone:
+            continue
+        named = {
+            "domain": prompt.domain,
+            "source": prompt.source or what.name,
+            "license": prompt.license,
+            "synthetic_by": what.writer.name,
+            "opening_of": prompt.opening_of,
+        }
+        yield {
+            "id": f"{what.name}/{number}",
+            **prompt.with_answer(answer.text),
+            **{key: value for key, value in named.items() if value},
+        }
+
+
+def _to_inbox(workspace: Workspace, ledger: Ledger, made: Generated) -> str:
+    known = ledger.one(sa.select(shards.c.state).where(shards.c.sha256 == made.sha256))
+    if known:
+        return f"it was {known['state']} before"
+    place = workspace.inbox / made.path.name
+    aside = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        shutil.copyfile(made.path, aside)
+        put_in_place(aside, place)
+    finally:
+        with suppress(FileNotFoundError):
+            aside.unlink()
+    return str(place)

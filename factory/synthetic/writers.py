@@ -1,0 +1,190 @@
+"""Who writes: a release, behind an engine as ``factory serve`` starts one, or a model at an OpenAI-compatible address; and how it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from agents.core.untrusted import one_line
+from agents.llm.exchange import LlmError
+from agents.llm.http_endpoint import HttpEndpoint
+from agents.llm.policy import LlmPolicy
+from factory.core.errors import FactoryError, InputError
+from factory.core.workspace import Workspace
+from factory.ingest.document import Content, written_by
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import ReleaseRow, champion
+from factory.release.serving import MODEL_NAME
+from factory.serving.champion import Champion
+from factory.serving.engines import Engine, native
+
+FIRST_WAIT = 0.5  # seconds before a second attempt; doubled each time
+REFUSED = (400, 413, 422)  # statuses that are about one prompt
+
+
+class WriterError(FactoryError):
+    """The model stopped answering; what it wrote so far is kept."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``end``: 'stop' (it ended by itself), 'length' (it was cut off), or 'refused' (``text`` is why)."""
+
+    text: str
+    end: str
+
+
+@dataclass(frozen=True)
+class Writer:
+    """``release`` with its export, or ``url`` with ``model``. ``name`` is what ``synthetic_by`` says."""
+
+    name: str
+    release: int = 0
+    export: str = ""
+    export_sha256: str = ""
+    url: str = ""
+    model: str = ""
+
+    @property
+    def slug(self) -> str:
+        """Of a file's name."""
+        letters = "".join(c if c.isascii() and c.isalnum() else "-" for c in (self.model or f"release-{self.release}"))
+        return letters.strip("-").lower()[:60] or "model"
+
+
+def release_writer(ledger: Ledger, number: int | None) -> Writer:
+    """Release ``number``, the champion without one. Raises: InputError when there is none, or its export is not what was judged."""
+    row = ReleaseRow.get(ledger, number) if number is not None else champion(ledger)
+    if row is None:
+        raise InputError(
+            "nothing is released yet, so there is no champion to write: name an endpoint with --endpoint URL --model NAME"
+        )
+    Champion(row.number, Path(row.export_path), row.export_sha256).check()
+    return Writer(written_by(row.number, row.export_sha256), row.number, row.export_path, row.export_sha256)
+
+
+def endpoint_writer(url: str, model: str, policy: LlmPolicy) -> Writer:
+    """Raises: InputError for an address, key or model that cannot be."""
+    try:
+        HttpEndpoint(url, _key(), policy.model_copy(update={"model": model}))
+    except LlmError as error:
+        raise InputError(str(error)) from None
+    parts = urlsplit(url)
+    shown = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+    return Writer(one_line(f"{model} at {shown}", 300), url=url, model=model)
+
+
+def _key() -> str:
+    return os.environ.get("OPENAI_API_KEY", "")
+
+
+@asynccontextmanager
+async def opened(
+    writer: Writer, workspace: Workspace, policy: LlmPolicy, say: Callable[[str], None]
+) -> AsyncIterator[Asking]:
+    """The model, ready to be asked; a release's engine ends with the block. Raises: InputError; EngineError."""
+    if writer.url:
+        timeout = httpx.Timeout(policy.reply_seconds, read=min(policy.silence_seconds, policy.reply_seconds))
+        headers = {"Authorization": f"Bearer {_key() or 'none'}", "Accept-Encoding": "identity"}
+        async with httpx.AsyncClient(timeout=timeout, headers=headers, follow_redirects=False) as client:
+            yield Asking(writer, policy, client, writer.url.rstrip("/"), say)
+        return
+    export = Champion(writer.release, Path(writer.export), writer.export_sha256)
+    export.check()
+    say(f"release {writer.release} comes up")
+    workspace.logs.mkdir(exist_ok=True)
+    engine = await Engine.start(native(), export, workspace.logs)
+    try:
+        await engine.wait_ready()
+        yield Asking(writer, policy, engine.client, "/v1", say, engine)
+    finally:
+        await engine.stop()
+
+
+@dataclass
+class Asking:
+    """One model, asked by many at once."""
+
+    writer: Writer
+    policy: LlmPolicy
+    client: httpx.AsyncClient
+    base: str
+    say: Callable[[str], None]
+    engine: Engine | None = None
+
+    async def answer(self, prompt: Content, tokens: int, temperature: float, seed: int) -> Answer:
+        """What the model writes after ``prompt``, at most ``tokens`` tokens. Raises: WriterError."""
+        body: dict[str, Any] = {"model": self.writer.model or MODEL_NAME, "temperature": temperature, "seed": seed}
+        if "text" in prompt:
+            path, body = "/completions", body | {"prompt": prompt["text"], "max_tokens": tokens}
+        else:
+            limit = "max_tokens" if self.engine else self.policy.limit_parameter
+            path, body = "/chat/completions", body | {"messages": prompt["messages"], limit: tokens}
+        for attempt in range(1, self.policy.attempts + 1):
+            try:
+                status, content = await self._post(path, body)
+            except httpx.HTTPError as error:
+                if self.engine and (how := await self.engine.end()):
+                    raise WriterError(how) from None
+                why = f"no answer: {type(error).__name__} {error}".strip()
+            else:
+                if status == 200:
+                    return _read(content, "text" in prompt, self.writer)
+                why = f"status {status}: {_said(content)}"
+                if status in REFUSED:
+                    return Answer(_said(content), "refused")
+                if status < 500 and status not in (408, 409, 429):
+                    raise WriterError(f"{self.writer.name}: {why}{_advice(status, path)}")
+            if attempt < self.policy.attempts:
+                wait = min(FIRST_WAIT * 2 ** (attempt - 1), self.policy.longest_wait_seconds)
+                self.say(f"  {self.writer.name}: {why}; again in {wait:.1f} s")
+                await asyncio.sleep(wait)
+        raise WriterError(f"{self.writer.name}: {why} (tried {self.policy.attempts} times)")
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        content = bytearray()
+        async with self.client.stream("POST", self.base + path, json=body) as answer:
+            async for part in answer.aiter_bytes():
+                content += part
+                if len(content) > self.policy.reply_bytes:
+                    raise WriterError(f"{self.writer.name}: its answer is longer than {self.policy.reply_bytes} bytes")
+        return answer.status_code, bytes(content)
+
+
+def _read(content: bytes, text: bool, writer: Writer) -> Answer:
+    try:
+        choice = json.loads(content)["choices"][0]
+        words, end = choice["text"] if text else choice["message"]["content"], choice.get("finish_reason")
+        words = words or ""  # null: nothing was said
+        words.encode("utf-8")
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise WriterError(f"{writer.name}: its answer cannot be read ({type(error).__name__})") from None
+    if end == "length":
+        return Answer(words.rstrip("\ufffd"), "length")  # cut off in the midst of a character
+    return Answer(words, "stop")
+
+
+def _said(content: bytes) -> str:
+    try:
+        said = json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        said = content.decode("utf-8", "replace")
+    key = _key()
+    return one_line(str(said).replace(key, "[key]") if len(key) >= 4 else str(said), 300)
+
+
+def _advice(status: int, path: str) -> str:
+    if status in (401, 403):
+        return ": set OPENAI_API_KEY"
+    if status == 404 and path == "/completions":
+        return ": it may know no model of that name, or answer chats alone: give prompts as 'messages' then (--prompts FILE)"
+    return ""
