@@ -34,7 +34,7 @@ from factory.ledger.ledger import Ledger, documents, shards
 from factory.synthetic.journal import Journal
 from factory.synthetic.openings import openings
 from factory.synthetic.prompts import Prompt, licence_of, read_prompts
-from factory.synthetic.writers import Asking, Writer, endpoint_writer, opened, release_writer
+from factory.synthetic.writers import Answer, Asking, Writer, endpoint_writer, opened, release_writer
 from kernels.contract.files import put_in_place
 from trainer.contract.data.token_shard import file_sha256
 
@@ -42,6 +42,7 @@ FOLDER = "generated"
 LOCK = "generate"
 OF_OPENINGS = 100  # documents, where no number is given
 ANSWERS_AT_ONCE = 16
+LEFT_OUT = {"taken out", "refused", "empty"}
 
 
 @dataclass(frozen=True)
@@ -223,27 +224,35 @@ def _write(
     try:
         if len(journal) < what.count:
             asyncio.run(_answer_all(workspace, wish, what, journal, progress))
-        ends = dict(journal.ends)
         gone = _taken_out(ledger, what.prompts)
         made = aside / "shard.jsonl"
-        written = 0
+        ends: Counter[str] = Counter()
         with open(made, "w", encoding="utf-8") as out:
-            for row in _rows(what, journal, gone):
-                out.write(json.dumps(row, ensure_ascii=False) + "\n")
-                written += 1
-        ends |= {"taken out": missing} if (missing := len(gone)) else {}
-        if not written:
+            for number in range(what.count):
+                prompt, answer = what.prompt(number), journal.answer(number)
+                end = _end(prompt, answer, gone)
+                ends[end] += 1
+                if end not in LEFT_OUT:
+                    out.write(json.dumps(_row(what, number, prompt, answer), ensure_ascii=False) + "\n")
+        if not ends.keys() - LEFT_OUT:
+            why = _why(ends, what, journal)
             shutil.rmtree(aside)
-            raise InputError(f"{what.writer.name} wrote no document{_why(ends, what, journal)}; nothing was kept")
+            raise InputError(f"{what.writer.name} wrote no document: {why}; nothing was kept")
         put_in_place(made, place)
     finally:
         journal.close()
     shutil.rmtree(aside)
-    return ends
+    return dict(ends)
 
 
-def _why(ends: dict[str, int], what: Plan, journal: Journal) -> str:
-    said = ": " + ", ".join(f"{count} {end}" for end, count in ends.items())
+def _end(prompt: Prompt, answer: Answer, gone: set[str]) -> str:
+    if prompt.opening_of in gone:
+        return "taken out"
+    return answer.end if answer.end == "refused" or answer.text.strip() else "empty"
+
+
+def _why(ends: Counter[str], what: Plan, journal: Journal) -> str:
+    said = ", ".join(f"{count} {end}" for end, count in ends.items())
     refused = (answer for n in range(what.count) if (answer := journal.answer(n)).end == "refused")
     first = next(refused, None)
     return said + (f" ({first.text})" if first else "")
@@ -292,23 +301,16 @@ def _taken_out(ledger: Ledger, prompts: list[Prompt]) -> set[str]:
     return found
 
 
-def _rows(what: Plan, journal: Journal, gone: set[str]) -> Iterator[dict[str, Any]]:
-    for number in range(what.count):
-        prompt, answer = what.prompt(number), journal.answer(number)
-        if answer.end == "refused" or not answer.text.strip() or prompt.opening_of in gone:
-            continue
-        named = {
-            "domain": prompt.domain,
-            "source": prompt.source or what.name,
-            "license": prompt.license,
-            "synthetic_by": what.writer.name,
-            "opening_of": prompt.opening_of,
-        }
-        yield {
-            "id": f"{what.name}/{number}",
-            **prompt.with_answer(answer.text),
-            **{key: value for key, value in named.items() if value},
-        }
+def _row(what: Plan, number: int, prompt: Prompt, answer: Answer) -> dict[str, Any]:
+    named = {
+        "domain": prompt.domain,
+        "source": prompt.source or what.name,
+        "license": prompt.license,
+        "synthetic_by": what.writer.name,
+        "opening_of": prompt.opening_of,
+    }
+    content = prompt.with_answer(answer.text)
+    return {"id": f"{what.name}/{number}", **content, **{key: value for key, value in named.items() if value}}
 
 
 def _to_inbox(workspace: Workspace, ledger: Ledger, made: Generated) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 from factory.synthetic.writers import Answer
@@ -15,7 +14,6 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._places: dict[int, int] = {}
-        self.ends: Counter[str] = Counter()
         self._file = open(path, "a+b")  # noqa: SIM115 - as long as the run
         self._file.seek(0)
         whole = 0
@@ -24,10 +22,11 @@ class Journal:
                 break
             try:
                 row = json.loads(line)
-                number, answer = int(row["number"]), Answer(str(row["text"]), str(row["end"]))
+                number = int(row["number"])
+                Answer(**{key: str(row[key]) for key in ("text", "end")})
             except (ValueError, KeyError, TypeError):
                 break
-            self._note(number, whole, answer)
+            self._places[number] = whole
             whole += len(line)
         self._file.truncate(whole)
 
@@ -44,7 +43,7 @@ class Journal:
         row = {"number": number, "text": answer.text, "end": answer.end}
         self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
-        self._note(number, place, answer)
+        self._places[number] = place
 
     def answer(self, number: int) -> Answer:
         self._file.seek(self._places[number])
@@ -53,8 +52,3 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-
-    def _note(self, number: int, place: int, answer: Answer) -> None:
-        if number not in self._places:
-            self.ends[answer.end if answer.end == "refused" or answer.text.strip() else "empty"] += 1
-        self._places[number] = place

@@ -101,8 +101,9 @@ async def opened(
     export = Champion(writer.release, Path(writer.export), writer.export_sha256)
     export.check()
     say(f"release {writer.release} comes up")
-    workspace.logs.mkdir(exist_ok=True)
-    engine = await Engine.start(native(), export, workspace.logs)
+    logs = workspace.logs / "generate"  # apart from those of a 'factory serve' that runs beside
+    logs.mkdir(parents=True, exist_ok=True)
+    engine = await Engine.start(native(), export, logs)
     try:
         await engine.wait_ready()
         yield Asking(writer, policy, engine.client, "/v1", say, engine)
