@@ -78,7 +78,7 @@ def _licences(
     workspace: Workspace, ledger: Ledger, release: ReleaseRow, policy: ReleasePolicy, licence: str
 ) -> dict[str, Any]:
     rules = DataPolicy.load(workspace.policy("data.yaml")).licences
-    tokens = tokens_by_licence(ledger, release.segment)
+    tokens = tokens_by_licence(ledger, release.segment, rules)
     other = not_releasable(rules, tokens)
     if not any(tokens.values()):
         raise InputError(

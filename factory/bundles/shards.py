@@ -12,6 +12,7 @@ import numpy as np
 from factory.core.errors import InputError
 from factory.gates.release.licences import NONE
 from factory.ingest.document import SYNTHETIC, maker_of
+from factory.ingest.rules.claims import counted
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
@@ -37,31 +38,46 @@ def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents:
     ``quarantined``: documents that were trained on and are quarantined or taken out since, so that they are not handed on.
     """
     used = planned_shards(ledger, segment)
-    sql = f"""SELECT d.token_shard, d.shard, s.name, s.bytes, d.license, COUNT(*) AS documents, SUM(d.tokens) AS tokens,
-        SUM(d.supervised_tokens) AS supervised_tokens,
-        SUM(CASE WHEN d.detail LIKE '{SYNTHETIC}%' THEN d.supervised_tokens ELSE 0 END) AS synthetic_tokens,
-        SUM(CASE WHEN d.fate <> 'train' THEN 1 ELSE 0 END) AS quarantined
-        FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE d.token_shard IS NOT NULL
-        GROUP BY d.token_shard, d.shard, s.name, s.bytes, d.license ORDER BY d.token_shard, d.license"""
+    moved = counted(ledger, licences)
+    sql = f"""SELECT d.key, d.token_shard, d.shard, s.name, s.bytes, d.license, 1 AS documents, d.tokens, d.supervised_tokens,
+        CASE WHEN d.detail LIKE '{SYNTHETIC}%' THEN d.supervised_tokens ELSE 0 END AS synthetic_tokens,
+        CASE WHEN d.fate <> 'train' THEN 1 ELSE 0 END AS quarantined
+        FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE d.token_shard IS NOT NULL"""
+    sums = ", ".join(f"SUM({name}) AS {name}" for name in COUNTS)
+    groups = f"SELECT token_shard, shard, name, bytes, license, {sums} FROM ({sql}) AS d GROUP BY token_shard, shard, name, bytes, license"
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in ledger.read(groups):
+        _add(found, row, row["license"], 1)
+    for key, conflict in moved.items():  # a text that came under several licences
+        for row in ledger.read(f"{sql} AND d.key = :key", key=key):
+            _add(found, row, row["license"], -1)
+            _add(found, row, conflict.counts_as(licences), 1)
     rows = []
-    for row in ledger.read(sql):
-        if row["token_shard"] not in used:
-            continue
-        allowed = licences.of(row["license"]).release
-        rows.append(
-            {
-                "token_shard": row["token_shard"],
-                "generation": used[row["token_shard"]]["generation"],
-                "shard": row["name"],
-                "shard_sha256": row["shard"],
-                "shard_bytes": int(row["bytes"]),
-                "license": row["license"] or NONE,
-                "releasable": allowed,
-                "included": allowed and with_documents,
-                **{name: int(row[name]) for name in COUNTS},
-            }
-        )
+    for (number, licence), row in sorted(found.items()):
+        if number in used and row["documents"]:
+            allowed = licences.of(licence or None).release
+            rows.append(
+                {
+                    "token_shard": number,
+                    "generation": used[number]["generation"],
+                    "shard": row["name"],
+                    "shard_sha256": row["shard"],
+                    "shard_bytes": int(row["bytes"]),
+                    "license": licence or NONE,
+                    "releasable": allowed,
+                    "included": allowed and with_documents,
+                    **{name: row[name] for name in COUNTS},
+                }
+            )
     return rows
+
+
+def _add(found: dict[tuple[str, str], dict[str, Any]], row: dict[str, Any], licence: str | None, sign: int) -> None:
+    """Add a row's counts to those of its token shard and ``licence``, or take them away."""
+    named = {name: row[name] for name in ("name", "shard", "bytes")}
+    into = found.setdefault((row["token_shard"], licence or ""), named | dict.fromkeys(COUNTS, 0))
+    for name in COUNTS:
+        into[name] += sign * int(row[name])
 
 
 def releasable_documents(
@@ -71,12 +87,15 @@ def releasable_documents(
 
     Raises: InputError for a token shard that is gone or damaged.
     """
+    moved = counted(ledger, licences)
     for place in planned_shards(ledger, segment).values():
         if fault := token_shard_fault(root / place["path"], deep=True):
             raise InputError(f"{fault}: its documents cannot be handed on; 'factory doctor --repair' makes it again")
         shard = TokenShard(root / place["path"])
         sql = "SELECT key, license, detail FROM documents WHERE token_shard = :shard AND fate = 'train'"
         kept = {row["key"]: row for row in ledger.read(sql, shard=shard.id)}
+        for key in kept.keys() & moved.keys():
+            kept[key]["license"] = moved[key].counts_as(licences) or None
         for row in shard.documents.to_pylist():
             if row["key"] in kept and licences.of(kept[row["key"]]["license"]).release:
                 ids = shard.tokens[row["start"] : row["start"] + row["length"]].astype(np.int64)

@@ -9,6 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError, nearest
+from factory.ingest.rules.claims import COPIES
 from factory.ledger.ledger import Ledger, documents
 from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT
 
@@ -19,7 +20,7 @@ NOUNS = {"source": "source", "license": "licence"}
 
 @dataclass(frozen=True)
 class Selection:
-    """Documents whose ``column`` ('key', 'source', 'license') is one of ``names``."""
+    """Documents whose ``column`` ('key', 'source', 'license') is one of ``names``; of a licence also those that came under it as a copy."""
 
     column: str
     names: tuple[str, ...]
@@ -31,6 +32,11 @@ class Selection:
         found: sa.ColumnElement[bool] = COLUMNS[self.column].in_(self.names)
         if self.column == "license" and NO_LICENCE in self.names:
             found = sa.or_(found, documents.c.license.is_(None), documents.c.license == "")
+        if self.column == "license":
+            copies = sa.select(documents.c.matched).where(
+                documents.c.rule.in_(COPIES), documents.c.matched.is_not(None), found
+            )
+            found = sa.or_(found, documents.c.key.in_(copies))
         return found
 
     def parts(self) -> list[sa.ColumnElement[bool]]:

@@ -19,7 +19,7 @@ _RELEASE = re.compile(r"release (\d{1,9}) \(weights [0-9a-f]{16}\)\Z")
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenBy:
     """By one maker. ``release``: of this factory, by number and weights; None: it is none of those."""
 
     maker: str
@@ -31,7 +31,7 @@ class Written:
         return asdict(self)
 
 
-def written_in(ledger: Ledger, used: Collection[str]) -> list[Written]:
+def written_in(ledger: Ledger, used: Collection[str]) -> list[WrittenBy]:
     """What models wrote of the documents in these token shards, by maker, most tokens first. Removed and quarantined ones count: they were
     trained on."""
     found: dict[str, tuple[int, int]] = {}
@@ -40,7 +40,7 @@ def written_in(ledger: Ledger, used: Collection[str]) -> list[Written]:
             count, tokens = found.get(maker, (0, 0))
             found[maker] = count + row["documents"], tokens + row["supervised_tokens"]
     weights = {row.number: row.export_sha256 for row in ReleaseRow.select(ledger)} if found else {}
-    listed = [Written(maker, release_of(maker, weights), *counts) for maker, counts in found.items()]
+    listed = [WrittenBy(maker, release_of(maker, weights), *counts) for maker, counts in found.items()]
     return sorted(listed, key=lambda one: (-one.supervised_tokens, one.maker))
 
 

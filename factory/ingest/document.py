@@ -51,6 +51,7 @@ class Row:
     trimmed: int = 0  # characters removed by decontamination
     wants_held_out: bool = False
     synthetic_by: str | None = None  # model or release that wrote it, as its metadata says
+    barred: str = ""  # why its licence does not allow training: it is only compared with others, and then dropped
     pii: dict[str, int] = field(default_factory=dict)
 
     def drop(self, rule: str, detail: str, matched: str | None = None) -> None:

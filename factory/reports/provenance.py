@@ -12,6 +12,7 @@ from factory.data.selecting import keys_of
 from factory.data.synthetic import written_in, written_of
 from factory.gates.release.licences import tokens_by_licence
 from factory.ingest.document import maker_of
+from factory.ingest.rules.claims import conflicts
 from factory.ledger.ledger import Ledger, documents, held_out, shards, token_shards
 from factory.ledger.removals import FATE, mark_in_words, marks, number_in, removals
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
@@ -38,6 +39,7 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
         row["shard_name"] = shard and shard["name"]
         row["removal"] = vars(taken[number_in(row["rule"])]) if row["fate"] == FATE else None
         row["synthetic_by"] = maker_of(row["detail"])
+        row["licence_claims"] = [vars(claim) for one in conflicts(ledger, row["key"]) for claim in one.claims]
         if row["matched"]:
             other = ledger.one(
                 sa.select(documents.c.id, documents.c.shard, documents.c.fate).where(documents.c.key == row["matched"])
@@ -121,6 +123,7 @@ def made_of(ledger: Ledger, segment: int) -> dict[str, Any]:
         "segments": steps,
         "shards": listed,
         "licences": tokens_by_licence(ledger, segment),
+        "licence_conflicts": [one.to_json() for one in conflicts(ledger) if one.token_shard in used],
         "synthetic": [one.to_json() for one in written_in(ledger, used)],
     }
 

@@ -31,10 +31,10 @@ from factory.git.scope import AgentsPolicy
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, shards
-from factory.synthetic.journal import Journal
+from factory.synthetic.journal import AnswerJournal
 from factory.synthetic.openings import openings
 from factory.synthetic.prompts import Prompt, licence_of, read_prompts
-from factory.synthetic.writers import Answer, Asking, Writer, endpoint_writer, opened, release_writer
+from factory.synthetic.writers import Answer, TextWriter, WriterClient, endpoint_writer, opened, release_writer
 from kernels.contract.files import put_in_place
 from trainer.contract.data.token_shard import file_sha256
 
@@ -46,7 +46,7 @@ LEFT_OUT = {"taken out", "refused", "empty"}
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerationWish:
     """What a person asks for. ``release`` None and no ``endpoint``: the champion. ``count`` None: a document for each prompt of the file."""
 
     release: int | None = None
@@ -89,11 +89,11 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GenerationPlan:
     """What is fixed before the first answer."""
 
     name: str  # of the shard, without suffix
-    writer: Writer
+    writer: TextWriter
     prompts: list[Prompt]
     count: int  # documents: prompts are gone through again where there are fewer
     began: bool = False  # in an earlier call
@@ -134,7 +134,7 @@ class Generated:
         return asdict(self) | {"path": str(self.path)}
 
 
-def plan(workspace: Workspace, ledger: Ledger, wish: Wish) -> Plan:
+def plan(workspace: Workspace, ledger: Ledger, wish: GenerationWish) -> GenerationPlan:
     """What a run would do, or what one that was cut off goes on with. Changes nothing. Raises: InputError; ConfigError."""
     policy = DataPolicy.load(workspace.policy("data.yaml"))
     wish.check(policy)
@@ -152,14 +152,14 @@ def plan(workspace: Workspace, ledger: Ledger, wish: Wish) -> Plan:
         count = wish.count or OF_OPENINGS
         _refuse_long(writer, wish)
         tokenizer = Tokenizer.load(workspace.tokenizer)
-        prompts = openings(ledger, tokenizer, count, wish.opening_tokens, wish.domain, wish.seed)
+        prompts = openings(ledger, tokenizer, count, wish.opening_tokens, wish.domain, wish.seed, policy.licences)
     named = [
         Prompt(**{**vars(prompt), "license": licence_of(prompt, wish.licence, policy.licences)}) for prompt in prompts
     ]
-    return Plan(f"synthetic-{writer.slug}-{key}", writer, named, count)
+    return GenerationPlan(f"synthetic-{writer.slug}-{key}", writer, named, count)
 
 
-def _refuse_long(writer: Writer, wish: Wish) -> None:
+def _refuse_long(writer: TextWriter, wish: GenerationWish) -> None:
     if writer.export and wish.opening_tokens + 1 + wish.tokens > (context := read_config(Path(writer.export)).context):
         raise InputError(
             f"--opening-tokens {wish.opening_tokens} and --tokens {wish.tokens} do not fit the {context} tokens that {writer.name} can read: "
@@ -167,7 +167,9 @@ def _refuse_long(writer: Writer, wish: Wish) -> None:
         )
 
 
-def generate(workspace: Workspace, ledger: Ledger, wish: Wish, progress: Progress, *, inbox: bool = False) -> Generated:
+def generate(
+    workspace: Workspace, ledger: Ledger, wish: GenerationWish, progress: Progress, *, inbox: bool = False
+) -> Generated:
     """Write the shard, or go on with it; one that is there already is not written again. ``inbox``: put a copy there.
 
     Raises: InputError; WorkspaceError while another run writes here; WriterError, and what was written is kept.
@@ -186,7 +188,7 @@ def generate(workspace: Workspace, ledger: Ledger, wish: Wish, progress: Progres
         return Generated(**{**vars(made), "inbox": _to_inbox(workspace, ledger, made)}) if inbox else made
 
 
-def _begin(folder: Path, what: Plan) -> None:
+def _begin(folder: Path, what: GenerationPlan) -> None:
     """Make the run's folder, whole or not at all."""
     folder.parent.mkdir(exist_ok=True)
     aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.part")
@@ -201,7 +203,7 @@ def _begin(folder: Path, what: Plan) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _read_plan(folder: Path) -> Plan | None:
+def _read_plan(folder: Path) -> GenerationPlan | None:
     """Of a run that was cut off; None: there is none. Raises: InputError for one that cannot be read."""
     if not folder.is_dir():
         return None
@@ -209,7 +211,9 @@ def _read_plan(folder: Path) -> Plan | None:
         fixed = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
         lines = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
         prompts = [Prompt(**json.loads(line)) for line in lines]
-        return Plan(str(fixed["name"]), Writer(**fixed["writer"]), prompts, int(fixed["count"]), began=True)
+        return GenerationPlan(
+            str(fixed["name"]), TextWriter(**fixed["writer"]), prompts, int(fixed["count"]), began=True
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{folder} is not a run that can be gone on with ({error}): delete it to begin again"
@@ -217,10 +221,16 @@ def _read_plan(folder: Path) -> Plan | None:
 
 
 def _write(
-    workspace: Workspace, ledger: Ledger, wish: Wish, what: Plan, aside: Path, place: Path, progress: Progress
+    workspace: Workspace,
+    ledger: Ledger,
+    wish: GenerationWish,
+    what: GenerationPlan,
+    aside: Path,
+    place: Path,
+    progress: Progress,
 ) -> dict[str, int]:
     """Answer what is left, put the shard in place, delete the folder; returns how the answers ended."""
-    journal = Journal(aside / "answers.jsonl")
+    journal = AnswerJournal(aside / "answers.jsonl")
     try:
         if len(journal) < what.count:
             asyncio.run(_answer_all(workspace, wish, what, journal, progress))
@@ -251,14 +261,16 @@ def _end(prompt: Prompt, answer: Answer, gone: set[str]) -> str:
     return answer.end if answer.end == "refused" or answer.text.strip() else "empty"
 
 
-def _why(ends: Counter[str], what: Plan, journal: Journal) -> str:
+def _why(ends: Counter[str], what: GenerationPlan, journal: AnswerJournal) -> str:
     said = ", ".join(f"{count} {end}" for end, count in ends.items())
     refused = (answer for n in range(what.count) if (answer := journal.answer(n)).end == "refused")
     first = next(refused, None)
     return said + (f" ({first.text})" if first else "")
 
 
-async def _answer_all(workspace: Workspace, wish: Wish, what: Plan, journal: Journal, progress: Progress) -> None:
+async def _answer_all(
+    workspace: Workspace, wish: GenerationWish, what: GenerationPlan, journal: AnswerJournal, progress: Progress
+) -> None:
     policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
     left = iter([number for number in range(what.count) if number not in journal])
     async with opened(what.writer, workspace, policy, progress.line) as asking:
@@ -277,7 +289,12 @@ async def _answer_all(workspace: Workspace, wish: Wish, what: Plan, journal: Jou
 
 
 async def _answer_some(
-    asking: Asking, wish: Wish, what: Plan, journal: Journal, left: Iterator[int], done: Callable[[], None]
+    asking: WriterClient,
+    wish: GenerationWish,
+    what: GenerationPlan,
+    journal: AnswerJournal,
+    left: Iterator[int],
+    done: Callable[[], None],
 ) -> None:
     for number in left:
         prompt = what.prompt(number).content
@@ -301,7 +318,7 @@ def _taken_out(ledger: Ledger, prompts: list[Prompt]) -> set[str]:
     return found
 
 
-def _row(what: Plan, number: int, prompt: Prompt, answer: Answer) -> dict[str, Any]:
+def _row(what: GenerationPlan, number: int, prompt: Prompt, answer: Answer) -> dict[str, Any]:
     named = {
         "domain": prompt.domain,
         "source": prompt.source or what.name,

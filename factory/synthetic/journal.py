@@ -8,7 +8,7 @@ from pathlib import Path
 from factory.synthetic.writers import Answer
 
 
-class Journal:
+class AnswerJournal:
     """Of the file ``path``, which is made where there is none. What a kill or a power cut left of a last line is cut off: that answer is
     asked for again. The file is not flushed to the disk after each answer: a power cut costs time alone."""
 

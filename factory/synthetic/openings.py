@@ -15,6 +15,8 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError
 from factory.ingest.document import SYNTHETIC, Content
+from factory.ingest.rules.claims import counted
+from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, token_shards
 from factory.synthetic.prompts import Prompt
@@ -25,11 +27,18 @@ AT_ONCE = 5000  # values in one IN (…)
 
 
 def openings(
-    ledger: Ledger, tokenizer: Tokenizer, count: int, tokens: int, domain: str | None, seed: int
+    ledger: Ledger,
+    tokenizer: Tokenizer,
+    count: int,
+    tokens: int,
+    domain: str | None,
+    seed: int,
+    licences: Licences,
 ) -> list[Prompt]:
     """The first ``tokens`` tokens of up to ``count`` documents, drawn by ``seed``; of a chat, what stands before the first answer.
 
-    Left out are documents that a model wrote, and those that are not twice as long. Raises: InputError when there is none, or a token shard
+    Left out are documents that a model wrote, those that are not twice as long, and those of which another shard says that they are not to
+    be trained on. Raises: InputError when there is none, or a token shard
     is gone or damaged.
     """
     c = documents.c
@@ -40,7 +49,9 @@ def openings(
         sa.or_(c.detail.is_(None), sa.not_(c.detail.like(f"{SYNTHETIC}%"))),
     ]
     usable += [c.domain == domain] if domain else []
-    drawn = heapq.nsmallest(count, ((_draw(key, seed), key) for key in _keys(ledger, usable)))
+    stricter = {key: one.counts_as(licences) for key, one in counted(ledger, licences).items()}
+    barred = {key for key, licence in stricter.items() if not licences.of(licence or None).train}
+    drawn = heapq.nsmallest(count, ((_draw(key, seed), key) for key in _keys(ledger, usable) if key not in barred))
     if not drawn:
         of = f" of domain {domain!r}" if domain else ""
         raise InputError(
@@ -56,7 +67,7 @@ def openings(
     contents = _contents(ledger, tokenizer, rows, tokens)
     made = ((rows[key], contents.get(key)) for key in keys)
     return [
-        Prompt(content, row["domain"], row["source"], row["license"] or None, row["key"])
+        Prompt(content, row["domain"], row["source"], stricter.get(row["key"], row["license"]) or None, row["key"])
         for row, content in made
         if content
     ]

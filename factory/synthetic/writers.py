@@ -44,7 +44,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Writer:
+class TextWriter:
     """``release`` with its export, or ``url`` with ``model``. ``name`` is what ``synthetic_by`` says."""
 
     name: str
@@ -61,7 +61,7 @@ class Writer:
         return letters.strip("-").lower()[:60] or "model"
 
 
-def release_writer(ledger: Ledger, number: int | None) -> Writer:
+def release_writer(ledger: Ledger, number: int | None) -> TextWriter:
     """Release ``number``, the champion without one. Raises: InputError when there is none, or its export is not what was judged."""
     row = ReleaseRow.get(ledger, number) if number is not None else champion(ledger)
     if row is None:
@@ -69,10 +69,10 @@ def release_writer(ledger: Ledger, number: int | None) -> Writer:
             "nothing is released yet, so there is no champion to write: name an endpoint with --endpoint URL --model NAME"
         )
     Champion(row.number, Path(row.export_path), row.export_sha256).check()
-    return Writer(written_by(row.number, row.export_sha256), row.number, row.export_path, row.export_sha256)
+    return TextWriter(written_by(row.number, row.export_sha256), row.number, row.export_path, row.export_sha256)
 
 
-def endpoint_writer(url: str, model: str, policy: LlmPolicy) -> Writer:
+def endpoint_writer(url: str, model: str, policy: LlmPolicy) -> TextWriter:
     """Raises: InputError for an address, key or model that cannot be."""
     try:
         HttpEndpoint(url, _key(), policy.model_copy(update={"model": model}))
@@ -80,7 +80,7 @@ def endpoint_writer(url: str, model: str, policy: LlmPolicy) -> Writer:
         raise InputError(str(error)) from None
     parts = urlsplit(url)
     shown = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-    return Writer(one_line(f"{model} at {shown}", 300), url=url, model=model)
+    return TextWriter(one_line(f"{model} at {shown}", 300), url=url, model=model)
 
 
 def _key() -> str:
@@ -89,14 +89,14 @@ def _key() -> str:
 
 @asynccontextmanager
 async def opened(
-    writer: Writer, workspace: Workspace, policy: LlmPolicy, say: Callable[[str], None]
-) -> AsyncIterator[Asking]:
+    writer: TextWriter, workspace: Workspace, policy: LlmPolicy, say: Callable[[str], None]
+) -> AsyncIterator[WriterClient]:
     """The model, ready to be asked; a release's engine ends with the block. Raises: InputError; EngineError."""
     if writer.url:
         timeout = httpx.Timeout(policy.reply_seconds, read=min(policy.silence_seconds, policy.reply_seconds))
         headers = {"Authorization": f"Bearer {_key() or 'none'}", "Accept-Encoding": "identity"}
         async with httpx.AsyncClient(timeout=timeout, headers=headers, follow_redirects=False) as client:
-            yield Asking(writer, policy, client, writer.url.rstrip("/"), say)
+            yield WriterClient(writer, policy, client, writer.url.rstrip("/"), say)
         return
     export = Champion(writer.release, Path(writer.export), writer.export_sha256)
     export.check()
@@ -106,16 +106,16 @@ async def opened(
     engine = await Engine.start(native(), export, logs)
     try:
         await engine.wait_ready()
-        yield Asking(writer, policy, engine.client, "/v1", say, engine)
+        yield WriterClient(writer, policy, engine.client, "/v1", say, engine)
     finally:
         await engine.stop()
 
 
 @dataclass
-class Asking:
+class WriterClient:
     """One model, asked by many at once."""
 
-    writer: Writer
+    writer: TextWriter
     policy: LlmPolicy
     client: httpx.AsyncClient
     base: str
@@ -161,7 +161,7 @@ class Asking:
         return answer.status_code, bytes(content)
 
 
-def _read(content: bytes, text: bool, writer: Writer) -> Answer:
+def _read(content: bytes, text: bool, writer: TextWriter) -> Answer:
     try:
         choice = json.loads(content)["choices"][0]
         words, end = choice["text"] if text else choice["message"]["content"], choice.get("finish_reason")

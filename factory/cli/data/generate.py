@@ -61,11 +61,11 @@ def generate(
     ingest FILE', which deduplicates it, drops what quotes held-out documents, and filters it as any other shard.
     """
     from factory.core.progress import SILENT
-    from factory.synthetic.generating import Wish, plan
+    from factory.synthetic.generating import GenerationWish, plan
     from factory.synthetic.generating import generate as write
 
     workspace, ledger, terminal = open_workspace(where)
-    wish = Wish(
+    wish = GenerationWish(
         release, endpoint, model, prompts, domain, opening_tokens, count, tokens, temperature, seed, licence or None
     )
     if dry_run:

@@ -56,6 +56,11 @@ def _document_lines(found: list[dict[str, Any]]) -> list[str]:
         rule = f" by rule {row['rule']}" if row["rule"] and not row["removal"] else ""
         fate = row["fate"] + rule + (f": {row['detail']}" if row["detail"] else "")
         lines.append(f"  fate      {fate}")
+        for claim in row["licence_claims"]:
+            aside = ", set aside" if claim["aside"] else ""
+            lines.append(f"  claimed   {claim['license'] or 'no licence'} in {claim['shard']} ({claim['key']}{aside})")
+        if row["licence_claims"]:
+            lines.append("  licence   the strictest of these counts ('factory data claims')")
         if taken := row["removal"]:
             why = f": {taken['why']}" if taken["why"] else ""
             text = (
@@ -129,6 +134,10 @@ def _release_lines(found: dict[str, Any]) -> list[str]:
     total = max(1, sum(found["licences"].values()))
     for name, tokens in sorted(found["licences"].items(), key=lambda one: -one[1]):
         lines.append(f"  licence {name or 'none named'}: {tokens:,} supervised tokens, {tokens / total:.1%}")
+    if conflicts := [one for one in found["licence_conflicts"] if not one["settled"]]:
+        tokens = sum(one["supervised_tokens"] for one in conflicts)
+        what = f"{len(conflicts):,} documents with {tokens:,} supervised tokens came under other licences too"
+        lines.append(f"  LICENCES IN CONFLICT: {what}; the strictest counts ('factory data claims')")
     return [*lines, *_synthetic_lines(found, total)]
 
 

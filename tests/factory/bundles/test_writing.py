@@ -30,7 +30,7 @@ from factory.ledger.ledger import checkpoints, documents, releases, segments, ve
 from factory.ledger.rows import ReleaseRow
 from factory.reports.provenance import documents_of_release, of_release
 from tests.support.factory.command import command_here, factory
-from tests.support.factory.exports import Plant
+from tests.support.factory.exports import SHARD, Plant
 
 
 @contextmanager
@@ -160,6 +160,32 @@ def test_a_licence_that_does_not_allow_it_is_named_and_not_included(released: Pl
         assert first not in {row["id"] for row in found}
 
 
+def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_strictest(released: Plant) -> None:
+    ledger = released.ledger
+    first, second = [d.key for d in released.documents if not d.held][:2]
+    copies = {first: "proprietary", second: "MIT"}
+    with ledger.begin() as tx:
+        for number, (key, licence) in enumerate(copies.items()):
+            values = {"key": f"copy:{number}", "id": "copy", "shard": SHARD, "row": 9000 + number, "domain": "code"}
+            dropped = {"fate": "dropped", "rule": "near_duplicate", "matched": key, "releasable": False}
+            tx.execute(documents.insert().values(**values, **dropped, license=licence))
+    rules = Licences(known=dict.fromkeys(("PSF-2.0", "MIT"), Licence(train=True, release=True)))
+    try:
+        whole = sum(tokens_by_licence(ledger, 2).values())
+        tokens = tokens_by_licence(ledger, 2, rules)
+        rows = {row["license"]: row for row in shard_rows(ledger, 2, rules, with_documents=True)}
+        found = [*releasable_documents(released.workspace.root, ledger, released.tokenizer, 2, rules)]
+    finally:
+        with ledger.begin() as tx:
+            tx.execute(documents.delete().where(documents.c.id == "copy"))
+    assert tokens == {"PSF-2.0": whole - 1, "proprietary": 1}
+    assert {name: row["supervised_tokens"] for name, row in rows.items()} == tokens
+    assert rows["proprietary"]["documents"] == 1 and not rows["proprietary"]["included"]
+    assert rows["PSF-2.0"]["documents"] == len(found) and first not in {row["id"] for row in found}
+    assert next(row for row in found if row["id"] == second)["license"] == "PSF-2.0"
+    assert tokens_by_licence(ledger, 2, rules) == {"PSF-2.0": whole}
+
+
 def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: Plant) -> None:
     first = next(d.key for d in released.documents if not d.held)
     rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
@@ -170,6 +196,7 @@ def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: Pl
         assert len(found) == row["documents"] - row["quarantined"] == row["documents"] - 1
 
 
+@pytest.mark.slow("a bundle is written and verified")
 def test_how_much_models_wrote_is_in_the_bundle(released: Plant, tmp_path: Path) -> None:
     first, second = [d.key for d in released.documents if not d.held][:2]
     release = ReleaseRow.get(released.ledger, 1)

@@ -22,11 +22,12 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.document import Content, flat, written_by
 from factory.ingest.inbox import ingest_arrived
+from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.rows import champion
 from factory.release.serving import MODEL_NAME
-from factory.synthetic.generating import LOCK, Generated, Wish, generate, plan
+from factory.synthetic.generating import LOCK, Generated, GenerationWish, generate, plan
 from factory.synthetic.openings import openings
 from factory.synthetic.prompts import read_prompts
 from factory.synthetic.writers import WriterError
@@ -35,7 +36,7 @@ from tests.support.paths import ROOT
 from tests.support.serving.served import add_release, serving
 
 Copy = Callable[..., tuple[Workspace, Ledger]]
-SMALL = Wish(count=9, tokens=12, opening_tokens=10)
+SMALL = GenerationWish(count=9, tokens=12, opening_tokens=10)
 PATIENCE = 600.0  # a bug's, not a machine's
 
 
@@ -76,7 +77,7 @@ def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
     elsewhere, other = copied("again")
     again = generate(elsewhere, other, SMALL, SILENT)
     assert again.sha256 == said["sha256"] and again.path != Path(said["path"])
-    reseeded = plan(elsewhere, other, Wish(**{**vars(SMALL), "seed": 1}))
+    reseeded = plan(elsewhere, other, GenerationWish(**{**vars(SMALL), "seed": 1}))
     assert {prompt.opening_of for prompt in reseeded.prompts} != {prompt.opening_of for prompt in planned}
     assert not list((elsewhere.root / "generated").glob(".*"))
 
@@ -85,7 +86,7 @@ def test_an_opening_is_how_a_training_document_begins_and_no_held_out_one(copied
     workspace, ledger = copied()
     raw = {row["id"]: row for path in (workspace.shards / "raw").iterdir() for row in rows_of(path)}
     ids = {row["key"]: row["id"] for row in ledger.rows(sa.select(documents.c.key, documents.c.id))}
-    found = openings(ledger, Tokenizer.load(workspace.tokenizer), 10_000, 24, None, 0)
+    found = openings(ledger, Tokenizer.load(workspace.tokenizer), 10_000, 24, None, 0, Licences())
     assert len(found) > 300
     for prompt in found:
         whole = raw[ids[prompt.opening_of or ""]]
@@ -113,7 +114,7 @@ def test_no_held_out_document_is_an_opening_nor_one_that_was_taken_out(copied: C
         ) in spoiled.items():  # as a removal, the loss doctor and an ingest leave them: still in their token shard
             value = {"detail": "synthetic, by release 1"} if fate == "synthetic" else {"fate": fate}
             tx.execute(documents.update().where(c.key == key).values(value))
-    found = {prompt.opening_of for prompt in openings(ledger, tokenizer, 10_000, 5, None, 0)}
+    found = {prompt.opening_of for prompt in openings(ledger, tokenizer, 10_000, 5, None, 0, Licences())}
     able = {
         row["key"]
         for row in ledger.rows(sa.select(c.key, c.tokens).where(c.fate == "train"))
@@ -126,7 +127,7 @@ def test_no_held_out_document_is_an_opening_nor_one_that_was_taken_out(copied: C
 
 @pytest.mark.slow("an engine comes up three times")
 def test_killed_it_goes_on_and_no_document_is_written_twice(copied: Copy) -> None:
-    wish = Wish(count=60, tokens=60, opening_tokens=10, temperature=1.0)
+    wish = GenerationWish(count=60, tokens=60, opening_tokens=10, temperature=1.0)
     undisturbed = generate(*copied("undisturbed"), wish, SILENT)
     workspace, ledger = copied()
     words = ["--count", "60", "--tokens", "60", "--opening-tokens", "10", "--temperature", "1"]
@@ -187,7 +188,7 @@ def test_what_was_taken_out_meanwhile_is_no_opening_any_more(copied: Copy) -> No
     assert first.prompts[0].opening_of not in {row["opening_of"] for row in rows_of(made.path)}
 
 
-def generate_without_engine(workspace: Workspace, ledger: Ledger, wish: Wish) -> Generated:
+def generate_without_engine(workspace: Workspace, ledger: Ledger, wish: GenerationWish) -> Generated:
     """A run that is cut off before its first answer: something is in the way of the engine's log."""
     log = workspace.logs / "generate" / "serve-native-release-1.log"
     log.mkdir(parents=True)
@@ -204,20 +205,20 @@ def test_licences_are_never_laxer_than_what_the_text_begins_with(copied: Copy, t
         tx.execute(documents.update().where(documents.c.domain == "code").values(license="MIT"))
     named = lambda wish: {(p.domain, p.license) for p in plan(workspace, ledger, wish).prompts}
     own = {("docs", "CC-BY-NC-4.0"), ("code", "MIT"), ("chat", None)}
-    assert named(Wish(count=60, tokens=9, opening_tokens=10)) == own
+    assert named(GenerationWish(count=60, tokens=9, opening_tokens=10)) == own
     # who names a licence cannot make a stricter one laxer, nor give one to a text that has none
-    assert named(Wish(count=60, tokens=9, opening_tokens=10, licence="Apache-2.0")) == own - {("code", "MIT")} | {
-        ("code", "Apache-2.0")
-    }
+    assert named(GenerationWish(count=60, tokens=9, opening_tokens=10, licence="Apache-2.0")) == own - {
+        ("code", "MIT")
+    } | {("code", "Apache-2.0")}
     strict = {("docs", "CC-BY-NC-4.0"), ("code", "CC-BY-NC-4.0"), ("chat", "CC-BY-NC-4.0")}
-    assert named(Wish(count=60, tokens=9, opening_tokens=10, licence="CC-BY-NC-4.0")) == strict
+    assert named(GenerationWish(count=60, tokens=9, opening_tokens=10, licence="CC-BY-NC-4.0")) == strict
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One", "license": "MIT"}\n{"prompt": "Two"}\n')
     licences = lambda wish: [p.license for p in plan(workspace, ledger, wish).prompts]
-    assert licences(Wish(prompts=path)) == ["MIT", None]
-    assert licences(Wish(prompts=path, licence="CC0-1.0")) == ["CC0-1.0", "CC0-1.0"]
+    assert licences(GenerationWish(prompts=path)) == ["MIT", None]
+    assert licences(GenerationWish(prompts=path, licence="CC0-1.0")) == ["CC0-1.0", "CC0-1.0"]
     with pytest.raises(InputError, match="does not allow training"):
-        plan(workspace, ledger, Wish(licence="proprietary"))
+        plan(workspace, ledger, GenerationWish(licence="proprietary"))
 
 
 @pytest.mark.slow("a router and its engine come up, and the judge's model beside them")
@@ -237,11 +238,11 @@ def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
         async with serving(workspace, ledger, key="sesame") as here:
             await here.until(1)
             url = f"{here.client.base_url}/v1"
-            wish = Wish(endpoint=url, model=MODEL_NAME, prompts=path, tokens=8, temperature=2.0)
+            wish = GenerationWish(endpoint=url, model=MODEL_NAME, prompts=path, tokens=8, temperature=2.0)
             with pytest.raises(WriterError, match="401.*OPENAI_API_KEY"):
                 await asyncio.to_thread(generate, workspace, ledger, wish, SILENT)
             monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-            unknown = Wish(endpoint=url, model="gpt", prompts=path)
+            unknown = GenerationWish(endpoint=url, model="gpt", prompts=path)
             with pytest.raises(WriterError, match="404.*there is no model 'gpt'.*answer chats alone"):
                 await asyncio.to_thread(generate, workspace, ledger, unknown, SILENT)
             return await asyncio.to_thread(generate, workspace, ledger, wish, SILENT)
@@ -336,7 +337,7 @@ def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:
     (export / "generation_config.json").write_text("{}")
     with pytest.raises(InputError, match="is not what was released"):
         generate(workspace, ledger, SMALL, SILENT)
-    assert generate(workspace, ledger, Wish(**{**vars(SMALL), "release": 1}), SILENT).documents
+    assert generate(workspace, ledger, GenerationWish(**{**vars(SMALL), "release": 1}), SILENT).documents
 
 
 def test_two_at_once_do_not_write_the_same(copied: Copy) -> None:
