@@ -1,6 +1,6 @@
 """A run: prompts and writer are fixed first, then every prompt is answered, then the shard is put in place whole.
 
-    arguments ─► <workspace>/generated/.<arguments' hash>/ {plan.json, prompts.jsonl, answers.jsonl} ─► generated/<name>.jsonl ─► inbox
+    arguments ─► <workspace>/generated/.<arguments' hash>/ {plan.json, answers.jsonl} ─► generated/<name>.jsonl ─► inbox
 
 The folder is made aside and renamed, so it is whole or absent. Killed at any instruction, the same arguments find it and go on with its
 writer and its prompts, whatever was released or ingested meanwhile. Rows are written in the order of their prompts when all are answered: a
@@ -13,9 +13,8 @@ import asyncio
 import hashlib
 import json
 import shutil
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.progress import Progress
+from factory.core.progress import Progress, Task
 from factory.core.workspace import Workspace
 from factory.evals.export_folder import read_config
 from factory.git.scope import AgentsPolicy
@@ -41,7 +40,6 @@ from trainer.contract.data.token_shard import file_sha256
 FOLDER = "generated"
 LOCK = "generate"
 OF_OPENINGS = 100  # documents, where no number is given
-ANSWERS_AT_ONCE = 16
 LEFT_OUT = {"taken out", "refused", "empty"}
 
 
@@ -139,7 +137,7 @@ def plan(workspace: Workspace, ledger: Ledger, wish: GenerationWish) -> Generati
     policy = DataPolicy.load(workspace.policy("data.yaml"))
     wish.check(policy)
     key = wish.key()
-    if (found := _read_plan(workspace.root / FOLDER / f".{key}")) is not None:
+    if (found := _read_plan(workspace.root / FOLDER / f".{key}", ledger)) is not None:
         return found
     if wish.endpoint:
         writer = endpoint_writer(wish.endpoint, wish.model, AgentsPolicy.load(workspace.policy("agents.yaml")).llm)
@@ -177,12 +175,13 @@ def generate(
     with workspace.lock(LOCK):
         what = plan(workspace, ledger, wish)
         place = workspace.root / FOLDER / f"{what.name}.jsonl"
+        aside = workspace.root / FOLDER / f".{wish.key()}"
         ends: dict[str, int] = {}
-        if what.began or not place.is_file():
-            aside = workspace.root / FOLDER / f".{wish.key()}"
+        if not place.is_file():
             if not what.began:
                 _begin(aside, what)
             ends = _write(workspace, ledger, wish, what, aside, place, progress)
+        _delete(aside)
         with open(place, "rb") as rows:
             made = Generated(place, file_sha256(place), what.writer.name, sum(1 for _ in rows), ends)
         return Generated(**{**vars(made), "inbox": _to_inbox(workspace, ledger, made)}) if inbox else made
@@ -191,29 +190,31 @@ def generate(
 def _begin(folder: Path, what: GenerationPlan) -> None:
     """Make the run's folder, whole or not at all."""
     folder.parent.mkdir(exist_ok=True)
-    aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.part")
+    aside = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed here
     aside.mkdir()
     try:
-        with open(aside / "prompts.jsonl", "w", encoding="utf-8") as out:
-            out.writelines(json.dumps(prompt.to_json(), ensure_ascii=False) + "\n" for prompt in what.prompts)
         fixed = {"name": what.name, "writer": asdict(what.writer), "count": what.count}
+        fixed["prompts"] = [prompt.to_json() for prompt in what.prompts]
         (aside / "plan.json").write_text(json.dumps(fixed), encoding="utf-8")
         put_in_place(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _read_plan(folder: Path) -> GenerationPlan | None:
-    """Of a run that was cut off; None: there is none. Raises: InputError for one that cannot be read."""
-    if not folder.is_dir():
-        return None
+def _read_plan(folder: Path, ledger: Ledger) -> GenerationPlan | None:
+    """Of a run that was cut off; None: there is none, or its shard is in place and the folder was being deleted. Raises: InputError for one
+    that cannot be read, or whose release's export is gone."""
     try:
         fixed = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-        lines = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-        prompts = [Prompt(**json.loads(line)) for line in lines]
-        return GenerationPlan(
-            str(fixed["name"]), TextWriter(**fixed["writer"]), prompts, int(fixed["count"]), began=True
-        )
+        prompts = [Prompt(**prompt) for prompt in fixed["prompts"]]
+        writer = TextWriter(**fixed["writer"])
+        writer = (
+            release_writer(ledger, writer.release) if writer.release else writer
+        )  # whose export may lie elsewhere now
+        return GenerationPlan(str(fixed["name"]), writer, prompts, int(fixed["count"]), began=True)
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{folder} is not a run that can be gone on with ({error}): delete it to begin again"
@@ -229,7 +230,7 @@ def _write(
     place: Path,
     progress: Progress,
 ) -> dict[str, int]:
-    """Answer what is left, put the shard in place, delete the folder; returns how the answers ended."""
+    """Answer what is left and put the shard in place; returns how the answers ended."""
     journal = AnswerJournal(aside / "answers.jsonl")
     try:
         if len(journal) < what.count:
@@ -246,13 +247,20 @@ def _write(
                     out.write(json.dumps(_row(what, number, prompt, answer), ensure_ascii=False) + "\n")
         if not ends.keys() - LEFT_OUT:
             why = _why(ends, what, journal)
-            shutil.rmtree(aside)
+            _delete(aside)
             raise InputError(f"{what.writer.name} wrote no document: {why}; nothing was kept")
         put_in_place(made, place)
     finally:
         journal.close()
-    shutil.rmtree(aside)
     return dict(ends)
+
+
+def _delete(folder: Path) -> None:
+    """A run's folder, its plan last: without one it is no run."""
+    if folder.is_dir():
+        for name in ("shard.jsonl", "answers.jsonl", "plan.json"):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _end(prompt: Prompt, answer: Answer, gone: set[str]) -> str:
@@ -272,13 +280,14 @@ async def _answer_all(
     workspace: Workspace, wish: GenerationWish, what: GenerationPlan, journal: AnswerJournal, progress: Progress
 ) -> None:
     policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
-    left = iter([number for number in range(what.count) if number not in journal])
     async with opened(what.writer, workspace, policy, progress.line) as asking:
         with progress.task(f"{what.writer.name} writes", total=what.count) as task:
             task.advance(len(journal))
+            size, requests = asking.at_once
+            every = (range(first, min(first + size, what.count)) for first in range(0, what.count, size))
+            left = (numbers for numbers in every if any(number not in journal for number in numbers))
             workers = [
-                asyncio.ensure_future(_answer_some(asking, wish, what, journal, left, task.advance))
-                for _ in range(min(ANSWERS_AT_ONCE, what.count))
+                asyncio.ensure_future(_answer_some(asking, wish, what, journal, left, task)) for _ in range(requests)
             ]
             try:
                 await asyncio.gather(*workers)
@@ -293,17 +302,20 @@ async def _answer_some(
     wish: GenerationWish,
     what: GenerationPlan,
     journal: AnswerJournal,
-    left: Iterator[int],
-    done: Callable[[], None],
+    left: Iterator[range],
+    task: Task,
 ) -> None:
-    for number in left:
-        prompt = what.prompt(number).content
-        journal.add(number, await asking.answer(prompt, wish.tokens, wish.temperature, seed_of(wish.seed, number)))
-        done()
+    for numbers in left:  # whole requests, also where some of their answers are there: the same ones are written again
+        prompts = [what.prompt(number).content for number in numbers]
+        answers = await asking.answers(prompts, wish.tokens, wish.temperature, seed_of(wish.seed, numbers[0]))
+        for number, answer in zip(numbers, answers, strict=True):
+            if number not in journal:
+                journal.add(number, answer)
+                task.advance()
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Of document ``number`` of a run: 31 bits, which every endpoint can read."""
+    """Of the request that begins with document ``number``: 31 bits, which every endpoint can read."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4]) >> 1
 
 
@@ -335,7 +347,7 @@ def _to_inbox(workspace: Workspace, ledger: Ledger, made: Generated) -> str:
     if known:
         return f"it was {known['state']} before"
     place = workspace.inbox / made.path.name
-    aside = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.part")
+    aside = place.with_name(f".{place.name}.part")
     try:
         shutil.copyfile(made.path, aside)
         put_in_place(aside, place)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -20,13 +21,15 @@ from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
 from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
+from factory.evals.export_folder import read_config
 from factory.ingest.document import Content, written_by
+from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, champion
-from factory.release.serving import MODEL_NAME
 from factory.serving.champion import Champion
 from factory.serving.engines import Engine, native
 
+BATCH = 16  # documents that are written at the same time
 FIRST_WAIT = 0.5  # seconds before a second attempt; doubled each time
 REFUSED = (400, 413, 422)  # statuses that are about one prompt
 
@@ -122,14 +125,52 @@ class WriterClient:
     say: Callable[[str], None]
     engine: Engine | None = None
 
-    async def answer(self, prompt: Content, tokens: int, temperature: float, seed: int) -> Answer:
-        """What the model writes after ``prompt``, at most ``tokens`` tokens. Raises: WriterError."""
-        body: dict[str, Any] = {"model": self.writer.model or MODEL_NAME, "temperature": temperature, "seed": seed}
+    @cached_property
+    def _reads(self) -> tuple[Tokenizer, int]:
+        """A release's tokenizer, and how many tokens it can read."""
+        return Tokenizer.load(Path(self.writer.export)), read_config(Path(self.writer.export)).context
+
+    @property
+    def at_once(self) -> tuple[int, int]:
+        """How many prompts go into one request, and how many requests are under way: a release's engine gets a batch at a time."""
+        return (BATCH, 1) if self.engine else (1, BATCH)
+
+    async def answers(self, prompts: Sequence[Content], tokens: int, temperature: float, seed: int) -> list[Answer]:
+        """What the model writes after each of the prompts, at most ``tokens`` tokens. Raises: WriterError."""
+        body: dict[str, Any] = {"temperature": temperature, "seed": seed}
+        if self.engine:
+            return await self._batch(prompts, body | {"max_tokens": tokens})
+        (prompt,) = prompts
+        body["model"] = self.writer.model
         if "text" in prompt:
             path, body = "/completions", body | {"prompt": prompt["text"], "max_tokens": tokens}
         else:
-            limit = "max_tokens" if self.engine else self.policy.limit_parameter
-            path, body = "/chat/completions", body | {"messages": prompt["messages"], limit: tokens}
+            path = "/chat/completions"
+            body |= {"messages": prompt["messages"], self.policy.limit_parameter: tokens}
+        found = await self._ask(path, body)
+        return [Answer(found, "refused")] if isinstance(found, str) else [_read(found, 0, self.writer)]
+
+    async def _batch(self, prompts: Sequence[Content], body: dict[str, Any]) -> list[Answer]:
+        """All in one request, chats too, as token ids: so they share their batches whatever else is going on, and the same seed draws the same
+        tokens."""
+        tokenizer, context = self._reads
+        ids = [
+            (tokenizer.text_prompt(p["text"]) if "text" in p else tokenizer.prompt(p["messages"])).tolist()
+            for p in prompts
+        ]
+        fits = [number for number, one in enumerate(ids) if one and len(one) + body["max_tokens"] <= context]
+        why = f"the prompt and {body['max_tokens']} tokens do not fit its context of {context}"
+        answers = [Answer(why, "refused")] * len(prompts)
+        if fits:
+            found = await self._ask("/completions", body | {"prompt": [ids[number] for number in fits]})
+            if isinstance(found, str):
+                raise WriterError(f"{self.writer.name}: {found}")
+            for place, number in enumerate(fits):
+                answers[number] = _read(found, place, self.writer)
+        return answers
+
+    async def _ask(self, path: str, body: Mapping[str, Any]) -> bytes | str:
+        """The answer, or why the prompt is refused. Raises: WriterError."""
         for attempt in range(1, self.policy.attempts + 1):
             try:
                 status, content = await self._post(path, body)
@@ -139,10 +180,10 @@ class WriterClient:
                 why = f"no answer: {type(error).__name__} {error}".strip()
             else:
                 if status == 200:
-                    return _read(content, "text" in prompt, self.writer)
+                    return content
                 why = f"status {status}: {_said(content)}"
                 if status in REFUSED:
-                    return Answer(_said(content), "refused")
+                    return _said(content)
                 if status < 500 and status not in (408, 409, 429):
                     raise WriterError(f"{self.writer.name}: {why}{_advice(status, path)}")
             if attempt < self.policy.attempts:
@@ -161,10 +202,14 @@ class WriterClient:
         return answer.status_code, bytes(content)
 
 
-def _read(content: bytes, text: bool, writer: TextWriter) -> Answer:
+def _read(content: bytes, number: int, writer: TextWriter) -> Answer:
+    """Choice ``number``, of a completion or a chat."""
     try:
-        choice = json.loads(content)["choices"][0]
-        words, end = choice["text"] if text else choice["message"]["content"], choice.get("finish_reason")
+        choice = json.loads(content)["choices"][number]
+        words, end = (
+            choice["message"]["content"] if "message" in choice else choice["text"],
+            choice.get("finish_reason"),
+        )
         words = words or ""  # null: nothing was said
         words.encode("utf-8")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:

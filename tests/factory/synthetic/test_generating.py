@@ -28,9 +28,10 @@ from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.rows import champion
 from factory.release.serving import MODEL_NAME
 from factory.synthetic.generating import LOCK, Generated, GenerationWish, generate, plan
+from factory.synthetic.journal import AnswerJournal
 from factory.synthetic.openings import openings
 from factory.synthetic.prompts import read_prompts
-from factory.synthetic.writers import WriterError
+from factory.synthetic.writers import Answer, WriterError
 from tests.support.factory.command import command_here
 from tests.support.paths import ROOT
 from tests.support.serving.served import add_release, serving
@@ -41,7 +42,8 @@ PATIENCE = 600.0  # a bug's, not a machine's
 
 
 def rows_of(path: Path | str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def content_of(row: dict[str, Any]) -> Content:
@@ -145,7 +147,8 @@ def test_killed_it_goes_on_and_no_document_is_written_twice(copied: Copy) -> Non
     whole = answers.read_bytes()
     before = whole.count(b"\n")
     assert 3 <= before < 60, "it was killed before its end"
-    answers.write_bytes(whole + b'{"number": 59, "text": "torn')
+    first = b"".join(whole.splitlines(keepends=True)[:3])
+    answers.write_bytes(first + b'{"number": 59, "text": "torn')  # in the midst of what one request answered
     assert plan(workspace, ledger, wish).began
     assert "go on" in command_here("generate", *words, "--dry-run", home=workspace).stdout
     done = generate(workspace, ledger, wish, SILENT)
@@ -196,6 +199,48 @@ def generate_without_engine(workspace: Workspace, ledger: Ledger, wish: Generati
         return generate(workspace, ledger, wish, SILENT)
     finally:
         log.rmdir()
+
+
+def test_killed_after_its_last_step_it_is_done(copied: Copy) -> None:
+    workspace, ledger = copied()
+    folder = workspace.root / "generated"
+    with pytest.raises(FactoryError):
+        generate_without_engine(workspace, ledger, SMALL)
+    (run,) = folder.glob(".*")
+    place = folder / f"{plan(workspace, ledger, SMALL).name}.jsonl"
+    place.write_text('{"text": "whole"}\n')  # the shard was put in place, and then it was killed
+    shutil.copytree(run, folder / f"{run.name}.part")  # one that was killed even before its beginning
+    assert generate(workspace, ledger, SMALL, SILENT).documents == 1 and not run.exists()
+    place.unlink()
+    run.mkdir()  # it was killed just before this was deleted
+    assert not plan(workspace, ledger, SMALL).began
+    with pytest.raises(FactoryError, match="cannot be started"):
+        generate_without_engine(workspace, ledger, SMALL)
+    assert plan(workspace, ledger, SMALL).began and list(folder.glob(".*")) == [run]
+    (run / "plan.json").write_text("{")
+    with pytest.raises(InputError, match="delete it to begin again"):
+        generate(workspace, ledger, SMALL, SILENT)
+
+
+def test_an_answer_that_was_torn_is_asked_for_again(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    journal = AnswerJournal(path)
+    texts = ["one\u2028two", "", "d\u0085e\n"]
+    for number, text in enumerate(texts):
+        journal.add(number, Answer(text, "stop"))
+    journal.close()
+    whole = path.read_bytes()
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        journal = AnswerJournal(path)
+        kept = len(journal)
+        assert kept == whole[:cut].count(b"\n") and [journal.answer(n).text for n in range(kept)] == texts[:kept]
+        for number in range(kept, 3):
+            journal.add(number, Answer(texts[number], "stop"))
+        journal.close()
+        assert path.read_bytes() == whole
+    path.write_bytes(whole[:-1] + b"\0\n")  # as a power cut may leave it
+    assert len(AnswerJournal(path)) == 2
 
 
 def test_licences_are_never_laxer_than_what_the_text_begins_with(copied: Copy, tmp_path: Path) -> None:
