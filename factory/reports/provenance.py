@@ -77,8 +77,8 @@ def _follow(ledger: Ledger, row: dict[str, Any], lines: list[SegmentRow], behind
 def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
     """What a release was made of: verdict, segments with run, recipe, code and data plan, token shards with documents and supervised tokens by
     licence, shards, document counts by domain, supervised tokens by licence ('' where documents name none), synthetic ones by their maker;
-    ``wrote``: how many training documents it wrote itself, and the releases that may have been trained on them; ``marks``: what of it was
-    quarantined or removed since.
+    ``licence_conflicts``: how many documents came under other licences too, which no person settled; ``wrote``: how many training documents it
+    wrote itself, and the releases that may have been trained on them; ``marks``: what of it was quarantined or removed since.
 
     Raises: InputError that lists the releases when there is no such one.
     """
@@ -112,6 +112,7 @@ def made_of(ledger: Ledger, segment: int) -> dict[str, Any]:
         .join(shards, shards.c.sha256 == token_shards.c.shard).where(token_shards.c.id.in_(used)).order_by(token_shards.c.created_at)
     )  # fmt: skip
     by_shard = _licences(ledger)
+    unsettled = [one for one in conflicts(ledger) if one.token_shard in used and not one.settled]
     for shard in listed:
         licences = by_shard.get(shard["id"], [])
         shard |= {
@@ -123,7 +124,10 @@ def made_of(ledger: Ledger, segment: int) -> dict[str, Any]:
         "segments": steps,
         "shards": listed,
         "licences": tokens_by_licence(ledger, segment),
-        "licence_conflicts": [one.to_json() for one in conflicts(ledger) if one.token_shard in used],
+        "licence_conflicts": {
+            "documents": len(unsettled),
+            "supervised_tokens": sum(one.supervised_tokens for one in unsettled),
+        },
         "synthetic": [one.to_json() for one in written_in(ledger, used)],
     }
 

@@ -134,9 +134,10 @@ def _release_lines(found: dict[str, Any]) -> list[str]:
     total = max(1, sum(found["licences"].values()))
     for name, tokens in sorted(found["licences"].items(), key=lambda one: -one[1]):
         lines.append(f"  licence {name or 'none named'}: {tokens:,} supervised tokens, {tokens / total:.1%}")
-    if conflicts := [one for one in found["licence_conflicts"] if not one["settled"]]:
-        tokens = sum(one["supervised_tokens"] for one in conflicts)
-        what = f"{len(conflicts):,} documents with {tokens:,} supervised tokens came under other licences too"
+    conflicts = found["licence_conflicts"]
+    if conflicts["documents"]:
+        counts = f"{conflicts['documents']:,} documents with {conflicts['supervised_tokens']:,} supervised tokens"
+        what = f"{counts} came under other licences too"
         lines.append(f"  LICENCES IN CONFLICT: {what}; the strictest counts ('factory data claims')")
     return [*lines, *_synthetic_lines(found, total)]
 

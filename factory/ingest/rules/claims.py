@@ -9,7 +9,7 @@ they came. Of the claims about one document the strictest counts, by the policy 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from factory.ledger.rows import Reads
@@ -63,9 +63,6 @@ class LicenceConflict:
     def counts_as(self, policy: LicencePolicy) -> str:
         """The licence by which it is judged: the strictest that is claimed and not set aside; its own where that is as strict."""
         return strictest([claim.license for claim in self.claims if not claim.aside], policy)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"settled": self.settled}
 
 
 def strictest(licences: Collection[str], policy: LicencePolicy) -> str:

@@ -175,10 +175,12 @@ def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_stric
         tokens = tokens_by_licence(ledger, 2, rules)
         rows = {row["license"]: row for row in shard_rows(ledger, 2, rules, with_documents=True)}
         found = [*releasable_documents(released.workspace.root, ledger, released.tokenizer, 2, rules)]
+        said = command_here("provenance", "--release", "2", home=released.workspace).stdout
     finally:
         with ledger.begin() as tx:
             tx.execute(documents.delete().where(documents.c.id == "copy"))
     assert tokens == {"PSF-2.0": whole - 1, "proprietary": 1}
+    assert "LICENCES IN CONFLICT: 2 documents with 2 supervised tokens came under other licences too" in said
     assert {name: row["supervised_tokens"] for name, row in rows.items()} == tokens
     assert rows["proprietary"]["documents"] == 1 and not rows["proprietary"]["included"]
     assert rows["PSF-2.0"]["documents"] == len(found) and first not in {row["id"] for row in found}

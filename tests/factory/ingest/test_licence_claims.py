@@ -183,7 +183,9 @@ def test_a_person_settles_it_until_another_claim_comes(
     assert one.settled and one.counts_as(rules) == NC and [claim.aside for claim in one.claims] == [True, False, False]
 
 
-def test_a_removal_by_licence_takes_what_came_under_it(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+def test_a_removal_by_licence_takes_what_came_under_it(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
+) -> None:
     shard(ingest, "MIT", "a")
     shard(ingest, NC, "b", NEAR)
     (part,) = by_value(ledger, "license", [NC]).parts()
@@ -191,3 +193,8 @@ def test_a_removal_by_licence_takes_what_came_under_it(ledger: Ledger, ingest: I
     assert [row["id"] for row in taken] == ["a"]
     (part,) = by_value(ledger, "license", ["MIT"]).parts()
     assert len(ledger.rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))) == 7
+    done = command_here("data", "remove", "--license", NC, "--yes", home=workspace)
+    assert "1 documents: 1 to train on" in done.stdout, done.stdout
+    assert states(ledger)["a"][0] == "removed"
+    command_here("data", "undo", "1", home=workspace)
+    assert states(ledger)["a"] == ("train", None)
