@@ -104,11 +104,24 @@ def licence_problems(folder: BundleFolder) -> list[str]:
     wanted = {"supervised_tokens": tokens, "release_allowed": allows, "not_releasable": shares}
     told = {key: stored.get(key) for key in wanted}
     found = [words] if (words := difference(told, wanted, 1e-9)) else []
+    found += _synthetic_problems(stored.get("synthetic"), rows)
     if sum(shares.values()) > policy.not_releasable_max:
         found.append(f"{sum(shares.values()):.1%} of the supervised tokens have licences that do not allow a release")
     if (words := difference(evidence.get("not_releasable"), shares, 1e-6, "not_releasable")) and shares:
         found.append(f"the evidence says otherwise: {words}")
     return found
+
+
+def _synthetic_problems(stored: Any, rows: list[dict[str, Any]]) -> list[str]:
+    """``stored``: supervised tokens by the model that wrote them; None in a bundle that an older factory made."""
+    if stored is None and not any("synthetic_tokens" in row for row in rows):
+        return []
+    counts = list(stored.values()) if isinstance(stored, dict) else [None]
+    counted = [row.get("synthetic_tokens") for row in rows]
+    if not all(type(one) is int and one >= 0 for one in [*counts, *counted]):
+        return [f"how many tokens models wrote is not said in {layout.LICENCES} and {layout.SHARDS}"]
+    words = difference(sum(counts), sum(counted), place="synthetic")
+    return [words] if words else []
 
 
 def document_problems(folder: BundleFolder, path: str) -> list[str]:

@@ -11,6 +11,7 @@ from factory.bundles.shards import planned_shards, shard_rows
 from factory.core.errors import InputError
 from factory.core.policy_file import policy_sha256
 from factory.core.workspace import Workspace
+from factory.data.synthetic import written_in
 from factory.evals.evaluator import items_of
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import documents_of, identity_sha256, item_identity
@@ -77,7 +78,7 @@ def _licences(
     workspace: Workspace, ledger: Ledger, release: ReleaseRow, policy: ReleasePolicy, licence: str
 ) -> dict[str, Any]:
     rules = DataPolicy.load(workspace.policy("data.yaml")).licences
-    tokens = tokens_by_licence(ledger, release.segment)
+    tokens = tokens_by_licence(ledger, release.segment, rules)
     other = not_releasable(rules, tokens)
     if not any(tokens.values()):
         raise InputError(
@@ -89,12 +90,14 @@ def _licences(
             f"release {release.number} may not be handed on: {sum(other.values()):.1%} of its supervised tokens have licences that do not "
             f"allow it, at most {policy.not_releasable_max:.1%} is allowed: {named}; no bundle was made (licences in data.yaml)"
         )
+    written = written_in(ledger, planned_shards(ledger, release.segment))
     allows = {name or NONE: rules.of(name).release for name in tokens}
     return {
         "model": licence,
         "supervised_tokens": {name or NONE: count for name, count in sorted(tokens.items())},
         "release_allowed": allows,
         "not_releasable": other,
+        "synthetic": {one.maker: one.supervised_tokens for one in written},
     }
 
 

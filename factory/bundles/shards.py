@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from factory.core.errors import InputError
 from factory.gates.release.licences import NONE
+from factory.ingest.document import SYNTHETIC, maker_of
+from factory.ingest.rules.claims import counted
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.repairs.token_shards import token_shard_fault
 from trainer.contract.data.token_shard import TokenShard
+
+COUNTS = ("documents", "tokens", "supervised_tokens", "synthetic_tokens", "quarantined")
 
 
 def planned_shards(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
@@ -30,32 +33,51 @@ def planned_shards(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
 
 
 def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents: bool) -> list[dict[str, Any]]:
-    """A row for each token shard and licence: how much of it there is, whether it may be handed on, whether it is in this bundle."""
+    """A row for each token shard and licence: how much of it there is, whether it may be handed on, whether it is in this bundle.
+
+    ``quarantined``: documents that were trained on and are quarantined or taken out since, so that they are not handed on.
+    """
     used = planned_shards(ledger, segment)
-    sql = """SELECT d.token_shard, d.shard, s.name, s.bytes, d.license, COUNT(*) AS documents, SUM(d.tokens) AS tokens,
-        SUM(d.supervised_tokens) AS supervised_tokens, SUM(CASE WHEN d.fate = 'quarantined' THEN 1 ELSE 0 END) AS quarantined
-        FROM documents d JOIN shards s ON s.sha256 = d.shard
-        WHERE d.fate IN ('train', 'quarantined') AND d.token_shard IS NOT NULL
-        GROUP BY d.token_shard, d.shard, s.name, s.bytes, d.license ORDER BY d.token_shard, d.license"""
+    moved = counted(ledger, licences)
+    sql = f"""SELECT d.key, d.token_shard, d.shard, s.name, s.bytes, d.license, 1 AS documents, d.tokens, d.supervised_tokens,
+        CASE WHEN d.detail LIKE '{SYNTHETIC}%' THEN d.supervised_tokens ELSE 0 END AS synthetic_tokens,
+        CASE WHEN d.fate <> 'train' THEN 1 ELSE 0 END AS quarantined
+        FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE d.token_shard IS NOT NULL"""
+    sums = ", ".join(f"SUM({name}) AS {name}" for name in COUNTS)
+    groups = f"SELECT token_shard, shard, name, bytes, license, {sums} FROM ({sql}) AS d GROUP BY token_shard, shard, name, bytes, license"
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in ledger.read(groups):
+        _add(found, row, row["license"], 1)
+    for key, conflict in moved.items():  # a text that came under several licences
+        for row in ledger.read(f"{sql} AND d.key = :key", key=key):
+            _add(found, row, row["license"], -1)
+            _add(found, row, conflict.counts_as(licences), 1)
     rows = []
-    for row in ledger.read(sql):
-        if row["token_shard"] not in used:
-            continue
-        allowed = licences.of(row["license"]).release
-        rows.append(
-            {
-                "token_shard": row["token_shard"],
-                "generation": used[row["token_shard"]]["generation"],
-                "shard": row["name"],
-                "shard_sha256": row["shard"],
-                "shard_bytes": int(row["bytes"]),
-                "license": row["license"] or NONE,
-                "releasable": allowed,
-                "included": allowed and with_documents,
-                **{name: int(row[name]) for name in ("documents", "tokens", "supervised_tokens", "quarantined")},
-            }
-        )
+    for (number, licence), row in sorted(found.items()):
+        if number in used and row["documents"]:
+            allowed = licences.of(licence or None).release
+            rows.append(
+                {
+                    "token_shard": number,
+                    "generation": used[number]["generation"],
+                    "shard": row["name"],
+                    "shard_sha256": row["shard"],
+                    "shard_bytes": int(row["bytes"]),
+                    "license": licence or NONE,
+                    "releasable": allowed,
+                    "included": allowed and with_documents,
+                    **{name: row[name] for name in COUNTS},
+                }
+            )
     return rows
+
+
+def _add(found: dict[tuple[str, str], dict[str, Any]], row: dict[str, Any], licence: str | None, sign: int) -> None:
+    """Add a row's counts to those of its token shard and ``licence``, or take them away."""
+    named = {name: row[name] for name in ("name", "shard", "bytes")}
+    into = found.setdefault((row["token_shard"], licence or ""), named | dict.fromkeys(COUNTS, 0))
+    for name in COUNTS:
+        into[name] += sign * int(row[name])
 
 
 def releasable_documents(
@@ -65,30 +87,26 @@ def releasable_documents(
 
     Raises: InputError for a token shard that is gone or damaged.
     """
+    moved = counted(ledger, licences)
     for place in planned_shards(ledger, segment).values():
         if fault := token_shard_fault(root / place["path"], deep=True):
             raise InputError(f"{fault}: its documents cannot be handed on; 'factory doctor --repair' makes it again")
         shard = TokenShard(root / place["path"])
-        sql = "SELECT key, license FROM documents WHERE token_shard = :shard AND fate = 'train'"
-        kept = {row["key"]: row["license"] for row in ledger.read(sql, shard=shard.id)}
+        sql = "SELECT key, license, detail FROM documents WHERE token_shard = :shard AND fate = 'train'"
+        kept = {row["key"]: row for row in ledger.read(sql, shard=shard.id)}
+        for key in kept.keys() & moved.keys():
+            kept[key]["license"] = moved[key].counts_as(licences) or None
         for row in shard.documents.to_pylist():
-            if row["key"] in kept and licences.of(kept[row["key"]]).release:
+            if row["key"] in kept and licences.of(kept[row["key"]]["license"]).release:
                 ids = shard.tokens[row["start"] : row["start"] + row["length"]].astype(np.int64)
-                named = {"domain": row["domain"], "source": row["source"], "license": kept[row["key"]]}
+                own = kept[row["key"]]
+                named = {"domain": row["domain"], "source": row["source"], "license": own["license"]}
+                named["synthetic_by"] = maker_of(own["detail"])
                 yield {
                     "id": row["id"],
-                    **_content(tokenizer, ids),
+                    **tokenizer.content(ids),
                     **{key: value for key, value in named.items() if value},
                 }
-
-
-def _content(tokenizer: Tokenizer, ids: npt.NDArray[np.int64]) -> dict[str, Any]:
-    """A document from its tokens, as ``factory ingest`` reads one."""
-    if tokenizer.start_token not in ids:
-        return {"text": tokenizer.decode(ids)}
-    starts, stops = np.flatnonzero(ids == tokenizer.start_token), np.flatnonzero(ids == tokenizer.stop_token)
-    turns = (tokenizer.decode(ids[a + 1 : b]).split("\n", 1) for a, b in zip(starts, stops, strict=True))
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 def json_line(value: Any) -> str:

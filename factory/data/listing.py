@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from factory.data.selecting import NOUNS
+from factory.ingest.rules.claims import conflicts
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import FATE, NO_LICENCE, removals
 
@@ -13,7 +14,8 @@ GROUPS = {"domain": "d.domain", "source": "d.source", "license": "d.license"}
 
 
 def listed(ledger: Ledger, most: int) -> dict[str, Any]:
-    """``shards``, ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by tokens to train on), ``removals``."""
+    """``shards``, ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by tokens to train on), ``licence_conflicts``
+    (how many documents), ``removals``."""
     counts = ", ".join(
         [
             f"{USED.format('1')} AS documents",
@@ -34,6 +36,8 @@ def listed(ledger: Ledger, most: int) -> dict[str, Any]:
             "ORDER BY tokens DESC, name LIMIT :most",
             most=most,
         )
+    differing = conflicts(ledger)
+    found["licence_conflicts"] = {"documents": len(differing), "settled": sum(one.settled for one in differing)}
     found["removals"] = [vars(one) for one in removals(ledger)]
     return found
 
@@ -42,7 +46,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     """``listed`` for a person."""
     said = []
     for group, rows in found.items():
-        if group == "removals":
+        if group in ("removals", "licence_conflicts"):
             continue
         for row in rows:
             name = row["name"] or (NO_LICENCE if group == "license" else "–")
@@ -54,6 +58,11 @@ def lines(found: dict[str, Any]) -> list[str]:
                 f"{noun:<8} {name:<32} {row['documents']:>9,} documents {row['tokens']:>13,} tokens "
                 f"{row['supervised_tokens']:>13,} with loss{'; ' if extra else ''}{', '.join(extra)}"
             )
+    if count := found["licence_conflicts"]["documents"]:
+        settled = found["licence_conflicts"]["settled"]
+        said.append(
+            f"licences {count:,} documents came under several, {settled:,} of them settled: 'factory data claims'"
+        )
     for row in found["removals"]:
         named = (
             f"{len(row['names'])} documents"

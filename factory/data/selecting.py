@@ -9,6 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError, nearest
+from factory.ingest.rules.claims import COPIES
 from factory.ledger.ledger import Ledger, documents
 from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT
 
@@ -19,7 +20,7 @@ NOUNS = {"source": "source", "license": "licence"}
 
 @dataclass(frozen=True)
 class Selection:
-    """Documents whose ``column`` ('key', 'source', 'license') is one of ``names``."""
+    """Documents whose ``column`` ('key', 'source', 'license') is one of ``names``; of a licence also those that came under it as a copy."""
 
     column: str
     names: tuple[str, ...]
@@ -28,10 +29,17 @@ class Selection:
         """The condition on ``documents``; of keys at most ``AT_ONCE`` from number ``start`` on."""
         if self.column == "key":
             return documents.c.key.in_(self.names[start : start + AT_ONCE])
-        found: sa.ColumnElement[bool] = COLUMNS[self.column].in_(self.names)
-        if self.column == "license" and NO_LICENCE in self.names:
-            found = sa.or_(found, documents.c.license.is_(None), documents.c.license == "")
-        return found
+        if self.column == "license":
+            copy = documents.alias()
+            came = sa.select(copy.c.matched).where(copy.c.rule.in_(COPIES), copy.c.matched.is_not(None))
+            return sa.or_(
+                self._licence(documents.c.license), documents.c.key.in_(came.where(self._licence(copy.c.license)))
+            )
+        return COLUMNS[self.column].in_(self.names)
+
+    def _licence(self, column: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
+        named = column.in_(self.names)
+        return sa.or_(named, column.is_(None), column == "") if NO_LICENCE in self.names else named
 
     def parts(self) -> list[sa.ColumnElement[bool]]:
         """Conditions that together select all, none of them too long for a database."""

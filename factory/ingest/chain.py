@@ -39,6 +39,7 @@ from factory.ingest.index import Index
 from factory.ingest.pool import Pool
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading_code import reading_key
+from factory.ingest.rules.claims import CONFLICT
 from factory.ingest.rules.held_tasks import hold_task_items
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ def ingest_shard(
     known = report(ledger, sha256)
     if known and (known.state == "ingested" or not (again or _may_be_readable(workspace, ledger, path, sha256))):
         return known
-    index = Index(ledger)
+    index = Index(ledger, policy.licences)
     parameters = index.check(policy)
     hold_task_items(workspace, ledger, policy.decontamination.ngram)
     spool = workspace.shards / f".ingest-{sha256[:16]}"
@@ -141,7 +142,7 @@ class Ingested:
     """A shard that is ready to be stored."""
 
     rows: list[Row]
-    decided: Decided | None  # None when every row was dropped
+    decided: Decided | None  # None when every row was dropped before it was compared
     finished: dict[str, Finished]  # by key; token arrays left out
     tokenizer: Tokenizer | None
     token_shard: TokenShard | None
@@ -175,7 +176,7 @@ def _run(
 
     decided = decide(analysed, index, policy, spool)
     if not any(decided.tasks):
-        return Ingested(rows, None, {}, None, None)
+        return Ingested(rows, decided, {}, None, None)
     tokenizer = frozen_tokenizer(workspace, ledger, policy, decided.tasks, spool, path, progress)
 
     by_key = {row.key: row for row in rows}
@@ -320,6 +321,10 @@ def _store(
         record(tx, "quarantined", f"shard:{sha256[:16]}", {"name": path.name, "reason": str(found), "read_by": read_by})
         return
     totals = store.totals(found.rows)
+    if found.decided and found.decided.licences:
+        others = {name or path.name: count for name, count in sorted(found.decided.licences.items())}
+        totals["counts"]["other_licences"] = others
+        record(tx, CONFLICT, f"shard:{sha256[:16]}", {"name": path.name, "other_licences": others})
     tx.execute(shards.insert().values(**shard, state="ingested", rows=len(found.rows), **totals))
     store.write_parameters(tx, parameters)
     if found.tokenizer:

@@ -7,15 +7,16 @@ remaining document. Nothing is written here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from factory.ingest.document import Row
-from factory.ingest.index import Index
+from factory.ingest.index import BARRED, Index
 from factory.ingest.rules import decontaminate, split
+from factory.ingest.rules.claims import COPIES
 from factory.ingest.rules.near_dup import NearDuplicates, Signatures
 from factory.ingest.rules.policy import DataPolicy, DomainRules
 from factory.ingest.rules.words import Hashes
@@ -27,13 +28,15 @@ DRAWS = 4  # of held-out documents from a shard, each of which reads all its n-g
 
 @dataclass(frozen=True)
 class Decided:
-    """``tasks``: by chunk, for the remaining documents; ``held_out``: n-grams of the new held-out ones."""
+    """``tasks``: by chunk, for the remaining documents; ``held_out``: n-grams of the new held-out ones; ``licences``: by shard ('': this one),
+    how many of the dropped copies came there under another licence."""
 
     tasks: list[list[FinishTask]]
     held_out: dict[str, Hashes]
     near: NearDuplicates
     signatures: Signatures  # [alive, permutations], numbered as ``numbers``
-    numbers: dict[str, int]  # key → number among the signatures
+    numbers: dict[str, int]  # key → number among the signatures, of all that later shards are compared with
+    licences: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,12 @@ class _Living:
 def decide(analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path) -> Decided:
     signed = np.concatenate([one.signatures for one in analysed])
     near = NearDuplicates(signed, policy.near_duplicates.threshold, index.near)
-    living = _drop_duplicates(list(_living(analysed)), index, near)
+    living, barred = _drop_duplicates(list(_living(analysed)), index, near)
     held_out = _hold_out(living, analysed, index, policy, spool)
     tasks = _find_contamination(living, analysed, index, policy, spool, held_out)
-    return Decided(tasks, held_out, near, signed, {one.row.key: one.number for one in living})
+    numbers = {one.row.key: one.number for one in (*living, *barred)}
+    rows = {row.key: row for one in analysed for row in one.rows}
+    return Decided(tasks, held_out, near, signed, numbers, _other_licences(rows, index))
 
 
 def _living(analysed: Sequence[Analysed]) -> Iterator[_Living]:
@@ -63,40 +68,73 @@ def _living(analysed: Sequence[Analysed]) -> Iterator[_Living]:
             number += 1
 
 
-def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) -> list[_Living]:
-    """Drop all but the first of equal or near-equal documents. A copy of a held-out document counts as contamination."""
+def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) -> tuple[list[_Living], list[_Living]]:
+    """Drop all but the first of equal or near-equal documents. A copy of a held-out document counts as contamination; a text whose licence
+    does not allow training bars its copies, those before it in this shard too. Returns what is left, and the first rows that bar a text."""
     known = index.kept_by_content([one.row.content_sha256 or "" for one in living])
     fates = index.fates(sorted({key for keys in near.stored.keys.values() for key in keys}))
+    here: dict[str, str] = {}  # fate by key, of the first of each text
     first: dict[str, str] = {}
     kept: list[_Living] = []
+    barred: list[_Living] = []
     by_number: dict[int, str] = {}
     refusal = index.refusal()
-    for one in living:
-        row = one.row
-        assert row.content_sha256
-        if why := refusal(row.source, row.license):
-            row.drop("removed", why)
-        elif row.content_sha256 in known:
-            key, fate = known[row.content_sha256]
-            _drop_copy(row, "exact_duplicate", fate, "the same content", key)
-        elif row.content_sha256 in first:
-            row.drop("exact_duplicate", "the same content, in this shard", first[row.content_sha256])
-        elif found := near.match(one.number):
+
+    def match(one: _Living) -> tuple[str, str, str, str] | None:
+        """(rule, fate of the other, how alike they are, its key)"""
+        content = one.row.content_sha256
+        assert content
+        if content in known:
+            key, fate = known[content]
+            return "exact_duplicate", fate, "the same content", key
+        if content in first:
+            return "exact_duplicate", here[first[content]], "the same content, in this shard", first[content]
+        if found := near.match(one.number):
             other, similarity = found
             if isinstance(other, int):
-                row.drop("near_duplicate", f"{similarity:.0%} similar, in this shard", by_number[other])
-            else:
-                _drop_copy(row, "near_duplicate", fates[other], f"{similarity:.0%} similar", other)
-        else:
+                key = by_number[other]
+                return "near_duplicate", here[key], f"{similarity:.0%} similar, in this shard", key
+            return "near_duplicate", fates[other], f"{similarity:.0%} similar", other
+        return None
+
+    for one in sorted(living, key=lambda one: not one.row.barred):  # in the order of rows, those that bar first
+        row = one.row
+        if not row.barred and (why := refusal(row.source, row.license)):
+            row.drop("removed", why)
+            continue
+        found = match(one)
+        if row.barred:
+            row.drop("licence", row.barred, found and found[3])
+        elif found:
+            _drop_copy(row, *found)
+        if not found:
             near.keep(one.number)
             by_number[one.number] = row.key
+            assert row.content_sha256
             first[row.content_sha256] = row.key
-            kept.append(one)
-    return kept
+            here[row.key] = BARRED if row.barred else "train"
+            (barred if row.barred else kept).append(one)
+    return kept, barred
+
+
+def _other_licences(rows: Mapping[str, Row], index: Index) -> dict[str, int]:
+    """By shard ('': this one), how many of its texts came there under another licence."""
+    copies = [row for row in rows.values() if row.matched and row.rule in COPIES]
+    stored = index.licences(sorted({row.matched for row in copies if row.matched and row.matched not in rows}))
+    found: Counter[str] = Counter()
+    for row in copies:
+        assert row.matched
+        here = rows.get(row.matched)
+        licence, shard = (here.license or "", "") if here else stored[row.matched]
+        if licence != (row.license or ""):
+            found[shard] += 1
+    return dict(found)
 
 
 def _drop_copy(row: Row, rule: str, fate: str, how: str, key: str) -> None:
-    if fate == FATE:
+    if fate == BARRED:
+        row.drop("licence", f"this text came under a licence that does not allow training ({how})", key)
+    elif fate == FATE:
         row.drop("removed", f"a copy of a document that was taken out ({how})", key)
     elif fate == "held_out":
         row.drop("contaminated", f"a copy of a held-out document ({how})", key)
@@ -179,6 +217,9 @@ def _wanting(
     if not policy.held_out.share:
         return []
     by_domain: dict[str, list[_Living]] = {}
+    living = [
+        one for one in living if not one.row.synthetic_by
+    ]  # a model's words measure no model, whatever their source
     for one in living:
         by_domain.setdefault(one.row.domain, []).append(one)
     domains = {*by_domain, *(domain for domain, _, _ in before)}

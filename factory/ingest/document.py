@@ -51,6 +51,7 @@ class Row:
     trimmed: int = 0  # characters removed by decontamination
     wants_held_out: bool = False
     synthetic_by: str | None = None  # model or release that wrote it, as its metadata says
+    barred: str = ""  # why its licence does not allow training: it is only compared with others, and then dropped
     pii: dict[str, int] = field(default_factory=dict)
 
     def drop(self, rule: str, detail: str, matched: str | None = None) -> None:
@@ -68,6 +69,15 @@ class Parsed:
     source: str | None
     license: str | None
     synthetic_by: str | None
+
+
+def written_by(release: int, export_sha256: str) -> str:
+    """``synthetic_by`` of what a release of a factory wrote: its number, and of which weights.
+
+    >>> written_by(3, "0123456789abcdef0123")
+    'release 3 (weights 0123456789abcdef)'
+    """
+    return f"release {release} (weights {export_sha256[:16]})"
 
 
 def maker_of(detail: str | None) -> str | None:

@@ -227,6 +227,9 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] |
     if isinstance(dropped, dict) and dropped:
         by_rule = ", ".join(f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1]))
         words.append(f"{sum(dropped.values()):,} dropped ({by_rule})")
+    if isinstance(others := counts.get("other_licences"), dict):
+        for shard, count in others.items():
+            words.append(f"{count:,} OF ITS TEXTS CAME UNDER ANOTHER LICENCE in {shard} ('factory data claims')")
     if state == "quarantined":
         words = [f"QUARANTINED: {reason}"] + words[1:]
     return f"  {name}: {rows:,} documents; {'; '.join(words)}"

@@ -11,20 +11,25 @@ import sqlalchemy as sa
 
 from factory.core.errors import ConfigError
 from factory.ingest.rules import near_dup
-from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.rules.claims import set_aside
+from factory.ingest.rules.policy import DataPolicy, Licences
 from factory.ingest.rules.words import Hashes
 from factory.ledger.ledger import Ledger, documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams
 from factory.ledger.removals import FATE, refused, removals
 
 _AT_ONCE = 5000  # values in one IN (…)
+BARRED = (
+    "barred"  # in place of the fate of a row whose licence does not allow training: copies of its text are dropped too
+)
 PARAMETERS = "ingest_index"  # key in ``meta``
 
 
 class Index:
     """All documents of earlier shards that were not dropped."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, policy: Licences | None = None) -> None:
+        self._ledger, self._policy = ledger, policy or Licences()
+        self._aside = set_aside(ledger)
 
     def check(self, policy: DataPolicy) -> str:
         """The parameters that the stored hashes were made with; only hashes made with the same ones are comparable.
@@ -43,10 +48,16 @@ class Index:
         return wanted
 
     def kept_by_content(self, hashes: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """content_sha256 → (key, fate) of documents that were kept."""
+        """content_sha256 → (key, fate) of documents that were kept, or that bar a text: their licence does not allow training."""
         c = documents.c
-        found = self._select([c.content_sha256, c.key, c.fate], c.content_sha256, hashes, c.fate != "dropped")
-        return {row[0]: (row[1], row[2]) for row in found}
+        columns = [c.content_sha256, c.key, c.fate, c.license]
+        found = list(self._select(columns, c.content_sha256, hashes, sa.or_(c.fate != "dropped", c.rule == "licence")))
+        barred = {row[0]: (row[1], BARRED) for row in found if row[2] == "dropped" and self._bars(row[1], row[3])}
+        return barred | {row[0]: (row[1], row[2]) for row in found if row[2] != "dropped"}
+
+    def _bars(self, key: str, licence: str | None) -> bool:
+        """Does a row that was dropped by the rule 'licence' still say that its text is not to be trained on?"""
+        return key not in self._aside and not self._policy.of(licence).train
 
     def near(self, hashes: near_dup.Bands) -> near_dup.Stored:
         c = near_dup_bands.c
@@ -55,7 +66,12 @@ class Index:
             stored = keys.setdefault(value % 2**64, [])
             if len(stored) < near_dup.CANDIDATES:
                 stored.append(key)
+        d = documents.c
         names = sorted({key for found in keys.values() for key in found})
+        rows = self._select([d.key, d.license], d.key, names, d.fate == "dropped")
+        over = {row[0] for row in rows if not self._bars(row[0], row[1])}
+        keys = {value: [key for key in stored if key not in over] for value, stored in keys.items()}
+        names = [name for name in names if name not in over]
         s = near_dup_signatures.c
         signed = {
             key: np.frombuffer(blob, "<u4").astype(np.uint32)
@@ -81,7 +97,14 @@ class Index:
 
     def fates(self, keys: Sequence[str]) -> dict[str, str]:
         c = documents.c
-        return {row[0]: row[1] for row in self._select([c.key, c.fate], c.key, keys)}
+        found = self._select([c.key, c.fate], c.key, keys)
+        return {row[0]: BARRED if row[1] == "dropped" else row[1] for row in found}
+
+    def licences(self, keys: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """By key, the licence that its row names ('': none) and the name of its shard."""
+        c = documents.c
+        names = {row["sha256"]: row["name"] for row in self._ledger.read("SELECT sha256, name FROM shards")}
+        return {row[0]: (row[1] or "", names[row[2]]) for row in self._select([c.key, c.license, c.shard], c.key, keys)}
 
     def trained_with(self, grams: Hashes) -> list[tuple[int, str]]:
         """(n-gram, key) of documents that are training data and whose sample holds the n-gram."""

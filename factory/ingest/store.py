@@ -114,8 +114,9 @@ def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_s
     )  # fmt: skip
 
 
-def write_index(tx: sa.Connection, rows: Iterable[Row], decided: Decided, finished: dict[str, Finished]) -> None:
-    """Held-out contents, near-duplicate bands and signatures, n-grams: what later shards are compared with."""
+def write_index(tx: sa.Connection, rows: Sequence[Row], decided: Decided, finished: dict[str, Finished]) -> None:
+    """Held-out contents, near-duplicate bands and signatures, n-grams: what later shards are compared with. Of a text whose licence does not
+    allow training only what its copies are known by."""
     kept = [row for row in rows if row.fate != "dropped"]
     held = [row for row in kept if row.fate == "held_out"]
     contents = ((row, finished[row.key].content) for row in held)
@@ -127,7 +128,8 @@ def write_index(tx: sa.Connection, rows: Iterable[Row], decided: Decided, finish
             for row, content in contents
         ),
     )
-    numbers = [(row.key, decided.numbers[row.key]) for row in kept]
+    barring = [row for row in rows if row.rule == "licence" and row.key in decided.numbers]
+    numbers = [(row.key, decided.numbers[row.key]) for row in (*kept, *barring)]
     _insert_plain(
         tx,
         near_dup_bands,

@@ -38,6 +38,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from factory.core.errors import InputError
+from factory.ingest.document import Content
 from kernels.contract.files import write_atomically
 
 END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -166,6 +167,14 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def content(self, ids: npt.NDArray[np.integer[Any]]) -> Content:
+        """A document from its tokens, as ``encode_text`` or ``encode_messages`` made them: what the tokens hold, which is all of it."""
+        if self.start_token not in ids:
+            return {"text": self.decode(ids)}
+        starts, stops = np.flatnonzero(ids == self.start_token), np.flatnonzero(ids == self.stop_token)
+        turns = (self.decode(ids[a + 1 : b]).split("\n", 1) for a, b in zip(starts, stops, strict=True))
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
     def copy_to(self, folder: Path, as_it_was: bool = False) -> None:
         """Copy the files that transformers and vLLM need into an export folder, with this factory's chat template, and name BOS in its

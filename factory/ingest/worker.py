@@ -126,8 +126,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
     rules = policy.rules(row.domain)
     licence = policy.licences.of(row.license)
     row.releasable = licence.release
-    if not licence.train:
-        raise BadRow("licence", f"licence {row.license!r} does not allow training")
+    row.barred = "" if licence.train else f"licence {row.license!r} does not allow training"
     content = normalise(parsed.content, code=row.domain == "code")
     text = flat(content)
     failure = filters.first_failure(text, rules)
@@ -135,7 +134,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
         reason = filters.does_not_parse(text)
         failure = ("does_not_parse", reason) if reason else None
     if failure:
-        raise BadRow(*failure)
+        raise BadRow(*(("licence", row.barred) if row.barred else failure))
     content = _redact(content, rules.pii, row)
     row.content_sha256 = content_sha256(content)
     # Other programs encode a text that spells a special token differently, so it cannot compare models.

@@ -69,6 +69,9 @@ def _trained_on(ledger: Ledger, segment: int) -> str:
     shares = [
         f"by {name}: {found}" for name, found in (("domain", _shares(domains)), ("licence", _shares(licences))) if found
     ]
+    whole = max(1, sum(licences.values()))
+    synthetic = [f"{one['maker']} {_share(one['supervised_tokens'] / whole)}" for one in made["synthetic"][:MOST]]
+    shares += [f"written by models: {', '.join(synthetic)}"] if synthetic else []
     return "; ".join([f"drawn in {number(steps)} steps from {shards}", *shares])
 
 

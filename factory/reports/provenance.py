@@ -9,8 +9,10 @@ import sqlalchemy as sa
 
 from factory.data.exposure import Exposure, SeenStep, UnknownExposureError, trained_in
 from factory.data.selecting import keys_of
+from factory.data.synthetic import written_in, written_of
 from factory.gates.release.licences import tokens_by_licence
-from factory.ingest.document import SYNTHETIC, maker_of
+from factory.ingest.document import maker_of
+from factory.ingest.rules.claims import conflicts
 from factory.ledger.ledger import Ledger, documents, held_out, shards, token_shards
 from factory.ledger.removals import FATE, mark_in_words, marks, number_in, removals
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
@@ -37,6 +39,7 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
         row["shard_name"] = shard and shard["name"]
         row["removal"] = vars(taken[number_in(row["rule"])]) if row["fate"] == FATE else None
         row["synthetic_by"] = maker_of(row["detail"])
+        row["licence_claims"] = [vars(claim) for one in conflicts(ledger, row["key"]) for claim in one.claims]
         if row["matched"]:
             other = ledger.one(
                 sa.select(documents.c.id, documents.c.shard, documents.c.fate).where(documents.c.key == row["matched"])
@@ -74,7 +77,8 @@ def _follow(ledger: Ledger, row: dict[str, Any], lines: list[SegmentRow], behind
 def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
     """What a release was made of: verdict, segments with run, recipe, code and data plan, token shards with documents and supervised tokens by
     licence, shards, document counts by domain, supervised tokens by licence ('' where documents name none), synthetic ones by their maker;
-    ``marks``: what of it was quarantined or removed since.
+    ``licence_conflicts``: how many documents came under other licences too, which no person settled; ``wrote``: how many training documents it
+    wrote itself, and the releases that may have been trained on them; ``marks``: what of it was quarantined or removed since.
 
     Raises: InputError that lists the releases when there is no such one.
     """
@@ -87,6 +91,7 @@ def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
         "release": vars(release),
         "verdict": verdict.only("outcome reasons against policy_sha256"),
         "run": run[0]["run_id"] if run else None,
+        "wrote": _wrote(ledger, release),
         "marks": [mark_in_words(mark) for mark in marks(ledger) if mark["release"] == number],
     } | made_of(ledger, release.segment)
 
@@ -107,10 +112,7 @@ def made_of(ledger: Ledger, segment: int) -> dict[str, Any]:
         .join(shards, shards.c.sha256 == token_shards.c.shard).where(token_shards.c.id.in_(used)).order_by(token_shards.c.created_at)
     )  # fmt: skip
     by_shard = _licences(ledger)
-    synthetic: dict[str, int] = {}
-    for made in _synthetic(ledger):
-        if made["token_shard"] in used and (maker := maker_of(made["detail"])):
-            synthetic[maker] = synthetic.get(maker, 0) + made["supervised_tokens"]
+    unsettled = [one for one in conflicts(ledger) if one.token_shard in used and not one.settled]
     for shard in listed:
         licences = by_shard.get(shard["id"], [])
         shard |= {
@@ -122,20 +124,39 @@ def made_of(ledger: Ledger, segment: int) -> dict[str, Any]:
         "segments": steps,
         "shards": listed,
         "licences": tokens_by_licence(ledger, segment),
-        "synthetic": synthetic,
+        "licence_conflicts": {
+            "documents": len(unsettled),
+            "supervised_tokens": sum(one.supervised_tokens for one in unsettled),
+        },
+        "synthetic": [one.to_json() for one in written_in(ledger, used)],
     }
 
 
+def _wrote(ledger: Ledger, release: ReleaseRow) -> dict[str, Any]:
+    held = written_of(ledger, release)
+    read_by = []
+    for other in ReleaseRow.select(ledger) if held else ():
+        planned = {
+            shard["id"] for row in trained_in(ledger, other.segment) for shard in plan_of(ledger, row)["token_shards"]
+        }
+        read_by += [other.number] if planned & held.keys() else []
+    return {"documents": sum(held.values()), "releases": read_by}
+
+
 def documents_of_release(ledger: Ledger, number: int) -> Iterator[dict[str, Any]]:
-    """Every document of the token shards of a release's plans: key, id, source, licence, fate, token shard. Raises: InputError as ``of_release``."""
+    """Every document of the token shards of a release's plans: key, id, source, licence, fate, token shard, ``synthetic_by``.
+
+    Raises: InputError as ``of_release``.
+    """
     release = ReleaseRow.get(ledger, number)
     used = {
         shard["id"] for row in trained_in(ledger, release.segment) for shard in plan_of(ledger, row)["token_shards"]
     }
-    names = ("key", "id", "domain", "source", "license", "fate", "supervised_tokens", "token_shard")
+    names = ("key", "id", "domain", "source", "license", "fate", "detail", "supervised_tokens", "token_shard")
     for shard in sorted(used):
         chosen = sa.select(*(documents.c[name] for name in names)).where(documents.c.token_shard == shard)
-        yield from ledger.rows(chosen.order_by(documents.c.shard, documents.c.row))
+        for row in ledger.rows(chosen.order_by(documents.c.shard, documents.c.row)):
+            yield row | {"synthetic_by": maker_of(row.pop("detail"))}
 
 
 def _licences(ledger: Ledger) -> dict[str, list[dict[str, Any]]]:
@@ -147,9 +168,3 @@ def _licences(ledger: Ledger) -> dict[str, list[dict[str, Any]]]:
     for row in ledger.read(sql):
         found.setdefault(row.pop("token_shard"), []).append(row)
     return found
-
-
-def _synthetic(ledger: Ledger) -> list[dict[str, Any]]:
-    sql = f"""SELECT detail, token_shard, SUM(supervised_tokens) AS supervised_tokens FROM documents
-        WHERE detail LIKE '{SYNTHETIC}%' AND token_shard IS NOT NULL GROUP BY detail, token_shard"""
-    return ledger.read(sql)

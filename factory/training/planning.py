@@ -22,6 +22,8 @@ from factory.core.errors import ConfigError, InputError
 from factory.core.launching import ranks
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
+from factory.ingest.rules.claims import CONFLICT, counted
+from factory.ingest.rules.policy import DataPolicy, Licences
 from factory.ledger.ledger import Ledger, data_plans, record, segments
 from factory.ledger.places import inside, portable
 from factory.ledger.removals import FATE, REMOVED, removals, with_contents
@@ -63,7 +65,7 @@ def next_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -
     new = sum(1 for shard in shards if shard[0] not in seen)
     if not shards:
         return Trunk(0, 0, wanted, needs(1))
-    plan, _ = _data_plan(ledger, recipe, "trunk", shards, first, first + wanted)
+    plan, _ = _data_plan(ledger, recipe, "trunk", shards, first, first + wanted, _licences(workspace))
     left = _data_order(ledger, recipe, plan, last).positions_left()
     possible = bisect_right(range(wanted + 1), left, key=needs) - 1
     return Trunk(max(0, possible), new, wanted, max(0, needs(1) - left) if possible < 1 else 0)
@@ -190,7 +192,13 @@ def _emptied(ledger: Ledger) -> set[str]:
 
 
 def _data_plan(
-    ledger: Ledger, recipe: Recipe, kind: str, shards: list[tuple[str, str, int]], first: int, last: int
+    ledger: Ledger,
+    recipe: Recipe,
+    kind: str,
+    shards: list[tuple[str, str, int]],
+    first: int,
+    last: int,
+    licences: Licences,
 ) -> tuple[DataPlan, list[str]]:
     """The plan of the steps [first, last), and the domains it leaves out because no shard of them has arrived yet.
 
@@ -205,7 +213,21 @@ def _data_plan(
     with _fits(recipe):
         plan, left_out = plan.of_arrived(held, first, last)
     plan = DataPlan.from_json(with_contents(ledger, json.loads(plan.to_json())))
-    return plan.masking(_left_out(ledger, ids)), left_out
+    return plan.masking(sorted({*_left_out(ledger, ids), *_barred(ledger, ids, licences)})), left_out
+
+
+def _licences(workspace: Workspace) -> Licences:
+    return DataPolicy.load(workspace.policy("data.yaml")).licences
+
+
+def _barred(ledger: Ledger, token_shards: set[str], licences: Licences) -> set[str]:
+    """Keys of documents of these shards that came later under a licence that does not allow training, which no person settled."""
+    if not ledger.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=CONFLICT):
+        return set()  # and the long table of documents is not searched
+    strict = counted(ledger, licences).values()
+    return {
+        one.key for one in strict if one.token_shard in token_shards and not licences.of(one.counts_as(licences)).train
+    }
 
 
 def _left_out(ledger: Ledger, token_shards: set[str]) -> list[str]:
@@ -256,7 +278,7 @@ def _plan(
         length = max(1, min(length, overridden.until - first)) if kind == "trunk" else length
         said = ", ".join(f"{key} {value}" for key, value in overridden.keys.items())
         progress.line(f"  steps {first} to {first + length - 1}: {said} ({overridden.reason})")
-    plan, left_out = _data_plan(ledger, recipe, kind, shards, first, first + length)
+    plan, left_out = _data_plan(ledger, recipe, kind, shards, first, first + length, _licences(workspace))
     _refuse_padding(ledger, recipe, plan, parent, first + length)
     commit = live_commit(workspace.repository)
     kernels = file_text(workspace.repository, commit, KERNELS)

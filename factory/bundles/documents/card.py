@@ -81,8 +81,20 @@ def _data(facts: Facts) -> str:
     shards = len({row["token_shard"] for row in facts.shards})
     words = f"## Training data\n\n{shards} token shards; each with its licences in `{layout.SHARDS}` and `{layout.CROISSANT}`.\n"
     heads = ["licence", "documents", "supervised tokens", "may be released", "documents in this bundle"]
+    synthetic = _synthetic(facts, sum(tokens.values()))
     taken = len(facts.anomalies["quarantined"])
-    return f"{words}\n{_table(heads, rows)}\n{taken} of these documents were quarantined later: the model saw them (`{layout.ANOMALIES}`).\n"
+    table = _table(heads, rows)
+    return f"{words}\n{table}\n{synthetic}{taken} of these documents were quarantined later: the model saw them (`{layout.ANOMALIES}`).\n"
+
+
+def _synthetic(facts: Facts, total: int) -> str:
+    """What models wrote of it, and which."""
+    if not facts.synthetic:
+        return ""
+    share = lambda count: f"{count / max(1, total):.1%}"
+    rows = [[maker, count, share(count)] for maker, count in sorted(facts.synthetic.items(), key=lambda one: -one[1])]
+    words = f"Models wrote {share(sum(facts.synthetic.values()))} of the supervised tokens, as the documents say:"
+    return f"{words}\n\n{_table(['written by', 'supervised tokens', 'share'], rows)}\n"
 
 
 def _evaluation(facts: Facts) -> str:

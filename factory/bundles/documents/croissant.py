@@ -40,12 +40,14 @@ SHARD_FIELDS = {
     "supervised_tokens": "sc:Integer", "quarantined": "sc:Integer",
 }  # fmt: skip
 DOCUMENT_FIELDS = {"id": "sc:Text", "text": "sc:Text", "domain": "sc:Text", "source": "sc:Text", "license": "sc:Text"}
+OF_SYNTHETIC = {layout.SHARDS: {"synthetic_tokens": "sc:Integer"}, layout.DOCUMENTS: {"synthetic_by": "sc:Text"}}
 DESCRIBED = {layout.SHARDS: ("token-shards", SHARD_FIELDS), layout.DOCUMENTS: ("documents", DOCUMENT_FIELDS)}
 
 
 def croissant(facts: Facts) -> dict[str, Any]:
     """The JSON-LD object."""
     there = [path for path in DESCRIBED if path in facts.files]
+    fields = lambda path: DESCRIBED[path][1] | (OF_SYNTHETIC[path] if facts.synthetic else {})
     return {
         "@context": CONTEXT,
         "@type": "sc:Dataset",
@@ -59,7 +61,7 @@ def croissant(facts: Facts) -> dict[str, Any]:
         "creator": {"@type": "sc:Organization", "name": "the publisher of this bundle"},
         "license": [_licence(name) for name in facts.by_licence("documents")],
         "distribution": [_file(facts, path) for path in there],
-        "recordSet": [_records(path, *DESCRIBED[path]) for path in there],
+        "recordSet": [_records(path, DESCRIBED[path][0], fields(path)) for path in there],
         "isBasedOn": [_shard(row) for row in facts.shards],
     }
 

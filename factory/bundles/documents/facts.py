@@ -70,6 +70,11 @@ class Facts:
         """That the model comes from, the first one first."""
         return list(self.provenance["predicate"]["buildDefinition"]["internalParameters"]["segments"])
 
+    @property
+    def synthetic(self) -> dict[str, int]:
+        """Supervised tokens that models wrote, by model; empty also in a bundle that an older factory made."""
+        return dict(self.licences.get("synthetic") or {})
+
     def by_licence(self, value: str) -> dict[str, int]:
         """The sum of a column of the token shards, by licence."""
         found: Counter[str] = Counter()

@@ -99,6 +99,54 @@ def remove_data(
         terminal.line(f"  {line}")
 
 
+@data.command("claims")
+def licence_claims(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """Texts that came under several licences, in one shard or in several: who claims what, and which licence counts.
+
+    The strictest counts, as data.yaml says now, whichever came first: for the release gate, bundles, and, where it does not allow training,
+    for every segment that is planned from now on. 'factory data settle' says which claim is right.
+    """
+    from factory.data.settling import grouped, lines
+    from factory.ingest.rules.policy import DataPolicy
+
+    workspace, ledger, terminal = open_workspace(where)
+    found = grouped(ledger, DataPolicy.load(workspace.policy("data.yaml")).licences)
+    if as_json:
+        print_json(found)
+        return
+    for line in lines(found):
+        terminal.line(f"  {line}")
+
+
+@data.command("settle")
+def settle_licence(
+    licence: Annotated[
+        str, typer.Argument(help="The right one of those that are claimed; 'none': that none is named.")
+    ],
+    document: Annotated[Names, typer.Option(help="Id or key; may be repeated.")] = None,
+    shard: Annotated[
+        Names, typer.Option(help="All conflicts that a shard of this name takes part in; may be repeated.")
+    ] = None,
+    why: Annotated[str, typer.Option(help="Stays in the ledger.")] = "",
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Say which licence is right for texts that came under several; the other claims stay recorded, and count no more.
+
+    A copy that comes later under another licence is a conflict again. Settle with the stricter one to take it back.
+    """
+    from factory.data.settling import settle
+
+    if not document and not shard:
+        raise InputError("name what is settled: --document ID or --shard NAME ('factory data claims' lists them)")
+    _, ledger, terminal = open_workspace(where)
+    done = settle(ledger, licence, document or [], shard or [], person(), why)
+    if as_json:
+        print_json({"license": licence, "documents": [one.key for one in done]})
+        return
+    terminal.line(f"  {len(done):,} documents are {licence} from now on: 'factory data claims'")
+
+
 @data.command("undo")
 def undo_removal(
     number: Annotated[int, typer.Argument(help="Of a removal, as 'factory data list' has it.")],

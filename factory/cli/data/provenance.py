@@ -56,6 +56,11 @@ def _document_lines(found: list[dict[str, Any]]) -> list[str]:
         rule = f" by rule {row['rule']}" if row["rule"] and not row["removal"] else ""
         fate = row["fate"] + rule + (f": {row['detail']}" if row["detail"] else "")
         lines.append(f"  fate      {fate}")
+        for claim in row["licence_claims"]:
+            aside = ", set aside" if claim["aside"] else ""
+            lines.append(f"  claimed   {claim['license'] or 'no licence'} in {claim['shard']} ({claim['key']}{aside})")
+        if row["licence_claims"]:
+            lines.append("  licence   the strictest of these counts ('factory data claims')")
         if taken := row["removal"]:
             why = f": {taken['why']}" if taken["why"] else ""
             text = (
@@ -129,6 +134,25 @@ def _release_lines(found: dict[str, Any]) -> list[str]:
     total = max(1, sum(found["licences"].values()))
     for name, tokens in sorted(found["licences"].items(), key=lambda one: -one[1]):
         lines.append(f"  licence {name or 'none named'}: {tokens:,} supervised tokens, {tokens / total:.1%}")
-    for maker, tokens in found["synthetic"].items():
-        lines.append(f"  synthetic, by {maker}: {tokens:,} supervised tokens")
+    conflicts = found["licence_conflicts"]
+    if conflicts["documents"]:
+        counts = f"{conflicts['documents']:,} documents with {conflicts['supervised_tokens']:,} supervised tokens"
+        what = f"{counts} came under other licences too"
+        lines.append(f"  LICENCES IN CONFLICT: {what}; the strictest counts ('factory data claims')")
+    return [*lines, *_synthetic_lines(found, total)]
+
+
+def _synthetic_lines(found: dict[str, Any], total: int) -> list[str]:
+    """What models wrote of its training data, and what it wrote itself. ``total``: its supervised tokens."""
+    lines = []
+    for one in found["synthetic"]:
+        of = "" if one["release"] is None else f"; release {one['release']} of this factory"
+        share = f"{one['supervised_tokens'] / total:.1%}"
+        counts = f"{one['supervised_tokens']:,} supervised tokens, {share}, in {one['documents']:,} documents"
+        lines.append(f"  synthetic, by {one['maker']}: {counts}{of}")
+    if own := sum(one["supervised_tokens"] for one in found["synthetic"] if one["release"] is not None):
+        lines.append(f"  TRAINED ON OUR OWN RELEASES' WORDS: {own / total:.1%} of its supervised tokens")
+    if wrote := found["wrote"]["documents"]:
+        read_by = f"releases {_numbers(found['wrote']['releases'])}" if found["wrote"]["releases"] else "no release yet"
+        lines.append(f"  wrote {wrote:,} training documents, in the data of {read_by}")
     return lines

@@ -87,6 +87,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
     total = max(1, sum(found["licences"].values()))
     for name, tokens in sorted(found["licences"].items(), key=lambda one: -one[1]):
         lines.append(f"  licence    {name or 'none named'}: {tokens:,} supervised tokens, {tokens / total:.1%}")
+    for one in found["synthetic"]:
+        share = one["supervised_tokens"] / total
+        lines.append(f"  synthetic  by {one['maker']}: {one['supervised_tokens']:,} supervised tokens, {share:.1%}")
     decision = found["decision"]
     if decision:
         lines.append(

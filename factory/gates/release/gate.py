@@ -64,7 +64,7 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     )
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
     licences = DataPolicy.load(workspace.policy("data.yaml")).licences
-    tokens = tokens_by_licence(ledger, CandidateRow.get(ledger, candidate_id).segment)
+    tokens = tokens_by_licence(ledger, CandidateRow.get(ledger, candidate_id).segment, licences)
     other = not_releasable(licences, tokens)
     evidence = replace(
         evidence,

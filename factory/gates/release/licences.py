@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from factory.ingest.rules.claims import counted
 from factory.ingest.rules.policy import Licences
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
@@ -12,10 +13,11 @@ from factory.ledger.rows import SegmentRow
 NONE = "no licence"  # of documents that name none
 
 
-def tokens_by_licence(ledger: Ledger, segment: int) -> dict[str, int]:
+def tokens_by_licence(ledger: Ledger, segment: int, policy: Licences | None = None) -> dict[str, int]:
     """Supervised tokens of each licence in the token shards of a segment and of all before it; '' where a document names none.
 
-    Documents that were trained on and are quarantined or removed since count too.
+    Documents that were trained on and are quarantined or removed since count too. With a ``policy`` a text that came under several licences
+    counts under the strictest, unless a person settled it (``factory.ingest.rules.claims``); without one under the licence of the row that stayed.
     """
     used: set[str] = set()
     for row in SegmentRow.lineage(ledger, segment):
@@ -24,9 +26,18 @@ def tokens_by_licence(ledger: Ledger, segment: int) -> dict[str, int]:
     sql = """SELECT token_shard, license, SUM(supervised_tokens) AS tokens FROM documents
         WHERE fate IN ('train', 'quarantined', 'removed') AND token_shard IS NOT NULL GROUP BY token_shard, license"""
     found: Counter[str] = Counter()
-    for counted in ledger.read(sql):
-        if counted["token_shard"] in used:
-            found[counted["license"] or ""] += counted["tokens"]
+    for group in ledger.read(sql):
+        if group["token_shard"] in used:
+            found[group["license"] or ""] += group["tokens"]
+    if policy is None:
+        return dict(found)
+    for one in counted(ledger, policy).values():
+        if one.token_shard in used:
+            own = one.claims[0].license
+            found[own] -= one.supervised_tokens
+            found[one.counts_as(policy)] += one.supervised_tokens
+            if not found[own]:
+                del found[own]
     return dict(found)
 
 

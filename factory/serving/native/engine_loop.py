@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from factory.serving.native.batch import Job, RunningBatch, Token
 
@@ -46,6 +47,12 @@ class EngineLoop:
             self._added.append(make(key))
             self._wake.notify()
             return key
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Jobs that are submitted in the block are taken by the same step: what shares their batches does not depend on the moment."""
+        with self._wake:
+            yield
 
     def cancel(self, key: int) -> None:
         """Nobody listens any more. Of a job that ended, nothing."""

@@ -68,22 +68,23 @@ class NativeEngine:
         keys = []
         seed = secrets.randbits(62) if ask.seed is None else ask.seed
         try:
-            for choice in reply.choices:
-                prompt = list(ask.prompts[choice.index // ask.n])
+            with self.loop.together():
+                for choice in reply.choices:
+                    prompt = list(ask.prompts[choice.index // ask.n])
 
-                def listen(token: Token | None, number: int = choice.index) -> None:
-                    loop.call_soon_threadsafe(queue.put_nowait, (number, token))
+                    def listen(token: Token | None, number: int = choice.index) -> None:
+                        loop.call_soon_threadsafe(queue.put_nowait, (number, token))
 
-                def make(key: int, prompt: list[int] = prompt, number: int = choice.index) -> Job:
-                    own = (seed + number) % (1 << 63)
-                    return Job(key, prompt, ask.most_tokens, ask.sampling, ask.stop_ids, ask.logprobs or 0, own)
+                    def make(key: int, prompt: list[int] = prompt, number: int = choice.index) -> Job:
+                        own = (seed + number) % (1 << 63)
+                        return Job(key, prompt, ask.most_tokens, ask.sampling, ask.stop_ids, ask.logprobs or 0, own)
 
-                key = self.loop.submit(listen, make)
-                if key is None:
-                    raise ApiError(
-                        503, self.loop.problem or "too many requests wait: try again later", code="overloaded"
-                    )
-                keys.append(key)
+                    key = self.loop.submit(listen, make)
+                    if key is None:
+                        raise ApiError(
+                            503, self.loop.problem or "too many requests wait: try again later", code="overloaded"
+                        )
+                    keys.append(key)
             left = len(reply.choices)
             while left:
                 number, token = await queue.get()

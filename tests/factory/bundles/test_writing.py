@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from factory.bundles.checking import licence_problems
 from factory.bundles.files import layout
+from factory.bundles.files.folder import BundleFolder
 from factory.bundles.shards import releasable_documents, shard_rows
 from factory.bundles.signing import fingerprint
 from factory.bundles.traces import copy_traces
@@ -21,10 +23,14 @@ from factory.bundles.wish import Wish
 from factory.bundles.writing import Written, write_bundle
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
+from factory.gates.release.licences import tokens_by_licence
+from factory.ingest.document import written_by
 from factory.ingest.rules.policy import Licence, Licences
 from factory.ledger.ledger import checkpoints, documents, releases, segments, verdicts
-from tests.support.factory.command import factory
-from tests.support.factory.exports import Plant
+from factory.ledger.rows import ReleaseRow
+from factory.reports.provenance import documents_of_release, of_release
+from tests.support.factory.command import command_here, factory
+from tests.support.factory.exports import SHARD, Plant
 
 
 @contextmanager
@@ -152,6 +158,92 @@ def test_a_licence_that_does_not_allow_it_is_named_and_not_included(released: Pl
     with changed(released, documents, documents.c.key == first, fate="quarantined"):
         found = releasable_documents(released.workspace.root, released.ledger, released.tokenizer, 2, rules)
         assert first not in {row["id"] for row in found}
+
+
+def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_strictest(released: Plant) -> None:
+    ledger = released.ledger
+    first, second = [d.key for d in released.documents if not d.held][:2]
+    copies = {first: "proprietary", second: "MIT"}
+    with ledger.begin() as tx:
+        for number, (key, licence) in enumerate(copies.items()):
+            values = {"key": f"copy:{number}", "id": "copy", "shard": SHARD, "row": 9000 + number, "domain": "code"}
+            dropped = {"fate": "dropped", "rule": "near_duplicate", "matched": key, "releasable": False}
+            tx.execute(documents.insert().values(**values, **dropped, license=licence))
+    rules = Licences(known=dict.fromkeys(("PSF-2.0", "MIT"), Licence(train=True, release=True)))
+    try:
+        whole = sum(tokens_by_licence(ledger, 2).values())
+        tokens = tokens_by_licence(ledger, 2, rules)
+        rows = {row["license"]: row for row in shard_rows(ledger, 2, rules, with_documents=True)}
+        found = [*releasable_documents(released.workspace.root, ledger, released.tokenizer, 2, rules)]
+        said = command_here("provenance", "--release", "2", home=released.workspace).stdout
+    finally:
+        with ledger.begin() as tx:
+            tx.execute(documents.delete().where(documents.c.id == "copy"))
+    assert tokens == {"PSF-2.0": whole - 1, "proprietary": 1}
+    assert "LICENCES IN CONFLICT: 2 documents with 2 supervised tokens came under other licences too" in said
+    assert {name: row["supervised_tokens"] for name, row in rows.items()} == tokens
+    assert rows["proprietary"]["documents"] == 1 and not rows["proprietary"]["included"]
+    assert rows["PSF-2.0"]["documents"] == len(found) and first not in {row["id"] for row in found}
+    assert next(row for row in found if row["id"] == second)["license"] == "PSF-2.0"
+    assert tokens_by_licence(ledger, 2, rules) == {"PSF-2.0": whole}
+
+
+def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: Plant) -> None:
+    first = next(d.key for d in released.documents if not d.held)
+    rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
+    with changed(released, documents, documents.c.key == first, fate="removed"):
+        (row,) = shard_rows(released.ledger, 2, rules, with_documents=True)
+        assert row["supervised_tokens"] == sum(tokens_by_licence(released.ledger, 2).values())
+        found = [*releasable_documents(released.workspace.root, released.ledger, released.tokenizer, 2, rules)]
+        assert len(found) == row["documents"] - row["quarantined"] == row["documents"] - 1
+
+
+@pytest.mark.slow("a bundle is written and verified")
+def test_how_much_models_wrote_is_in_the_bundle(released: Plant, tmp_path: Path) -> None:
+    first, second = [d.key for d in released.documents if not d.held][:2]
+    release = ReleaseRow.get(released.ledger, 1)
+    ours = written_by(1, release.export_sha256)
+    with (
+        changed(released, documents, documents.c.key == first, detail=f"synthetic, by {ours}; replaced: 1 email"),
+        changed(released, documents, documents.c.key == second, detail="synthetic, by judge-1 at https://x/v1"),
+    ):
+        folder = write_bundle(released.workspace, released.ledger, 2, Wish(tmp_path / "out", data=True), SILENT).folder
+        card = (folder / layout.CARD).read_text()
+        found = of_release(released.ledger, 2)
+        said = command_here("provenance", "--release", "2", home=released.workspace).stdout
+        listed = [*documents_of_release(released.ledger, 2)]
+        wrote = of_release(released.ledger, 1)["wrote"]
+    total = len([d for d in released.documents if not d.held])  # a token each
+    share = f"{1 / total:.1%}"
+    assert f"Models wrote {2 / total:.1%} of the supervised tokens" in card
+    assert f"| {ours} | 1 | {share} |" in card and f"| judge-1 at https://x/v1 | 1 | {share} |" in card
+    made = {
+        row["id"]: row.get("synthetic_by")
+        for row in map(json.loads, (folder / layout.DOCUMENTS).read_text().splitlines())
+    }
+    assert (
+        made[first] == ours
+        and made[second] == "judge-1 at https://x/v1"
+        and set(made.values()) == {None, *map(made.get, (first, second))}
+    )
+    described = json.loads((folder / layout.CROISSANT).read_text())
+    assert "synthetic_tokens" in json.dumps(described) and "synthetic_by" in json.dumps(described)
+    assert {row["maker"]: row["release"] for row in found["synthetic"]} == {ours: 1, "judge-1 at https://x/v1": None}
+    assert f"  synthetic, by {ours}: 1 supervised tokens, {share}, in 1 documents; release 1 of this factory" in said
+    assert f"  TRAINED ON OUR OWN RELEASES' WORDS: {share} of its supervised tokens" in said
+    assert {row["key"]: row["synthetic_by"] for row in listed if row["synthetic_by"]} == {
+        first: ours,
+        second: made[second],
+    }
+    assert wrote == {"documents": 1, "releases": [1, 2]}  # both plans of this plant are the same
+    # who tampers with the share is found out
+    licences = json.loads((folder / layout.LICENCES).read_text())
+    licences["synthetic"].pop(ours)
+    (folder / layout.LICENCES).write_text(json.dumps(licences))
+    assert licence_problems(BundleFolder.open(folder)) == ["synthetic is 1, expected 2"]
+    licences["synthetic"] = {"x": -1}
+    (folder / layout.LICENCES).write_text(json.dumps(licences))
+    assert "is not said" in licence_problems(BundleFolder.open(folder))[0]
 
 
 def test_traces_hold_what_is_kept_and_follow_no_link(released: Plant, tmp_path: Path) -> None:

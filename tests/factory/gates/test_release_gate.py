@@ -278,7 +278,15 @@ def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: Plant, wea
     """By the policy as it is now: a person who has the right says so, and the next verdict knows."""
     allowed = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
     assert allowed["evidence"]["releasable"] == 1 and not any("licence" in one for one in allowed["reasons"])
+    trained = next(d.key for d in plant.documents if not d.held)
+    copy = {"key": "copy", "id": "copy", "shard": SHARD, "row": 9000, "domain": "docs", "fate": "dropped"}
+    with plant.ledger.begin() as tx:  # a text that came under a stricter licence too
+        row = copy | {"rule": "exact_duplicate", "matched": trained, "license": "CC-BY-NC-4.0"}
+        tx.execute(documents.insert().values(row))
+    flagged = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    assert flagged["outcome"] != "promote" and any("is allowed: CC-BY-NC-4.0 0.2%" in one for one in flagged["reasons"])
     with plant.ledger.begin() as tx:
+        tx.execute(documents.delete().where(documents.c.key == "copy"))
         tx.execute(documents.update().where(documents.c.domain == "docs").values(license="CC-BY-NC-4.0"))
     verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
     assert verdict["outcome"] == "hold" and any("is allowed: CC-BY-NC-4.0 " in one for one in verdict["reasons"])

@@ -34,6 +34,22 @@ def test_training_data_is_never_held_out_later(workspace: Workspace, ledger: Led
     assert 4 <= len(said) <= 16  # those whose content was chosen
 
 
+def test_what_a_model_wrote_is_never_held_out(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+    use_policy(workspace, "held_out: {share: 0.5}\ndomains: {default: {hold_out_by: source}}\n")
+    made = [row | {"synthetic_by": "release 1 (weights 0123456789abcdef)"} for row in texts(0, 40)]
+    assert ingest(made, "made.jsonl").counts == {
+        "train": 40, "held_out": 0, "dropped": {}, "pii": 0, "pii_kinds": {}, "trimmed": 0,
+    }  # fmt: skip
+    # nor one of a source that is held out
+    shared = [row | {"source": f"s{n}"} for n, row in enumerate(texts(500, 40))]
+    mixed = [row | ({"synthetic_by": "a judge"} if n % 2 else {}) for n, row in enumerate(texts(900, 80))]
+    for n, row in enumerate(mixed):
+        row["source"] = shared[n // 2]["source"]
+    assert ingest(mixed, "mixed.jsonl").counts["held_out"] >= 16
+    rows = ledger.read("SELECT fate, detail FROM documents WHERE detail LIKE 'synthetic, by a judge%'")
+    assert len(rows) == 40 and {row["fate"] for row in rows} == {"train"}
+
+
 def test_no_more_documents_are_held_out_than_the_policy_allows(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from factory.serving.api.defaults import Sampling
 from factory.serving.native import batch as batches
 from factory.serving.native.batch import Job, RunningBatch, Token
 from factory.serving.native.decoder import CachedDecoder
+from factory.serving.native.engine_loop import EngineLoop
 from tests.support.factory.exports import CONTEXT, FAMILIES, VOCAB, save_export, tiny_model
 
 KINDS = {name: {} for name in FAMILIES} | {
@@ -136,6 +139,25 @@ def test_what_a_seed_draws_depends_on_nobody_else() -> None:
     many = run(RunningBatch(decoder, 10_000), [(n % 3, hot(n, n)) for n in range(8)], {})
     assert [t.token for t in many[4]] == one
     assert len({tuple(t.token for t in row) for row in many.values()}) == 8
+
+
+def test_jobs_that_come_together_are_taken_by_the_same_step() -> None:
+    decoder, _ = models("qwen3")
+    loop = EngineLoop(RunningBatch(decoder, 10_000))
+    over = threading.Barrier(9)
+    ends: list[str] = []
+
+    def listen(token: Token | None) -> None:
+        if token is None or token.end:
+            ends.append(token.end if token else "failed")
+            threading.Thread(target=over.wait).start()
+
+    with loop.together():
+        for number in range(8):
+            loop.submit(listen, lambda key, number=number: Job(key, [9, 8, 7], 5, seed=number))  # type: ignore[misc]
+            time.sleep(0.05)  # longer than a step: one alone would have been begun
+    over.wait()
+    assert ends == ["length"] * 8 and loop.steps <= 5
 
 
 def test_draws_follow_temperature_and_top_p() -> None:

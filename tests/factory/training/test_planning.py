@@ -13,11 +13,13 @@ import yaml
 from factory.core.errors import ConfigError, InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, events, segments, shards, token_shards
+from factory.data.settling import settle
+from factory.ingest.rules.claims import CONFLICT
+from factory.ledger.ledger import Ledger, documents, events, record, segments, shards, token_shards
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
 from kernels.contract.machine import here
-from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
 from trainer.contract.plan import precision
 
 STEP = 8 * 32  # positions of the tiny recipe's step
@@ -172,3 +174,29 @@ def test_padding_that_cannot_be_kept_down_is_refused_when_planning(planned: tupl
     assert ledger.one(sa.select(segments)) is None
     change_recipe(workspace, batch={"packing": "document", "max_padding": 0.5})
     plan_trunk(workspace, ledger)
+
+
+def test_what_came_later_under_a_licence_that_does_not_allow_training_carries_no_loss(
+    planned: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = planned
+    ingested(workspace, ledger, code=40 * STEP)
+    (shard,) = ledger.rows(sa.select(token_shards))
+    masked = lambda: plan_of(ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger, 2))).get("masked", [])
+    kept = str(TokenShard(shard["path"]).documents["key"][0])
+    rows: list[dict[str, Any]] = [
+        {"key": kept, "fate": "train", "license": "MIT", "token_shard": shard["id"]},
+        {"key": "copy", "fate": "dropped", "license": "proprietary", "rule": "licence", "matched": kept},
+    ]
+    with ledger.begin() as tx:
+        for number, row in enumerate(rows):
+            tx.execute(documents.insert().values(**row, id=row["key"], shard=shard["shard"], row=number, domain="code"))
+    assert masked() == []  # no ingest said so: the long table of documents is not searched
+    with ledger.begin() as tx:
+        record(tx, CONFLICT, "shard:s", {})
+        tx.execute(segments.delete())
+    assert masked() == [kept]
+    settle(ledger, "MIT", [kept], [], "ann", "")
+    with ledger.begin() as tx:
+        tx.execute(segments.delete())
+    assert masked() == []

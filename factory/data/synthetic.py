@@ -1,0 +1,71 @@
+"""What of the training data models wrote, and which: by the maker that ``documents.detail`` names (``factory.ingest.document``).
+
+A maker that reads like ``written_by`` of a release here, number and weights, is that release: what it wrote, its successors may be trained on.
+Any other is somebody else's word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from factory.ingest.document import SYNTHETIC, maker_of, written_by
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import ReleaseRow
+
+_RELEASE = re.compile(r"release (\d{1,9}) \(weights [0-9a-f]{16}\)\Z")
+
+
+@dataclass(frozen=True)
+class WrittenBy:
+    """By one maker. ``release``: of this factory, by number and weights; None: it is none of those."""
+
+    maker: str
+    release: int | None
+    documents: int
+    supervised_tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def written_in(ledger: Ledger, used: Collection[str]) -> list[WrittenBy]:
+    """What models wrote of the documents in these token shards, by maker, most tokens first. Removed and quarantined ones count: they were
+    trained on."""
+    found: dict[str, tuple[int, int]] = {}
+    for row in _rows(ledger):
+        if row["token_shard"] in used and (maker := maker_of(row["detail"])):
+            count, tokens = found.get(maker, (0, 0))
+            found[maker] = count + row["documents"], tokens + row["supervised_tokens"]
+    weights = {row.number: row.export_sha256 for row in ReleaseRow.select(ledger)} if found else {}
+    listed = [WrittenBy(maker, release_of(maker, weights), *counts) for maker, counts in found.items()]
+    return sorted(listed, key=lambda one: (-one.supervised_tokens, one.maker))
+
+
+def written_of(ledger: Ledger, release: ReleaseRow) -> dict[str, int]:
+    """By token shard, how many training documents of it a release wrote."""
+    maker = written_by(release.number, release.export_sha256)
+    found: dict[str, int] = {}
+    for row in _rows(ledger):
+        if maker_of(row["detail"]) == maker:
+            found[row["token_shard"]] = found.get(row["token_shard"], 0) + row["documents"]
+    return found
+
+
+def release_of(maker: str, weights: Mapping[int, str]) -> int | None:
+    """
+    >>> weights = {3: "0123456789abcdef0123"}
+    >>> release_of("release 3 (weights 0123456789abcdef)", weights), release_of("release 3 (weights 1123456789abcdef)", weights)
+    (3, None)
+    """
+    named = _RELEASE.match(maker)
+    number = int(named[1]) if named else 0
+    return number if number in weights and written_by(number, weights[number]) == maker else None
+
+
+def _rows(ledger: Ledger) -> list[dict[str, Any]]:
+    sql = f"""SELECT detail, token_shard, COUNT(*) AS documents, SUM(supervised_tokens) AS supervised_tokens FROM documents
+        WHERE detail LIKE '{SYNTHETIC}%' AND token_shard IS NOT NULL GROUP BY detail, token_shard"""
+    return ledger.read(sql)

@@ -1,0 +1,110 @@
+"""What shards claim about the licence of one text, where they do not agree. Read from the ledger alone.
+
+A text that arrives again is dropped as a copy (exact or near) of the document that stayed, or, where its licence does not allow training, by the
+rule 'licence'; its row names the licence it came under, and the document that it ``matched``. So every row keeps its own claim, in whatever order
+they came. Of the claims about one document the strictest counts, by the policy as it is now, until a person settles which is right: an event
+``licence_settled`` that sets the other rows' claims aside. A claim that comes later is a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from factory.ledger.rows import Reads
+
+SETTLED = "licence_settled"
+CONFLICT = "licence_conflict"  # of a shard: some of its texts came under another licence before
+COPIES = ("exact_duplicate", "near_duplicate", "licence")  # rules by which a row drops that matched a document
+
+
+class LicenceAnswers(Protocol):
+    """What a licence allows."""
+
+    @property
+    def train(self) -> bool: ...
+
+    @property
+    def release(self) -> bool: ...
+
+
+class LicencePolicy(Protocol):
+    """``factory.ingest.rules.policy.Licences``."""
+
+    def of(self, name: str | None) -> LicenceAnswers: ...
+
+
+@dataclass(frozen=True)
+class LicenceClaim:
+    """One row's. ``license`` '': it names none. ``aside``: a person said that it is wrong."""
+
+    key: str
+    shard: str  # its name
+    license: str
+    aside: bool = False
+
+
+@dataclass(frozen=True)
+class LicenceConflict:
+    """A document and what was claimed about it, its own row's first; at least two licences are among them. ``fate`` is the document's."""
+
+    key: str
+    id: str
+    fate: str
+    token_shard: str | None
+    supervised_tokens: int
+    claims: tuple[LicenceClaim, ...]
+
+    @property
+    def settled(self) -> bool:
+        return len({claim.license for claim in self.claims if not claim.aside}) == 1
+
+    def counts_as(self, policy: LicencePolicy) -> str:
+        """The licence by which it is judged: the strictest that is claimed and not set aside; its own where that is as strict."""
+        return strictest([claim.license for claim in self.claims if not claim.aside], policy)
+
+
+def strictest(licences: Collection[str], policy: LicencePolicy) -> str:
+    """The first of the strictest; where it is not the first of all, the first by name, so that no order of arrival counts."""
+    allows = {name: (policy.of(name).train, policy.of(name).release) for name in licences}
+    least = min(allows.values())
+    first = next(iter(licences))
+    return first if allows[first] == least else min(name for name in licences if allows[name] == least)
+
+
+def conflicts(db: Reads, key: str | None = None) -> list[LicenceConflict]:
+    """Every document about which claims differ, or the one with that key."""
+    rules = ", ".join(f"'{rule}'" for rule in COPIES)
+    where = f"c.rule IN ({rules}) AND COALESCE(c.license, '') <> COALESCE(d.license, '')"
+    sql = f"""SELECT d.key, d.id, d.fate, d.token_shard, d.supervised_tokens, d.license, d.shard,
+        c.key AS copy, c.license AS other, c.shard AS from_shard
+        FROM documents c JOIN documents d ON d.key = c.matched WHERE {where} AND {"d.key = :key" if key else "c.matched IS NOT NULL"}
+        ORDER BY d.key, c.key"""
+    rows = db.read(sql, **({"key": key} if key else {}))
+    if not rows:
+        return []
+    names = {row["sha256"]: row["name"] for row in db.read("SELECT sha256, name FROM shards")}
+    aside = set_aside(db)
+    found: dict[str, tuple[dict[str, Any], list[LicenceClaim]]] = {}
+    for row in rows:
+        own = LicenceClaim(row["key"], names[row["shard"]], row["license"] or "", row["key"] in aside)
+        claims = found.setdefault(row["key"], (row, [own]))[1]
+        claims.append(LicenceClaim(row["copy"], names[row["from_shard"]], row["other"] or "", row["copy"] in aside))
+    values = ("key", "id", "fate", "token_shard", "supervised_tokens")
+    return [
+        LicenceConflict(**{name: row[name] for name in values}, claims=tuple(claims)) for row, claims in found.values()
+    ]
+
+
+def set_aside(db: Reads) -> set[str]:
+    """Keys of rows whose claims a person set aside; the newest word about each document counts."""
+    newest: dict[str, list[str]] = {}
+    for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SETTLED):
+        newest |= row["detail"]["aside"]
+    return {key for keys in newest.values() for key in keys}
+
+
+def counted(db: Reads, policy: LicencePolicy) -> Mapping[str, LicenceConflict]:
+    """By key, the documents that count under another licence than their own row names."""
+    return {one.key: one for one in conflicts(db) if one.counts_as(policy) != one.claims[0].license}

@@ -1,0 +1,122 @@
+"""Openings of this workspace's own training documents, as prompts. A held-out document is never among them: neither half of them lies in a
+token shard, and only documents with the fate 'train' are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sqlalchemy as sa
+
+from factory.core.errors import InputError
+from factory.ingest.document import SYNTHETIC, Content
+from factory.ingest.rules.claims import counted
+from factory.ingest.rules.policy import Licences
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.ledger import Ledger, documents, token_shards
+from factory.synthetic.prompts import Prompt
+from trainer.contract.data.token_shard import TokenShard
+from trainer.contract.errors import TrainerError
+
+AT_ONCE = 5000  # values in one IN (…)
+
+
+def openings(
+    ledger: Ledger,
+    tokenizer: Tokenizer,
+    count: int,
+    tokens: int,
+    domain: str | None,
+    seed: int,
+    licences: Licences,
+) -> list[Prompt]:
+    """The first ``tokens`` tokens of up to ``count`` documents, drawn by ``seed``; of a chat, what stands before the first answer.
+
+    Left out are documents that a model wrote, those that are not twice as long, and those of which another shard says that they are not to
+    be trained on. Raises: InputError when there is none, or a token shard
+    is gone or damaged.
+    """
+    c = documents.c
+    usable = [
+        c.fate == "train",
+        c.token_shard.is_not(None),
+        c.tokens >= 2 * tokens,
+        sa.or_(c.detail.is_(None), sa.not_(c.detail.like(f"{SYNTHETIC}%"))),
+    ]
+    usable += [c.domain == domain] if domain else []
+    stricter = {key: one.counts_as(licences) for key, one in counted(ledger, licences).items()}
+    barred = {key for key, licence in stricter.items() if not licences.of(licence or None).train}
+    drawn = heapq.nsmallest(count, ((_draw(key, seed), key) for key in _keys(ledger, usable) if key not in barred))
+    if not drawn:
+        of = f" of domain {domain!r}" if domain else ""
+        raise InputError(
+            f"no training document{of} is {2 * tokens} tokens long: ingest a shard first, name prompts with --prompts FILE, or take "
+            "fewer --opening-tokens"
+        )
+    rows: dict[str, dict[str, Any]] = {}
+    keys = [key for _, key in drawn]
+    for start in range(0, len(keys), AT_ONCE):
+        chosen = sa.select(c.key, c.domain, c.source, c.license, c.token_shard)
+        for row in ledger.rows(chosen.where(c.key.in_(keys[start : start + AT_ONCE]))):
+            rows[row["key"]] = row
+    contents = _contents(ledger, tokenizer, rows, tokens)
+    made = ((rows[key], contents.get(key)) for key in keys)
+    return [
+        Prompt(content, row["domain"], row["source"], stricter.get(row["key"], row["license"]) or None, row["key"])
+        for row, content in made
+        if content
+    ]
+
+
+def _draw(key: str, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}:{key}".encode()).digest()
+
+
+def _keys(ledger: Ledger, usable: list[sa.ColumnElement[bool]]) -> Iterator[str]:
+    with ledger.engine.connect().execution_options(reads_only=True, yield_per=10_000) as connection:
+        yield from connection.execute(sa.select(documents.c.key).where(*usable)).scalars()
+
+
+def _contents(ledger: Ledger, tokenizer: Tokenizer, rows: dict[str, dict[str, Any]], tokens: int) -> dict[str, Content]:
+    """By key, the opening of each document; without those that have none."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    found: dict[str, Content] = {}
+    by_shard: dict[str, list[str]] = {}
+    for key, row in rows.items():
+        by_shard.setdefault(row["token_shard"], []).append(key)
+    for row in ledger.rows(sa.select(token_shards.c.id, token_shards.c.path)):
+        if row["id"] not in by_shard:
+            continue
+        shard = TokenShard(Path(row["path"]))
+        try:
+            table = shard.documents
+            wanted = table.filter(pc.is_in(table["key"], value_set=pa.array(by_shard[row["id"]])))
+            for one in wanted.select(["key", "start", "length"]).to_pylist():
+                ids = shard.tokens[one["start"] : one["start"] + one["length"]].astype(np.int64)
+                if opening := _opening(tokenizer, ids, tokens):
+                    found[one["key"]] = opening
+        except (TrainerError, OSError, ValueError) as error:
+            raise InputError(
+                f"token shard {row['path']} cannot be read: {error}; 'factory doctor --repair' makes it again"
+            ) from error
+    return found
+
+
+def _opening(tokenizer: Tokenizer, ids: npt.NDArray[np.int64], tokens: int) -> Content | None:
+    content = tokenizer.content(ids)
+    if "messages" in content:
+        roles = [message["role"] for message in content["messages"]]
+        before = content["messages"][: roles.index("assistant")]
+        return {"messages": before} if before else None
+    kept = ids[len(tokenizer.bos) :][:tokens]
+    while len(kept) and not content["text"].startswith(tokenizer.decode(kept)):
+        kept = kept[:-1]  # in the midst of a character
+    text = tokenizer.decode(kept)
+    return {"text": text} if text.strip() else None

@@ -1,0 +1,200 @@
+"""One text, several licences: the strictest claim counts, whichever shard came first, until a person settles it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from factory.core.errors import InputError
+from factory.core.workspace import Workspace
+from factory.data.selecting import by_value
+from factory.data.settling import grouped, settle
+from factory.ingest.chain import ShardReport
+from factory.ingest.inbox import describe_shard
+from factory.ingest.rules.claims import conflicts, strictest
+from factory.ingest.rules.policy import DataPolicy, Licence, Licences
+from factory.ledger.ledger import Ledger, documents
+from tests.support.factory.command import command_here
+from tests.support.factory.made_up_text import prose, texts, use_policy
+
+Ingest = Callable[..., ShardReport]
+NC, FORBIDDEN = "CC-BY-NC-4.0", "proprietary"
+POLICY = f"""
+held_out: {{share: 0}}
+tokenizer: {{vocab_size: 400}}
+licences:
+  known:
+    MIT: {{train: true, release: true}}
+    Apache-2.0: {{train: true, release: true}}
+    {NC}: {{train: true, release: false}}
+    {FORBIDDEN}: {{train: false, release: false}}
+"""
+TEXT = prose(7, 200)
+NEAR = TEXT + " and one more sentence"
+
+
+@pytest.fixture
+def rules(workspace: Workspace, ingest: Ingest) -> Licences:
+    use_policy(workspace, POLICY)
+    return DataPolicy.load(workspace.policy("data.yaml")).licences
+
+
+def row(text: str, licence: str | None, name: str) -> dict[str, Any]:
+    return {"id": name, "text": text, **({"license": licence} if licence else {})}
+
+
+def shard(ingest: Ingest, licence: str | None, name: str, text: str = TEXT) -> ShardReport:
+    """A shard of that text under that licence, among others that are nobody else's."""
+    return ingest([*texts(100 * (1 + ord(name)), 3), row(text, licence, name)], f"{name}.jsonl")
+
+
+def states(ledger: Ledger) -> dict[str, tuple[str, str | None]]:
+    """Fate and rule of each row of the text, by id."""
+    rows = ledger.read("SELECT id, fate, rule FROM documents WHERE length(id) = 1")
+    return {one["id"]: (one["fate"], one["rule"]) for one in rows}
+
+
+@pytest.mark.parametrize("copy", [TEXT, NEAR], ids=["exact", "near"])
+@pytest.mark.parametrize("order", [("MIT", NC), (NC, "MIT"), ("MIT", None), (None, "MIT")], ids=str)
+def test_the_strictest_claim_counts_in_either_order(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences, order: Sequence[str | None], copy: str
+) -> None:
+    shard(ingest, order[0], "a")
+    report = shard(ingest, order[1], "b", copy)
+    assert states(ledger)["b"] == ("dropped", "exact_duplicate" if copy is TEXT else "near_duplicate")
+    strict = next(name for name in order if name != "MIT") or ""
+    (one,) = conflicts(ledger)
+    assert one.counts_as(rules) == strict and not one.settled and one.fate == "train"
+    assert [(claim.license, claim.shard) for claim in one.claims] == [
+        (order[0] or "", "a.jsonl"),
+        (order[1] or "", "b.jsonl"),
+    ]
+    # said where it arrives, in the list, and of the document: with both shards
+    assert report.counts["other_licences"] == {"a.jsonl": 1}
+    said = describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
+    assert "1 OF ITS TEXTS CAME UNDER ANOTHER LICENCE in a.jsonl" in said
+    shown = command_here("data", "claims", home=workspace).stdout
+    assert f"{order[0] or 'none'} in a.jsonl, {order[1] or 'none'} in b.jsonl" in shown
+    assert f"counts as {strict or 'none'}: no release of a model trained on it; {one.key}" in shown
+    assert "1 documents came under several, 0 of them settled" in command_here("data", "list", home=workspace).stdout
+    of_document = command_here("provenance", "--document", "a", home=workspace).stdout
+    for claim in one.claims:
+        assert f"claimed   {claim.license or 'no licence'} in {claim.shard} ({claim.key})" in of_document
+    assert json.loads(command_here("data", "claims", "--json", home=workspace).stdout)[0]["release"] is False
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations(["MIT", "Apache-2.0", NC])), ids=str)
+def test_three_claims_give_the_same_answer_in_every_order(
+    ledger: Ledger, ingest: Ingest, rules: Licences, names: Sequence[str]
+) -> None:
+    ingest([row(TEXT, names[0], "a"), row(NEAR, names[1], "b"), row(TEXT, names[2], "c")], "one.jsonl")
+    (one,) = conflicts(ledger)
+    assert one.counts_as(rules) == NC and {claim.shard for claim in one.claims} == {"one.jsonl"}
+    assert ledger.read("SELECT counts FROM shards")[0]["counts"]["other_licences"] == {"one.jsonl": 2}
+
+
+def test_of_equally_strict_claims_the_first_stays(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+    shard(ingest, "MIT", "a")
+    shard(ingest, "Apache-2.0", "b")
+    shard(ingest, "MIT", "c")
+    (one,) = conflicts(ledger)
+    assert one.counts_as(rules) == "MIT" and len(one.claims) == 2
+    assert strictest(["MIT", "Y", "X"], rules) == "X"  # neither order nor number of claims counts
+    # the answer is the policy's as it is now
+    now = Licences(known=rules.known | {"Apache-2.0": Licence(train=True, release=False)})
+    assert one.counts_as(now) == "Apache-2.0"
+
+
+def test_the_same_licence_again_is_no_conflict(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+    for name in "ab":
+        shard(ingest, "MIT", name)
+    assert conflicts(ledger) == [] and grouped(ledger, rules) == []
+    assert "other_licences" not in ledger.read("SELECT counts FROM shards WHERE name = 'b.jsonl'")[0]["counts"]
+
+
+@pytest.mark.parametrize("copy", [TEXT, NEAR], ids=["exact", "near"])
+def test_what_is_not_to_be_trained_on_bars_later_copies(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences, copy: str
+) -> None:
+    assert ingest([row(TEXT, FORBIDDEN, "a")], "a.jsonl").counts["dropped"] == {"licence": 1}  # a shard of nothing else
+    report = shard(ingest, "MIT", "b", copy)
+    assert states(ledger) == {"a": ("dropped", "licence"), "b": ("dropped", "licence")}
+    assert report.counts["other_licences"] == {"a.jsonl": 1}
+    (one,) = conflicts(ledger)
+    assert one.counts_as(rules) == FORBIDDEN and one.id == "a"
+    assert "not to be trained on" in command_here("data", "claims", home=workspace).stdout
+    # a person says that the first was wrong: what comes from then on is accepted
+    settle(ledger, "MIT", ["b"], [], "ann", "the author wrote to us")
+    shard(ingest, "MIT", "c", copy)
+    assert states(ledger)["c"] == ("train", None)
+    # ... and the policy can, too
+    use_policy(workspace, POLICY.replace("{train: false", "{train: true"))
+    shard(ingest, FORBIDDEN, "d", prose(8, 200))
+    assert states(ledger)["d"] == ("train", None)
+
+
+def test_within_a_shard_it_bars_copies_before_it_too(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+    ingest([row(TEXT, "MIT", "a"), *texts(50, 3), row(NEAR, FORBIDDEN, "b"), row(TEXT, NC, "c")], "one.jsonl")
+    assert states(ledger) == dict.fromkeys("abc", ("dropped", "licence"))
+    (one,) = conflicts(ledger)
+    assert one.id == "b" and {claim.license for claim in one.claims} == {FORBIDDEN, "MIT", NC}
+
+
+def test_where_it_comes_later_the_document_is_flagged(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+    shard(ingest, "MIT", "a")
+    shard(ingest, FORBIDDEN, "b", NEAR)
+    shard(ingest, "MIT", "c")
+    assert states(ledger) == {"a": ("train", None), "b": ("dropped", "licence"), "c": ("dropped", "exact_duplicate")}
+    (group,) = grouped(ledger, rules)
+    assert (group["counts_as"], group["train"], group["release"]) == (FORBIDDEN, False, False)
+
+
+def test_a_person_settles_it_until_another_claim_comes(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
+) -> None:
+    shard(ingest, "MIT", "a")
+    shard(ingest, NC, "b", NEAR)
+    for words, message in (
+        (["GPL", "--document", "a"], "nobody claims 'GPL' for it"),
+        (["MIT", "--document", "nothing"], "no document 'nothing' was ever ingested"),
+        (["MIT", "--shard", "z.jsonl"], "no licence of z.jsonl is in conflict"),
+        (["MIT"], "name what is settled"),
+    ):
+        done = command_here("data", "settle", *words, home=workspace)
+        assert isinstance(done.exception, InputError) and message in str(done.exception), done.exception
+    assert not conflicts(ledger)[0].settled
+    done = command_here("data", "settle", "MIT", "--shard", "b.jsonl", "--why", "b mislabels all", home=workspace)
+    assert "1 documents are MIT from now on" in done.stdout
+    (one,) = conflicts(ledger)
+    assert one.settled and one.counts_as(rules) == "MIT" and [claim.aside for claim in one.claims] == [False, True]
+    assert "settled as MIT: may be released" in command_here("data", "claims", home=workspace).stdout
+    (event,) = ledger.read("SELECT detail FROM events WHERE kind = 'licence_settled'")
+    assert (event["detail"]["why"], event["detail"]["license"]) == ("b mislabels all", "MIT")
+    shard(ingest, NC, "c")  # somebody else says so too
+    (one,) = conflicts(ledger)
+    assert not one.settled and one.counts_as(rules) == NC
+    settle(ledger, NC, [], ["c.jsonl"], "ann", "")
+    (one,) = conflicts(ledger)
+    assert one.settled and one.counts_as(rules) == NC and [claim.aside for claim in one.claims] == [True, False, False]
+
+
+def test_a_removal_by_licence_takes_what_came_under_it(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
+) -> None:
+    shard(ingest, "MIT", "a")
+    shard(ingest, NC, "b", NEAR)
+    (part,) = by_value(ledger, "license", [NC]).parts()
+    taken = ledger.rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))
+    assert [row["id"] for row in taken] == ["a"]
+    (part,) = by_value(ledger, "license", ["MIT"]).parts()
+    assert len(ledger.rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))) == 7
+    done = command_here("data", "remove", "--license", NC, "--yes", home=workspace)
+    assert "1 documents: 1 to train on" in done.stdout, done.stdout
+    assert states(ledger)["a"][0] == "removed"
+    command_here("data", "undo", "1", home=workspace)
+    assert states(ledger)["a"] == ("train", None)

@@ -1,0 +1,391 @@
+"""Shards that a model writes: what is in them, that a kill costs nothing, that no held-out document is an opening, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from factory.core.errors import FactoryError, InputError, WorkspaceError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ingest.document import Content, flat, written_by
+from factory.ingest.inbox import ingest_arrived
+from factory.ingest.rules.policy import Licences
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.ledger import Ledger, documents, held_out
+from factory.ledger.rows import champion
+from factory.release.serving import MODEL_NAME
+from factory.synthetic.generating import LOCK, Generated, GenerationWish, generate, plan
+from factory.synthetic.journal import AnswerJournal
+from factory.synthetic.openings import openings
+from factory.synthetic.prompts import read_prompts
+from factory.synthetic.writers import Answer, WriterError
+from tests.support.factory.command import command_here
+from tests.support.paths import ROOT
+from tests.support.serving.served import add_release, serving
+
+Copy = Callable[..., tuple[Workspace, Ledger]]
+SMALL = GenerationWish(count=9, tokens=12, opening_tokens=10)
+PATIENCE = 600.0  # a bug's, not a machine's
+
+
+def rows_of(path: Path | str) -> list[dict[str, Any]]:
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def content_of(row: dict[str, Any]) -> Content:
+    return {key: row[key] for key in ("text", "messages") if key in row}
+
+
+def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
+    workspace, ledger = copied()
+    words = ["--count", "9", "--tokens", "12", "--opening-tokens", "10", "--json"]
+    said = json.loads(command_here("generate", *words, home=workspace).stdout)
+    release = champion(ledger)
+    assert release and said["written_by"] == written_by(1, release.export_sha256)
+    rows = rows_of(said["path"])
+    assert (
+        sum(said["ends"].values()) == 9 and said["ends"].keys() <= {"stop", "length", "empty"} and said["inbox"] == ""
+    )
+    assert len(rows) == said["documents"] == 9 - said["ends"].get("empty", 0) == len({row["id"] for row in rows})
+    tokenizer = Tokenizer.load(workspace.tokenizer)
+    planned = plan(workspace, ledger, SMALL).prompts
+    for row in rows:
+        assert row["synthetic_by"] == said["written_by"]
+        own = ledger.one(sa.select(documents).where(documents.c.key == row["opening_of"]))
+        assert own and own["fate"] == "train" and own["license"] is None and "license" not in row
+        assert (row["domain"], row["source"]) == (own["domain"], own["source"])
+        if "messages" in row:
+            assert [m["role"] for m in row["messages"]] == ["user", "assistant"] and row["messages"][1]["content"]
+        else:
+            opening = next(p.content["text"] for p in planned if p.opening_of == row["opening_of"])
+            assert row["text"].startswith(opening) and len(row["text"]) > len(opening)
+            assert 9 <= len(tokenizer.ids(opening)) <= 11
+    assert {"text", "messages"} <= {key for row in rows for key in row}
+    # the same again, in another place; another seed, other words
+    elsewhere, other = copied("again")
+    again = generate(elsewhere, other, SMALL, SILENT)
+    assert again.sha256 == said["sha256"] and again.path != Path(said["path"])
+    reseeded = plan(elsewhere, other, GenerationWish(**{**vars(SMALL), "seed": 1}))
+    assert {prompt.opening_of for prompt in reseeded.prompts} != {prompt.opening_of for prompt in planned}
+    assert not list((elsewhere.root / "generated").glob(".*"))
+
+
+def test_an_opening_is_how_a_training_document_begins_and_no_held_out_one(copied: Copy) -> None:
+    workspace, ledger = copied()
+    raw = {row["id"]: row for path in (workspace.shards / "raw").iterdir() for row in rows_of(path)}
+    ids = {row["key"]: row["id"] for row in ledger.rows(sa.select(documents.c.key, documents.c.id))}
+    found = openings(ledger, Tokenizer.load(workspace.tokenizer), 10_000, 24, None, 0, Licences())
+    assert len(found) > 300
+    for prompt in found:
+        whole = raw[ids[prompt.opening_of or ""]]
+        if "text" in prompt.content:
+            assert whole["text"].startswith(prompt.content["text"]) and len(prompt.content["text"]) > 20
+        else:
+            assert prompt.content["messages"] == whole["messages"][:1]
+    held = [flat(row["content"]) for row in ledger.rows(sa.select(held_out.c.content))]
+    begun = [prompt.content["text"] for prompt in found if "text" in prompt.content]
+    assert len(held) > 20 and not [text for text in held for words in begun if text.startswith(words)]
+
+
+def test_no_held_out_document_is_an_opening_nor_one_that_was_taken_out(copied: Copy) -> None:
+    workspace, ledger = copied()
+    tokenizer = Tokenizer.load(workspace.tokenizer)
+    c = documents.c
+    fates = {row["fate"] for row in ledger.rows(sa.select(c.fate).distinct())}
+    assert {"train", "held_out"} <= fates
+    keys = [row["key"] for row in ledger.rows(sa.select(c.key).where(c.fate == "train").order_by(c.key))]
+    spoiled = dict(zip(keys, ("removed", "quarantined", "synthetic", "held_out")))
+    with ledger.begin() as tx:
+        for (
+            key,
+            fate,
+        ) in spoiled.items():  # as a removal, the loss doctor and an ingest leave them: still in their token shard
+            value = {"detail": "synthetic, by release 1"} if fate == "synthetic" else {"fate": fate}
+            tx.execute(documents.update().where(c.key == key).values(value))
+    found = {prompt.opening_of for prompt in openings(ledger, tokenizer, 10_000, 5, None, 0, Licences())}
+    able = {
+        row["key"]
+        for row in ledger.rows(sa.select(c.key, c.tokens).where(c.fate == "train"))
+        if row["tokens"] >= 10 and row["key"] not in spoiled
+    }
+    assert found == able and len(able) > 500
+    (held,) = ledger.rows(sa.select(sa.func.count().label("n")).where(c.fate == "held_out"))
+    assert held["n"] > 20
+
+
+@pytest.mark.slow("an engine comes up three times")
+def test_killed_it_goes_on_and_no_document_is_written_twice(copied: Copy) -> None:
+    wish = GenerationWish(count=60, tokens=60, opening_tokens=10, temperature=1.0)
+    undisturbed = generate(*copied("undisturbed"), wish, SILENT)
+    workspace, ledger = copied()
+    words = ["--count", "60", "--tokens", "60", "--opening-tokens", "10", "--temperature", "1"]
+    command = [sys.executable, "-m", "factory", "generate", *words, "-w", str(workspace.root)]
+    folder = workspace.root / "generated" / f".{wish.key()}"
+    answers = folder / "answers.jsonl"
+    with subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL
+    ) as run:
+        deadline = time.monotonic() + PATIENCE
+        while not (answers.exists() and answers.read_bytes().count(b"\n") >= 3):
+            assert time.monotonic() < deadline and run.poll() is None
+        run.send_signal(signal.SIGKILL)
+    assert folder.is_dir() and not list(folder.parent.glob("*.jsonl"))
+    whole = answers.read_bytes()
+    before = whole.count(b"\n")
+    assert 3 <= before < 60, "it was killed before its end"
+    first = b"".join(whole.splitlines(keepends=True)[:3])
+    answers.write_bytes(first + b'{"number": 59, "text": "torn')  # in the midst of what one request answered
+    assert plan(workspace, ledger, wish).began
+    assert "go on" in command_here("generate", *words, "--dry-run", home=workspace).stdout
+    done = generate(workspace, ledger, wish, SILENT)
+    assert done.sha256 == undisturbed.sha256 and done.ends == undisturbed.ends
+    assert 50 < done.documents == len({row["id"] for row in rows_of(done.path)})
+    assert not folder.exists()
+    once_more = generate(workspace, ledger, wish, SILENT)
+    assert (once_more.sha256, once_more.ends) == (done.sha256, {})
+
+
+def test_a_finished_shard_is_ingested_from_the_inbox_and_measures_nothing(copied: Copy) -> None:
+    workspace, ledger = copied()
+    before = ledger.read("SELECT COUNT(*) AS n FROM held_out")[0]["n"]
+    words = ["--count", "40", "--tokens", "40", "--opening-tokens", "10", "--temperature", "0.3", "--inbox"]
+    said = command_here("generate", *words, home=workspace).stdout
+    (path,) = workspace.inbox.iterdir()
+    assert f"inbox: {path}" in said and "(" in said
+    written = len(rows_of(path))
+    ingest_arrived(workspace, ledger, path, SILENT)
+    rows = ledger.read("SELECT * FROM documents WHERE detail LIKE 'synthetic, by release 1 (weights %'")
+    assert len(rows) == written and not any(row["releasable"] for row in rows)
+    assert sum(row["fate"] == "train" for row in rows) > 20
+    assert ledger.read("SELECT COUNT(*) AS n FROM held_out")[0]["n"] == before
+    assert "it was ingested before" in command_here("generate", *words, home=workspace).stdout
+    assert list(workspace.inbox.iterdir()) == []
+    found = json.loads(command_here("provenance", "--document", rows[0]["id"], "--json", home=workspace).stdout)
+    assert found[0]["synthetic_by"].startswith("release 1 (weights ")
+
+
+def test_what_was_taken_out_meanwhile_is_no_opening_any_more(copied: Copy) -> None:
+    workspace, ledger = copied()
+    with pytest.raises(FactoryError, match="cannot be started: Is a directory"):
+        generate_without_engine(workspace, ledger, SMALL)
+    first = plan(workspace, ledger, SMALL)
+    assert first.began
+    with ledger.begin() as tx:
+        tx.execute(documents.update().where(documents.c.key == first.prompts[0].opening_of).values(fate="removed"))
+    made = generate(workspace, ledger, SMALL, SILENT)
+    assert made.ends["taken out"] == 1 and made.documents == 8 - made.ends.get("empty", 0) > 0
+    assert first.prompts[0].opening_of not in {row["opening_of"] for row in rows_of(made.path)}
+
+
+def generate_without_engine(workspace: Workspace, ledger: Ledger, wish: GenerationWish) -> Generated:
+    """A run that is cut off before its first answer: something is in the way of the engine's log."""
+    log = workspace.logs / "generate" / "serve-native-release-1.log"
+    log.mkdir(parents=True)
+    try:
+        return generate(workspace, ledger, wish, SILENT)
+    finally:
+        log.rmdir()
+
+
+def test_killed_after_its_last_step_it_is_done(copied: Copy) -> None:
+    workspace, ledger = copied()
+    folder = workspace.root / "generated"
+    with pytest.raises(FactoryError):
+        generate_without_engine(workspace, ledger, SMALL)
+    (run,) = folder.glob(".*")
+    place = folder / f"{plan(workspace, ledger, SMALL).name}.jsonl"
+    place.write_text('{"text": "whole"}\n')  # the shard was put in place, and then it was killed
+    shutil.copytree(run, folder / f"{run.name}.part")  # one that was killed even before its beginning
+    assert generate(workspace, ledger, SMALL, SILENT).documents == 1 and not run.exists()
+    place.unlink()
+    run.mkdir()  # it was killed just before this was deleted
+    assert not plan(workspace, ledger, SMALL).began
+    with pytest.raises(FactoryError, match="cannot be started"):
+        generate_without_engine(workspace, ledger, SMALL)
+    assert plan(workspace, ledger, SMALL).began and list(folder.glob(".*")) == [run]
+    (run / "plan.json").write_text("{")
+    with pytest.raises(InputError, match="delete it to begin again"):
+        generate(workspace, ledger, SMALL, SILENT)
+
+
+def test_an_answer_that_was_torn_is_asked_for_again(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    journal = AnswerJournal(path)
+    texts = ["one\u2028two", "", "d\u0085e\n"]
+    for number, text in enumerate(texts):
+        journal.add(number, Answer(text, "stop"))
+    journal.close()
+    whole = path.read_bytes()
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        journal = AnswerJournal(path)
+        kept = len(journal)
+        assert kept == whole[:cut].count(b"\n") and [journal.answer(n).text for n in range(kept)] == texts[:kept]
+        for number in range(kept, 3):
+            journal.add(number, Answer(texts[number], "stop"))
+        journal.close()
+        assert path.read_bytes() == whole
+    path.write_bytes(whole[:-1] + b"\0\n")  # as a power cut may leave it
+    assert len(AnswerJournal(path)) == 2
+
+
+def test_licences_are_never_laxer_than_what_the_text_begins_with(copied: Copy, tmp_path: Path) -> None:
+    workspace, ledger = copied()
+    with ledger.begin() as tx:
+        tx.execute(documents.update().where(documents.c.domain == "docs").values(license="CC-BY-NC-4.0"))
+        tx.execute(documents.update().where(documents.c.domain == "code").values(license="MIT"))
+    named = lambda wish: {(p.domain, p.license) for p in plan(workspace, ledger, wish).prompts}
+    own = {("docs", "CC-BY-NC-4.0"), ("code", "MIT"), ("chat", None)}
+    assert named(GenerationWish(count=60, tokens=9, opening_tokens=10)) == own
+    # who names a licence cannot make a stricter one laxer, nor give one to a text that has none
+    assert named(GenerationWish(count=60, tokens=9, opening_tokens=10, licence="Apache-2.0")) == own - {
+        ("code", "MIT")
+    } | {("code", "Apache-2.0")}
+    strict = {("docs", "CC-BY-NC-4.0"), ("code", "CC-BY-NC-4.0"), ("chat", "CC-BY-NC-4.0")}
+    assert named(GenerationWish(count=60, tokens=9, opening_tokens=10, licence="CC-BY-NC-4.0")) == strict
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "One", "license": "MIT"}\n{"prompt": "Two"}\n')
+    licences = lambda wish: [p.license for p in plan(workspace, ledger, wish).prompts]
+    assert licences(GenerationWish(prompts=path)) == ["MIT", None]
+    assert licences(GenerationWish(prompts=path, licence="CC0-1.0")) == ["CC0-1.0", "CC0-1.0"]
+    with pytest.raises(InputError, match="does not allow training"):
+        plan(workspace, ledger, GenerationWish(licence="proprietary"))
+
+
+@pytest.mark.slow("a router and its engine come up, and the judge's model beside them")
+def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
+    copied: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = copied()
+    path = tmp_path / "prompts.jsonl"
+    prompts = [
+        {"prompt": "def add(a, b):", "domain": "code", "source": "mine", "license": "MIT"},
+        {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is a river?"}]},
+        {"prompt": "river stone " * 300},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+
+    async def scene() -> Generated:
+        async with serving(workspace, ledger, key="sesame") as here:
+            await here.until(1)
+            url = f"{here.client.base_url}/v1"
+            wish = GenerationWish(endpoint=url, model=MODEL_NAME, prompts=path, tokens=8, temperature=2.0)
+            with pytest.raises(WriterError, match="401.*OPENAI_API_KEY"):
+                await asyncio.to_thread(generate, workspace, ledger, wish, SILENT)
+            monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+            unknown = GenerationWish(endpoint=url, model="gpt", prompts=path)
+            with pytest.raises(WriterError, match="404.*there is no model 'gpt'.*answer chats alone"):
+                await asyncio.to_thread(generate, workspace, ledger, unknown, SILENT)
+            return await asyncio.to_thread(generate, workspace, ledger, wish, SILENT)
+
+    made = asyncio.run(scene())
+    one, two = rows_of(made.path)
+    assert made.ends["refused"] == 1 and made.written_by.startswith(f"{MODEL_NAME} at http://127.0.0.1:")
+    assert one["text"].startswith("def add(a, b):") and (one["domain"], one["source"], one["license"]) == (
+        "code",
+        "mine",
+        "MIT",
+    )
+    assert two["messages"][:2] == prompts[1]["messages"] and two["messages"][2]["role"] == "assistant"
+    assert two["domain"] == "chat" and "license" not in two and two["source"] == made.path.stem
+    assert {one["synthetic_by"], two["synthetic_by"]} == {made.written_by}
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "the champion as an endpoint": (["--endpoint", "champion"], "leave it out, the champion writes by default"),
+    "two writers": (["--endpoint", "http://127.0.0.1:1/v1", "--model", "m", "--release", "1"], "name one who writes"),
+    "no model": (["--endpoint", "http://127.0.0.1:1/v1"], "go together"),
+    "no endpoint": (["--model", "m"], "go together"),
+    "no address": (["--endpoint", "ftp://host", "--model", "m"], "expected a base URL"),
+    "a password": (["--endpoint", "https://me:pass@host/v1", "--model", "m"], "without a name or password"),
+    "no key": (["--endpoint", "https://host.invalid/v1", "--model", "m"], "OPENAI_API_KEY"),
+    "no release": (["--release", "7"], "no release 7; there are: 1"),
+    "no file": (["--prompts", "absent.jsonl"], "absent.jsonl cannot be read: No such file"),
+    "a domain of a file": (["--prompts", "FILE", "--domain", "docs"], "a row of --prompts names its own"),
+    "a domain that nobody has": (
+        ["--domain", "law", "--tokens", "9"],
+        "no training document of domain 'law' is 64 tokens long",
+    ),
+    "too long": (["--tokens", "250"], "do not fit the 256 tokens that release 1"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_written_is_refused_and_leaves_nothing(what: str, copied: Copy, tmp_path: Path) -> None:
+    workspace, _ = copied()
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "One"}\n')
+    words, message = REFUSED[what]
+    for more in ([], ["--dry-run"]):
+        done = command_here("generate", *(str(path) if w == "FILE" else w for w in words), *more, home=workspace)
+        assert isinstance(done.exception, InputError) and message in str(done.exception), done.exception
+    assert not (workspace.root / "generated").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nothing", "line 2: Expecting value"),
+        ("[1]", "line 2: expected an object, got list"),
+        ('{"text": "x"}', "line 2: exactly one of 'prompt' and 'messages' is needed"),
+        ('{"prompt": "x", "messages": []}', "line 2: exactly one of"),
+        ('{"prompt": 7}', "line 2: 'prompt' is not a text"),
+        ('{"prompt": " "}', "line 2: 'prompt' is not a text"),
+        ('{"prompt": "x", "domain": "No Such"}', "line 2: 'domain' 'No Such'"),
+        ('{"prompt": "x", "license": 3}', "line 2: 'license' is not a string"),
+        ('{"messages": []}', "line 2: 'messages' is not a list of messages"),
+        ('{"messages": [{"role": "boss", "content": "x"}]}', "line 2: message 0: role is not one of"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+            "ends with an answer",
+        ),
+        ('{"prompt": "\\ud800"}', "line 2: contains half of a surrogate pair"),
+    ],
+)
+def test_a_bad_prompt_is_named_by_its_line(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "One"}\n' + line + "\n")
+    with pytest.raises(InputError) as refused:
+        read_prompts(path, "text", None)
+    assert message in str(refused.value) and str(path) in str(refused.value)
+    assert len(read_prompts(path, "text", 1)) == 1  # what is not asked for is not read
+
+
+def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"One\n\n Two {\r\nthree")
+    assert [prompt.content["text"] for prompt in read_prompts(path, "text", None)] == ["One", " Two {", "three"]
+    path.write_bytes(b"\n \n")
+    with pytest.raises(InputError, match="holds no prompt"):
+        read_prompts(path, "text", None)
+
+
+def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:
+    workspace, ledger = copied()
+    export = workspace.root / "exports" / "other"
+    shutil.copytree(saved / "exports" / "1", export)
+    add_release(workspace, ledger, export)
+    (export / "generation_config.json").write_text("{}")
+    with pytest.raises(InputError, match="is not what was released"):
+        generate(workspace, ledger, SMALL, SILENT)
+    assert generate(workspace, ledger, GenerationWish(**{**vars(SMALL), "release": 1}), SILENT).documents
+
+
+def test_two_at_once_do_not_write_the_same(copied: Copy) -> None:
+    workspace, ledger = copied()
+    with workspace.lock(LOCK), pytest.raises(WorkspaceError, match=r"holds generate.lock"):
+        generate(workspace, ledger, SMALL, SILENT)
