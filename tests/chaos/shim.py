@@ -22,7 +22,9 @@ WRITES = frozenset({"write", "pwrite", "writev", "pwritev", "sendfile", "copy_fi
 NAMES = frozenset({"create", "rename", "unlink", "link", "symlink", "mkdir", "rmdir"})
 SYNCS = frozenset({"fsync", "fdatasync"})
 SPAWN = "spawn"  # a program is started; its error is EAGAIN
+FREE = frozenset({"unlink", "rmdir", "rename", SPAWN})  # take no space: a full disk does not stop them
 KINDS = WRITES | NAMES | SYNCS | {"truncate", SPAWN}
+DATABASE = re.compile(r"\.db(-wal|-journal)?$")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Effect:
 
     number: int
     kind: str
-    error: int  # 0, or minus errno
+    error: int  # 0, or minus errno; -ECANCELED: the process was killed before it
     size: int  # bytes asked for
     inode: int
     folder: int  # inode of the folder that holds ``path``
@@ -44,6 +46,21 @@ class Effect:
         """Where it is, without what differs from run to run: ``plant/segments/#-trunk/checkpoints/step-#/state.json``."""
         path = self.other if self.kind == "rename" else self.path
         return place_of(str(Path(path).relative_to(root)) if path != str(root) else ".")
+
+    def told(self, root: Path) -> str:
+        return f"{self.kind} {self.place(root)} ({self.program})"
+
+
+def places(effects: Iterable[Effect], root: Path) -> dict[int, str]:
+    """Number → what, where and by whom. All transactions are written to the same files: there it is also told what was done before."""
+    found, before = {}, ""
+    for effect in effects:
+        found[effect.number] = effect.told(root)
+        if DATABASE.search(effect.path):
+            found[effect.number] += f", after {before}"
+        else:
+            before = effect.told(root)
+    return found
 
 
 def place_of(path: str) -> str:
