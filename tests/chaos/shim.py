@@ -70,7 +70,7 @@ def place_of(path: str) -> str:
     """
     path = re.sub(r"(worktrees/live-[0-9a-f]{12}/)[^.].*", r"\1*", path) if "plant/" in path[:6] else path
     path = re.sub(r"objects/[0-9a-f]{2}(?=/|$)", "objects/#", path)
-    path = re.sub(r"tmp_obj_\w+", "tmp_obj_#", path)
+    path = re.sub(r"(tmp_obj_|\.artifact\.uploading\.)\w+", r"\1#", path)
     path = re.sub(r"\b[0-9a-f]{12,64}(?=[^a-z0-9]|$)|(?<=[-/.:])[0-9a-f]{12,64}(?=[-/.:]|$)", "#", path)
     return re.sub(r"\d+", "#", path)
 
