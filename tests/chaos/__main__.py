@@ -127,15 +127,12 @@ def main() -> int:
     )
     parser.add_argument("--way", action="append", choices=WAYS, help="only this way")
     parser.add_argument("--kind", help="only at effects of this kind, as 'spawn' or 'rename'")
-    part = parser.add_mutually_exclusive_group()
-    part.add_argument(
-        "--each",
-        type=int,
-        default=0,
-        help="at most so many injections of each way at each place (see above), drawn with --seed",
+    parser.add_argument(
+        "--each", type=int, metavar="K", help="at most K injections of each fault, drawn with --seed; else all"
     )
-    part.add_argument("--every", type=int, default=1, help="only every so-many-th injection, drawn with --seed")
-    parser.add_argument("--count", action="store_true", help="only say how many there are")
+    parser.add_argument(
+        "--count", action="store_true", help="only say how many effects, injections and faults there are"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--results", type=Path, default=Path("workspace") / "chaos.jsonl", help="goes on from what is there"
@@ -157,7 +154,7 @@ def main() -> int:
                 )
                 kinds = faults(every, effects, site.site)
                 known[name] = set(kinds.values())
-                chosen = drawn(every, effects, site.site, chance)[: max(1, len(every) // given.every)]
+                chosen = drawn(every, effects, site.site, chance)
                 print(
                     f"{name}: {len(effects)} effects, {len(every)} injections of {len(known[name])} faults", flush=True
                 )

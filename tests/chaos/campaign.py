@@ -169,6 +169,8 @@ class Site:
             answer = self.run(scenario, "kill before" if again else "record", again)
             trained += steps_in(read_log(self.log))
             result.seconds += answer["seconds"]
+            if again and not answer["dead"]:  # the recovery was shorter
+                result.fired = False
             if answer["dead"]:
                 continue
             if answer["left"]:
