@@ -47,19 +47,17 @@ class Effect:
         path = self.other if self.kind == "rename" else self.path
         return place_of(str(Path(path).relative_to(root)) if path != str(root) else ".")
 
-    def told(self, root: Path) -> str:
-        return f"{self.kind} {self.place(root)} ({self.program})"
-
 
 def places(effects: Iterable[Effect], root: Path) -> dict[int, str]:
-    """Number → what, where and by whom. All transactions are written to the same files: there it is also told what was done before."""
-    found, before = {}, ""
+    """Number → what, where and by whom. All transactions are written to the same files: there it is also told what its program did before."""
+    found, before = {}, dict[str, str]()
     for effect in effects:
-        found[effect.number] = effect.told(root)
+        told = f"{effect.kind} {effect.place(root)}"
+        found[effect.number] = f"{told} ({effect.program})"
         if DATABASE.search(effect.path):
-            found[effect.number] += f", after {before}"
+            found[effect.number] += f", after {before.get(effect.program, 'its start')}"
         else:
-            before = effect.told(root)
+            before[effect.program] = told
     return found
 
 
@@ -68,7 +66,8 @@ def place_of(path: str) -> str:
     >>> place_of("plant/shards/.writing-1234/tokens.bin")
     'plant/shards/.writing-#/tokens.bin'
     """
-    path = re.sub(r"(worktrees/live-[0-9a-f]{12}/)[^.].*", r"\1*", path) if "plant/" in path[:6] else path
+    path = re.sub(r"^(plant/worktrees/[^/]+/)[^.].*", r"\1*", path)
+    path = re.sub(r"(/\.removed-\d+/).+", r"\1*", path)
     path = re.sub(r"objects/[0-9a-f]{2}(?=/|$)", "objects/#", path)
     path = re.sub(r"(tmp_obj_|\.artifact\.uploading\.)\w+", r"\1#", path)
     path = re.sub(r"\b[0-9a-f]{12,64}(?=[^a-z0-9]|$)|(?<=[-/.:])[0-9a-f]{12,64}(?=[-/.:]|$)", "#", path)
