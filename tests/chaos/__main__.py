@@ -1,12 +1,13 @@
 """``python -m tests.chaos``: every effect of every scenario, in every way; goes on where it was stopped, and ends with a table.
 
-All of it is about a day of two cores. ``--each 1`` is a part of it: one injection of every *fault*, which is a way to fail at a place. A
-*place* is what an effect is (a write, a rename, a program's start …), its path with every number and hash replaced, and the program that
-makes it; in a database, where all transactions are written to the same files, also the last place outside of one. The hundredth line of a
-metrics.jsonl is one place with the first: the same line of code writes both, and the same must hold behind them. What one injection of
-each fault cannot see is a state that differs by which of them it was: the last line before a checkpoint, the second of two files, the
-third of three transactions in a row. So which effect of a place is taken is drawn (``--seed``); ``--each 5`` takes five, and without it
-all are. The table's ``faults`` says how many of all were injected, by the place where it happened, not by the one that was meant.
+All of it is some 114,000 injections, of half a second to half a minute each. ``--each 1`` is 13,000 of them: one of every *fault*, which is
+a way to fail at a place. A *place* is what an effect is (a write, a rename, a program's start …), its path with every number and hash
+replaced, and the program that makes it; in a database, where all transactions are written to the same files, also what that program did
+before. The hundredth line of a metrics.jsonl is one place with the first: the same line of code writes both, and the same must hold behind
+them. What one injection of each fault cannot see is a state that differs by which of them it was: the last line before a checkpoint, the
+second of two files, the third of three transactions in a row. So which effect of a place is taken is drawn (``--seed``); ``--each 5``
+takes five, and without it all are. The table's ``faults`` says how many of all were injected, by the place where it happened, not by the
+one that was meant. All are those of one undisturbed run: when processes take turns otherwise, a place or two more or less are seen.
 """
 
 from __future__ import annotations
