@@ -13,22 +13,26 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+TRIES = 2
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove(path: Path) -> None:
     """Remove a file, a link (never what it points to), or a folder with all that is in it.
 
-    What is not there is no error. What cannot be removed (a mount, another user's file) stays; who needs the place empty makes it anew,
-    and finds out.
+    What is not there is no error. What a disk refuses once is tried again. What cannot be removed (a mount, another user's file) stays; who
+    needs the place empty makes it anew, and finds out.
     """
-    with contextlib.suppress(OSError):
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            os.unlink(path)
+    for _ in range(TRIES):
+        with contextlib.suppress(OSError):
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                with _opened(os.fspath(path)) as top:
+                    _empty(top)
+                os.rmdir(path)
+            else:
+                os.unlink(path)
+        if not os.path.lexists(path):
             return
-        with _opened(os.fspath(path)) as top:
-            _empty(top)
-        os.rmdir(path)
 
 
 def _empty(top: int) -> None:

@@ -127,7 +127,6 @@ def checkout(repository: Path, commit: str, folder: Path) -> Path:
 def remove_worktree(repository: Path, folder: Path) -> None:
     """Remove a worktree and its registration, whatever is left of either."""
     remove(folder)
-    remove(folder)  # what a disk refused for a moment
     git(repository, "worktree", "prune", "--expire", "now", check=False)
 
 

@@ -13,5 +13,6 @@
 Where a program is started counts as an effect too. A commit of the ledger or of MLflow's store, and what git does, are effects of libc's, and
 need no name of their own; MLflow's server over HTTP is in ``tests/factory/tracking/test_outages.py``.
 
-``python -m tests.chaos`` (``make chaos``) does every effect of every scenario; the slow tests do a few, drawn.
+``python -m tests.chaos`` (``make chaos``) does every effect of every scenario, ``--each 1`` every way at every place once; the slow tests do a
+few, drawn.
 """

@@ -1,4 +1,14 @@
-"""``python -m tests.chaos``: every effect of every scenario, in every way; goes on where it was stopped, and ends with a table."""
+"""``python -m tests.chaos``: every effect of every scenario, in every way; goes on where it was stopped, and ends with a table.
+
+All of it is some 114,000 injections, of half a second to half a minute each. ``--each 1`` is 13,000 of them: one of every *fault*, which is
+a way to fail at a place. A *place* is what an effect is (a write, a rename, a program's start …), its path with every number and hash
+replaced, and the program that makes it; in a database, where all transactions are written to the same files, also what that program did
+before. The hundredth line of a metrics.jsonl is one place with the first: the same line of code writes both, and the same must hold behind
+them. What one injection of each fault cannot see is a state that differs by which of them it was: the last line before a checkpoint, the
+second of two files, the third of three transactions in a row. So which effect of a place is taken is drawn (``--seed``); ``--each 5``
+takes five, and without it all are. The table's ``faults`` says how many of all were injected, by the place where it happened, not by the
+one that was meant. All are those of one undisturbed run: when processes take turns otherwise, a place or two more or less are seen.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +27,18 @@ from typing import Any
 from tests.chaos import power
 from tests.chaos.campaign import Injection, Site
 from tests.chaos.scenarios import SCENARIOS
-from tests.chaos.shim import ERRORS, NAMES, SYNCS, WRITES, Effect
+from tests.chaos.shim import ERRORS, FREE, NAMES, SYNCS, WRITES, Effect, places
 
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 WAYS = ("kill", "tear", "pair", "error", "power")
+Fault = tuple[str, bool, str]  # a way, whether the recovery is killed too, a place
 
 
 def injections(
-    effects: list[Effect], places: list[Effect], ways: Iterable[str], chance: random.Random
+    effects: list[Effect], targets: list[Effect], ways: Iterable[str], chance: random.Random
 ) -> list[Injection]:
-    """All that can be injected at ``places`` into a scenario with these effects. To kill after an effect is to kill before the next."""
-    made = [e for e in places if not e.error]
+    """All that can be injected at ``targets`` into a scenario with these effects. To kill after an effect is to kill before the next."""
+    made = [e for e in targets if not e.error]
     found: list[Injection] = []
     for effect in made:
         number = effect.number
@@ -38,7 +49,7 @@ def injections(
         if "pair" in ways:
             found.append(Injection("kill before", number, chance.randrange(1, max(2, len(effects) - number))))
         if "error" in ways:
-            found += [Injection(mode, number) for mode in ERRORS]
+            found += [Injection(mode, number) for mode in ERRORS if mode != "ENOSPC" or effect.kind not in FREE]
         if "power" in ways and effect.kind in NAMES | SYNCS:
             found += [Injection(loss, number) for loss in power.LOSSES]
     if "kill" in ways and made:
@@ -46,21 +57,39 @@ def injections(
     return found
 
 
+def faults(every: list[Injection], effects: list[Effect], root: Path) -> dict[Injection, Fault]:
+    """What each injection is one of."""
+    known = places(effects, root)
+    return {i: (i.mode, i.again > 0, known[i.number]) for i in every}
+
+
+def fault_of(row: dict[str, Any]) -> Fault:
+    """What was injected, where it happened."""
+    return row["mode"], row["again"] > 0, row["effect"]
+
+
 def drawn(every: list[Injection], effects: list[Effect], root: Path, chance: random.Random) -> list[Injection]:
-    """All of them, in an order in which every way at every kind of place comes before any comes twice."""
-    places = {e.number: (e.kind, e.place(root), e.program) for e in effects}
-    seen: Counter[object] = Counter()
+    """All of them, in an order in which every fault comes before any comes twice."""
+    kinds, seen = faults(every, effects, root), Counter[Fault]()
     ranked = []
     for injection in chance.sample(every, len(every)):
-        group = (injection.mode, bool(injection.again), places[injection.number])
-        ranked.append((seen[group], len(ranked), injection))
-        seen[group] += 1
+        ranked.append((seen[kinds[injection]], len(ranked), injection))
+        seen[kinds[injection]] += 1
     return [injection for *_, injection in sorted(ranked, key=lambda r: r[:2])]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """What was injected, and what became of it."""
-    head = ("scenario", "injected", "recovered", "recovery s (median)", "(worst)", "steps again (worst)", "lost")
+def table(rows: list[dict[str, Any]], known: dict[str, set[Fault]]) -> str:
+    """What was injected, and what became of it. ``known``: all faults of the scenarios whose undisturbed run was looked at."""
+    head = (
+        "scenario",
+        "faults",
+        "injected",
+        "recovered",
+        "recovery s (median)",
+        "(worst)",
+        "steps again (worst)",
+        "lost",
+    )
     lines = [head]
     for name in dict.fromkeys(row["scenario"] for row in rows):
         mine = [row for row in rows if row["scenario"] == name and row["fired"]]
@@ -68,9 +97,11 @@ def table(rows: list[dict[str, Any]]) -> str:
             continue
         seconds = [row["seconds"] for row in mine]
         wrong = [row for row in mine if row["wrong"]]
+        met = known[name] & {fault_of(row) for row in mine} if name in known else set()
         lines.append(
             (
-                name, str(len(mine)), str(len(mine) - len(wrong)), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}",
+                name, f"{len(met)} of {len(known[name])}" if name in known else "",
+                str(len(mine)), str(len(mine) - len(wrong)), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}",
                 str(max(row["steps"] for row in mine)), str(len(wrong)),
             )
         )  # fmt: skip
@@ -89,13 +120,20 @@ def memory() -> Path | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--scenario", action="append", choices=list(SCENARIOS), help="only this one (again: this one too)"
     )
     parser.add_argument("--way", action="append", choices=WAYS, help="only this way")
     parser.add_argument("--kind", help="only at effects of this kind, as 'spawn' or 'rename'")
-    parser.add_argument("--every", type=int, default=1, help="only every so-many-th injection, drawn with --seed")
+    parser.add_argument(
+        "--each", type=int, metavar="K", help="at most K injections of each fault, drawn with --seed; else all"
+    )
+    parser.add_argument(
+        "--count", action="store_true", help="only say how many effects, injections and faults there are"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--results", type=Path, default=Path("workspace") / "chaos.jsonl", help="goes on from what is there"
@@ -104,6 +142,7 @@ def main() -> int:
     given = parser.parse_args()
     given.results.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
+    known: dict[str, set[Fault]] = {}
     done = {(row["scenario"], row["mode"], row["number"], row["again"]) for row in rows}
     with tempfile.TemporaryDirectory(prefix="factory-chaos-", dir=memory()) as folder:
         site = Site((given.work or Path(folder)).resolve())
@@ -111,27 +150,39 @@ def main() -> int:
             for name in given.scenario or SCENARIOS:
                 chance = random.Random(f"{given.seed} {name}")
                 effects, _ = site.straight(name)
-                places = [e for e in effects if given.kind in (None, e.kind)]
-                every = injections(effects, places, given.way or WAYS, chance)
-                chosen = drawn(every, effects, site.site, chance)[: max(1, len(every) // given.every)]
-                print(f"{name}: {len(places)} effects, {len(chosen)} injections", flush=True)
-                for count, injection in enumerate(chosen, 1):
+                every = injections(
+                    effects, [e for e in effects if given.kind in (None, e.kind)], given.way or WAYS, chance
+                )
+                kinds = faults(every, effects, site.site)
+                known[name] = set(kinds.values())
+                chosen = drawn(every, effects, site.site, chance)
+                print(
+                    f"{name}: {len(effects)} effects, {len(every)} injections of {len(known[name])} faults", flush=True
+                )
+                met = Counter(fault_of(row) for row in rows if row["scenario"] == name and row["fired"])
+                for count, injection in enumerate([] if given.count else chosen, 1):
                     if (name, injection.mode, injection.number, injection.again) in done:
+                        continue
+                    if given.each and met[kinds[injection]] >= given.each:
                         continue
                     result = site.inject(name, injection)
                     with open(given.results, "a") as file:
                         file.write(result.to_json() + "\n")
                     rows.append(json.loads(result.to_json()))
+                    if result.fired:
+                        met[fault_of(rows[-1])] += 1
                     state = "✗" if result.wrong else "✓" if result.fired else "–"
                     print(
-                        f"{state} {name} {count}/{len(chosen)} {injection.mode} {injection.number} {injection.again or ''} {result.effect}",
+                        f"{state} {name} {count}/{len(chosen)}, {len(known[name] & met.keys())} of {len(known[name])} faults:"
+                        f" {injection.mode} {injection.number} {injection.again or ''} {result.effect}",
                         flush=True,
                     )
                     for line in result.wrong:
                         print(f"    {line}", flush=True)
         finally:
             site.close()
-    print(table(rows))
+    if not given.count:
+        print(table(rows, known))
     return 1 if any(row["wrong"] for row in rows) else 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.chaos import power
 from tests.chaos.scenarios import SCENARIOS
-from tests.chaos.shim import Control, Effect, environment, read_log, unknown
+from tests.chaos.shim import Control, Effect, environment, places, read_log, unknown
 from tests.chaos.state import State, broken, differences, lost, state_of
 from tests.support.paths import ROOT
 
@@ -159,8 +159,8 @@ class Site:
             if not answer["dead"]:
                 result.wrong += _clear(answer, self.said())
             result.said = self.said()[-2000:]
-        found = [e for e in [*done, *effects] if e.number == injection.number]
-        result.effect = f"{found[0].kind} {found[0].place(self.site)} ({found[0].program})" if found else ""
+        known = places(effects, self.site) | places(done, self.site)
+        result.effect = known.get(injection.number, "")
         result.fired = result.fired or injection.mode in power.LOSSES
         trained = steps_in(done)
         while result.passes < MOST_PASSES:
@@ -169,6 +169,8 @@ class Site:
             answer = self.run(scenario, "kill before" if again else "record", again)
             trained += steps_in(read_log(self.log))
             result.seconds += answer["seconds"]
+            if again and not answer["dead"]:  # the recovery was shorter
+                result.fired = False
             if answer["dead"]:
                 continue
             if answer["left"]:

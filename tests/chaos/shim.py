@@ -22,7 +22,9 @@ WRITES = frozenset({"write", "pwrite", "writev", "pwritev", "sendfile", "copy_fi
 NAMES = frozenset({"create", "rename", "unlink", "link", "symlink", "mkdir", "rmdir"})
 SYNCS = frozenset({"fsync", "fdatasync"})
 SPAWN = "spawn"  # a program is started; its error is EAGAIN
+FREE = frozenset({"unlink", "rmdir", "rename", SPAWN})  # take no space: a full disk does not stop them
 KINDS = WRITES | NAMES | SYNCS | {"truncate", SPAWN}
+DATABASE = re.compile(r"\.db(-wal|-journal)?$")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Effect:
 
     number: int
     kind: str
-    error: int  # 0, or minus errno
+    error: int  # 0, or minus errno; -ECANCELED: the process was killed before it
     size: int  # bytes asked for
     inode: int
     folder: int  # inode of the folder that holds ``path``
@@ -46,14 +48,28 @@ class Effect:
         return place_of(str(Path(path).relative_to(root)) if path != str(root) else ".")
 
 
+def places(effects: Iterable[Effect], root: Path) -> dict[int, str]:
+    """Number → what, where and by whom. All transactions are written to the same files: there it is also told what its program did before."""
+    found, before = {}, dict[str, str]()
+    for effect in effects:
+        told = f"{effect.kind} {effect.place(root)}"
+        found[effect.number] = f"{told} ({effect.program})"
+        if DATABASE.search(effect.path):
+            found[effect.number] += f", after {before.get(effect.program, 'its start')}"
+        else:
+            before[effect.program] = told
+    return found
+
+
 def place_of(path: str) -> str:
     """
     >>> place_of("plant/shards/.writing-1234/tokens.bin")
     'plant/shards/.writing-#/tokens.bin'
     """
-    path = re.sub(r"(worktrees/live-[0-9a-f]{12}/)[^.].*", r"\1*", path) if "plant/" in path[:6] else path
+    path = re.sub(r"^(plant/worktrees/[^/]+/)[^.].*", r"\1*", path)
+    path = re.sub(r"(/\.removed-\d+/).+", r"\1*", path)
     path = re.sub(r"objects/[0-9a-f]{2}(?=/|$)", "objects/#", path)
-    path = re.sub(r"tmp_obj_\w+", "tmp_obj_#", path)
+    path = re.sub(r"(tmp_obj_|\.artifact\.uploading\.)\w+", r"\1#", path)
     path = re.sub(r"\b[0-9a-f]{12,64}(?=[^a-z0-9]|$)|(?<=[-/.:])[0-9a-f]{12,64}(?=[-/.:]|$)", "#", path)
     return re.sub(r"\d+", "#", path)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.chaos.__main__ import WAYS, drawn, injections, table
+from tests.chaos import power
+from tests.chaos.__main__ import WAYS, drawn, faults, injections, table
 from tests.chaos.campaign import Result, Site
+from tests.chaos.shim import ERRORS, Effect, places
 
 # Not here: diagnose, whose replays take half a minute; judge, which is most of release; approve, which makes judge first.
 EACH = {
@@ -40,4 +43,27 @@ def test_killed_torn_failed_or_without_power_it_ends_as_if_nothing_had_been(site
 
 def told(results: list[Result]) -> str:
     wrong = [f"{r.mode} {r.number} {r.again}, {r.effect}: {r.wrong} {r.said}" for r in results if r.wrong]
-    return "\n".join([*wrong, table([vars(r) for r in results])])
+    return "\n".join([*wrong, table([vars(r) for r in results], {})])
+
+
+def test_one_of_each_fault_comes_before_any_comes_twice(tmp_path: Path) -> None:
+    """Three lines of one file are one place; a full disk does not stop a removal."""
+    metrics = [
+        Effect(number, "write", 0, 8, 1, 1, 0, str(tmp_path / f"plant/segments/000{number}-trunk/metrics.jsonl"), "", "trainer")
+        for number in (1, 2, 3)
+    ]  # fmt: skip
+    effects = [*metrics, Effect(4, "unlink", 0, 0, 2, 1, 0, str(tmp_path / "plant/root"), "", "factory run")]
+    chance = random.Random(1)
+    every = injections(effects, effects, WAYS, chance)
+    found = faults(every, effects, tmp_path)
+    of_a_write = {"kill before", "kill before, again", "tear", *ERRORS}
+    of_a_removal = (of_a_write | {"kill after", *power.LOSSES}) - {"tear", "ENOSPC"}
+    assert len(set(found.values())) == len(of_a_write) + len(of_a_removal) == 15
+    assert len(every) == 3 * len(of_a_write) + len(of_a_removal)
+    first = drawn(every, effects, tmp_path, chance)[: len(set(found.values()))]
+    assert {found[injection] for injection in first} == set(found.values())
+    row = {
+        "scenario": "a", "again": 0, "effect": places(metrics, tmp_path)[3], "fired": True, "wrong": [], "seconds": 1.0, "steps": 0,
+    }  # fmt: skip
+    rows = [row | {"mode": mode} for mode in ("tear", "tear", "EIO", "of a place that is not there")]
+    assert table(rows, {"a": set(found.values())}).splitlines()[1].split()[:6] == ["a", "2", "of", "15", "4", "4"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -56,7 +57,8 @@ def test_killed_before_or_after_an_effect(folder: Folder, number: int) -> None:
     for path in sorted(folder.root.rglob("*"), reverse=True):
         path.unlink() if path.is_symlink() or path.is_file() else path.rmdir()
     folder.run(PROGRAM, "kill before", number)
-    assert folder.control.dead and folder.named() == after[:-1] == EFFECTS[: number - 1]
+    assert folder.control.dead and folder.named() == after == EFFECTS[:number]
+    assert [e.error for e in folder.effects] == [0] * (number - 1) + [-errno.ECANCELED]
     assert code == -9 or number in (16, 17)  # there the child died, and its parent was killed as it waited
 
 

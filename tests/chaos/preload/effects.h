@@ -170,6 +170,18 @@ static void stop_if_dead(void) {
     }
 }
 
+/* A line of the log. */
+static void note(struct effect *e, long error, long size) {
+    char line[3 * PATHS];
+    int length = snprintf(line, sizeof line, "%ld\t%s\t%ld\t%ld\t%lu\t%lu\t%lu\t%s\t%s\t%s\n", e->number, e->kind, error,
+                          size, e->ino, e->folder, e->other_folder, e->path, e->other, program);
+    int log = syscall(SYS_openat, AT_FDCWD, control->log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    if (log >= 0) {
+        syscall(SYS_write, log, line, length < (int)sizeof line ? length : (int)sizeof line);
+        syscall(SYS_close, log);
+    }
+}
+
 /* Returns 0, or the error that the effect is to fail with. The lock is held when e->counted. */
 static int start(struct effect *e, const char *kind) {
     e->kind = kind;
@@ -190,10 +202,10 @@ static int start(struct effect *e, const char *kind) {
     if (here) control->fired = 1;
     switch (control->mode) {
     case KILL_BEFORE:
-        if (here) die();
+        if (here) note(e, -ECANCELED, 0), die();
         break;
     case TEAR:
-        if (here && !e->writes) die();
+        if (here && !e->writes) note(e, -ECANCELED, 0), die();
         e->torn = here;
         break;
     case EIO_ONCE: return here ? failure : 0;
@@ -224,14 +236,7 @@ static long finish(struct effect *e, long result, long size) {
     if (result >= 0 && (!strcmp(e->kind, "create") || !strcmp(e->kind, "mkdir"))) e->ino = inode(e->path);
     if (result >= 0 && (!strcmp(e->kind, "link") || !strcmp(e->kind, "symlink"))) e->ino = inode(e->path);
     if (syncs && result >= 0 && control->store[0]) keep_content(e->path, e->number);
-    char line[3 * PATHS];
-    int length = snprintf(line, sizeof line, "%ld\t%s\t%ld\t%ld\t%lu\t%lu\t%lu\t%s\t%s\t%s\n", e->number, e->kind, (long)(result < 0 ? -error : 0),
-                          size, e->ino, e->folder, e->other_folder, e->path, e->other, program);
-    int log = syscall(SYS_openat, AT_FDCWD, control->log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-    if (log >= 0) {
-        syscall(SYS_write, log, line, length < (int)sizeof line ? length : (int)sizeof line);
-        syscall(SYS_close, log);
-    }
+    note(e, result < 0 ? -error : 0, size);
     if (control->mode == KILL_AFTER && e->number == control->target) die();
     if (e->torn) die();
     pthread_mutex_unlock(&control->lock);

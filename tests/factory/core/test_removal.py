@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from factory.core.removal import remove
+from tests.chaos.folder import Folder
+
+REMOVAL = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from factory.core.removal import remove
+remove(Path("out"))
+"""
 
 
 def nest(folder: Path, depth: int, name: str = "d") -> None:
@@ -72,6 +82,26 @@ def test_a_file_is_removed_and_what_is_not_there_is_no_error(tmp_path: Path) -> 
     remove(tmp_path / "file")
     remove(tmp_path / "no" / "where")
     assert os.listdir(tmp_path) == []
+
+
+def test_what_a_disk_refuses_once_is_removed(tmp_path: Path) -> None:
+    """At each of its effects; what it refuses for good stays, and is no error."""
+    folder, program = Folder(tmp_path), REMOVAL.format(path=sys.path)
+    out = folder.root / "out"
+
+    def made() -> None:
+        (out / "a" / "b").mkdir(parents=True, exist_ok=True)
+        for name in ("file", "a/file", "a/b/file"):
+            (out / name).write_text("")
+
+    made()
+    assert folder.run(program) == (0, "") and not out.exists()
+    for effect in folder.effects:
+        made()
+        assert folder.run(program, "EIO", effect.number) == (0, "")
+        assert folder.control.fired and not out.exists(), effect
+    made()
+    assert folder.run(program, "EIO for good", 1) == (0, "") and (out / "a" / "b" / "file").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from factory.core import devices
+from factory.core.console import Terminal
 from factory.core.workspace import Workspace
+from factory.demo.demo import _arrive, _corpus
+from factory.ledger.ledger import Ledger
 from factory.ledger.status import snapshot
 from tests.support.patience import PATIENCE_S
 
@@ -39,6 +42,18 @@ def test_the_demo_runs_without_fast_bf16(tmp_path: Path) -> None:
     again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert again.returncode == 0
     assert snapshot(Workspace.open(tmp_path / "demo")) == facts or not outcomes  # which it then tries again
+
+
+def test_the_corpus_is_written_once_and_arrives_whole(workspace: Workspace, ledger: Ledger) -> None:
+    files = _corpus(workspace, Terminal(), 2.0)
+    written = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+    assert written and sorted(path.name for path in files[0].parent.iterdir()) == sorted(written)
+    assert _corpus(workspace, Terminal(), 2.0) == files
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in files} == written
+    _arrive(workspace, ledger, files)
+    assert {path.name: path.read_bytes() for path in workspace.inbox.iterdir()} == {
+        name: content for name, (content, _) in written.items()
+    }
 
 
 @pytest.mark.parametrize("minutes", ["0", "1", "500"])
