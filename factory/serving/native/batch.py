@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -33,8 +34,7 @@ class Job:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """What a step wrote for a job. ``end``: 'stop' (this token is one of ``stop_ids``), 'length' or 'failed'; empty: it goes on."""
 
     key: int
@@ -140,11 +140,10 @@ class RunningBatch:
     def _tokens(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Token]:
         most_B, least_B = logits_BV.amax(1), logits_BV.amin(1)  # both are NaN where one of a row is
         sound = (most_B.isfinite() & least_B.isfinite()).tolist()
-        best = logits_BV.argmax(1).tolist()
-        chosen = [
-            draw(logits_V, row.job.sampling, row.generator) if ok and row.job.sampling.temperature > 0 else token
-            for row, logits_V, ok, token in zip(rows, logits_BV, sound, best, strict=True)
-        ]
+        chosen = logits_BV.argmax(1).tolist()
+        for number, row in enumerate(rows):
+            if sound[number] and row.job.sampling.temperature > 0:
+                chosen[number] = draw(logits_BV[number], row.job.sampling, row.generator)
         logprobs_BV = logits_BV.log_softmax(1)
         own = logprobs_BV.gather(1, torch.tensor(chosen, device=self.decoder.device)[:, None])[:, 0].tolist()
         most = max(row.job.top for row in rows)
@@ -154,8 +153,8 @@ class RunningBatch:
             row.written.append(token)
             end = "length" if len(row.written) == row.job.most_tokens else ""
             end = "stop" if token in row.job.stop_ids else end
-            pairs = zip(ids[number][: row.job.top], likeliest[number][: row.job.top], strict=True)
-            found.append(Token(row.job.key, token, own[number], tuple(pairs), end if sound[number] else "failed"))
+            top = row.job.top and tuple(zip(ids[number][: row.job.top], likeliest[number][: row.job.top], strict=True))
+            found.append(Token(row.job.key, token, own[number], top or (), end if sound[number] else "failed"))
         return found
 
     def _leave(self, number: int) -> None:
