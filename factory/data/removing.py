@@ -18,6 +18,7 @@ from factory.core.errors import InputError
 from factory.data.cost import RetrainingCost, cost_of, releases_that_saw
 from factory.data.exposure import Exposure
 from factory.data.selecting import NOUNS, Selection, fates_of
+from factory.ingest.document import SYNTHETIC
 from factory.ledger.anomalies import MARKED
 from factory.ledger.ledger import Ledger, documents, events, record
 from factory.ledger.removals import FATE, REMOVED, RETURNED, TAKEN_OUT, Removal, removals, rule_of
@@ -159,7 +160,7 @@ def undo(ledger: Ledger, number: int, by: str) -> str:
         for fate in TAKEN_OUT:
             update = documents.update().where(c.fate == FATE, c.rule == rule_of(number, fate))
             if fate == "quarantined":
-                doctor = update.where(c.detail.like("anomaly %"))
+                doctor = update.where(sa.or_(c.detail.like("anomaly %"), c.detail.like(f"{SYNTHETIC}%; anomaly %")))
                 changed += tx.execute(doctor.values(fate=fate, rule="loss_doctor")).rowcount
             changed += tx.execute(update.values(fate=fate, rule="person" if fate == "quarantined" else None)).rowcount
         record(tx, RETURNED, Subject("removal", number), {"by": by, "documents": changed})

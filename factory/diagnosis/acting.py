@@ -19,6 +19,7 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
+from factory.ingest.document import SYNTHETIC, keeping_maker
 from factory.ledger.anomalies import (
     ASKED,
     CLOSED,
@@ -103,19 +104,33 @@ def reject(ledger: Ledger, number: int, by: str) -> str:
     if AnomalyRow.get(ledger, number).kind == DEV_ALONE:
         return _noted(ledger, number, REJECTED, by)
     found = _diagnosis(ledger, number, also_closed=True)
-    its_own = documents.c.detail.startswith(f"anomaly {found['lead']}: ", autoescape=True)  # another's stay as they are
+    reason, detail = f"anomaly {found['lead']}: ", documents.c.detail
+    written = sa.and_(detail.startswith(SYNTHETIC), detail.contains(f"; {reason}", autoescape=True))
+    its_own = sa.or_(detail.startswith(reason, autoescape=True), written)  # another's stay as they are
     which = (documents.c.key.in_(found["guilty"]), documents.c.fate == "quarantined", its_own)
     with ledger.begin() as tx:
         if _override(found):
             record_override(tx, SegmentRow.get(ledger, found["segment"]), RecipeOverride({}, 0, "rejected"))
-        changed = tx.execute(documents.update().where(*which).values(fate="train", rule=None, detail=None)).rowcount
+        freed = list(tx.execute(sa.select(documents.c.key).where(*which)).scalars())
+        change_documents(tx, freed, "train", None, None)
         record(
             tx,
             CLOSED,
             Subject("anomaly", found["lead"]),
             {"anomalies": found["anomalies"], "how": REJECTED, "by": by, "documents": found["guilty"]},
         )
-    return f"closed; {changed} documents are trained on again" if changed else "closed"
+    return f"closed; {len(freed)} documents are trained on again" if freed else "closed"
+
+
+def change_documents(tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | None, detail: str | None) -> None:
+    """Give documents another fate, and a reason for it; who wrote one stays said."""
+    c = documents.c
+    for start in range(0, len(keys), 500):
+        these = c.key.in_(keys[start : start + 500])
+        written = tx.execute(sa.select(c.key, c.detail).where(these, c.detail.startswith(SYNTHETIC))).all()
+        tx.execute(documents.update().where(these).values(fate=fate, rule=rule, detail=detail))
+        for key, before in written:
+            tx.execute(documents.update().where(c.key == key).values(detail=keeping_maker(before, detail)))
 
 
 def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
@@ -126,9 +141,7 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
     spoiled = spoiled_by(ledger, found["segment"])
     releases = [r for r in ReleaseRow.select(ledger) if saw(ledger, r.segment, guilty)]
     with ledger.begin() as tx:
-        tx.execute(
-            documents.update().where(documents.c.key.in_(guilty)).values(fate="quarantined", rule=RULE, detail=reason)
-        )
+        change_documents(tx, guilty, "quarantined", RULE, reason)
         record(tx, QUARANTINED, lead, {"documents": guilty, "reason": reason, "by": by})
         for release in releases:
             record(tx, MARKED, Subject("release", release.number), {"anomaly": found["lead"], "documents": guilty})

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.diagnosis.acting import mark_rewound, saw, spoiled_by
+from factory.diagnosis.acting import change_documents, mark_rewound, saw, spoiled_by
 from factory.ledger.anomalies import FREED, MARKED, QUARANTINED
-from factory.ledger.ledger import Ledger, documents, record
+from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
 from factory.training.planning import last_checkpoint
 
@@ -53,7 +50,7 @@ def quarantine(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> 
     marked = [row for row in ReleaseRow.select(ledger) if saw(ledger, row.segment, keys)]
     detail = f"by {by}" + (f": {why}" if why else "")
     with ledger.begin() as tx:
-        _change(tx, keys, {"fate": "quarantined", "rule": RULE, "detail": detail})
+        change_documents(tx, keys, "quarantined", RULE, detail)
         record(tx, QUARANTINED, "documents", {"documents": keys, "reason": why, "by": by})
         for release in marked:
             record(tx, MARKED, Subject("release", release.number), {"anomaly": None, "documents": keys})
@@ -65,7 +62,7 @@ def free(ledger: Ledger, names: Sequence[str], by: str) -> str:
     """Documents that a person quarantined are trained on again. Raises: InputError, as ``quarantine``."""
     keys = _keys(ledger, names, "quarantined", RULE, "was not quarantined by a person")
     with ledger.begin() as tx:
-        _change(tx, keys, {"fate": "train", "rule": None, "detail": None})
+        change_documents(tx, keys, "train", None, None)
         record(tx, FREED, "documents", {"documents": keys, "by": by})
     return f"{len(keys)} documents are trained on again from the next segment on"
 
@@ -82,8 +79,3 @@ def _keys(ledger: Ledger, names: Sequence[str], fate: str, rule: str | None, oth
             raise InputError(f"document {name!r} {otherwise} (its fate: {rows[0]['fate']}); nothing was changed")
         found += fitting
     return list(dict.fromkeys(found))
-
-
-def _change(tx: sa.Connection, keys: list[str], values: dict[str, Any]) -> None:
-    for start in range(0, len(keys), 500):
-        tx.execute(documents.update().where(documents.c.key.in_(keys[start : start + 500])).values(**values))

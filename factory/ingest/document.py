@@ -89,6 +89,16 @@ def maker_of(detail: str | None) -> str | None:
     return detail.removeprefix(SYNTHETIC).partition("; ")[0] if detail and detail.startswith(SYNTHETIC) else None
 
 
+def keeping_maker(before: str | None, detail: str | None) -> str | None:
+    """Another ``documents.detail``, which still says who wrote the document.
+
+    >>> keeping_maker("synthetic, by release 3; replaced: 1 email", "by ann: private"), keeping_maker("replaced: 1 email", None)
+    ('synthetic, by release 3; by ann: private', None)
+    """
+    maker = maker_of(before)
+    return "; ".join([f"{SYNTHETIC}{maker}", *([detail] if detail else [])]) if maker else detail
+
+
 def parse_json(line: bytes) -> Any:
     """Raises: BadRow 'bad_encoding' | 'empty' | 'bad_json'."""
     try:

@@ -107,6 +107,19 @@ def test_a_left_out_document_is_masked_until_it_is_freed(past: Ledger) -> None:
     assert _left_out(past, {"t"}) == ["s:1"]
 
 
+def test_who_wrote_a_document_stays_said(past: Ledger) -> None:
+    maker = "synthetic, by release 1 (weights 0123456789abcdef)"
+    with past.begin() as tx:
+        tx.execute(documents.update().where(documents.c.key == "s:0").values(detail=f"{maker}; replaced: 1 email"))
+    detail = lambda: [
+        row["detail"] for row in past.read("SELECT detail FROM documents WHERE fate <> 'held_out' ORDER BY key")
+    ]
+    quarantine(past, ["s:0", "s:1"], "ann", "private")
+    assert detail() == [f"{maker}; by ann: private", "by ann: private"]
+    free(past, ["s:0", "s:1"], "ann")
+    assert detail() == [maker, None]
+
+
 @pytest.mark.parametrize(
     ("names", "says"),
     [

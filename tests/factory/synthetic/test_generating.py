@@ -374,6 +374,17 @@ def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
         read_prompts(path, "text", None)
 
 
+def test_without_a_release_there_is_nobody_to_write(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("One\n")
+    done = command_here("generate", "--prompts", str(path), home=workspace)
+    assert isinstance(done.exception, InputError) and "nothing is released yet" in str(done.exception)
+    words = ["--endpoint", "http://127.0.0.1:1/v1", "--model", "m", "--prompts", str(path), "--dry-run"]
+    assert "m at http://127.0.0.1:1/v1 would write 1 documents from 1 prompts" in (
+        command_here("generate", *words, home=workspace).stdout
+    )
+
+
 def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:
     workspace, ledger = copied()
     export = workspace.root / "exports" / "other"
