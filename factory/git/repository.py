@@ -277,7 +277,7 @@ def advance(repository: Path, base: str, commit: str) -> None:
         else:
             (repository / path).unlink(missing_ok=True)
             git(repository, "update-index", "--force-remove", path)
-    for folder in {parent for path in changed for parent in (repository / path).parents if parent.is_dir()}:
+    for folder in sorted({parent for path in changed for parent in (repository / path).parents if parent.is_dir()}):
         if folder.is_relative_to(repository):
             sync_folder(folder)
     git(repository, "update-ref", head, commit, base)  # fails when it has moved
