@@ -131,26 +131,19 @@ def check_records(file: LmEvalFile, records: Sequence[Mapping[str, Any]], where:
     Raises: TaskError naming the record.
     """
     ids: dict[str, int] = {}
-    same: dict[str, int] = {}
     for number, record in enumerate(records, 1):
         for key in filter(None, (file.answer_key, file.cluster_by)):
             if (value := record.get(key)) in (None, ""):
                 raise TaskError(f"{where}, record {number}: key {key!r} is missing")
-            if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+            if isinstance(value, float) and not math.isfinite(value):
                 raise TaskError(f"{where}, record {number}: key {key!r} is {value}, which is no answer")
         if (name := record.get("id")) is not None and (first := ids.setdefault(str(name), number)) != number:
             raise TaskError(f"{where}: id {str(name)[:100]!r} appears twice, in records {first} and {number}")
-        rest = {key: value for key, value in record.items() if key != "id"}
-        text = json.dumps(rest, sort_keys=True, ensure_ascii=False, default=repr)
+        text = json.dumps(record, ensure_ascii=False, default=repr)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise TaskError(f"{where}, record {number}: {text[error.start]!r} alone is no character") from None
-        if (first := same.setdefault(text, number)) != number and file.cluster_by in ("", "id"):
-            raise TaskError(
-                f"{where}: records {first} and {number} are the same: remove one, or name a key of theirs under metadata.cluster_by, so that "
-                "they count as one"
-            )
 
 
 def lm_eval_version() -> str:
