@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
+from factory.release.gguf.kind import Kind
 
 commands = typer.Typer(
-    no_args_is_help=True, help="Releases and the candidates that wait: look, compare, approve, reject, roll back."
+    no_args_is_help=True,
+    help="Releases and the candidates that wait: look, compare, approve, reject, roll back, write as GGUF.",
 )
 Name = Annotated[str, typer.Argument(help="'2' is release 2, 'c3' candidate 3.")]
 Candidate = Annotated[int, typer.Argument(min=1, help="The candidate's number, as 'factory releases list' has it.")]
@@ -203,6 +206,41 @@ def roll_back(
     rollback(workspace, ledger, number, SILENT if as_json else terminal)
     if as_json:
         print_json({"champion": number})
+
+
+@commands.command("gguf")
+def write_gguf(
+    number: Annotated[int, typer.Argument(min=1, help="The release's number.")],
+    into: Annotated[Path, typer.Option(help="The file to write, such as release-2.gguf. One that is there is kept.")],
+    kind: Annotated[
+        Kind | None,
+        typer.Option(
+            "--type", help="How matrices are stored (default: as the export has them, so that none is rounded)."
+        ),
+    ] = None,
+    licence: Annotated[
+        str | None, typer.Option(help="Licence of the weights, as an SPDX expression (default: the file names none).")
+    ] = None,
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Write a release as one GGUF file, for llama.cpp, Ollama and LM Studio. Its export is only read.
+
+    Needs the package gguf: pip install 'llm-factory[gguf]'.
+    """
+    from factory.core.progress import SILENT
+    from factory.release.gguf.writing import write_release
+
+    _, ledger, terminal = open_workspace(where)
+    made = write_release(ledger, number, into, SILENT if as_json else terminal, kind, licence)
+    if as_json:
+        found = {"release": number, "file": made.file, "type": made.kind, "architecture": made.architecture}
+        print_json(found | {"tensors": made.tensors, "bytes": made.bytes})
+        return
+    terminal.line(
+        f"  release {number} is written: {made.file} ({made.architecture}, {made.tensors} tensors, {made.kind}, {made.bytes:,} bytes)"
+    )
+    terminal.line(f"  try it with llama-cli -m {made.file}, or with Ollama: a Modelfile with 'FROM {made.file}'")
 
 
 def _gain(gain: dict[str, Any] | None) -> str:

@@ -1,0 +1,110 @@
+"""Which tensors a GGUF file of an export has: their names, their order, and what of the export each is made of.
+
+Names are those of the package ``gguf``. Two things differ from the export: the matrices of a layer's experts are one tensor, and
+llama.cpp rotates neighbouring rows of a head in some architectures (``INTERLEAVED``) where transformers rotates row ``i`` with row
+``i + head_dim / 2``, so there the rows of the query and key projections change places.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from factory.core.errors import InputError
+from factory.evals.export_config import ExportConfig
+
+if TYPE_CHECKING:
+    import gguf
+
+Floats = npt.NDArray[np.float32]
+
+ARCHITECTURES = {
+    "qwen3": "QWEN3",
+    "llama": "LLAMA",
+    "smollm3": "SMOLLM3",
+    "glm4_moe": "GLM4_MOE",
+}  # model_type → gguf's
+INTERLEAVED = {"llama", "smollm3"}  # LLAMA_ROPE_TYPE_NORM in llama.cpp's llama_model_rope_type
+SMOLLM3_STEP = 4  # llama.cpp's n_no_rope_layer_step, which no key of a file sets
+_EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.\d+(\.\w+\.weight)")
+_ROTATED = {"self_attn.q_proj.weight": "heads", "self_attn.k_proj.weight": "kv_heads"}
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]  # tensors of the export; several are stacked
+    rotated_heads: int | None = None  # heads whose rows are interleaved
+
+    @property
+    def is_exact(self) -> bool:
+        """Is it stored in fp32 always? Vectors and routers are small, and llama.cpp's operations expect it."""
+        return len(self.shape) == 1 or ".ffn_gate_inp." in self.name
+
+    def made_of(self, tensors: list[Floats]) -> Floats:
+        """The tensor, of its sources in their order."""
+        if len(self.sources) > 1:
+            return np.stack(tensors)
+        (found,) = tensors
+        return found if self.rotated_heads is None else interleaved(found, self.rotated_heads)
+
+
+def interleaved(rows: Floats, heads: int) -> Floats:
+    """Rows [heads · head_dim, d] in the order 0, head_dim / 2, 1, head_dim / 2 + 1 … of each head.
+
+    >>> interleaved(np.arange(8, dtype=np.float32).reshape(8, 1), 2).ravel().tolist()
+    [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]
+    """
+    count, width = rows.shape
+    return rows.reshape(heads, 2, count // heads // 2, width).swapaxes(1, 2).reshape(count, width)
+
+
+def refuse_unknown(config: ExportConfig, model_type: str) -> None:
+    """Raises: InputError for a model whose maths llama.cpp has not."""
+    if model_type not in ARCHITECTURES:
+        raise InputError(
+            f"{model_type}: no GGUF architecture is mapped to it; these are: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    expected = tuple((layer + 1) % SMOLLM3_STEP != 0 for layer in range(config.layers))
+    if model_type == "smollm3" and config.rope_layers != expected:
+        without = [layer for layer, has_rope in enumerate(config.rope_layers) if not has_rope]
+        raise InputError(
+            f"smollm3: llama.cpp leaves RoPE out in every {SMOLLM3_STEP}th layer, and no GGUF file can say otherwise; this model "
+            f"leaves it out in layers {without} (counted from 0) of {config.layers}: only nope_every: {SMOLLM3_STEP} can be converted"
+        )
+
+
+def parts(config: ExportConfig, model_type: str) -> list[FileTensor]:
+    """Every tensor of the file, in the export's order. Raises: InputError for a model whose maths llama.cpp has not."""
+    import gguf
+
+    refuse_unknown(config, model_type)
+    names = gguf.get_tensor_name_map(architecture(model_type), config.layers)
+    shapes = config.shapes()
+    sources: dict[str, list[str]] = {}
+    for name in shapes:
+        sources.setdefault(_EXPERT.sub(r"\1\2", name), []).append(name)
+    found = []
+    for together, members in sources.items():
+        stacked = together not in shapes
+        shape = (len(members), *shapes[members[0]]) if stacked else shapes[together]
+        heads = next((getattr(config, field) for end, field in _ROTATED.items() if together.endswith(end)), None)
+        key = together.replace("e_score_correction_bias", "e_score_correction.bias")
+        theirs = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, f"gguf has no name for {together} in {model_type}"
+        found.append(FileTensor(theirs, shape, tuple(members), heads if model_type in INTERLEAVED else None))
+    return found
+
+
+def architecture(model_type: str) -> gguf.MODEL_ARCH:
+    """The package's name of the architecture that has the maths of ``model_type``."""
+    import gguf
+
+    return gguf.MODEL_ARCH[ARCHITECTURES[model_type]]

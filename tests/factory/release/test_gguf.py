@@ -1,0 +1,275 @@
+"""A release as a GGUF file: transformers' own reader gives the ids and the logits of the export, and the package's reader every weight."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import factory.cli  # noqa: F401 (registers every command)
+from factory.cli.app import app
+from factory.core.errors import InputError
+from factory.core.exports import folder_sha256
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import ReleaseRow
+from factory.release.gguf.kind import Kind
+from factory.release.gguf.writing import GgufFile, write_export, write_release
+from tests.support.plants.release_scene import add_candidate
+from tests.support.serving.served import add_release, make_export, tokenizer
+from tests.support.trainer.families import FAMILIES, ODD
+from tests.support.trainer.models import make_model
+from tests.support.trainer.segments import recipe_with
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.export import converted, generation_config, hf_config
+
+gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+
+FIT = FAMILIES | {"nope": ("SmolLM3ForCausalLM", {"model__qk_norm": False, "model__nope_every": 4, "model__layers": 5})}
+TEXTS = (
+    "def add(a, b):\n    return a + b\n\n\n",
+    "  leading  blanks\t\ttabs \n\n  \r\n 12345 3.14159 x86 \u00a0\u2003 end  ",
+    "Don't WE'LL I'm it'S naïve 日本語 🙂 ½² ١٢٣",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
+    "",
+    "\n",
+)
+# llama.cpp's names of a layer's tensors, from docs/gguf.md of ggml, written here again.
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def exported(folder: Path, changes: dict[str, Any], dtype: str = "fp32") -> Path:
+    """What the trainer writes of a model of the family, its norms and biases off what they begin with, with a tokenizer."""
+    recipe = recipe_with(**(ODD | changes), export_dtype=dtype)
+    tensors = dict(make_model(recipe).state_dict())
+    torch.manual_seed(0)
+    for name, tensor in tensors.items():
+        if "norm" in name or name.endswith("router_bias"):
+            tensors[name] = tensor + 0.3 * torch.randn_like(tensor)
+    folder.mkdir()
+    made = checkpoints.safetensors_bytes(dict(converted(tensors, recipe)), {"format": "pt"})
+    (folder / "model.safetensors").write_bytes(b"".join(made))
+    config = hf_config(recipe.model, {"fp32": "float32", "bf16": "bfloat16"}[dtype])
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps(generation_config()))
+    tokenizer().copy_to(folder)
+    return folder
+
+
+def write(export: Path, kind: Kind | None = None) -> GgufFile:
+    return write_export(export, export.with_suffix(".gguf"), {"general.name": "a model"}, SILENT, kind)
+
+
+def stored(file: Path) -> dict[str, np.ndarray[Any, Any]]:
+    return {t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(file).tensors}
+
+
+def field(file: Path, key: str) -> Any:
+    found = gguf.GGUFReader(file).get_field(key)
+    return None if found is None else found.contents()
+
+
+def expected(export: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """What the file must hold, by an arithmetic of its own."""
+    config = json.loads((export / "config.json").read_text())
+    weights = {name: tensor.float().numpy() for name, tensor in load_file(export / "model.safetensors").items()}
+    glm = config["model_type"] == "glm4_moe"
+    after = {"post_attention_layernorm": "post_attention_norm" if glm else "ffn_norm"}
+    found = {f"{WHOLE[name]}.weight": weights[f"{name}.weight"] for name in WHOLE if f"{name}.weight" in weights}
+    for layer in range(config["num_hidden_layers"]):
+        of_layer = f"model.layers.{layer}."
+        for name, theirs in (LAYER | after).items():
+            if (tensor := weights.get(f"{of_layer}{name}.weight")) is None:
+                continue
+            if config["model_type"] in ("llama", "smollm3") and name in ("self_attn.q_proj", "self_attn.k_proj"):
+                d = config["head_dim"]
+                # Row 2i of a head in the file is row i of the export, row 2i + 1 is row i + d/2.
+                rows = [h * d + i // 2 + (i % 2) * (d // 2) for h in range(len(tensor) // d) for i in range(d)]
+                tensor = tensor[rows]
+            found[f"blk.{layer}.{theirs}.weight"] = tensor
+        if f"{of_layer}mlp.experts.0.up_proj.weight" in weights:
+            found[f"blk.{layer}.exp_probs_b.bias"] = weights[f"{of_layer}mlp.gate.e_score_correction_bias"]
+            for word in ("gate", "up", "down"):
+                each = [
+                    weights[f"{of_layer}mlp.experts.{number}.{word}_proj.weight"]
+                    for number in range(config["n_routed_experts"])
+                ]
+                found[f"blk.{layer}.ffn_{word}_exps.weight"] = np.stack(each)
+    return found
+
+
+@pytest.mark.parametrize("family", FIT)
+def test_a_file_has_every_weight_and_key_of_the_export(tmp_path: Path, family: str) -> None:
+    export = exported(tmp_path / "export", FIT[family][1])
+    before = folder_sha256(export)
+    made = write(export)
+    assert made.kind == Kind.F32 and folder_sha256(export) == before
+    found, wanted = stored(made.file), expected(export)
+    assert found.keys() == wanted.keys() and made.tensors == len(found)
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    config = json.loads((export / "config.json").read_text())
+    kind = made.architecture
+    assert field(made.file, "general.architecture") == kind
+    keys = {
+        "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+        "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim", "rope.dimension_count": "head_dim",
+        "rope.freq_base": "rope_theta", "vocab_size": "vocab_size", "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
+        "expert_feed_forward_length": "moe_intermediate_size", "leading_dense_block_count": "first_k_dense_replace",
+    }  # fmt: skip
+    for theirs, ours in keys.items():
+        assert field(made.file, f"{kind}.{theirs}") == config.get(ours), theirs
+    assert field(made.file, f"{kind}.attention.layer_norm_rms_epsilon") == pytest.approx(config["rms_norm_eps"])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])  # of ours, the architectures that transformers reads
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16])
+def test_transformers_reads_the_same_ids_and_logits(tmp_path: Path, family: str, kind: Kind) -> None:
+    export = make_export(tmp_path / "export", 3, family)
+    made = write(export, kind)
+    # transformers does not look at attention.key_length, so Qwen3's head_dim would be its default, 128.
+    config = AutoConfig.from_pretrained(export) if family == "qwen3" else None
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=made.file.name, dtype=torch.float32, **({"config": config} if config else {})
+    )
+    ours = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    tokens = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, wanted = theirs(tokens).logits, ours(tokens).logits
+    assert float((logits - wanted).abs().max()) < (1e-6 if kind == Kind.F32 else 5e-3) * float(wanted.abs().max())
+    reading = AutoTokenizer.from_pretrained(tmp_path, gguf_file=made.file.name)
+    of_export = AutoTokenizer.from_pretrained(export)
+    for text in TEXTS:
+        assert reading(text)["input_ids"] == of_export(text)["input_ids"]
+        assert (
+            reading(text, add_special_tokens=False)["input_ids"]
+            == of_export(text, add_special_tokens=False)["input_ids"]
+        )
+    chat = [{"role": "user", "content": "What is a <|im_end|>?"}]
+    rendered = reading.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert rendered == tokenizer().prompt([{"role": "user", "content": "What is a <| im_end|>?"}]).tolist()
+    assert (reading.bos_token, reading.eos_token, reading.pad_token) == ("<|endoftext|>", "<|im_end|>", "<|endoftext|>")
+
+
+def test_weights_are_kept_as_the_export_has_them_or_rounded_as_asked(tmp_path: Path) -> None:
+    export = exported(tmp_path / "export", FAMILIES["experts"][1], "bf16")
+    wanted = expected(export)
+    types = {}
+    for kind in (None, *Kind):
+        made = write_export(export, tmp_path / f"{kind}.gguf", {}, SILENT, kind)
+        types[kind] = {t.name: t.tensor_type.name for t in gguf.GGUFReader(made.file).tensors}
+        for name, tensor in stored(made.file).items():
+            error = np.abs(tensor - wanted[name]).max()
+            if types[kind][name] == "Q8_0":  # half a step, and the scale itself is an fp16
+                assert error <= 0.51 * np.abs(wanted[name]).max() / 127
+            elif types[kind][name] == "F16":
+                assert error <= 2**-11 * np.abs(wanted[name]).max()
+            else:
+                assert error == 0, (kind, name)
+    assert types[None] == types[Kind.BF16]
+    for found in types.values():
+        assert {found[name] for name in found if "norm" in name or "probs" in name or "gate_inp" in name} == {"F32"}
+    assert types[Kind.BF16]["blk.1.ffn_up_exps.weight"] == "BF16"
+    eighth = types[Kind.Q8_0]
+    assert eighth["blk.1.ffn_up_exps.weight"] == "Q8_0" and eighth["blk.1.ffn_down_exps.weight"] == "F16", "rows of 48"
+
+
+def test_a_tokenizer_without_bos_and_a_padded_vocabulary(tmp_path: Path) -> None:
+    export = make_export(tmp_path / "export", vocab_size=520)
+    path = export / "tokenizer.json"
+    data = json.loads(path.read_text())
+    known = len(data["model"]["vocab"])
+    data["post_processor"] = None
+    data["added_tokens"].append(data["added_tokens"][0] | {"id": known, "content": "<think>", "special": False})
+    path.write_text(json.dumps(data))
+    made = write(export)
+    kinds, tokens = field(made.file, "tokenizer.ggml.token_type"), field(made.file, "tokenizer.ggml.tokens")
+    assert kinds == [3] * 3 + [1] * (known - 3) + [4] + [5] * (520 - known - 1)
+    assert len(tokens) == len(set(tokens)) == 520 and tokens[known] == "<think>"
+    assert field(made.file, "tokenizer.ggml.add_bos_token") is False
+    assert field(made.file, "tokenizer.ggml.pre") == "qwen2" and field(made.file, "tokenizer.ggml.model") == "gpt2"
+
+
+def test_what_llama_cpp_would_read_otherwise_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    def refused(export: Path, words: str, kind: Kind | None = None) -> None:
+        with pytest.raises(InputError, match=words):
+            write(export, kind)
+        assert [path for path in export.parent.iterdir() if "gguf" in path.name] == []
+
+    nope = exported(tmp_path / "nope", FAMILIES["nope"][1])
+    refused(nope, r"layers \[1\] \(counted from 0\) of 3: only nope_every: 4 can be converted")
+    other = make_export(tmp_path / "other")
+    path = other / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{N}{1,3}|\S+|\s+"
+    path.write_text(json.dumps(data))
+    refused(other, "not split with Qwen2's pattern.*no GGUF file is made")
+    large = make_export(tmp_path / "large")
+    weights = load_file(large / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = -70_000
+    save_file(weights, large / "model.safetensors", {"format": "pt"})
+    refused(large, r"layers\.1\.mlp\.up_proj\.weight has a weight of 7e\+04, too large for F16", Kind.F16)
+    write_export(large, tmp_path / "large.bf16.gguf", {}, SILENT, Kind.BF16)
+
+
+def test_the_command_writes_a_release_and_keeps_what_is_there(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_release(workspace, ledger, make_export(workspace.exports / "segment-00001"))
+    row, out = ReleaseRow.get(ledger, 1), tmp_path / "new" / "release-1.gguf"
+    out.parent.mkdir()
+    (left := out.parent / ".release-1.gguf.0123456789ab.part").write_bytes(b"of one that was killed")
+    words = ["releases", "gguf", "1", "--into", str(out), "-w", str(workspace.root), "--licence", "Apache-2.0"]
+    said = CliRunner().invoke(app, [*words, "--type", "f16", "--json"], catch_exceptions=False)
+    found = json.loads(said.stdout)
+    assert found == {
+        "release": 1, "file": str(out), "type": "f16", "architecture": "qwen3", "tensors": 24, "bytes": out.stat().st_size,
+    }  # fmt: skip
+    assert folder_sha256(Path(row.export_path)) == row.export_sha256 and not left.exists()
+    assert field(out, "factory.export_sha256") == row.export_sha256 and field(out, "factory.release") == 1
+    assert field(out, "general.version") == "1" and field(out, "general.name") == "factory-lm release 1"
+    assert field(out, "general.license") == "Apache-2.0"
+    before = out.read_bytes()
+    for change, why in (
+        ([], "is there already"),
+        (["--into", str(Path(row.export_path) / "release.gguf")], "is an export, known by the hash of its files"),
+        (["--into", str(tmp_path / "other"), "--licence", "<b>"], "no SPDX expression"),
+    ):
+        with pytest.raises(InputError, match=why):
+            CliRunner().invoke(app, [*words, *change], catch_exceptions=False)
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"pip install 'llm-factory\[gguf\]'"):
+        patch.setitem(sys.modules, "gguf", None)
+        write_release(ledger, 1, tmp_path / "other", SILENT)
+    (Path(row.export_path) / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="is not what was recorded"):
+        write_release(ledger, 1, tmp_path / "other", SILENT)
+    assert out.read_bytes() == before and list(tmp_path.glob("other*")) == []
+    assert add_candidate(workspace, ledger) == 2
+    with pytest.raises(InputError, match="no release 2; there are: 1"):
+        write_release(ledger, 2, tmp_path / "other", SILENT)
