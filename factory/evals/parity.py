@@ -116,7 +116,7 @@ def parity(case: ParityCase) -> list[Check]:
 
 def _vllm(case: ParityCase, fixture: Fixture) -> list[Check]:
     """What this machine's vLLM cannot run is no fault of the export: then the other engine is asked alone, and the check says so."""
-    if lacks := vllm_lacks(case.export):
+    if lacks := vllm_lacks(case.model.config.head_dim):
         return [Check(name, True, f"vllm: left out, {lacks}") for name in OF_ENGINE]
     with engine_process(VLLM, case.export) as vllm:
         return vllm.check(fixture, case.policy.vllm_seconds)

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import code_root
+from factory.evals.export_folder import read_config
 from factory.evals.probes.engine_process import vllm_lacks
 from factory.release.serving import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults
@@ -41,7 +42,7 @@ def vllm(environment: Path | None = None) -> EngineKind:
     on_gpu = Path("/dev/nvidia0").exists()
 
     def command(export: Path, socket: str) -> list[str]:
-        if lacks := vllm_lacks(export):
+        if lacks := vllm_lacks(read_config(export).head_dim):
             raise InputError(f"{export.name}: {lacks}: use --engine native")
         defaults = GenerationDefaults.read(export).sampling
         sampling = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k}

@@ -20,7 +20,6 @@ import httpx
 from factory.core.launching import die_with
 from factory.core.left_files import read_tail
 from factory.core.workspace import code_root
-from factory.evals.export_folder import read_json
 from factory.evals.probes.checks import OF_ENGINE, Check
 from factory.evals.probes.engine import Asking, Fixture
 
@@ -81,10 +80,9 @@ class EngineProcess:
         return "" if self.process.returncode is None else f"{lines[-1][:300] if lines else 'no output'}"
 
 
-def vllm_lacks(export: Path) -> str:
-    """What vLLM's attention lacks on this machine for the export; '': nothing that is known. Raises: ExportError."""
-    head_dim = read_json(export / "config.json").get("head_dim")  # exports name it
-    if head_dim is None or head_dim in VLLM_CPU_HEAD_DIMS or Path("/dev/nvidia0").exists():
+def vllm_lacks(head_dim: int) -> str:
+    """What vLLM's attention lacks on this machine for a model; '': nothing that is known."""
+    if head_dim in VLLM_CPU_HEAD_DIMS or Path("/dev/nvidia0").exists():
         return ""
     return f"vLLM's attention has no head_dim {head_dim} on a CPU, only {', '.join(map(str, VLLM_CPU_HEAD_DIMS))}"
 
