@@ -42,6 +42,25 @@ def read_config(folder: Path) -> ExportConfig:
     return parse_config(data, where)
 
 
+def check_tensors(path: Path, file: Any, config: ExportConfig) -> None:
+    """Raises: ExportError when an open safetensors file does not hold the tensors that config.json asks for, as floats."""
+    expected, names = config.shapes(), set(file.keys())
+    if names != set(expected):
+        missing, extra = sorted(set(expected) - names), sorted(names - set(expected))
+        words = [
+            f"{len(part)} {word} (first: {part[0][:80]})"
+            for word, part in (("missing", missing), ("extra", extra))
+            if part
+        ]
+        raise ExportError(f"{path}: tensors {' and '.join(words)}")
+    for name, shape in expected.items():
+        part = file.get_slice(name)
+        if tuple(part.get_shape()) != shape or part.get_dtype() not in FLOATS:
+            raise ExportError(
+                f"{path}: {name}: expected floats of shape {shape}, got {part.get_dtype()} {tuple(part.get_shape())}"
+            )
+
+
 def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
     """All weights as fp32. Raises: ExportError for missing, extra, misshapen or non-finite tensors; NoMemoryError."""
     path = folder / "model.safetensors"
@@ -59,21 +78,8 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            if names != set(expected):
-                missing, extra = sorted(set(expected) - names), sorted(names - set(expected))
-                words = [
-                    f"{len(part)} {word} (first: {part[0][:80]})"
-                    for word, part in (("missing", missing), ("extra", extra))
-                    if part
-                ]
-                raise ExportError(f"{path}: tensors {' and '.join(words)}")
-            for name, shape in expected.items():
-                part = file.get_slice(name)
-                if tuple(part.get_shape()) != shape or part.get_dtype() not in FLOATS:
-                    raise ExportError(
-                        f"{path}: {name}: expected floats of shape {shape}, got {part.get_dtype()} {tuple(part.get_shape())}"
-                    )
+            check_tensors(path, file, config)
+            for name in expected:
                 # A copy: a tensor of the file's own type is its pages, and changes when someone writes into the file.
                 weights[name] = file.get_tensor(name).to(torch.float32, copy=True)
     except (SafetensorError, OSError, ValueError) as error:

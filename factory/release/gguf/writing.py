@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.evals.export_config import ExportConfig
-from factory.evals.export_folder import read_config, read_json
+from factory.evals.export_folder import check_tensors, read_config, read_json
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 from factory.release.gguf.kind import Kind
@@ -134,7 +134,7 @@ def _write(
     path = export / WEIGHTS
     try:
         with safe_open(path, framework="pt") as file:
-            _check(path, file, config)
+            check_tensors(path, file, config)
             kind = kind or OF_EXPORT[file.get_slice("model.embed_tokens.weight").get_dtype()]
             writer = gguf.GGUFWriter(aside, architecture_name(model_type))
             _add_metadata(writer, config, vocabulary, about, kind)
@@ -158,19 +158,6 @@ def _write(
     except SafetensorError as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     return kind
-
-
-def _check(path: Path, file: Any, config: ExportConfig) -> None:
-    """Raises: InputError when the tensors are not those that config.json asks for."""
-    expected, names = config.shapes(), set(file.keys())
-    if wrong := sorted(names ^ expected.keys()):
-        raise InputError(f"{path}: {len(wrong)} tensors are missing or strange (first: {wrong[0][:80]})")
-    for name, shape in expected.items():
-        part = file.get_slice(name)
-        if tuple(part.get_shape()) != shape or part.get_dtype() not in OF_EXPORT:
-            raise InputError(
-                f"{path}: {name}: expected floats of shape {shape}, got {part.get_dtype()} {tuple(part.get_shape())}"
-            )
 
 
 def _pad(out: BinaryIO) -> None:

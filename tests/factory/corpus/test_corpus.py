@@ -49,7 +49,9 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "site-packages" / "other.py").write_text("x = 1\n")
     (root / "_sysconfigdata_linux.py").write_text("prefix = '/home/me'\n")
     real = sysconfig.get_paths()
-    monkeypatch.setattr(sysconfig, "get_paths", lambda *_: real | {"stdlib": str(root)})  # pydoc asks while it is imported
+    monkeypatch.setattr(
+        sysconfig, "get_paths", lambda *_: real | {"stdlib": str(root)}
+    )  # pydoc asks while it is imported
     return root
 
 

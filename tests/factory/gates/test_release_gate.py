@@ -179,7 +179,11 @@ def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Plant,
     config = json.loads((hollow / "config.json").read_text())
     (hollow / "config.json").write_text(json.dumps(config | {"vocab_size": 1 << 20}))
     asks = plant.add_candidate(hollow)
-    for candidate, words in ((nan, "NaN"), (overflow, "cloze items have no finite loss, first "), (asks, "cannot hold the ")):
+    for candidate, words in (
+        (nan, "NaN"),
+        (overflow, "cloze items have no finite loss, first "),
+        (asks, "cannot hold the "),
+    ):
         verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, candidate, SILENT))
         assert verdict["outcome"] == "reject"
         assert words in verdict["reasons"][0], verdict["reasons"]

@@ -30,7 +30,6 @@ from factory.release.serving import MODEL_NAME
 from factory.synthetic.generating import LOCK, Generated, GenerationWish, generate, plan
 from factory.synthetic.journal import AnswerJournal
 from factory.synthetic.openings import openings
-from factory.synthetic.prompts import read_prompts
 from factory.synthetic.writers import Answer, WriterError
 from tests.support.factory.command import command_here
 from tests.support.paths import ROOT
@@ -334,44 +333,6 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(what: str, copied:
         done = command_here("generate", *(str(path) if w == "FILE" else w for w in words), *more, home=workspace)
         assert isinstance(done.exception, InputError) and message in str(done.exception), done.exception
     assert not (workspace.root / "generated").exists()
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("nothing", "line 2: Expecting value"),
-        ("[1]", "line 2: expected an object, got list"),
-        ('{"text": "x"}', "line 2: exactly one of 'prompt' and 'messages' is needed"),
-        ('{"prompt": "x", "messages": []}', "line 2: exactly one of"),
-        ('{"prompt": 7}', "line 2: 'prompt' is not a text"),
-        ('{"prompt": " "}', "line 2: 'prompt' is not a text"),
-        ('{"prompt": "x", "domain": "No Such"}', "line 2: 'domain' 'No Such'"),
-        ('{"prompt": "x", "license": 3}', "line 2: 'license' is not a string"),
-        ('{"messages": []}', "line 2: 'messages' is not a list of messages"),
-        ('{"messages": [{"role": "boss", "content": "x"}]}', "line 2: message 0: role is not one of"),
-        (
-            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
-            "ends with an answer",
-        ),
-        ('{"prompt": "\\ud800"}', "line 2: contains half of a surrogate pair"),
-    ],
-)
-def test_a_bad_prompt_is_named_by_its_line(line: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "One"}\n' + line + "\n")
-    with pytest.raises(InputError) as refused:
-        read_prompts(path, "text", None)
-    assert message in str(refused.value) and str(path) in str(refused.value)
-    assert len(read_prompts(path, "text", 1)) == 1  # what is not asked for is not read
-
-
-def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_bytes(b"One\n\n Two {\r\nthree")
-    assert [prompt.content["text"] for prompt in read_prompts(path, "text", None)] == ["One", " Two {", "three"]
-    path.write_bytes(b"\n \n")
-    with pytest.raises(InputError, match="holds no prompt"):
-        read_prompts(path, "text", None)
 
 
 def test_without_a_release_there_is_nobody_to_write(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ with every op's results some roundings off (``train_cases.disturb_ops``), and wh
 
 What rounding decides it decides in some runs and not in others, so a few such twins may all miss it: where each does with probability p
 what the candidate did, n twins miss it with p (1 - p)^n, at worst 8 % for 4 and 1.5 % for 24. So a patch is refused for one case only, and
-that case is run with many twins before it is.
+that case has ``MOST_TWINS`` twins by then.
 """
 
 from __future__ import annotations

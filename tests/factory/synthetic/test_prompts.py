@@ -1,0 +1,48 @@
+"""Files of prompts: every bad line is named, a text file holds a prompt a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from factory.core.errors import InputError
+from factory.synthetic.prompts import read_prompts
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nothing", "line 2: Expecting value"),
+        ("[1]", "line 2: expected an object, got list"),
+        ('{"text": "x"}', "line 2: exactly one of 'prompt' and 'messages' is needed"),
+        ('{"prompt": "x", "messages": []}', "line 2: exactly one of"),
+        ('{"prompt": 7}', "line 2: 'prompt' is not a text"),
+        ('{"prompt": " "}', "line 2: 'prompt' is not a text"),
+        ('{"prompt": "x", "domain": "No Such"}', "line 2: 'domain' 'No Such'"),
+        ('{"prompt": "x", "license": 3}', "line 2: 'license' is not a string"),
+        ('{"messages": []}', "line 2: 'messages' is not a list of messages"),
+        ('{"messages": [{"role": "boss", "content": "x"}]}', "line 2: message 0: role is not one of"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+            "ends with an answer",
+        ),
+        ('{"prompt": "\\ud800"}', "line 2: contains half of a surrogate pair"),
+    ],
+)
+def test_a_bad_prompt_is_named_by_its_line(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "One"}\n' + line + "\n")
+    with pytest.raises(InputError) as refused:
+        read_prompts(path, "text", None)
+    assert message in str(refused.value) and str(path) in str(refused.value)
+    assert len(read_prompts(path, "text", 1)) == 1  # what is not asked for is not read
+
+
+def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"One\n\n Two {\r\nthree")
+    assert [prompt.content["text"] for prompt in read_prompts(path, "text", None)] == ["One", " Two {", "three"]
+    path.write_bytes(b"\n \n")
+    with pytest.raises(InputError, match="holds no prompt"):
+        read_prompts(path, "text", None)
