@@ -1,13 +1,17 @@
 """``python -m tests.chaos``: every effect of every scenario, in every way; goes on where it was stopped, and ends with a table.
 
-All of it is some 114,000 injections, of half a second to half a minute each. ``--each 1`` is 13,000 of them: one of every *fault*, which is
-a way to fail at a place. A *place* is what an effect is (a write, a rename, a program's start …), its path with every number and hash
-replaced, and the program that makes it; in a database, where all transactions are written to the same files, also what that program did
-before. The hundredth line of a metrics.jsonl is one place with the first: the same line of code writes both, and the same must hold behind
-them. What one injection of each fault cannot see is a state that differs by which of them it was: the last line before a checkpoint, the
-second of two files, the third of three transactions in a row. So which effect of a place is taken is drawn (``--seed``); ``--each 5``
-takes five, and without it all are. The table's ``faults`` says how many of all were injected, by the place where it happened, not by the
-one that was meant. All are those of one undisturbed run: when processes take turns otherwise, a place or two more or less are seen.
+``--way state`` kills at every effect: it recovers from each crash state (``crashes``) of a run once. It is the least that a change of what
+recovers must pass. The other ways, but for power cuts, need a run of the scenario for each injection, and take half a second to half a
+minute each; ``--each 1`` is one of every *fault*, which is a way to fail at a place. A *place* is what an effect is (a write, a rename, a
+program's start …), its path with every number and hash replaced, and the program that makes it; in a database, where all transactions are
+written to the same files, also what that program did before. The hundredth line of a metrics.jsonl is one place with the first: the same
+line of code writes both, and the same must hold behind them. What one injection of each fault cannot see is a state that differs by which
+of them it was: the last line before a checkpoint, the second of two files, the third of three transactions in a row. So which effect of a
+place is taken is drawn (``--seed``); ``--each 5`` takes five, and without it all are. The table's ``faults`` says how many of all were
+injected, by the place where it happened, not by the one that was meant; ``killed at``, how many effects the crash states stand for that
+were recovered from. All are those of one undisturbed run: when processes take turns otherwise, a place or two more or less are seen.
+
+``--work FOLDER`` keeps that run: started again with the same folder and the same results, the numbers are of the same effects.
 """
 
 from __future__ import annotations
@@ -25,13 +29,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import power
-from tests.chaos.campaign import Injection, Site
+from tests.chaos.campaign import Injection, Site, Straight
+from tests.chaos.crashes import KILLED
 from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.shim import ERRORS, FREE, NAMES, SYNCS, WRITES, Effect, places
 
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 WAYS = ("kill", "tear", "pair", "error", "power")
-Fault = tuple[str, bool, str]  # a way, whether the recovery is killed too, a place
+STATE = "state"  # as "kill", by crash states
+Fault = tuple[str, bool, str]  # a way, whether the recovery is killed too, a place; the number of a crash state
 
 
 def injections(
@@ -57,15 +63,25 @@ def injections(
     return found
 
 
+def states(straight: Straight, kind: str | None) -> list[Injection]:
+    """From every crash state of a run, or from those that effects of a kind find."""
+    assert straight.crashes
+    found = {e.number for e in straight.effects if kind in (None, e.kind)}
+    found |= {len(straight.effects) + 1} if kind is None else set()
+    return [Injection(KILLED, one.number) for one in straight.crashes.states.values() if found & set(one.effects)]
+
+
 def faults(every: list[Injection], effects: list[Effect], root: Path) -> dict[Injection, Fault]:
     """What each injection is one of."""
     known = places(effects, root)
-    return {i: (i.mode, i.again > 0, known[i.number]) for i in every}
+    return {
+        i: (i.mode, i.again > 0, known[i.number] if i.mode != KILLED else f"state {i.number}") for i in every
+    }  # fmt: skip
 
 
 def fault_of(row: dict[str, Any]) -> Fault:
     """What was injected, where it happened."""
-    return row["mode"], row["again"] > 0, row["effect"]
+    return row["mode"], row["again"] > 0, row["effect"] if row["mode"] != KILLED else f"state {row['number']}"
 
 
 def drawn(every: list[Injection], effects: list[Effect], root: Path, chance: random.Random) -> list[Injection]:
@@ -78,10 +94,12 @@ def drawn(every: list[Injection], effects: list[Effect], root: Path, chance: ran
     return [injection for *_, injection in sorted(ranked, key=lambda r: r[:2])]
 
 
-def table(rows: list[dict[str, Any]], known: dict[str, set[Fault]]) -> str:
-    """What was injected, and what became of it. ``known``: all faults of the scenarios whose undisturbed run was looked at."""
+def table(rows: list[dict[str, Any]], known: dict[str, set[Fault]], effects: dict[str, int]) -> str:
+    """What was injected, and what became of it. ``known``: all faults of the scenarios whose undisturbed run was looked at; ``effects``:
+    how many it made."""
     head = (
         "scenario",
+        "killed at",
         "faults",
         "injected",
         "recovered",
@@ -95,13 +113,15 @@ def table(rows: list[dict[str, Any]], known: dict[str, set[Fault]]) -> str:
         mine = [row for row in rows if row["scenario"] == name and row["fired"]]
         if not mine:
             continue
-        seconds = [row["seconds"] for row in mine]
+        seconds = [row["seconds"] for row in mine if row["passes"]]
         wrong = [row for row in mine if row["wrong"]]
         met = known[name] & {fault_of(row) for row in mine} if name in known else set()
         lines.append(
             (
-                name, f"{len(met)} of {len(known[name])}" if name in known else "",
-                str(len(mine)), str(len(mine) - len(wrong)), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}",
+                name, f"{sum(row['alike'] for row in mine if row['mode'] == KILLED)} of {effects[name] + 1}" if name in effects else "",
+                f"{len(met)} of {len(known[name])}" if name in known else "",
+                str(len(mine)), str(len(mine) - len(wrong)),
+                f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}",
                 str(max(row["steps"] for row in mine)), str(len(wrong)),
             )
         )  # fmt: skip
@@ -126,7 +146,12 @@ def main() -> int:
     parser.add_argument(
         "--scenario", action="append", choices=list(SCENARIOS), help="only this one (again: this one too)"
     )
-    parser.add_argument("--way", action="append", choices=WAYS, help="only this way")
+    parser.add_argument(
+        "--way",
+        action="append",
+        choices=(STATE, *WAYS),
+        help="only this way (again: this one too); else all but 'kill', for which 'state' stands",
+    )
     parser.add_argument("--kind", help="only at effects of this kind, as 'spawn' or 'rename'")
     parser.add_argument(
         "--each", type=int, metavar="K", help="at most K injections of each fault, drawn with --seed; else all"
@@ -141,36 +166,45 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="a folder for the runs; else one that is removed, in memory")
     given = parser.parse_args()
     given.results.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
+    lines = given.results.read_text().splitlines() if given.results.exists() else []
+    rows = [{"run": "", "alike": 1, "digest": ""} | json.loads(line) for line in lines]
+    ways = given.way or [STATE, *(way for way in WAYS if way != "kill")]
     known: dict[str, set[Fault]] = {}
-    done = {(row["scenario"], row["mode"], row["number"], row["again"]) for row in rows}
+    made, kept = dict[str, int](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="factory-chaos-", dir=memory()) as folder:
-        site = Site((given.work or Path(folder)).resolve())
+        site = Site((given.work or Path(folder)).resolve(), crashes=STATE in ways)
         try:
             for name in given.scenario or SCENARIOS:
                 chance = random.Random(f"{given.seed} {name}")
-                effects, _ = site.straight(name)
-                every = injections(
-                    effects, [e for e in effects if given.kind in (None, e.kind)], given.way or WAYS, chance
-                )
+                straight = site.straight(name)
+                effects, made[name] = straight.effects, len(straight.effects)
+                # A crash state is one of that very run; the same place is met in any.
+                mine = [r for r in rows if r["scenario"] == name and (r["mode"] != KILLED or r["run"] == straight.run)]
+                straight.recovered |= {
+                    r["digest"] for r in mine if r["run"] == straight.run and r["digest"] and not r["wrong"]
+                }
+                done = {(r["mode"], r["number"], r["again"]) for r in mine}
+                every = injections(effects, [e for e in effects if given.kind in (None, e.kind)], ways, chance)
+                if STATE in ways:
+                    every = states(straight, given.kind) + every
                 kinds = faults(every, effects, site.site)
                 known[name] = set(kinds.values())
-                chosen = drawn(every, effects, site.site, chance)
+                chosen = sorted(drawn(every, effects, site.site, chance), key=lambda i: i.mode != KILLED)
                 print(
                     f"{name}: {len(effects)} effects, {len(every)} injections of {len(known[name])} faults", flush=True
                 )
-                met = Counter(fault_of(row) for row in rows if row["scenario"] == name and row["fired"])
+                met = Counter(fault_of(row) for row in mine if row["fired"])
                 for count, injection in enumerate([] if given.count else chosen, 1):
-                    if (name, injection.mode, injection.number, injection.again) in done:
+                    if (injection.mode, injection.number, injection.again) in done:
                         continue
                     if given.each and met[kinds[injection]] >= given.each:
                         continue
                     result = site.inject(name, injection)
                     with open(given.results, "a") as file:
                         file.write(result.to_json() + "\n")
-                    rows.append(json.loads(result.to_json()))
+                    mine.append(json.loads(result.to_json()))
                     if result.fired:
-                        met[fault_of(rows[-1])] += 1
+                        met[fault_of(mine[-1])] += 1
                     state = "✗" if result.wrong else "✓" if result.fired else "–"
                     print(
                         f"{state} {name} {count}/{len(chosen)}, {len(known[name] & met.keys())} of {len(known[name])} faults:"
@@ -179,11 +213,12 @@ def main() -> int:
                     )
                     for line in result.wrong:
                         print(f"    {line}", flush=True)
+                kept += mine
         finally:
             site.close()
     if not given.count:
-        print(table(rows, known))
-    return 1 if any(row["wrong"] for row in rows) else 0
+        print(table(kept, known, made))
+    return 1 if any(row["wrong"] for row in kept) else 0
 
 
 if __name__ == "__main__":

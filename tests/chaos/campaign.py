@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import select
 import shutil
 import sqlite3
 import subprocess
 import sys
+import uuid
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.chaos import power
+from tests.chaos.crashes import KILLED, Crashes, copy
 from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.shim import Control, Effect, environment, places, read_log, unknown
 from tests.chaos.state import State, broken, differences, lost, state_of
@@ -21,11 +26,12 @@ from tests.support.paths import ROOT
 
 MOST_PASSES = 4  # a daemon that is started again and again would go on
 PATIENCE_S = 900.0
+POLL_SECONDS = 0.0002  # a run that is held waits so long more at each effect
 
 
 @dataclass(frozen=True)
 class Injection:
-    mode: str  # of ``shim.MODES``, or 'power cut' (``power.LOSSES``)
+    mode: str  # of ``shim.MODES``, 'killed' from a crash state (``crashes``), or 'power cut' (``power.LOSSES``)
     number: int
     again: int = 0  # the effect of the recovery at which that is killed too; 0: it is not
 
@@ -43,16 +49,33 @@ class Result:
     seconds: float = 0.0  # of the recovery
     steps: int = 0  # of training, done again
     said: str = ""
+    alike: int = 1  # effects of the run before which the disk holds the same
+    digest: str = ""  # of what was on the disk when the recovery began
+    run: str = ""  # which undisturbed run the numbers are of
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
-class Site:
-    """A folder in which scenarios are run, its start states, and a server."""
+@dataclass
+class Straight:
+    """The run that nothing disturbed."""
 
-    def __init__(self, work: Path) -> None:
-        self.work, self.site = work, work / "site"
+    effects: list[Effect]
+    state: State
+    crashes: Crashes | None  # None: it was not held
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    recovered: set[str] = field(default_factory=set)  # digests of states from which a run ended as it did
+
+
+class Site:
+    """A folder in which scenarios are run, its start states, and a server.
+
+    ``crashes``: the undisturbed run of each scenario is held before each effect, and its crash states are kept.
+    """
+
+    def __init__(self, work: Path, crashes: bool = False) -> None:
+        self.work, self.site, self.crashes = work, work / "site", crashes
         work.mkdir(parents=True, exist_ok=True)
         self.control = Control(Path("/dev/shm") / f"factory-chaos-{os.getpid()}-{abs(hash(str(work)))}")
         self.log, self.output, self.kept = work / "effects.log", work / "output.log", work / "kept"
@@ -64,7 +87,7 @@ class Site:
         )  # fmt: skip
         assert self.server.stdout is not None
         assert self.server.stdout.readline() == "ready\n", "the server did not start"
-        self.undisturbed: dict[str, tuple[list[Effect], State]] = {}
+        self.undisturbed: dict[str, Straight] = {}
 
     def close(self) -> None:
         assert self.server.stdin is not None
@@ -73,13 +96,24 @@ class Site:
         self.control.path.unlink(missing_ok=True)
 
     # -- runs -----------------------------------------------------------------------------------------------------------
-    def run(self, scenario: str, mode: str = "record", target: int = 0, store: Path | None = None) -> dict[str, Any]:
-        """One process of the scenario; the shim counts, and does what ``mode`` says at ``target``."""
+    def run(
+        self,
+        scenario: str,
+        mode: str = "record",
+        target: int = 0,
+        store: Path | None = None,
+        look: Callable[[int], None] | None = None,
+    ) -> dict[str, Any]:
+        """One process of the scenario; the shim counts, and does what ``mode`` says at ``target``. ``look`` is called before each effect."""
         self.control.arm(self.site, self.log, mode, target, store)
         request = {"scenario": scenario, "site": str(self.site), "output": str(self.output), "patience": PATIENCE_S}
         assert self.server.stdin is not None and self.server.stdout is not None
         self.output.unlink(missing_ok=True)
         print(json.dumps(request), file=self.server.stdin, flush=True)
+        while look and not select.select([self.server.stdout], [], [], POLL_SECONDS)[0]:
+            if held := self.control.held:
+                look(held)
+                self.control.release(held)
         answer = self.server.stdout.readline()
         assert answer, "the server ended"
         self.control.disarm()
@@ -119,23 +153,39 @@ class Site:
         shutil.rmtree(self.site, ignore_errors=True)
         copy(folder, self.site)
 
-    def straight(self, scenario: str) -> tuple[list[Effect], State]:
-        """The log and the end of the run that nothing disturbed; what each flushed file held is kept."""
+    def straight(self, scenario: str) -> Straight:
+        """The run that nothing disturbed, made once in this folder; what each flushed file held is kept."""
+        note = self.work / f"{scenario}.straight"
+        if scenario not in self.undisturbed and note.exists():
+            self.undisturbed[scenario] = pickle.loads(note.read_bytes())
         if scenario not in self.undisturbed:
-            self.start(scenario)
-            store = self.kept / scenario
-            shutil.rmtree(store, ignore_errors=True)
-            store.mkdir(parents=True)
-            self._must(self.run(scenario, store=store))
-            effects, state = read_log(self.log), state_of(self.site)
-            if odd := unknown(effects, self.site):
-                raise AssertionError(f"{scenario}: effects that tests/chaos/shim.py does not know: {', '.join(odd)}")
-            assert not (wrong := broken(self.site)), wrong
-            self.undisturbed[scenario] = effects, state
-            if not (end := self.work / f"{scenario}.end").exists():
-                copy(self.site, end)
-            assert not SCENARIOS[scenario].alike or not (wrong := self._changed(scenario, state)), wrong
+            made = self.undisturbed[scenario] = self._straight(scenario)
+            if self.crashes:
+                aside = note.with_suffix(".part")
+                aside.write_bytes(pickle.dumps(made))
+                aside.rename(note)
         return self.undisturbed[scenario]
+
+    def _straight(self, scenario: str) -> Straight:
+        self.start(scenario)
+        store = self.kept / scenario
+        shutil.rmtree(store, ignore_errors=True)
+        store.mkdir(parents=True)
+        crashes = Crashes(self.work / f"{scenario}.crashes") if self.crashes else None
+        if crashes:
+            self._must(self.run(scenario, "hold", store=store, look=lambda number: crashes.look(self.site, number)))
+        else:
+            self._must(self.run(scenario, store=store))
+        effects, state = read_log(self.log), state_of(self.site)
+        if crashes:
+            crashes.look(self.site, len(effects) + 1)
+        if odd := unknown(effects, self.site):
+            raise AssertionError(f"{scenario}: effects that tests/chaos/shim.py does not know: {', '.join(odd)}")
+        assert not (wrong := broken(self.site)), wrong
+        if not (end := self.work / f"{scenario}.end").exists():
+            copy(self.site, end)
+        assert not SCENARIOS[scenario].alike or not (wrong := self._changed(scenario, state)), wrong
+        return Straight(effects, state, crashes)
 
     def _changed(self, scenario: str, state: State) -> list[str]:
         """Where a scenario that is to leave all as it was does not. The site is another one afterwards."""
@@ -144,13 +194,24 @@ class Site:
 
     # -- one injection --------------------------------------------------------------------------------------------------
     def inject(self, scenario: str, injection: Injection) -> Result:
-        effects, want = self.straight(scenario)
-        result = Result(scenario, injection.mode, injection.number, injection.again)
+        straight = self.straight(scenario)
+        effects = straight.effects
+        result = Result(scenario, injection.mode, injection.number, injection.again, run=straight.run)
         steps = steps_in(effects)
-        if injection.mode in power.LOSSES:
+        if injection.mode == KILLED:
+            assert straight.crashes
+            self._restore(straight.crashes.folder / str(injection.number))
+            done = [e for e in effects if e.number < injection.number]
+            result.fired = True
+            (state,) = (one for one in straight.crashes.states.values() if one.number == injection.number)
+            result.alike, result.digest = len(state.effects), state.digest
+        elif injection.mode in power.LOSSES:
             self.start(scenario)
             done = self.cut(scenario, injection.number, injection.mode)
             result.wrong += lost(self.site, scenario)
+            result.fired = True
+            if straight.crashes:
+                result.digest = straight.crashes.digest(self.site)
         else:
             self.start(scenario)
             answer = self.run(scenario, injection.mode, injection.number)
@@ -160,8 +221,9 @@ class Site:
                 result.wrong += _clear(answer, self.said())
             result.said = self.said()[-2000:]
         known = places(effects, self.site) | places(done, self.site)
-        result.effect = known.get(injection.number, "")
-        result.fired = result.fired or injection.mode in power.LOSSES
+        result.effect = known.get(injection.number, "the end")
+        if result.digest in straight.recovered:  # the same was on the disk, and a run ended well from there
+            return result
         trained = steps_in(done)
         while result.passes < MOST_PASSES:
             result.passes += 1
@@ -181,12 +243,14 @@ class Site:
             result.wrong.append(f"{MOST_PASSES} passes did not finish it")
             result.said = self.said()[-2000:]
         result.steps = max(0, trained - steps)
-        result.wrong += differences(want, state_of(self.site)) + broken(self.site)
+        result.wrong += differences(straight.state, state_of(self.site)) + broken(self.site)
+        if result.digest and not result.wrong:
+            straight.recovered.add(result.digest)
         return result
 
     def cut(self, scenario: str, number: int, loss: str) -> list[Effect]:
         """The site after a power cut behind that effect; returns the effects until then."""
-        effects, _ = self.straight(scenario)
+        effects = self.straight(scenario).effects
         done = [e for e in effects if e.number <= number]
         power.cut(self.work / f"{scenario}.start", self.site, done, self.kept / scenario, loss)
         return done
@@ -214,10 +278,3 @@ def settle(site: Path) -> None:
         if path.exists():
             with closing(sqlite3.connect(path)) as db, suppress(sqlite3.DatabaseError):  # one that a scenario damaged
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-
-def copy(source: Path, target: Path) -> None:
-    aside = target.with_name(f".{target.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
-    subprocess.run(["cp", "-a", "--reflink=auto", str(source), str(aside)], check=True)
-    aside.rename(target)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.chaos.server import POLL_SECONDS, kill_marked
@@ -21,13 +22,20 @@ class Folder:
             folder.mkdir()
         self.control = Control(path / "control")
 
-    def run(self, program: str, mode: str = "record", target: int = 0) -> tuple[int, str]:
+    def run(
+        self, program: str, mode: str = "record", target: int = 0, look: Callable[[int], None] = lambda number: None
+    ) -> tuple[int, str]:
+        """``look`` is called before each effect, when the mode is 'hold'."""
         self.control.arm(self.root, self.log, mode, target, self.store)
         words = [sys.executable, "-S", "-c", program]
         variables = os.environ | environment(self.control.path)
         process = subprocess.Popen(words, cwd=self.root, env=variables, stderr=subprocess.PIPE, text=True)
         while process.poll() is None and not self.control.dead:
-            time.sleep(POLL_SECONDS)
+            if held := self.control.held:
+                look(held)
+                self.control.release(held)
+            else:
+                time.sleep(POLL_SECONDS)
         kill_marked(self.control.path)  # what waits for ever at its next effect
         _, said = process.communicate()
         return process.returncode, said

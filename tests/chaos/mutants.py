@@ -224,9 +224,10 @@ def notices(cut: Cut, work: Path, outlines: Path) -> list[str]:
     site = Site(work)
     try:
         try:
-            effects, want = site.straight(cut.scenario)
+            straight = site.straight(cut.scenario)
         except AssertionError as error:
             return [f"undisturbed: {str(error)[-500:]}"]
+        effects, want = straight.effects, straight.state
         known, found = outlines / f"{cut.scenario}.json", outline(want)
         if not known.exists():
             known.write_text(json.dumps(found))

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).with_name("preload")
-MODES = ("record", "kill before", "kill after", "tear", "EIO", "ENOSPC", "EIO for good", "ENOSPC for good")
+MODES = ("record", "kill before", "kill after", "tear", "EIO", "ENOSPC", "EIO for good", "ENOSPC for good", "hold")
 KILLS = MODES[1:4]
-ERRORS = MODES[4:]
+ERRORS = MODES[4:8]
 # Kinds that the shim logs. Another one in a log is unknown, and fails.
 WRITES = frozenset({"write", "pwrite", "writev", "pwritev", "sendfile", "copy_file_range"})
 NAMES = frozenset({"create", "rename", "unlink", "link", "symlink", "mkdir", "rmdir"})
@@ -119,12 +119,23 @@ class Control:
         library = ctypes.CDLL(str(built()))
         library.shim_arm(*(w.encode() for w in words), ctypes.c_long(MODES.index(mode)), ctypes.c_long(target))
 
+    @property
+    def held(self) -> int:
+        """The effect before which a process is held; 0: none is."""
+        *_, held, released = self._read()
+        return held if held > released else 0
+
+    def release(self, number: int) -> None:
+        with open(self.path, "r+b") as file:
+            file.seek(7 * 8)
+            file.write(struct.pack("<q", number))
+
     def disarm(self) -> None:
         with open(self.path, "r+b") as file:
             file.write(struct.pack("<q", 0))
 
     def _read(self) -> tuple[int, ...]:
-        return struct.unpack("<6q", self.path.read_bytes()[:48])
+        return struct.unpack("<8q", self.path.read_bytes()[:64])
 
     @property
     def counted(self) -> int:

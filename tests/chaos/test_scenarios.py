@@ -34,7 +34,7 @@ def test_killed_torn_failed_or_without_power_it_ends_as_if_nothing_had_been(site
     seed = os.environ.get("FACTORY_CHAOS_SEED") or str(random.SystemRandom().randrange(10**6))
     print(f"FACTORY_CHAOS_SEED={seed}")
     chance = random.Random(f"{seed} {name}")
-    effects, _ = site.straight(name)
+    effects = site.straight(name).effects
     chosen = drawn(injections(effects, effects, WAYS, chance), effects, site.site, chance)[: EACH[name]]
     results = [site.inject(name, injection) for injection in chosen]
     assert all(result.fired for result in results)
@@ -43,7 +43,7 @@ def test_killed_torn_failed_or_without_power_it_ends_as_if_nothing_had_been(site
 
 def told(results: list[Result]) -> str:
     wrong = [f"{r.mode} {r.number} {r.again}, {r.effect}: {r.wrong} {r.said}" for r in results if r.wrong]
-    return "\n".join([*wrong, table([vars(r) for r in results], {})])
+    return "\n".join([*wrong, table([vars(r) for r in results], {}, {})])
 
 
 def test_one_of_each_fault_comes_before_any_comes_twice(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import power
+from tests.chaos.crashes import Crashes, copy
 from tests.chaos.folder import Folder
 from tests.chaos.server import kill_marked
-from tests.chaos.shim import ERRORS, KINDS, Effect, environment, unknown
+from tests.chaos.shim import ERRORS, KINDS, SPAWN, SYNCS, Effect, environment, unknown
 
 PROGRAM = """
 import os, shutil, subprocess
@@ -60,6 +64,50 @@ def test_killed_before_or_after_an_effect(folder: Folder, number: int) -> None:
     assert folder.control.dead and folder.named() == after == EFFECTS[:number]
     assert [e.error for e in folder.effects] == [0] * (number - 1) + [-errno.ECANCELED]
     assert code == -9 or number in (16, 17)  # there the child died, and its parent was killed as it waited
+
+
+STORE = """
+import sqlite3
+db = sqlite3.connect("a.db", isolation_level=None)
+db.execute("PRAGMA journal_mode=wal"); db.execute("CREATE TABLE t (a)")
+for number in range(3):
+    db.execute("BEGIN"); db.executemany("INSERT INTO t VALUES (?)", [(number, ), ("x" * 9000, )]); db.execute("COMMIT")
+db.close()
+"""
+
+
+@pytest.mark.parametrize("program", [PROGRAM, STORE])
+def test_a_crash_state_is_what_a_kill_there_leaves(folder: Folder, tmp_path: Path, program: str) -> None:
+    """At each effect, in files and links and in a database with transactions that are not committed."""
+    crashes = Crashes(tmp_path / "crashes")
+    assert folder.run(program, "hold", look=lambda number: crashes.look(folder.root, number)) == (0, "")
+    effects = folder.effects
+    crashes.look(folder.root, len(effects) + 1)
+    of_effect = {number: state for state in crashes.states.values() for number in state.effects}
+    assert sorted(of_effect) == list(range(1, len(effects) + 2))
+    same = [e.number for e in effects if of_effect[e.number] is of_effect[e.number + 1]]
+    assert {e.number for e in effects if e.kind in SYNCS | {SPAWN}} <= set(same) < {e.number for e in effects}
+    for effect in effects:
+        shutil.rmtree(folder.root)
+        folder.root.mkdir()
+        folder.run(program, "kill before", effect.number)
+        assert folder.control.dead
+        state = of_effect[effect.number]
+        assert crashes.digest(folder.root) == state.digest == crashes.digest(crashes.folder / str(state.number)), effect
+
+
+def test_rows_that_are_committed_make_another_crash_state_and_pages_that_are_not_do_not(
+    folder: Folder, tmp_path: Path
+) -> None:
+    crashes = Crashes(tmp_path / "crashes")
+    folder.run(STORE, "hold", look=lambda number: crashes.look(folder.root, number))
+    rows = []
+    for state in crashes.states.values():
+        copy(crashes.folder / str(state.number), tmp_path / str(state.number))
+        if (path := tmp_path / str(state.number) / "a.db").exists():
+            with contextlib.closing(sqlite3.connect(path)) as db, contextlib.suppress(sqlite3.OperationalError):
+                rows.append(db.execute("SELECT COUNT(*) FROM t").fetchone()[0])
+    assert rows == [0, 2, 4, 6]
 
 
 def test_a_torn_write_leaves_its_first_half(folder: Folder) -> None:

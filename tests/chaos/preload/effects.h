@@ -20,10 +20,10 @@
 #include <unistd.h>
 
 #define PATHS 1024
-enum mode { RECORD, KILL_BEFORE, KILL_AFTER, TEAR, EIO_ONCE, ENOSPC_ONCE, EIO_ALWAYS, ENOSPC_ALWAYS };
+enum mode { RECORD, KILL_BEFORE, KILL_AFTER, TEAR, EIO_ONCE, ENOSPC_ONCE, EIO_ALWAYS, ENOSPC_ALWAYS, HOLD };
 
 struct control {
-    int64_t armed, mode, target, counter, fired, dead;
+    int64_t armed, mode, target, counter, fired, dead, held, released;
     char root[PATHS], log[PATHS], store[PATHS];
     pthread_mutex_t lock;
 };
@@ -163,6 +163,13 @@ static void die(void) {
     for (;;) pause();
 }
 
+/* Nothing else happens below the root until the campaign has looked at it: the lock is held. */
+static void hold(long number) {
+    struct timespec while_ = {0, 50000};
+    control->held = number;
+    while (control->armed && control->released < number) nanosleep(&while_, NULL);
+}
+
 static void stop_if_dead(void) {
     while (control->dead) {
         struct timespec while_ = {60, 0};
@@ -208,6 +215,7 @@ static int start(struct effect *e, const char *kind) {
         if (here && !e->writes) note(e, -ECANCELED, 0), die();
         e->torn = here;
         break;
+    case HOLD: hold(e->number); break;
     case EIO_ONCE: return here ? failure : 0;
     case EIO_ALWAYS: return later ? failure : 0;
     case ENOSPC_ONCE: return here && takes_space ? ENOSPC : 0;

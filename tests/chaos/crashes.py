@@ -1,0 +1,157 @@
+"""Crash states: what the disk holds when every process is killed at an effect.
+
+A run that nothing disturbs is held before each of its effects, and what is on the disk is looked at: a kill there leaves no more and no less,
+for what a process wrote stays when it is killed. Effects before which the disk holds the same (those that follow an fsync, a program's start, a
+write to a transaction that is not committed yet) are one state. Each state is kept once, and recovered from once: so each effect of a run is
+killed at, without a run for each.
+
+The same are files with the same names and bytes, links to the same, and databases in which SQLite, after its own recovery, finds the same rows.
+Times and permissions of files are not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sqlite3
+import stat
+import subprocess
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+KILLED = "killed"  # the way of an injection that starts from a crash state
+STORE = re.compile(r"\.db(\.new|\.restored)?$")
+LOGS = ("-wal", "-journal")
+MOST_TRIES, POLL_SECONDS = 50, 0.02
+LEAST_SHARED = 4096  # bytes
+
+
+@dataclass
+class CrashState:
+    digest: str
+    effects: list[int]  # before each of these a kill leaves it; the first one's number is its name
+
+    @property
+    def number(self) -> int:
+        return self.effects[0]
+
+
+@dataclass
+class Crashes:
+    """The crash states of a run, each in a folder below ``folder`` by its number. They share files: to be copied, never opened for writing."""
+
+    folder: Path
+    states: dict[str, CrashState] = field(default_factory=dict)  # by digest
+    known: dict[str, str] = field(default_factory=dict)  # bytes of a database and its logs → what it holds
+
+    def __post_init__(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._pool.mkdir(parents=True)
+
+    @property
+    def _pool(self) -> Path:
+        return self.folder / "pool"
+
+    def look(self, site: Path, number: int) -> None:
+        """The state in which effect ``number`` finds the disk. Programs in a sandbox are not held, and may remove what is looked at."""
+        for tries in range(MOST_TRIES):
+            try:
+                digest = self.digest(site)
+                if digest not in self.states:
+                    copy(site, self.folder / str(number))
+                    self._share(self.folder / str(number))
+                break
+            except (FileNotFoundError, subprocess.CalledProcessError):
+                if tries == MOST_TRIES - 1:
+                    raise
+                time.sleep(POLL_SECONDS)
+        self.states.setdefault(digest, CrashState(digest, [])).effects.append(number)
+
+    def _share(self, state: Path) -> None:
+        """Files with the same bytes in several states are one on the disk; within a state each stays its own."""
+        seen = set()
+        for path in (path for path in state.rglob("*") if path.is_file() and not path.is_symlink()):
+            status = path.stat()
+            name = f"{_sha256(str(path))}-{status.st_mode:o}-{status.st_mtime_ns}"
+            if status.st_size < LEAST_SHARED or status.st_nlink > 1 or name in seen:
+                continue
+            seen.add(name)
+            if (one := self._pool / name).exists():
+                path.unlink()
+                os.link(one, path)
+            else:
+                os.link(path, one)
+
+    def digest(self, site: Path) -> str:
+        """SHA-256 of all that two equal states have in common, in hexadecimal."""
+        whole = hashlib.sha256()
+        for path in sorted(self._entries(site)):
+            status = os.lstat(path)
+            kind, inside = stat.S_IFMT(status.st_mode), ""
+            if kind == stat.S_IFLNK:
+                inside = os.readlink(path)
+            elif STORE.search(path):
+                inside = self._store(path)
+            elif kind == stat.S_IFREG:
+                inside = _sha256(path)
+            whole.update(repr((os.path.relpath(path, site), kind, inside)).encode())
+        return whole.hexdigest()
+
+    def _entries(self, site: Path) -> list[str]:
+        """Every path, without the logs of a database that is there: they are looked at with it."""
+        found = []
+        for folder, folders, files in os.walk(site):
+            names = [*folders, *files]
+            stores = {name for name in files if STORE.search(name)}
+            parts = {name + ending for name in stores for ending in (*LOGS, "-shm")}
+            found += [os.path.join(folder, name) for name in names if name not in parts]
+        return found
+
+    def _store(self, path: str) -> str:
+        """What a database holds once SQLite has recovered it; its bytes where SQLite cannot read it."""
+        logs = [path + ending for ending in LOGS if os.path.exists(path + ending)]
+        raw = repr([(one[len(path) :], _sha256(one)) for one in (path, *logs)])
+        if raw not in self.known:
+            with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+                for one in (path, *logs):
+                    shutil.copyfile(one, os.path.join(scratch, os.path.basename(one)))
+                try:
+                    self.known[raw] = rows_of(Path(scratch) / os.path.basename(path))
+                except sqlite3.DatabaseError:
+                    self.known[raw] = raw
+        return self.known[raw]
+
+
+def rows_of(path: Path) -> str:
+    """SHA-256 of the schema and of all rows of a database."""
+    whole = hashlib.sha256(str(path.stat().st_size > 0).encode())
+    with closing(sqlite3.connect(path)) as db:
+        db.text_factory = bytes
+        schema = db.execute("SELECT name, type, sql FROM sqlite_master ORDER BY name").fetchall()
+        whole.update(
+            repr(
+                [schema, *(db.execute(f"PRAGMA {one}").fetchone() for one in ("user_version", "journal_mode"))]
+            ).encode()
+        )
+        for name, kind, _ in schema:
+            if kind == b"table":
+                for row in db.execute(f'SELECT * FROM "{name.decode()}"'):
+                    whole.update(repr(row).encode())
+    return whole.hexdigest()
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def copy(source: Path, target: Path) -> None:
+    aside = target.with_name(f".{target.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    subprocess.run(["cp", "-a", "--reflink=auto", str(source), str(aside)], check=True)
+    aside.rename(target)
