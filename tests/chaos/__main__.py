@@ -94,9 +94,11 @@ def drawn(every: list[Injection], effects: list[Effect], root: Path, chance: ran
     return [injection for *_, injection in sorted(ranked, key=lambda r: r[:2])]
 
 
-def table(rows: list[dict[str, Any]], known: dict[str, set[Fault]], effects: dict[str, int]) -> str:
-    """What was injected, and what became of it. ``known``: all faults of the scenarios whose undisturbed run was looked at; ``effects``:
-    how many it made."""
+def table(
+    rows: list[dict[str, Any]], known: dict[str, set[Fault]], effects: dict[str, int], met: dict[str, set[Fault]]
+) -> str:
+    """What was injected, and what became of it. Of scenarios whose undisturbed run was looked at: ``known``, all its faults; ``effects``, how
+    many it made; ``met``, which faults were injected."""
     head = (
         "scenario",
         "killed at",
@@ -113,13 +115,13 @@ def table(rows: list[dict[str, Any]], known: dict[str, set[Fault]], effects: dic
         mine = [row for row in rows if row["scenario"] == name and row["fired"]]
         if not mine:
             continue
-        seconds = [row["seconds"] for row in mine if row["passes"]]
+        seconds = [row["seconds"] for row in mine if row["passes"]] or [0.0]
         wrong = [row for row in mine if row["wrong"]]
-        met = known[name] & {fault_of(row) for row in mine} if name in known else set()
+        faults = known.get(name, set())
         lines.append(
             (
                 name, f"{sum(row['alike'] for row in mine if row['mode'] == KILLED)} of {effects[name] + 1}" if name in effects else "",
-                f"{len(met)} of {len(known[name])}" if name in known else "",
+                f"{len(faults & met[name])} of {len(faults)}" if faults else "",
                 str(len(mine)), str(len(mine) - len(wrong)),
                 f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}",
                 str(max(row["steps"] for row in mine)), str(len(wrong)),
@@ -157,6 +159,9 @@ def main() -> int:
         "--each", type=int, metavar="K", help="at most K injections of each fault, drawn with --seed; else all"
     )
     parser.add_argument(
+        "--across", action="store_true", help="with --each: those that were injected in another scenario count, too"
+    )
+    parser.add_argument(
         "--count", action="store_true", help="only say how many effects, injections and faults there are"
     )
     parser.add_argument("--seed", type=int, default=1)
@@ -170,7 +175,8 @@ def main() -> int:
     rows = [{"run": "", "alike": 1, "digest": ""} | json.loads(line) for line in lines]
     ways = given.way or [STATE, *(way for way in WAYS if way != "kill")]
     known: dict[str, set[Fault]] = {}
-    made, kept = dict[str, int](), list[dict[str, Any]]()
+    made, kept, counts = dict[str, int](), list[dict[str, Any]](), dict[str, Counter[Fault]]()
+    anywhere = Counter(fault_of(row) for row in rows if row["fired"] and row["mode"] != KILLED)
     with tempfile.TemporaryDirectory(prefix="factory-chaos-", dir=memory()) as folder:
         site = Site((given.work or Path(folder)).resolve(), crashes=STATE in ways)
         try:
@@ -188,16 +194,17 @@ def main() -> int:
                 if STATE in ways:
                     every = states(straight, given.kind) + every
                 kinds = faults(every, effects, site.site)
-                known[name] = set(kinds.values())
+                known[name] = {kind for i, kind in kinds.items() if i.mode != KILLED}
                 chosen = sorted(drawn(every, effects, site.site, chance), key=lambda i: i.mode != KILLED)
                 print(
-                    f"{name}: {len(effects)} effects, {len(every)} injections of {len(known[name])} faults", flush=True
+                    f"{name}: {len(effects)} effects, {len(every)} injections of {len(set(kinds.values()))} faults",
+                    flush=True,
                 )
-                met = Counter(fault_of(row) for row in mine if row["fired"])
+                met = counts[name] = anywhere if given.across else Counter(fault_of(r) for r in mine if r["fired"])
                 for count, injection in enumerate([] if given.count else chosen, 1):
                     if (injection.mode, injection.number, injection.again) in done:
                         continue
-                    if given.each and met[kinds[injection]] >= given.each:
+                    if given.each and injection.mode != KILLED and met[kinds[injection]] >= given.each:
                         continue
                     result = site.inject(name, injection)
                     with open(given.results, "a") as file:
@@ -207,7 +214,7 @@ def main() -> int:
                         met[fault_of(mine[-1])] += 1
                     state = "✗" if result.wrong else "✓" if result.fired else "–"
                     print(
-                        f"{state} {name} {count}/{len(chosen)}, {len(known[name] & met.keys())} of {len(known[name])} faults:"
+                        f"{state} {name} {count}/{len(chosen)}:"
                         f" {injection.mode} {injection.number} {injection.again or ''} {result.effect}",
                         flush=True,
                     )
@@ -217,7 +224,7 @@ def main() -> int:
         finally:
             site.close()
     if not given.count:
-        print(table(kept, known, made))
+        print(table(kept, known, made, {name: set(count) for name, count in counts.items()}))
     return 1 if any(row["wrong"] for row in kept) else 0
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import power
-from tests.chaos.__main__ import WAYS, drawn, faults, injections, table
+from tests.chaos.__main__ import WAYS, drawn, fault_of, faults, injections, table
 from tests.chaos.campaign import Result, Site
+from tests.chaos.crashes import KILLED
 from tests.chaos.shim import ERRORS, Effect, places
 
 # Not here: diagnose, whose replays take half a minute; judge, which is most of release; approve, which makes judge first.
@@ -43,7 +44,7 @@ def test_killed_torn_failed_or_without_power_it_ends_as_if_nothing_had_been(site
 
 def told(results: list[Result]) -> str:
     wrong = [f"{r.mode} {r.number} {r.again}, {r.effect}: {r.wrong} {r.said}" for r in results if r.wrong]
-    return "\n".join([*wrong, table([vars(r) for r in results], {}, {})])
+    return "\n".join([*wrong, table([vars(r) for r in results], {}, {}, {})])
 
 
 def test_one_of_each_fault_comes_before_any_comes_twice(tmp_path: Path) -> None:
@@ -63,7 +64,10 @@ def test_one_of_each_fault_comes_before_any_comes_twice(tmp_path: Path) -> None:
     first = drawn(every, effects, tmp_path, chance)[: len(set(found.values()))]
     assert {found[injection] for injection in first} == set(found.values())
     row = {
-        "scenario": "a", "again": 0, "effect": places(metrics, tmp_path)[3], "fired": True, "wrong": [], "seconds": 1.0, "steps": 0,
+        "scenario": "a", "number": 3, "again": 0, "effect": places(metrics, tmp_path)[3], "fired": True, "wrong": [], "passes": 1, "seconds": 1.0,
+        "steps": 0, "alike": 1,
     }  # fmt: skip
     rows = [row | {"mode": mode} for mode in ("tear", "tear", "EIO", "of a place that is not there")]
-    assert table(rows, {"a": set(found.values())}).splitlines()[1].split()[:6] == ["a", "2", "of", "15", "4", "4"]
+    rows.append(row | {"mode": KILLED, "alike": 3})
+    line = table(rows, {"a": set(found.values())}, {"a": 4}, {"a": {fault_of(row) for row in rows}}).splitlines()[1]
+    assert line.split()[:9] == ["a", "3", "of", "5", "2", "of", "15", "5", "5"]
