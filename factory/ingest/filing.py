@@ -8,6 +8,7 @@ data policy or the code that reads it changed.
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import os
 import re
 import shutil
@@ -115,11 +116,13 @@ def return_quarantined(workspace: Workspace, ledger: Ledger, progress: Progress)
 
 
 def _waits_to_be_filed(workspace: Workspace, ledger: Ledger, copy: Path) -> bool:
-    """Was a copy made before its file could be put away, which the next pass does?"""
+    """Was a copy made before its file could be put away, which the next pass does? The copy is made before the ledger knows of the shard."""
     prefix = PREFIX.match(copy.name)
-    rows = (
-        ledger.read("SELECT path FROM shards WHERE sha256 LIKE :prefix", prefix=f"{prefix[0][:-1]}%") if prefix else []
-    )
+    if not prefix:
+        return False
+    rows = ledger.read("SELECT path FROM shards WHERE sha256 LIKE :prefix", prefix=f"{prefix[0][:-1]}%")
+    if not rows:
+        return any(filecmp.cmp(copy, path, shallow=False) for path in workspace.inbox.glob("[!.]*") if path.is_file())
     return any(Path(row["path"]).parent == workspace.inbox and Path(row["path"]).exists() for row in rows)
 
 

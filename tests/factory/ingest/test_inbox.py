@@ -18,11 +18,13 @@ import sqlalchemy as sa
 
 from factory.core.workspace import Workspace, code_root
 from factory.ingest import chain
+from factory.ingest.filing import filed_name
 from factory.ingest.inbox import arrived, take, tend
 from factory.ledger.ledger import Ledger, documents, events, shards
 from tests.support.factory.command import factory
 from tests.support.factory.made_up_text import prose, use_policy, use_small_vocabulary
 from tests.support.said import Said
+from trainer.contract.data.token_shard import file_sha256
 
 LONG_AGO = 3600.0
 
@@ -289,6 +291,17 @@ def test_a_quarantined_file_that_its_user_put_back_under_another_name(workspace:
     put(workspace, rows(0, 20), "a.jsonl")
     one_pass(workspace, ledger)
     assert trained_on(ledger) == exactly(20) and quarantined(ledger) == []
+
+
+def test_a_copy_in_quarantine_of_which_the_ledger_does_not_know_yet_is_not_tried_beside_its_file(
+    workspace: Workspace, ledger: Ledger
+) -> None:
+    """The factory was killed between the copy and the transaction that names it."""
+    path = put(workspace, b"nothing\n" * 30)
+    copy = workspace.quarantine / filed_name(file_sha256(path), path)
+    copy.write_bytes(path.read_bytes())
+    one_pass(workspace, ledger)
+    assert tries(ledger) == 1 and list(workspace.quarantine.iterdir()) == [copy] and not list(workspace.inbox.iterdir())
 
 
 def test_a_quarantined_file_that_was_mended_is_tried_again(workspace: Workspace, ledger: Ledger) -> None:
