@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import power
-from tests.chaos.campaign import Injection, Site, Straight
+from tests.chaos.campaign import END, Injection, Site, Straight
 from tests.chaos.crashes import KILLED
 from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.shim import ERRORS, FREE, NAMES, SYNCS, WRITES, Effect, places
@@ -37,7 +37,7 @@ from tests.chaos.shim import ERRORS, FREE, NAMES, SYNCS, WRITES, Effect, places
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 WAYS = ("kill", "tear", "pair", "error", "power")
 STATE = "state"  # as "kill", by crash states
-Fault = tuple[str, bool, str]  # a way, whether the recovery is killed too, a place; the number of a crash state
+Fault = tuple[str, bool, str]  # a way, whether the recovery is killed too, a place
 
 
 def injections(
@@ -74,14 +74,12 @@ def states(straight: Straight, kind: str | None) -> list[Injection]:
 def faults(every: list[Injection], effects: list[Effect], root: Path) -> dict[Injection, Fault]:
     """What each injection is one of."""
     known = places(effects, root)
-    return {
-        i: (i.mode, i.again > 0, known[i.number] if i.mode != KILLED else f"state {i.number}") for i in every
-    }  # fmt: skip
+    return {i: (i.mode, i.again > 0, known.get(i.number, END)) for i in every}
 
 
 def fault_of(row: dict[str, Any]) -> Fault:
     """What was injected, where it happened."""
-    return row["mode"], row["again"] > 0, row["effect"] if row["mode"] != KILLED else f"state {row['number']}"
+    return row["mode"], row["again"] > 0, row["effect"]
 
 
 def drawn(every: list[Injection], effects: list[Effect], root: Path, chance: random.Random) -> list[Injection]:
@@ -176,7 +174,7 @@ def main() -> int:
     ways = given.way or [STATE, *(way for way in WAYS if way != "kill")]
     known: dict[str, set[Fault]] = {}
     made, kept, counts = dict[str, int](), list[dict[str, Any]](), dict[str, Counter[Fault]]()
-    anywhere = Counter(fault_of(row) for row in rows if row["fired"] and row["mode"] != KILLED)
+    anywhere = Counter(fault_of(row) for row in rows if row["fired"])
     with tempfile.TemporaryDirectory(prefix="factory-chaos-", dir=memory()) as folder:
         site = Site((given.work or Path(folder)).resolve(), crashes=STATE in ways)
         try:
@@ -194,7 +192,7 @@ def main() -> int:
                 if STATE in ways:
                     every = states(straight, given.kind) + every
                 kinds = faults(every, effects, site.site)
-                known[name] = {kind for i, kind in kinds.items() if i.mode != KILLED}
+                known[name] = set(kinds.values())
                 chosen = sorted(drawn(every, effects, site.site, chance), key=lambda i: i.mode != KILLED)
                 print(
                     f"{name}: {len(effects)} effects, {len(every)} injections of {len(set(kinds.values()))} faults",
@@ -204,7 +202,7 @@ def main() -> int:
                 for count, injection in enumerate([] if given.count else chosen, 1):
                     if (injection.mode, injection.number, injection.again) in done:
                         continue
-                    if given.each and injection.mode != KILLED and met[kinds[injection]] >= given.each:
+                    if given.each and met[kinds[injection]] >= given.each:
                         continue
                     result = site.inject(name, injection)
                     with open(given.results, "a") as file:

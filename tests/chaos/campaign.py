@@ -26,6 +26,7 @@ from tests.support.paths import ROOT
 
 MOST_PASSES = 4  # a daemon that is started again and again would go on
 PATIENCE_S = 900.0
+END = "the end"  # the place behind the last effect
 POLL_SECONDS = 0.0002  # a run that is held waits so long more at each effect
 
 
@@ -221,7 +222,7 @@ class Site:
                 result.wrong += _clear(answer, self.said())
             result.said = self.said()[-2000:]
         known = places(effects, self.site) | places(done, self.site)
-        result.effect = known.get(injection.number, "the end")
+        result.effect = known.get(injection.number, END)
         if result.digest in straight.recovered:  # the same was on the disk, and a run ended well from there
             return result
         trained = steps_in(done)
