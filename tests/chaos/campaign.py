@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import power
-from tests.chaos.crashes import KILLED, Crashes, copy
+from tests.chaos.crashes import KILLED, Crashes, copy, left_aside, used
 from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.shim import Control, Effect, environment, places, read_log, unknown
 from tests.chaos.state import State, broken, differences, lost, state_of
@@ -229,8 +229,10 @@ class Site:
         while result.passes < MOST_PASSES:
             result.passes += 1
             again = injection.again if result.passes == 1 else 0
+            left = left_aside(self.site)
             answer = self.run(scenario, "kill before" if again else "record", again)
             trained += steps_in(read_log(self.log))
+            result.wrong += used(left, read_log(self.log, opened=True))
             result.seconds += answer["seconds"]
             if again and not answer["dead"]:  # the recovery was shorter
                 result.fired = False

@@ -6,7 +6,8 @@ write to a transaction that is not committed yet) are one state. Each state is k
 killed at, without a run for each.
 
 The same are files with the same names and bytes, links to the same, and databases in which SQLite, after its own recovery, finds the same rows.
-Times and permissions of files are not compared.
+Not compared are times and permissions, and what stands in files that are written aside (``ASIDE``): a half and a quarter of a checkpoint are
+one state, as long as no recovery opens what another process left there. Each recovery is held to that.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.chaos.shim import Effect
+
 KILLED = "killed"  # the way of an injection that starts from a crash state
+ASIDE = re.compile(r"plant/(.*/)?\.[^/]+(/.*)?")  # what has a hidden name, or lies in a folder that has: not finished
 STORE = re.compile(r"\.db(\.new|\.restored)?$")
 LOGS = ("-wal", "-journal")
 MOST_TRIES, POLL_SECONDS = 50, 0.02
@@ -93,13 +98,16 @@ class Crashes:
         for path in sorted(self._entries(site)):
             status = os.lstat(path)
             kind, inside = stat.S_IFMT(status.st_mode), ""
+            name = os.path.relpath(path, site)
             if kind == stat.S_IFLNK:
                 inside = os.readlink(path)
+            elif ASIDE.fullmatch(name):
+                inside = ""
             elif STORE.search(path):
                 inside = self._store(path)
             elif kind == stat.S_IFREG:
                 inside = _sha256(path)
-            whole.update(repr((os.path.relpath(path, site), kind, inside)).encode())
+            whole.update(repr((name, kind, inside)).encode())
         return whole.hexdigest()
 
     def _entries(self, site: Path) -> list[str]:
@@ -125,6 +133,28 @@ class Crashes:
                 except sqlite3.DatabaseError:
                     self.known[raw] = raw
         return self.known[raw]
+
+
+def left_aside(site: Path) -> set[str]:
+    """Files that were being written when their writer died."""
+    return {
+        str(path)
+        for path in site.rglob("*")
+        if ASIDE.fullmatch(str(path.relative_to(site))) and path.is_file() and not path.is_symlink()
+    }
+
+
+def used(left: set[str], effects: Iterable[Effect]) -> list[str]:
+    """Those of ``left`` that a run opened, or gave a name, before it removed them or wrote them anew."""
+    left, found = set(left), []
+    for effect in effects:
+        below = {path for path in left if path == effect.path or path.startswith(f"{effect.path}/")}
+        if effect.kind in ("open", "link", "rename") and not effect.error:
+            of = {path for path in left if path == effect.other} if effect.kind == "link" else below
+            found += [f"{effect.kind} of what another process left aside: {path}" for path in of]
+        if effect.kind in ("unlink", "create", "truncate", "rename"):
+            left -= {path for path in below if not effect.error}
+    return found
 
 
 def rows_of(path: Path) -> str:

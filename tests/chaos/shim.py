@@ -150,12 +150,14 @@ class Control:
         return bool(self._read()[5])
 
 
-def read_log(path: Path) -> list[Effect]:
+def read_log(path: Path, opened: bool = False) -> list[Effect]:
+    """Effects, in their order. ``opened``: with the files of hidden names that were opened for reading, which have the number 0."""
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         number, kind, error, size, inode, folder, other_folder, *words = line.split("\t")
         numbers = map(int, (error, size, inode, folder, other_folder))
-        found.append(Effect(int(number), kind, *numbers, *words))  # type: ignore[arg-type]
+        if opened or int(number):
+            found.append(Effect(int(number), kind, *numbers, *words))  # type: ignore[arg-type]
     return found
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import power
-from tests.chaos.crashes import Crashes, copy
+from tests.chaos.crashes import Crashes, copy, left_aside, used
 from tests.chaos.folder import Folder
 from tests.chaos.server import kill_marked
-from tests.chaos.shim import ERRORS, KINDS, SPAWN, SYNCS, Effect, environment, unknown
+from tests.chaos.shim import ERRORS, KINDS, SPAWN, SYNCS, Effect, environment, read_log, unknown
 
 PROGRAM = """
 import os, shutil, subprocess
@@ -108,6 +108,37 @@ def test_rows_that_are_committed_make_another_crash_state_and_pages_that_are_not
             with contextlib.closing(sqlite3.connect(path)) as db, contextlib.suppress(sqlite3.OperationalError):
                 rows.append(db.execute("SELECT COUNT(*) FROM t").fetchone()[0])
     assert rows == [0, 2, 4, 6]
+
+
+REMOVED = "os.unlink('.w/a'); open('.w/a', 'w').write('b'); open('.w/a').read(); os.rename('.w/a', 'a')"
+
+
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [
+        ("open('.w/a').read()", "open"),
+        ("os.rename('.w', 'w')", "rename"),
+        ("os.link('.w/a', 'a')", "link"),
+        (REMOVED, ""),
+    ],
+)
+def test_what_was_left_aside_is_no_part_of_a_crash_state_and_whoever_opens_it_is_named(
+    folder: Folder, tmp_path: Path, program: str, how: str
+) -> None:
+    aside, crashes = folder.root / "plant" / ".w" / "a", Crashes(tmp_path / "crashes")
+    aside.parent.mkdir(parents=True)
+    digests = set()
+    for text in ("a quarter", "a half"):
+        aside.write_text(text)
+        digests.add(crashes.digest(folder.root))
+    assert len(digests) == 1
+    (folder.root / "plant" / "b").write_text("whole")
+    assert crashes.digest(folder.root) not in digests
+    left = left_aside(folder.root)
+    assert left == {str(aside)}
+    assert folder.run(f"import os; os.chdir('plant'); {program}") == (0, "")
+    found = used(left, read_log(folder.log, opened=True))
+    assert found == ([f"{how} of what another process left aside: {aside}"] if how else [])
 
 
 def test_a_torn_write_leaves_its_first_half(folder: Folder) -> None:

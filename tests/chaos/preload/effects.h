@@ -189,6 +189,16 @@ static void note(struct effect *e, long error, long size) {
     }
 }
 
+/* A file that has a hidden name, or lies in a folder that has, is opened to be read: not an effect, a line with the number 0. */
+static void note_open(struct effect *e) {
+    if (!below(e->path) || !strstr(e->path + strlen(control->root), "/.")) return;
+    e->kind = "open";
+    e->number = e->ino = e->folder = e->other_folder = e->other[0] = 0;
+    if (pthread_mutex_lock(&control->lock) == EOWNERDEAD) pthread_mutex_consistent(&control->lock);
+    note(e, 0, 0);
+    pthread_mutex_unlock(&control->lock);
+}
+
 /* Returns 0, or the error that the effect is to fail with. The lock is held when e->counted. */
 static int start(struct effect *e, const char *kind) {
     e->kind = kind;

@@ -97,10 +97,13 @@ int truncate64(const char *name, off64_t size) { return truncate(name, size); }
 static long opened(int folder, const char *name, int flags, int mode) {
     struct effect e;
     int changes = flags & (O_CREAT | O_TRUNC) && (flags & O_TMPFILE) != O_TMPFILE;
-    if (!changes || !control || !control->armed) return syscall(SYS_openat, folder, name, flags, mode);
+    if (!control || !control->armed || (!changes && flags & (O_DIRECTORY | O_PATH))) return syscall(SYS_openat, folder, name, flags, mode);
     on_path(&e, folder, name);
     int there = e.path[0] && inode(e.path);
-    if (there && !(flags & O_TRUNC)) return syscall(SYS_openat, folder, name, flags, mode);
+    if (there && !(flags & O_TRUNC)) {
+        note_open(&e);
+        return syscall(SYS_openat, folder, name, flags, mode);
+    }
     if (!there && !(flags & O_CREAT)) return syscall(SYS_openat, folder, name, flags, mode);
     int error = start(&e, there ? "truncate" : "create");
     return error ? FAIL(&e, error) : finish(&e, syscall(SYS_openat, folder, name, flags, mode), 0);
@@ -198,9 +201,10 @@ void *mmap64(void *where, size_t size, int protection, int flags, int fd, off64_
 static FILE *opened_stream(FILE *(*next)(const char *, const char *), const char *name, const char *how) {
     struct effect e;
     e.path[0] = 0;
-    if (control && control->armed && (how[0] == 'w' || how[0] == 'a')) on_path(&e, AT_FDCWD, name);
+    if (control && control->armed) on_path(&e, AT_FDCWD, name);
     int there = e.path[0] && inode(e.path);
-    if (!e.path[0] || (there && how[0] == 'a')) return next(name, how);
+    if (there && how[0] != 'w') note_open(&e);
+    if (!e.path[0] || how[0] == 'r' || (there && how[0] == 'a')) return next(name, how);
     e.other[0] = e.writes = 0;
     int error = start(&e, there ? "truncate" : "create");
     if (error) return FAIL(&e, error), NULL;
