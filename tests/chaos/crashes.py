@@ -29,7 +29,9 @@ from pathlib import Path
 from tests.chaos.shim import Effect
 
 KILLED = "killed"  # the way of an injection that starts from a crash state
-ASIDE = re.compile(r"plant/(.*/)?\.[^/]+(/.*)?")  # what has a hidden name, or lies in a folder that has: not finished
+ASIDE = re.compile(
+    r"plant/(?!worktrees/)(.*/)?\.[^/]+(/.*)?"
+)  # what has a hidden name, or lies in a folder that has: not finished
 STORE = re.compile(r"\.db(\.new|\.restored)?$")
 LOGS = ("-wal", "-journal")
 MOST_TRIES, POLL_SECONDS = 50, 0.02
@@ -150,7 +152,7 @@ def used(left: set[str], effects: Iterable[Effect]) -> list[str]:
     for effect in effects:
         below = {path for path in left if path == effect.path or path.startswith(f"{effect.path}/")}
         if effect.kind in ("open", "link", "rename") and not effect.error:
-            of = {path for path in left if path == effect.other} if effect.kind == "link" else below
+            of = {"open": left & {effect.path}, "link": left & {effect.other}, "rename": below}[effect.kind]
             found += [f"{effect.kind} of what another process left aside: {path}" for path in of]
         if effect.kind in ("unlink", "create", "truncate", "rename"):
             left -= {path for path in below if not effect.error}

@@ -110,7 +110,7 @@ def test_rows_that_are_committed_make_another_crash_state_and_pages_that_are_not
     assert rows == [0, 2, 4, 6]
 
 
-REMOVED = "os.unlink('.w/a'); open('.w/a', 'w').write('b'); open('.w/a').read(); os.rename('.w/a', 'a')"
+REMOVED = "os.listdir('.w'); os.close(os.open('.w', os.O_RDONLY)); os.unlink('.w/a'); open('.w/a', 'w').write('b'); open('.w/a').read(); os.rename('.w/a', 'a')"
 
 
 @pytest.mark.parametrize(
