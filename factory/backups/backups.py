@@ -10,6 +10,7 @@ copied: they lie in the workspace. The daemon makes a backup each day, and the n
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import time
@@ -52,7 +53,9 @@ def make_backup(
 
     ``keys``: with the key that signs bundles, which the ledger is told.
 
-    Killed at any moment, it is whole or absent. Raises: WorkspaceError when the ledger is damaged or in PostgreSQL; InputError.
+    Killed at any moment, it is whole or absent, and so is the oldest, whose place it takes.
+
+    Raises: WorkspaceError when the ledger is damaged or in PostgreSQL; InputError.
     """
     if ledger.file is None:
         raise WorkspaceError(PG_DUMP)
@@ -94,7 +97,10 @@ def make_backup(
         with ledger.begin() as tx:
             tx.exec_driver_sql("DELETE FROM changes WHERE seq <= ?", (newest,))
         for old in backups_of(workspace.root)[:-KEPT]:
-            remove(old)
+            with suppress(OSError):  # it stays whole, and is the oldest again next time
+                hidden = old.with_name(f".backup-{old.name}")
+                os.rename(old, hidden)  # half a backup has no name of one
+                remove(hidden)
     return target, said
 
 

@@ -232,7 +232,7 @@ class Site:
             left = left_aside(self.site)
             answer = self.run(scenario, "kill before" if again else "record", again)
             trained += steps_in(read_log(self.log))
-            result.wrong += used(left, read_log(self.log, opened=True))
+            result.wrong += used(left, read_log(self.log, opened=True), self.site)
             result.seconds += answer["seconds"]
             if again and not answer["dead"]:  # the recovery was shorter
                 result.fired = False

@@ -146,16 +146,19 @@ def left_aside(site: Path) -> set[str]:
     }
 
 
-def used(left: set[str], effects: Iterable[Effect]) -> list[str]:
-    """Those of ``left`` that a run opened, or gave a name, before it removed them or wrote them anew."""
+def used(left: set[str], effects: Iterable[Effect], site: Path) -> list[str]:
+    """Those of ``left`` that a run opened, or gave a name that is not hidden, before it removed them or wrote them anew."""
     left, found = set(left), []
-    for effect in effects:
+    for effect in (one for one in effects if not one.error):
         below = {path for path in left if path == effect.path or path.startswith(f"{effect.path}/")}
-        if effect.kind in ("open", "link", "rename") and not effect.error:
-            of = {"open": left & {effect.path}, "link": left & {effect.other}, "rename": below}[effect.kind]
-            found += [f"{effect.kind} of what another process left aside: {path}" for path in of]
+        of = {"open": left & {effect.path}, "link": left & {effect.other}}.get(effect.kind, set())
+        if effect.kind == "rename":
+            hidden = ASIDE.fullmatch(os.path.relpath(effect.other, site))
+            left |= {effect.other + path[len(effect.path) :] for path in below if hidden}
+            of = set() if hidden else below
+        found += [f"{effect.kind} of what another process left aside: {path}" for path in of]
         if effect.kind in ("unlink", "create", "truncate", "rename"):
-            left -= {path for path in below if not effect.error}
+            left -= below
     return found
 
 

@@ -175,6 +175,11 @@ MUTANTS = (
         "tests/factory/retention/test_cleaning.py::test_the_policy_keeps_what_it_says",
     ),
     Mutant(
+        "factory/backups/backups.py",
+        "os.rename(old, hidden)  # half a backup has no name of one",
+        "tests/factory/repairs/test_lost_ledger.py::test_the_newest_backups_stay_and_a_damaged_one_is_passed_over",
+    ),
+    Mutant(
         "factory/core/removal.py",
         "os.rename(inner, moved, src_dir_fd=folder, dst_dir_fd=top)",
         "tests/factory/core/test_removal.py",

@@ -110,7 +110,10 @@ def test_rows_that_are_committed_make_another_crash_state_and_pages_that_are_not
     assert rows == [0, 2, 4, 6]
 
 
-REMOVED = "os.listdir('.w'); os.close(os.open('.w', os.O_RDONLY)); os.unlink('.w/a'); open('.w/a', 'w').write('b'); open('.w/a').read(); os.rename('.w/a', 'a')"
+REMOVED = """
+os.listdir(".w"); os.close(os.open(".w", os.O_RDONLY))
+os.rename(".w/a", ".w/b"); os.unlink(".w/b"); open(".w/a", "w").write("b"); open(".w/a").read(); os.rename(".w/a", "a")
+"""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_what_was_left_aside_is_no_part_of_a_crash_state_and_whoever_opens_it_is
     left = left_aside(folder.root)
     assert left == {str(aside)}
     assert folder.run(f"import os; os.chdir('plant'); {program}") == (0, "")
-    found = used(left, read_log(folder.log, opened=True))
+    found = used(left, read_log(folder.log, opened=True), folder.root)
     assert found == ([f"{how} of what another process left aside: {aside}"] if how else [])
 
 

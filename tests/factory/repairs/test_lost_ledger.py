@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from factory.backups import backups
 from factory.backups.backups import KEPT, back_up_daily, make_backup, make_ledger
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import ingest_arrived
-from factory.ledger.journal import ABOUT, BACKUPS, LONG, NAME, backups_of, damage_of, next_name
+from factory.ledger.journal import ABOUT, BACKUPS, LONG, NAME, about, backups_of, damage_of, folders_of, next_name
 from factory.ledger.ledger import Ledger, metadata, record
 from factory.ledger.rows import SegmentRow
 from factory.repairs.lost_ledger import restore
@@ -294,6 +295,27 @@ def test_the_newest_backup_is_the_last_one_made_also_after_a_clock_went_back(tmp
             shutil.rmtree(backups_of(tmp_path)[0])
         assert [path.name for path in backups_of(tmp_path)] == names[-KEPT:]
     assert names[1] == "2026-01-31T12-00-00-1" and names[-1] == "2026-01-31T13-00-00"
+
+
+def test_killed_while_the_oldest_backup_is_removed_no_half_one_bears_the_name_of_a_backup(
+    copied: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = copied()
+    while len(backups_of(workspace.root)) < KEPT:
+        make_backup(workspace, ledger)
+
+    def half(path: Path) -> None:
+        if path.exists():
+            (path / "ledger.db").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
+        during.setattr(backups, "remove", half)
+        make_backup(workspace, ledger)
+    assert len(folders_of(workspace.root)) == KEPT
+    assert not [path for path in folders_of(workspace.root) if backups.fault_of(path / "ledger.db") or not about(path)]
+    make_backup(workspace, ledger)
+    assert len([path for path in (workspace.root / BACKUPS).iterdir() if path.is_dir()]) == KEPT
 
 
 def test_a_damaged_ledger_is_not_backed_up(copied: Copy) -> None:
