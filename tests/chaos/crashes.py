@@ -29,9 +29,8 @@ from pathlib import Path
 from tests.chaos.shim import Effect
 
 KILLED = "killed"  # the way of an injection that starts from a crash state
-ASIDE = re.compile(
-    r"plant/(?!worktrees/)(.*/)?\.[^/]+(/.*)?"
-)  # what has a hidden name, or lies in a folder that has: not finished
+# What has a hidden name, or lies in a folder that has: not finished. A segment's folder without an owner is flushed, and set aside, with all in it.
+ASIDE = re.compile(r"plant/(?!worktrees/|segments/[^/]+/\.owner)(.*/)?\.[^/]+(/.*)?")
 STORE = re.compile(r"\.db(\.new|\.restored)?$")
 LOGS = ("-wal", "-journal")
 MOST_TRIES, POLL_SECONDS = 50, 0.02
