@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from factory.evals.parity import CHECKS
 from factory.evals.power import POWER, TAILS, Needed, smallest_gain
+from factory.evals.probes.checks import CHECKS
 from factory.evals.statistics import CLOZE, Gain, holm, spent_at
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
