@@ -1,7 +1,7 @@
 """The verdict that a bundle records beside the one that this factory's judge gives of the same policy and evidence.
 
 The same code says the same, word for word. Another version of it may word a reason otherwise; what decides, it may not say otherwise: outcome,
-champion, and the numbers of a sentence that both say.
+champion, and the numbers of a sentence that both say. What gain would have been seen decides nothing, and is an estimate.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, difference, shown
 from factory.gates.release.judge import PROMOTE, Verdict
 from factory.gates.release.judged_by import JudgedBy, judged_by
+from factory.gates.release.wording import SEEN
 
 NUMBER = re.compile(r"[+−-]?\d+(?:\.\d+)?")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -92,10 +93,10 @@ class TwoVerdicts:
         return f"another version of the judge gave the verdict, {_named(self.by)}, {here}"
 
     def _other_numbers(self) -> str:
-        """A sentence that both say, but for its numbers; '': none."""
+        """A sentence that both say, but for its numbers, and that may decide; '': none."""
         ours = {NUMBER.sub("#", reason): reason for reason in self.again.reasons}
         for reason in self.otherwise:
-            if own := ours.get(NUMBER.sub("#", reason)):
+            if SEEN not in reason and (own := ours.get(NUMBER.sub("#", reason))):
                 return f"{shown(reason, 300)!r}, expected {own!r}"
         return ""
 

@@ -151,6 +151,18 @@ def test_numbers_in_other_words_are_named(bundle: Path) -> None:
     assert found.ok and "with numbers that it does not say (77.7, 0.5): Better by 77.7 and 0.5." in found.detail
 
 
+def test_a_power_that_another_judge_tells_otherwise_is_named(bundle: Path) -> None:
+    """It decides nothing, and is what a better formula changes."""
+
+    def more(verdict: dict[str, Any]) -> None:
+        told = next(n for n, reason in enumerate(verdict["reasons"]) if "would have been seen with" in reason)
+        verdict["reasons"][told] = verdict["reasons"][told].replace("A gain of 0.", "A gain of 7.")
+
+    assert judged(changed(bundle, layout.VERDICT, more)).ok is False
+    found = judged(changed(bundle, layout.VERDICT, forget))
+    assert found.ok and "with numbers that it does not say (7." in found.detail
+
+
 @pytest.mark.parametrize(
     "judge", [1, [], {}, {"sha256": "f" * 64}, {"sha256": "f", "version": "x"}, {"sha256": "f" * 64, "version": None}]
 )
