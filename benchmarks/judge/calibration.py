@@ -12,6 +12,10 @@ are heavy (Student t with 5 degrees of freedom). Of each kind of suite, with ``-
     halves            how many honest candidates are held for a gap between the sealed half and the dev half, a third of its size
     exam seen         how many are promoted that are better by 0.1 bits per byte on the sealed half alone, which they saw
 
+``--cloze`` counts something else: of candidates that are truly better by 1 bit per byte in every domain, and as good as the champion in cloze
+(few items, some of which change sides), how many are promoted, beside the share that the judge says on another candidate; where that is below
+80 %, its verdict says that no gain is promoted with 80 %.
+
     python -m benchmarks.judge.calibration --pairs 200 --json
 """
 
@@ -27,10 +31,12 @@ from typing import Any
 import numpy as np
 
 from factory.evals.parity import CHECKS
+from factory.evals.power import stepped
+from factory.evals.statistics import CLOZE
 from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import measured
-from factory.gates.release.judge import PROMOTE, detectable, judge
+from factory.gates.release.judge import PROMOTE, bounds, detectable, judge
 from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
 
@@ -104,9 +110,10 @@ def draw(kind: Kind, rng: np.random.Generator, gains: dict[str, float], sizes: S
 
 def evidence_of(pair: Pair, look: int, lost: dict[str, float]) -> ReleaseEvidence:
     """As ``factory.gates.release.gate`` gathers it, all checks passed."""
+    asked = sum(item.task == CLOZE for item in pair.champion)
     summary = {
         "bpb": dict.fromkeys(DOMAINS, BITS), "documents": dict.fromkeys(DOMAINS, 100), "noise_floor": dict.fromkeys(DOMAINS, 0.0005),
-        "cloze": {"items": 0}, "parity": {name: {"ok": True, "detail": ""} for name in CHECKS},
+        "cloze": {"items": asked, "share_right": 0.3 if asked else None}, "parity": {name: {"ok": True, "detail": ""} for name in CHECKS},
     }  # fmt: skip
     found = measured(POLICY, DOMAINS, "candidate:1", (summary, pair.candidate), (summary, pair.champion))
     return replace(
@@ -120,6 +127,18 @@ def evidence_of(pair: Pair, look: int, lost: dict[str, float]) -> ReleaseEvidenc
         fresh_documents=0,
         older_documents=100,
     )
+
+
+def with_cloze(pair: Pair, rng: np.random.Generator, items: int, changed: float) -> Pair:
+    """And so many cloze items of the sealed sources, of which a share changes sides, either way alike."""
+    sources = sorted({(item.domain, item.cluster) for item in pair.champion if item.task == TASK})
+    ours, theirs = list(pair.candidate), list(pair.champion)
+    for number in range(items):
+        domain, cluster = sources[number * len(sources) // items]
+        change = float(rng.choice((-1.0, 0.0, 1.0), p=(changed / 2, 1 - changed, changed / 2)))
+        ours.append(EvalItem(CLOZE, f"cloze/{number}", domain, cluster, change, 1.0))
+        theirs.append(EvalItem(CLOZE, f"cloze/{number}", domain, cluster, 0.0, 1.0))
+    return Pair(ours, theirs)
 
 
 def promoted(evidence: ReleaseEvidence) -> bool:
@@ -171,6 +190,39 @@ def power_of(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+LARGE = 1.0  # bits per byte
+CLOZES = ((24, 0.05), (24, 0.15), (24, 0.3), (48, 0.15), (96, 0.15))  # items, share of them that change sides
+
+
+def cloze_of(kind: Kind, items: int, changed: float, pairs: int, seed: int) -> dict[str, Any]:
+    """What the judge says of how many are promoted at most, on one candidate, and how many other ones are, each better by ``LARGE``."""
+    rng = np.random.default_rng([seed, KINDS.index(kind), items, int(100 * changed)])
+    large, nothing = dict.fromkeys(DOMAINS, LARGE), dict.fromkeys((*DOMAINS, CLOZE), 0.0)
+    told, gains = [], []
+    seen = of_none = well = power = 0
+    for _ in range(pairs):
+        sizes: Sizes = {}
+        one, other = (with_cloze(draw(kind, rng, large, sizes), rng, items, changed) for _ in range(2))
+        here = evidence_of(one, 1, nothing)
+        assert here.target is not None
+        bound, guards = bounds(POLICY, here, here.target, 1)
+        told.append(math.prod(one.chance(LARGE) for one in (bound, *stepped(guards, LARGE).values())))
+        gain, passed = detectable(POLICY, here), promoted(evidence_of(other, 1, nothing))
+        seen += passed
+        if gain is None:
+            of_none, well = of_none + passed, well + promoted(here)
+        else:
+            gains.append(gain)
+            power += promoted(evidence_of(better_by(other, gain - LARGE), 1, nothing))
+    none = pairs - len(gains)
+    return {
+        "suite": f"{kind.name}; {items} cloze items, {changed:.0%} change sides", "pairs": pairs, "told": float(np.mean(told)),
+        "promoted": seen / pairs, "no_gain_said": none / pairs, "then_promoted": of_none / none if none else math.nan,
+        "said_beside_a_promotion": well / pairs, "detectable_gain": float(np.median(gains)) if gains else math.nan,
+        "power_where_told": power / len(gains) if gains else math.nan,
+    }  # fmt: skip
+
+
 def _better(kind: Kind, rng: np.random.Generator, gains: dict[str, float], look: int) -> bool:
     return promoted(evidence_of(draw(kind, rng, gains), look, dict.fromkeys(DOMAINS, 0.0)))
 
@@ -200,17 +252,29 @@ COLUMNS = {
     "detects": "detectable_gain", "power": "power", "guard": "guard_broken_promoted", "sunk": "sunk", "halves": "honest_held_for_a_gap",
     "exam": "exam_seen_promoted",
 }  # fmt: skip
+OF_CLOZE = {
+    "told": "told", "promoted": "promoted", "none": "no_gain_said", "then": "then_promoted", "beside": "said_beside_a_promotion",
+    "power": "power_where_told",
+}  # fmt: skip
 AS_NUMBERS = {"effective": ".1f", "detectable_gain": ".4f", "sunk": ".3f", "sources": "d"}
 
 
 def report(rows: list[dict[str, Any]]) -> list[str]:
     """Of what was counted."""
-    columns = {name: key for name, key in COLUMNS.items() if key in rows[0]}
-    lines = [f"{'suite':<30}" + "".join(f"{name:>10}" for name in columns)]
+    columns = {name: key for name, key in [*COLUMNS.items(), *OF_CLOZE.items()] if key in rows[0]}
+    width = max(30, *(len(row["suite"]) + 2 for row in rows))
+    lines = [f"{'suite':<{width}}" + "".join(f"{name:>10}" for name in columns)]
     for row in rows:
         shown = [format(row[key], AS_NUMBERS.get(key, ".1%")) for key in columns.values()]
-        lines.append(f"{row['suite']:<30}" + "".join(f"{value:>10}" for value in shown))
-    lines += ["", f"{rows[0]['pairs']} pairs of each kind; power ≥ 80 % is the aim"]
+        lines.append(f"{row['suite']:<{width}}" + "".join(f"{value:>10}" for value in shown))
+    lines += ["", f"{rows[0]['pairs']} pairs of each kind" + ("; power ≥ 80 % is the aim" if "power" in rows[0] else "")]
+    if "told" in rows[0]:
+        lines += [
+            f"told: chance that the judge says, on average, of a gain of {LARGE:.0f}; promoted: how many other candidates with that gain are",
+            "none: how often the verdict says that no gain is promoted with 80 %; then: how many of the others are promoted where it does",
+            "beside: how often it says so beside a promotion",
+            "detects: the median gain where one is said; power: how many others are promoted with it",
+        ]
     if "lines" in rows[0]:
         lines += [
             "aims: false ≤ 5 %, also in a line of 20 candidates; interval 93–97 % (wider where one source holds most); guard ≤ 1 %; "
@@ -230,12 +294,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--power", action="store_true", help="the columns detects and power alone, a quarter of the time"
     )
+    parser.add_argument("--cloze", action="store_true", help="the guard of cloze alone, on few and on more items")
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(arguments)
     rows = []
     for kind in KINDS:
         if asked.only in kind.name:
             print(f"{kind.name} …", file=sys.stderr, flush=True)
+            if asked.cloze:
+                rows += [cloze_of(kind, *cloze, asked.pairs, asked.seed) for cloze in CLOZES]
+                continue
             rows.append((power_of if asked.power else calibrate)(kind, asked.pairs, asked.seed))
     print(json.dumps(rows) if asked.json else "\n".join(report(rows)))
     return 0

@@ -51,7 +51,7 @@ def gather(workspace: Workspace, ledger: Ledger, release: ReleaseRow, licence: s
     return {
         layout.POLICY: policy.model_dump_json(),
         layout.EVIDENCE: evidence,
-        layout.VERDICT: _verdict(release, verdict),
+        layout.VERDICT: _verdict(ledger, release, verdict),
         layout.ITEMS: items,
         layout.MEASUREMENTS: summaries,
         layout.HELD_OUT: held,
@@ -101,8 +101,14 @@ def _licences(
     }
 
 
-def _verdict(release: ReleaseRow, verdict: VerdictRow) -> dict[str, Any]:
+def _verdict(ledger: Ledger, release: ReleaseRow, verdict: VerdictRow) -> dict[str, Any]:
+    """``judge`` tells which code judged; a verdict that an older factory recorded has none."""
     told = verdict.only("outcome reasons against policy_sha256 subject subject_sha256")
+    sql = "SELECT detail FROM events WHERE kind = 'judged' AND subject = :subject ORDER BY id DESC"
+    events = (row["detail"] or {} for row in ledger.read(sql, subject=verdict.subject))
+    judge = next((event.get("judge") for event in events if event.get("verdict") == verdict.id), None)
+    if judge is not None:
+        told["judge"] = judge
     return {
         "release": release.number,
         "candidate": release.candidate,

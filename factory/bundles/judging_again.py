@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, BundleFolder, difference, shown
+from factory.bundles.two_verdicts import TwoVerdicts
 from factory.core.errors import InputError
 from factory.core.policy_file import policy_sha256
 from factory.evals.suite import identity_sha256
@@ -83,7 +84,17 @@ def evidence_problems(folder: BundleFolder) -> list[str]:
 
 def verdict_problems(folder: BundleFolder) -> list[str]:
     """Does the judge say of this policy and evidence what the verdict says? Raises: BundleError."""
-    stored, recorded = folder.object(layout.EVIDENCE), folder.object(layout.VERDICT)
+    return two_verdicts(folder).problems()
+
+
+def verdict_words(folder: BundleFolder) -> str:
+    """Of a verdict without problems: how it was held to the judge. Raises: BundleError."""
+    return two_verdicts(folder).words()
+
+
+def two_verdicts(folder: BundleFolder) -> TwoVerdicts:
+    """What the verdict says, and what the judge says of this policy and evidence. Raises: BundleError."""
+    stored = folder.object(layout.EVIDENCE)
     evidence = _evidence(stored)
     policy = _policy(folder)
     try:
@@ -92,11 +103,7 @@ def verdict_problems(folder: BundleFolder) -> list[str]:
         raise BundleError(f"{layout.EVIDENCE}: tasks: {_first(error)}") from None
     verdict = with_tasks(policy, judge(policy, evidence), tasks)
     against = None if evidence.against == FIRST_RELEASE else evidence.against
-    again = {"outcome": verdict.outcome, "reasons": list(verdict.reasons), "against": against}
-    told = {key: recorded.get(key) for key in again}
-    if words := difference(told, again):
-        return [f"judged again, it is {verdict.outcome}: {words}"]
-    return [] if verdict.outcome == "promote" else [f"the verdict is {verdict.outcome}: nothing was to be released"]
+    return TwoVerdicts(folder.object(layout.VERDICT), verdict, against)
 
 
 def held_out_problems(folder: BundleFolder) -> list[str]:

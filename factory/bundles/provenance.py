@@ -11,9 +11,9 @@ from typing import Any
 
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder, Hashed, difference, shown
+from factory.git.version import version
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
-from factory.watching.version import version
 
 STATEMENT, PREDICATE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:llm-factory:release:v1"

@@ -16,13 +16,13 @@ from factory.bundles.signing import KEY_BYTES, check_signature, fingerprint
 from factory.core.errors import FactoryError
 from factory.evals.parity import Check
 
-# What is asked, in this order: name of the check, what gives the problems, what is said where there is none.
-CHECKS: dict[str, tuple[Callable[[BundleFolder], list[str]], str]] = {
+# What is asked, in this order: name of the check, what gives the problems, what is said where there is none, or what gives it.
+CHECKS: dict[str, tuple[Callable[[BundleFolder], list[str]], str | Callable[[BundleFolder], str]]] = {
     "files": (manifest.problems, "every file is there, with the hash that the manifest says, and no other"),
     "export": (checking.export_problems, "the model is, byte for byte, what was judged"),
     "policy": (judging_again.policy_problems, "the policy is the one that it was judged under"),
     "evidence": (judging_again.evidence_problems, "the numbers follow from the items"),
-    "verdict": (judging_again.verdict_problems, "judged again, it is promoted, in the same words"),
+    "verdict": (judging_again.verdict_problems, judging_again.verdict_words),
     "held_out": (judging_again.held_out_problems, "the items are of the suite that the evidence names"),
     "fixture": (checking.fixture_problems, "weights and tokenizer say again what the fixture says"),
     "licences": (checking.licence_problems, "licences, token shards and evidence agree, and allow the release"),
@@ -37,11 +37,13 @@ SIGNATURE_CHECK = "signature"
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found. ``pinned``: the signature was held to a key from outside the folder."""
+    """What was found. ``pinned``: the signature was held to a key from outside the folder; ``judge``: whose judge gave the verdict, as
+    ``TwoVerdicts.to_json`` tells it; None: the bundle cannot be judged again."""
 
     checks: tuple[Check, ...]
     signer: str | None  # fingerprint of the public key
     pinned: bool
+    judge: dict[str, Any] | None = None
 
     @property
     def ok(self) -> bool:
@@ -49,7 +51,8 @@ class Verified:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON for programs."""
-        return {"ok": self.ok, "signer": self.signer, "pinned": self.pinned, "checks": [asdict(c) for c in self.checks]}
+        facts = {"ok": self.ok, "signer": self.signer, "pinned": self.pinned, "judge": self.judge}
+        return facts | {"checks": [asdict(c) for c in self.checks]}
 
 
 def verify(root: Path, public_key: Path | None = None) -> Verified:
@@ -72,7 +75,7 @@ def verify(root: Path, public_key: Path | None = None) -> Verified:
     found = {name: ask(name, folder) for name in CHECKS}
     signed, signer = _signature(folder, public_key)
     files = found.pop("files")
-    return Verified((files, signed, *found.values()), signer, public_key is not None)
+    return Verified((files, signed, *found.values()), signer, public_key is not None, _judge(folder))
 
 
 def ask(name: str, folder: BundleFolder) -> Check:
@@ -80,9 +83,17 @@ def ask(name: str, folder: BundleFolder) -> Check:
     problems_of, well = CHECKS[name]
     try:
         problems = problems_of(folder)
+        words = "; ".join(problems) or (well if isinstance(well, str) else well(folder))
     except FactoryError as error:
-        problems = [shown(str(error), 500)]
-    return Check(name, not problems, "; ".join(problems) or well)
+        return Check(name, False, shown(str(error), 500))
+    return Check(name, not problems, words)
+
+
+def _judge(folder: BundleFolder) -> dict[str, Any] | None:
+    try:
+        return judging_again.two_verdicts(folder).to_json()
+    except FactoryError:  # which the check of the verdict says
+        return None
 
 
 def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[Check, str | None]:

@@ -21,7 +21,7 @@ from factory.bundles.gathering import gather
 from factory.bundles.provenance import statement
 from factory.bundles.shards import json_line, releasable_documents
 from factory.bundles.traces import copy_traces
-from factory.bundles.verifying import verify
+from factory.bundles.verifying import Verified, verify
 from factory.bundles.wish import Wish
 from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
@@ -101,7 +101,9 @@ def _write_bundle(workspace: Workspace, ledger: Ledger, number: int, wish: Wish,
         _write(aside, layout.MANIFEST, manifest(f"release {number}", BundleFolder.open(aside).hashes))
         signing.sign(aside, private)
         progress.line(f"  release {number}: what was written is verified")
-        _refuse_unverified(number, aside)
+        verified = _refuse_unverified(number, aside)
+        if verified.judge and not verified.judge["same"]:
+            progress.line(f"  release {number}: {next(c.detail for c in verified.checks if c.name == 'verdict')}")
         put_in_place(aside, out)
     finally:
         remove(aside)
@@ -136,13 +138,14 @@ def _write_documents(workspace: Workspace, ledger: Ledger, release: ReleaseRow, 
     )
 
 
-def _refuse_unverified(number: int, aside: Path) -> None:
+def _refuse_unverified(number: int, aside: Path) -> Verified:
     verified = verify(aside)
     wrong = [f"{check.name}: {check.detail}" for check in verified.checks if not check.ok]
     if wrong:
         raise InputError(
             f"release {number}: what was written does not verify, so no bundle was made: {'; '.join(wrong)}"
         )
+    return verified
 
 
 def _write(aside: Path, path: str, value: Any) -> None:

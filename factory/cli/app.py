@@ -37,7 +37,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from factory.watching.version import version
+        from factory.git.version import version
 
         print(version())
         raise typer.Exit

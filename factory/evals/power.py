@@ -4,7 +4,9 @@ Of another candidate on the same items, whose standard error is another draw: bo
 tested with are estimates. Their squares scatter like χ² with the bound's degrees of freedom, fewer by the tails: the variance of a squared error
 is 2/ν + κ/n for items of excess kurtosis κ (Cramér 1946, §27.4), so ν is divided by 1 + κ/2. With κ = 0 and one error for both it is the power
 of the noncentral t. Bounds of target and domains rise and fall together, so all are passed at least as often as if they were independent, which
-is what is said here; that is room enough for the guards' tails, so κ is the target's alone. ``make judge-calibration`` counts how many are promoted:
+is what is said here; that is room enough for the guards' tails, so κ is the target's alone. Guards share their level by Holm (1979): those that
+pass in any one order, each at its step, all pass, so the order is the one that is surest at the gain that is asked for.
+``make judge-calibration`` counts how many are promoted:
 80 % or more, the more the fewer sources a guard has (``benchmarks/judge/results.txt`` says why).
 """
 
@@ -12,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -52,10 +54,23 @@ class Needed:
         return float(ndtr(here_N[:, None] - there_N).mean())
 
 
-def smallest_gain(needed: Sequence[Needed], otherwise: float = 0.0) -> float | None:
+def stepped(guards: Mapping[str, Needed], gain: float) -> dict[str, Needed]:
+    """Guards whose ``level`` is of all together, each at its step of Holm's: the surest at this true gain first, at the smallest level."""
+
+    def doubt(name: str) -> float:
+        guard = guards[name]
+        return (guard.floor - (gain if guard.moves else 0.0)) / (guard.measured.error or 1e-9)
+
+    surest = sorted(guards, key=doubt)
+    return {name: replace(guards[name], level=guards[name].level / (len(surest) - n)) for n, name in enumerate(surest)}
+
+
+def smallest_gain(
+    needed: Sequence[Needed], otherwise: float = 0.0, guards: Mapping[str, Needed] | None = None
+) -> float | None:
     """The gain with which all bounds are passed with 80 %, to 1 % of it; None: no gain is.
 
-    ``otherwise``: the chance at most that something else than these bounds holds it up.
+    ``otherwise``: the chance at most that something else than these bounds holds it up; ``guards``: further bounds, as ``stepped`` takes them.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
     >>> round(smallest_gain([Needed(target, 0.025)]), 4), smallest_gain([Needed(target, 0.025), Needed(target, 0.05, 0.01, moves=False)])
@@ -63,7 +78,7 @@ def smallest_gain(needed: Sequence[Needed], otherwise: float = 0.0) -> float | N
     """
 
     def passed(gain: float) -> bool:
-        return math.prod(one.chance(gain) for one in needed) >= POWER + otherwise
+        return math.prod(one.chance(gain) for one in (*needed, *stepped(guards or {}, gain).values())) >= POWER + otherwise
 
     low, high = 0.0, MOST
     if not passed(high):

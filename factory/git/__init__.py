@@ -1,1 +1,1 @@
-"""The repository: the live commit, worktrees, branches of proposals, and the scope that a patch must stay in."""
+"""The repository: the live commit, worktrees, branches of proposals, the scope that a patch must stay in, and the version of this factory."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from factory.bundles.files.folder import BundleFolder, Hashed, shown
 from factory.bundles.files.layout import FORMAT, MANIFEST, SIGNATURE
-from factory.watching.version import version
+from factory.git.version import version
 
 NAMED = 5  # files in a message
 

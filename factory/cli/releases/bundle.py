@@ -37,10 +37,12 @@ def verify(
             state = "ok" if check.ok else "FAILED" if check.ok is False else "not asked"
             print(f"  {check.name:<11} {state:<9}  {check.detail}")
         wrong = [check.name for check in found.checks if not check.ok]
+        apart = ", its reasons' words apart: another version of the judge gave them"
+        apart = apart if found.judge and found.judge["worded_otherwise"] else ""
         print(
             f"NOT VERIFIED: {', '.join(wrong)}"
             if wrong
-            else "verified" + ("" if found.pinned else ", by its own key alone")
+            else "verified" + ("" if found.pinned else ", by its own key alone") + apart
         )
     if not found.ok:
         raise typer.Exit(1)

@@ -23,6 +23,7 @@ from factory.evals.tasks import EvalItem
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.judge import PROMOTE, dev_alone, judge
+from factory.gates.release.judged_by import judged_by
 from factory.gates.release.licences import not_releasable, tokens_by_licence
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
@@ -203,7 +204,7 @@ def _record(
         )
         if words := dev_alone(policy, evidence):
             _note(tx, CandidateRow.get(ledger, candidate_id).segment, subject, number, words)
-        record(tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome})
+        record(tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome, "judge": judged_by().to_json()})
     return number
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from factory.evals.parity import CHECKS
 from factory.evals.power import POWER, TAILS, Needed, smallest_gain
+from factory.evals.probes.checks import CHECKS
 from factory.evals.statistics import CLOZE, Gain, holm, spent_at
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.wording import another_order, noise_used, number, sentence, signed, spent
+from factory.gates.release.wording import SEEN, another_order, noise_used, number, sentence, signed, spent, unseen
 
 PROMOTE, HOLD, REJECT = "promote", "hold", "reject"
 NAMED = 5  # licences in a reason
@@ -300,20 +300,23 @@ def _floors(
 
 
 def detectable(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None:
-    """The smallest gain, in every domain alike, with which 80 % of candidates are promoted; None: none is.
-
-    Guards that pass in this order, surest first, each at its step of Holm's, all pass.
-    """
+    """The smallest gain, in every domain alike, with which 80 % of candidates are promoted; None: none is."""
     if evidence.target is None or not evidence.look:
         return None
+    target, guards = bounds(policy, evidence, evidence.target, evidence.look)
+    return smallest_gain([target], 1.5 * policy.memorising.alpha, guards)  # of both comparisons; one is one-sided
+
+
+def bounds(
+    policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain, look: int
+) -> tuple[Needed, dict[str, Needed]]:
+    """What a promotion has to pass: the target's bound, and the guards', whose level is of all together. No gain in bits per byte moves cloze."""
     floor, _ = _floors(policy, evidence, [])
-    guards = {name: evidence.guards.get(name, Gain()) for name in floor}
-    surest = sorted(guards, key=lambda name: floor[name] / (number(guards[name].error) or 1e-9))
-    needed = [Needed(evidence.target, spent_at(policy.target.alpha, evidence.look), tails=TAILS)]
-    for step, name in enumerate(surest):
-        level = policy.guards.alpha / (len(surest) - step)
-        needed.append(Needed(guards[name], level, floor[name], moves=name != CLOZE))
-    return smallest_gain(needed, otherwise=1.5 * policy.memorising.alpha)  # of both comparisons; one is one-sided
+    guards = {
+        name: Needed(evidence.guards.get(name, Gain()), policy.guards.alpha, least, moves=name != CLOZE)
+        for name, least in floor.items()
+    }
+    return Needed(target, spent_at(policy.target.alpha, look), tails=TAILS), guards
 
 
 def _guarded(evidence: ReleaseEvidence) -> list[str]:
@@ -341,5 +344,5 @@ def _seen(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
     smallest, level = detectable(policy, evidence), spent_at(policy.target.alpha, evidence.look)
     looks = f"look {evidence.look} against this champion, so shown at {level:.2%}; {evidence.target.effective:.0f} effective source documents"
     if smallest is None:
-        return f"No gain would have been seen with {100 * POWER:.0f} %: a guard is too uncertain ({looks})."
-    return f"A gain of {smallest:.3f} in every domain would have been seen with {100 * POWER:.0f} %, all guards passed ({looks})."
+        return f"{unseen(*bounds(policy, evidence, evidence.target, evidence.look))} ({looks})."
+    return f"A gain of {smallest:.3f} in every domain {SEEN} {100 * POWER:.0f} %, all guards passed ({looks})."

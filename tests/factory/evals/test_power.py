@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import nct
 
-from factory.evals.power import POWER, TAILS, Needed, smallest_gain
+from factory.evals.power import POWER, TAILS, Needed, smallest_gain, stepped
 from factory.evals.statistics import Gain
 
 MANY = Gain(0.0, 0.01, 100_000, 100_000.0)
@@ -52,6 +52,19 @@ def test_a_guard_that_is_too_uncertain_leaves_nothing_to_be_seen() -> None:
     assert smallest_gain([Needed(MANY, 0.025), Needed(Gain(), 0.05)]) is None, "what was not measured"
     sure = smallest_gain([Needed(MANY, 0.025), Needed(Gain(0.0, 0.01, 40, 40.0), 0.0125, -0.15, moves=False)])
     assert sure == pytest.approx(smallest_gain([Needed(MANY, 0.025)]), rel=0.02)
+
+
+def test_the_guards_that_a_gain_moves_are_the_surest_where_it_is_large() -> None:
+    """Holm's steps: a guard that it does not move is then tested last, at the whole level, not at a part of it."""
+    code, cloze = Gain(0.0, 0.01, 40, 40.0), Gain(0.0, 0.055, 40, 40.0)
+    guards = {"code": Needed(code, 0.06, -0.02), "cloze": Needed(cloze, 0.06, -0.15, moves=False)}
+    assert [(name, one.level) for name, one in stepped(guards, 0.0).items()] == [("cloze", 0.03), ("code", 0.06)]
+    assert [(name, one.level) for name, one in stepped(guards, 0.1).items()] == [("code", 0.03), ("cloze", 0.06)]
+    target = Needed(MANY, 0.025)
+    gain = smallest_gain([target], 0.0, guards)
+    assert gain is not None and gain > 0.02, "enough for code to be surer than cloze"
+    passed = [one.chance(gain) for one in (target, *stepped(guards, gain).values())]
+    assert math.prod(passed) >= POWER > math.prod(one.chance(8.0) for one in stepped(guards, 0.0).values())
 
 
 def test_a_tighter_floor_asks_for_more() -> None:

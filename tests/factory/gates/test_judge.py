@@ -127,6 +127,18 @@ CASES = [
     ),
     (
         "promote",
+        changed(evidence(), "guards", "cloze", gain(0.05, 0.14)),
+        "Of no gain in bits per byte, however large, can it be said that 80 % are promoted: it is not counted on to move cloze, and of candidates "
+        "that are as good as the champion there about 68 % pass that guard (standard error 0.069 from 40 effective source documents; a loss of "
+        "0.150 must be excluded). So more of the good ones are held; one that is promoted has passed every bound at its full level (look 1 against",
+    ),
+    (
+        "hold",
+        changed(evidence(), "guards", "code", Gain()),
+        "Of no gain in bits per byte, however large, can it be said that 80 % are promoted: code could not be compared (look 1",
+    ),
+    (
+        "promote",
         evidence(),
         "How far another order of the same data moves a model was not measured",
     ),

@@ -1,0 +1,189 @@
+"""A bundle whose verdict another version of the judge gave: what decides is compared, the words of reasons are not, and that is said."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factory.bundles.files import layout
+from factory.bundles.files.folder import BundleFolder
+from factory.bundles.judging_again import two_verdicts
+from factory.bundles.verifying import ask
+from factory.evals.parity import Check
+from factory.gates.release import judged_by
+from factory.gates.release.gate import evidence_sha256
+from tests.support.paths import ROOT
+
+Change = Callable[[dict[str, Any]], object]
+WORDS, OTHER_WORDS = '"Better than {champion}: {words}."', '"It beats {champion}, 2 to 0: {words}."'
+VERIFIES = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from factory.bundles.files.folder import BundleFolder
+from factory.bundles.verifying import ask
+folders = [BundleFolder.open(Path(path)) for path in sys.argv[1:]]
+print(json.dumps([[asdict(ask(name, folder)) for name in ("evidence", "verdict")] for folder in folders]))
+"""
+
+
+def changed(bundle: Path, path: str, change: Change) -> Path:
+    value = json.loads((bundle / path).read_text())
+    change(value)
+    if path == layout.EVIDENCE:
+        value["sha256"] = evidence_sha256(value)
+    (bundle / path).write_text(json.dumps(value))
+    return bundle
+
+
+def forget(verdict: dict[str, Any]) -> None:
+    """As an older factory wrote it, or as who wants it judged less strictly."""
+    del verdict["judge"]
+
+
+def forge(verdict: dict[str, Any]) -> None:
+    verdict["judge"] = {"sha256": "f" * 64, "version": "llm-factory 9"}
+
+
+def reworded(verdict: dict[str, Any]) -> None:
+    verdict["reasons"][0] = verdict["reasons"][0].replace("Better than", "It beats")
+
+
+def judged(bundle: Path) -> Check:
+    return ask("verdict", BundleFolder.open(bundle))
+
+
+@pytest.fixture(scope="module")
+def other_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This project, whose judge has one other sentence."""
+    root = tmp_path_factory.mktemp("other")
+    for name in ("factory", "trainer", "kernels", "agents"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    source = root / "factory/gates/release/judge.py"
+    assert source.read_text().count(WORDS) == 1
+    source.write_text(source.read_text().replace(WORDS, OTHER_WORDS))
+    return root
+
+
+def test_the_judges_files_are_those_that_it_imports() -> None:
+    apart = {"factory/core/policy_file.py", "factory/evals/tasks.py"}  # read files, and measure
+    found: set[str] = set()
+    pending = ["factory/gates/release/with_tasks.py"]
+    while pending:
+        path = pending.pop()
+        found.add(path)
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            file = f"{module.replace('.', '/')}.py" if module else ""
+            if file.startswith("factory/") and file not in found | apart:
+                pending.append(file)
+    assert sorted(found) == list(judged_by.FILES)
+
+
+def test_a_verdict_tells_whose_judge_gave_it(bundle: Path) -> None:
+    told = json.loads((bundle / layout.VERDICT).read_text())["judge"]
+    assert told == judged_by.judged_by().to_json()
+    assert judged(bundle).detail == "judged again, it is promoted, in the same words"
+
+
+def test_the_same_judge_is_held_to_its_words(bundle: Path) -> None:
+    found = judged(changed(bundle, layout.VERDICT, reworded))
+    assert found.ok is False and "reasons/0 is 'It beats candidate 1" in found.detail
+    assert "version" not in found.detail
+
+
+@pytest.mark.parametrize("record, said", [(forget, "is not recorded"), (forge, "llm-factory 9, sha256 ffffffffffff")])
+def test_another_judge_may_word_reasons_otherwise(bundle: Path, record: Change, said: str) -> None:
+    found = judged(changed(bundle, layout.VERDICT, record))
+    assert found.ok and "in the same words; " in found.detail and said in found.detail
+    reasons = json.loads((bundle / layout.VERDICT).read_text())["reasons"]
+    found = judged(changed(bundle, layout.VERDICT, reworded))
+    assert found.ok and said in found.detail and judged_by.judged_by().sha256[:12] in found.detail
+    assert f"1 of {len(reasons)} reasons are worded otherwise here" in found.detail
+    assert "It beats candidate 1" in found.detail and "with numbers" not in found.detail
+    facts = two_verdicts(BundleFolder.open(bundle)).to_json()
+    assert not facts["same"] and facts["worded_otherwise"][0].startswith("It beats candidate 1")
+    assert facts["here"] == judged_by.judged_by().to_json()
+
+
+# What is done to a bundle → what is said of it, whichever judge the record names.
+DECIDES: dict[str, tuple[str, Change, str]] = {
+    "the outcome": (layout.VERDICT, lambda v: v.update(outcome="hold"), "outcome is 'hold', expected 'promote'"),
+    "the champion": (layout.VERDICT, lambda v: v.update(against=None), "against is None, expected 'candidate:1'"),
+    "no outcome": (layout.VERDICT, lambda v: v.pop("outcome"), "outcome is None, expected 'promote'"),
+    "a number of a reason": (layout.VERDICT, lambda v: v["reasons"].__setitem__(0, v["reasons"][0].replace("0.2", "0.9", 1)), "−0.900"),
+    "no reasons": (layout.VERDICT, lambda v: v.update(reasons=None), "reasons"),
+    "a gain that is none": (layout.EVIDENCE, lambda e: e["target"].update(gain=-0.1), "judged again, it is reject"),
+    "a check that failed": (layout.EVIDENCE, lambda e: e["checks"].update(logits=[False, "apart"]), "judged again, it is reject"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("record", [lambda verdict: None, forget, forge])
+@pytest.mark.parametrize("what", DECIDES)
+def test_what_decides_is_compared_whoever_judged(bundle: Path, what: str, record: Change) -> None:
+    path, change, said = DECIDES[what]
+    changed(bundle, layout.VERDICT, record)
+    found = judged(changed(bundle, path, change))
+    assert found.ok is False and said in found.detail, found.detail
+
+
+@pytest.mark.parametrize("record", [lambda verdict: None, forget, forge])
+def test_a_number_of_the_evidence_follows_from_the_items_whoever_judged(bundle: Path, record: Change) -> None:
+    changed(bundle, layout.VERDICT, record)
+    changed(bundle, layout.EVIDENCE, lambda evidence: evidence["target"].update(gain=0.25))
+    found = ask("evidence", BundleFolder.open(bundle))
+    assert found.ok is False and "target/gain is 0.25" in found.detail
+
+
+def test_numbers_in_other_words_are_named(bundle: Path) -> None:
+    changed(bundle, layout.VERDICT, forget)
+    found = judged(changed(bundle, layout.VERDICT, lambda v: v["reasons"].append("Better by 77.7 and 0.5.")))
+    assert found.ok and "with numbers that it does not say (77.7, 0.5): Better by 77.7 and 0.5." in found.detail
+
+
+def test_a_power_that_another_judge_tells_otherwise_is_named(bundle: Path) -> None:
+    """It decides nothing, and is what a better formula changes."""
+
+    def more(verdict: dict[str, Any]) -> None:
+        told = next(n for n, reason in enumerate(verdict["reasons"]) if "would have been seen with" in reason)
+        verdict["reasons"][told] = verdict["reasons"][told].replace("A gain of 0.", "A gain of 7.")
+
+    assert judged(changed(bundle, layout.VERDICT, more)).ok is False
+    found = judged(changed(bundle, layout.VERDICT, forget))
+    assert found.ok and "with numbers that it does not say (7." in found.detail
+
+
+@pytest.mark.parametrize(
+    "judge", [1, [], {}, {"sha256": "f" * 64}, {"sha256": "f", "version": "x"}, {"sha256": "f" * 64, "version": None}]
+)
+def test_a_record_that_is_none_is_named(bundle: Path, judge: Any) -> None:
+    found = judged(changed(bundle, layout.VERDICT, lambda verdict: verdict.update(judge=judge)))
+    assert found.ok is False and "judge: expected the SHA-256 of a judge's code" in found.detail
+
+
+def test_a_verifier_of_another_version(bundle: Path, other_code: Path, tmp_path: Path) -> None:
+    """Real code with another sentence, in a process of its own."""
+    spoilt = []
+    for number, (path, change, _) in enumerate(DECIDES.values()):
+        spoilt.append(changed(Path(shutil.copytree(bundle, tmp_path / str(number))), path, change))
+    command = [sys.executable, "-P", "-c", VERIFIES, str(bundle), *map(str, spoilt)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(other_code)}, capture_output=True, text=True)
+    well, *found = json.loads(done.stdout)
+    assert all(check["ok"] for check in well)
+    assert "another version of the judge gave the verdict" in well[1]["detail"]
+    assert "reasons are worded otherwise here" in well[1]["detail"] and "Better than candidate 1" in well[1]["detail"]
+    for (what, (_, _, said)), (_, verdict) in zip(DECIDES.items(), found, strict=True):
+        if what == "a number of a reason":  # in a sentence that this version words otherwise
+            assert verdict["ok"] and "with numbers that it does not say (−0.9" in verdict["detail"]
+        else:
+            assert verdict["ok"] is False and said in verdict["detail"], what
