@@ -101,12 +101,14 @@ def test_the_same_again_is_what_the_live_run_did_and_is_not_run_twice_after_a_ki
 
 
 def test_killed_between_the_checkpoint_at_the_onset_and_the_outcome_it_approaches_the_onset_again(live: Live) -> None:
-    bench = live.bench("killed")
+    episode = live.episode()
+    episode = replace(episode, rungs=[rung for rung in episode.rungs if rung[0] < episode.onset])
+    bench = WindowBench(episode, live.root / "killed", live.replay, 500)
     outcome = bench.run(AGAIN[0])
     assert list((bench.folder / "onset").glob("step-*/manifest.json"))
     for stored in bench.folder.glob("*.json"):
         stored.unlink()
-    assert live.bench("killed").run(AGAIN[0]) == outcome
+    assert WindowBench(episode, bench.folder, live.replay, 500).run(AGAIN[0]) == outcome
     assert sorted(path.name for path in bench.folder.iterdir() if path.is_dir()) == ["onset"]
 
 
