@@ -207,7 +207,10 @@ class WindowBench:
         tensors = sorted((key, f["sha256"]) for key, f in files.items() if key != "state.json")
         bits = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
         if until == episode.onset:
-            copy_checkpoint(checkpoint, self.folder / "onset" / name_of(until))
+            remove(
+                at_onset := self.folder / "onset" / name_of(until)
+            )  # of a process that was killed before it stored the outcome
+            copy_checkpoint(checkpoint, at_onset)
         remove(output)  # the numbers are kept, not the weights
         fires = (
             None

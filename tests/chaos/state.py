@@ -26,9 +26,10 @@ State = dict[str, Any]
 # Events that say that something happened once and for all.
 EVENTS = (
     "ingested", "segment_done", "segment_failed", "candidate", "release_decided", "promoted", "withdrawn", "proposal_approved", "proposal_reverted",
-    "anomaly_closed", "anomaly_asked", "diagnosed", "segment_rewound", "quarantined", "rejected",
+    "anomaly_closed", "anomaly_asked", "anomaly_diagnosed", "segment_rewound", "quarantined", "rejected",
     "data_removed", "data_erased",
 )  # fmt: skip
+DIAGNOSIS = ("causes", "guilty", "triggers", "suspects", "arms", "steps", "remedy", "why", "onset", "last")
 TABLES = {
     "shards": "SELECT sha256, name, path, state, rows, counts, tokens FROM shards ORDER BY sha256",
     "documents": "SELECT key, id, fate, rule, matched, tokens, supervised_tokens, token_shard FROM documents ORDER BY key",
@@ -71,6 +72,11 @@ def state_of(site: Path) -> State:
             found["ledger"][name] = [list(row) for row in db.execute(query)]
         kinds = Counter(row[0] for row in db.execute("SELECT kind FROM events"))
         found["ledger"]["events"] = {kind: kinds[kind] for kind in EVENTS if kinds[kind]}
+        diagnoses = [
+            json.loads(row[0])
+            for row in db.execute("SELECT detail FROM events WHERE kind = 'anomaly_diagnosed' ORDER BY id")
+        ]
+        found["diagnoses"] = [{key: one[key] for key in DIAGNOSIS if key in one} for one in diagnoses]
         folders = [(row[0], row[1]) for row in db.execute("SELECT id, folder FROM segments WHERE state <> 'planned'")]
     if (plant / "mlflow.db").exists():
         with closing(_opened(plant / "mlflow.db")) as db:

@@ -100,6 +100,18 @@ def test_the_same_again_is_what_the_live_run_did_and_is_not_run_twice_after_a_ki
     assert later.run(AGAIN[0]) == outcome and live.runs == runs and later.replayed == outcome.steps
 
 
+def test_killed_between_the_checkpoint_at_the_onset_and_the_outcome_it_approaches_the_onset_again(live: Live) -> None:
+    episode = live.episode()
+    episode = replace(episode, rungs=[rung for rung in episode.rungs if rung[0] < episode.onset])
+    bench = WindowBench(episode, live.root / "killed", live.replay, 500)
+    outcome = bench.run(AGAIN[0])
+    assert list((bench.folder / "onset").glob("step-*/manifest.json"))
+    for stored in bench.folder.glob("*.json"):
+        stored.unlink()
+    assert WindowBench(episode, bench.folder, live.replay, 500).run(AGAIN[0]) == outcome
+    assert sorted(path.name for path in bench.folder.iterdir() if path.is_dir()) == ["onset"]
+
+
 def test_the_budget_counts_what_was_replayed_before_a_kill(live: Live) -> None:
     steps = live.bench("budget").run(AGAIN[0]).steps
     again = live.bench("budget", budget=2 * steps - 1)
