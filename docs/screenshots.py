@@ -3,6 +3,9 @@
     factory demo --workspace /tmp/demo
     python docs/screenshots.py --workspace /tmp/demo --into docs/pictures
 
+``waiting`` needs a candidate that waits for a person: ``approval: manual`` in the demo's policies/gates/release.yaml, then ``factory train``,
+``factory anneal`` and ``factory evaluate``; without one it is left out.
+
 Chromium is steered over its debugging pipe (null-terminated JSON), since a page draws its charts only once they are in view, in real time.
 """
 
@@ -26,11 +29,12 @@ from typing import Any
 
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
+from factory.ledger.decisions import undecided
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.answering import BY_TAG, ApprovalAnswers
 from factory.release.approvals import REASON_TAG
-from factory.release.registry import CHAMPION, MODEL
+from factory.release.registry import CHAMPION, MODEL, find_version
 from factory.release.start_pages import start_pages
 from factory.release.version_page import MODE, Place
 from factory.tracking.mlflow_store import open_client
@@ -146,7 +150,13 @@ def shots(workspace: Workspace, server: str) -> list[Shot]:
     place = lambda subject: Place(*(tracking.place(subject) or ("", "")))
     mine, theirs = place(Subject("candidate", release.candidate)), place(Subject.parse(verdict.against))
     version, at = f"{server}/#/models/{MODEL}/versions/{release.mlflow_version}?{MODE}", f"{server}/"
+    waiting = [
+        Shot("waiting", f"{server}/#/models/{MODEL}/versions/{found.version}?{MODE}", "what decides", 860, prepare=TO_TAGS)
+        for one in undecided(ledger)
+        if (found := find_version(tracking.client, one.number, one.subject_sha256))
+    ][-1:]
     return [
+        *waiting,
         Shot("releases", pages["releases"], "factory-lm", 700),
         Shot("segment", at + place(Subject("segment", segment.id)).link("/model-metrics"), "loss", 900, charts=3),
         Shot("version", version, "what decides", 1440),
