@@ -34,8 +34,8 @@ BESIDE = {"suite_sha256", "evaluations", "policy", "tasks", "sha256"}  # what is
 _ITEMS = TypeAdapter(EvalItem)
 # Of the ledger, which a bundle does not have: taken as recorded, and signed.
 RECORDED = (
-    "look", "lost", "releasable", "not_releasable", "anomalies", "sealed_looks", "fresh_documents", "older_documents", "on_fresh", "fresh_gap",
-    "replicas", "replica_noise", "replica_target", "watched", "rise_since", "rise_dev", "rise_sealed", "rise_gap",
+    "look", "lost", "releasable", "not_releasable", "disputed", "anomalies", "sealed_looks", "fresh_documents", "older_documents", "on_fresh",
+    "fresh_gap", "replicas", "replica_noise", "replica_target", "watched", "rise_since", "rise_dev", "rise_sealed", "rise_gap",
 )  # fmt: skip
 _TASKS = TypeAdapter(TaskEvidence)
 _EVIDENCE = TypeAdapter(ReleaseEvidence)

@@ -308,7 +308,9 @@ def release(
         Path | None,
         typer.Option(help="Private key to sign with (PEM; default: the workspace's own, made at first use)."),
     ] = None,
-    licence: Annotated[str, typer.Option(help="Licence of the weights, as an SPDX expression.")] = "NOASSERTION",
+    licence: Annotated[
+        str, typer.Option("--licence", "--license", help="Licence of the weights, as an SPDX expression.")
+    ] = "NOASSERTION",
 ) -> None:
     """Release a candidate that the gate promoted (this is the approval, where the policy requires one), roll back, or bundle a release."""
     from factory.bundles.wish import Wish

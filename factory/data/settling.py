@@ -9,6 +9,7 @@ from typing import Any
 from factory.core.errors import InputError, nearest
 from factory.data.selecting import keys_of
 from factory.ingest.rules.claims import SETTLED, LicenceConflict, LicencePolicy, conflicts
+from factory.ingest.rules.licence_names import folded
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.removals import NO_LICENCE
 
@@ -64,6 +65,10 @@ def lines(found: Sequence[dict[str, Any]]) -> list[str]:
             f"{group['documents']:,} documents ({fates}), {group['supervised_tokens']:,} tokens with loss: {claims}"
         )
         said.append(f"  {how} {group['counts_as'] or NO_LICENCE}: {allowed}; {', '.join(group['keys'])}")
+    if any(not group["settled"] for group in found):
+        said.append(
+            "the strictest counts until you say which is right: factory data settle LICENCE --shard NAME, or --document ID; 'none': no licence"
+        )
     return said or ["no text came under two licences"]
 
 
@@ -85,13 +90,19 @@ def settle(
         raise InputError(
             f"no licence of {', '.join([*names, *shards])} is in conflict; 'factory data claims' lists those that are"
         )
-    known = "" if licence == NO_LICENCE else licence
+    known = "" if licence == NO_LICENCE else folded(licence)
     for one in about:
-        claimed = {claim.license for claim in one.claims}
-        if known not in claimed:
-            near = nearest(licence, [name or NO_LICENCE for name in claimed])
-            raise InputError(f"{one.key}: nobody claims {licence!r} for it{near}; nothing was changed")
-    aside = {one.key: [claim.key for claim in one.claims if claim.license != known] for one in about}
+        claimed = {claim.license or NO_LICENCE for claim in one.claims}
+        if known not in {folded(claim.license) for claim in one.claims}:
+            raise InputError(
+                f"{one.key}: nobody claims {licence!r} for it{nearest(licence, claimed)}; nothing was changed"
+            )
+    aside = {one.key: [claim.key for claim in one.claims if folded(claim.license) != known] for one in about}
     with ledger.begin() as tx:
-        record(tx, SETTLED, "data", {"license": known, "by": by, "why": why, "aside": aside})
+        record(
+            tx,
+            SETTLED,
+            "data",
+            {"license": "" if licence == NO_LICENCE else licence, "by": by, "why": why, "aside": aside},
+        )
     return about

@@ -17,6 +17,7 @@ from factory.ingest.document import Row
 from factory.ingest.index import BARRED, Index
 from factory.ingest.rules import decontaminate, split
 from factory.ingest.rules.claims import COPIES
+from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.near_dup import NearDuplicates, Signatures
 from factory.ingest.rules.policy import DataPolicy, DomainRules
 from factory.ingest.rules.words import Hashes
@@ -70,7 +71,7 @@ def _living(analysed: Sequence[Analysed]) -> Iterator[_Living]:
 
 def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) -> tuple[list[_Living], list[_Living]]:
     """Drop all but the first of equal or near-equal documents. A copy of a held-out document counts as contamination; a text whose licence
-    does not allow training bars its copies, those before it in this shard too. Returns what is left, and the first rows that bar a text."""
+    does not allow training bars its copies, those before it in this shard too. Returns what is left, and the rows that bar a text."""
     known = index.kept_by_content([one.row.content_sha256 or "" for one in living])
     fates = index.fates(sorted({key for keys in near.stored.keys.values() for key in keys}))
     here: dict[str, str] = {}  # fate by key, of the first of each text
@@ -107,11 +108,11 @@ def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) 
             row.drop("licence", row.barred, found and found[3])
         elif found:
             _drop_copy(row, *found)
-        if not found:
+        if not found or row.barred:  # a copy bars too, what is near to it and not to the first
             near.keep(one.number)
             by_number[one.number] = row.key
             assert row.content_sha256
-            first[row.content_sha256] = row.key
+            first.setdefault(row.content_sha256, row.key)
             here[row.key] = BARRED if row.barred else "train"
             (barred if row.barred else kept).append(one)
     return kept, barred
@@ -126,7 +127,7 @@ def _other_licences(rows: Mapping[str, Row], index: Index) -> dict[str, int]:
         assert row.matched
         here = rows.get(row.matched)
         licence, shard = (here.license or "", "") if here else stored[row.matched]
-        if licence != (row.license or ""):
+        if folded(licence) != folded(row.license):
             found[shard] += 1
     return dict(found)
 

@@ -229,7 +229,11 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] |
         words.append(f"{sum(dropped.values()):,} dropped ({by_rule})")
     if isinstance(others := counts.get("other_licences"), dict):
         for shard, count in others.items():
-            words.append(f"{count:,} OF ITS TEXTS CAME UNDER ANOTHER LICENCE in {shard} ('factory data claims')")
+            words.append(f"{count:,} OF ITS TEXTS CAME UNDER ANOTHER LICENCE in {shard}")
+        words.append(
+            "the strictest counts, and none named is strict too: releases may be held back until 'factory data settle LICENCE --shard "
+            f"{name}' says which is right ('factory data claims' lists them)"
+        )
     if state == "quarantined":
         words = [f"QUARANTINED: {reason}"] + words[1:]
     return f"  {name}: {rows:,} documents; {'; '.join(words)}"

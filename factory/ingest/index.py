@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from factory.core.errors import ConfigError
 from factory.ingest.rules import near_dup
 from factory.ingest.rules.claims import set_aside
+from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import DataPolicy, Licences
 from factory.ingest.rules.words import Hashes
 from factory.ledger.ledger import Ledger, documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams
@@ -82,12 +83,13 @@ class Index:
     def refusal(self) -> Callable[[str | None, str | None], str]:
         """Says why a document of a source and a licence is refused: a person took that source or licence out; '': it is not."""
         known = refused(self._ledger)
+        licences = {folded(name): number for name, number in known["license"].items()}
         why = {removal.number: removal.why for removal in removals(self._ledger)}
 
         def of(source: str | None, licence: str | None) -> str:
             for noun, number in (
                 (f"source {source!r}", known["source"].get(source)),
-                (f"licence {licence or 'none'!r}", known["license"].get(licence)),
+                (f"licence {licence or 'none'!r}", licences.get(folded(licence))),
             ):
                 if number is not None:
                     return f"{noun} was taken out (removal {number}{': ' + why[number] if why[number] else ''})"

@@ -149,7 +149,7 @@ def write_index(tx: sa.Connection, rows: Sequence[Row], decided: Decided, finish
 
 def _detail(row: Row) -> str | None:
     replaced = ", ".join(f"{count} {kind}" for kind, count in sorted(row.pii.items()))
-    maker = f"{SYNTHETIC}{row.synthetic_by.replace(';', ',')}" if row.synthetic_by else None
+    maker = f"{SYNTHETIC}{row.synthetic_by}" if row.synthetic_by else None
     words = [maker, row.detail, f"replaced: {replaced}" if replaced and row.fate != "dropped" else None]
     return "; ".join(word for word in words if word) or None
 

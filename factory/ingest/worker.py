@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from agents.core.untrusted import one_line
 from factory.ingest.document import BadRow, Content, Row, content_sha256, flat, normalise, parse_document, parse_json
 from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
 from factory.ingest.rules.policy import DataPolicy
@@ -31,6 +32,8 @@ from factory.ingest.tokenizer import Tokenizer, holds_special
 
 if TYPE_CHECKING:  # it imports pyarrow, which workers do not need
     from factory.ingest.readers import RawRow
+
+LONGEST_MAKER = 300  # characters of a model's name: it is printed, and stands in reports and cards
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
     parsed = parse_document(parse_json(raw) if isinstance(raw, bytes) else raw, policy.default_domain)
     row.id = parsed.id or row.key
     row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license
-    row.synthetic_by = parsed.synthetic_by
+    row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
     rules = policy.rules(row.domain)
     licence = policy.licences.of(row.license)
     row.releasable = licence.release

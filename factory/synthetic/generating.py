@@ -16,7 +16,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,22 @@ from factory.core.progress import Progress, Task
 from factory.core.workspace import Workspace
 from factory.evals.export_folder import read_config
 from factory.git.scope import AgentsPolicy
+from factory.ingest.rules.claims import counted, strictest
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.synthetic.journal import AnswerJournal
 from factory.synthetic.openings import openings
 from factory.synthetic.prompts import Prompt, licence_of, read_prompts
-from factory.synthetic.writers import Answer, TextWriter, WriterClient, endpoint_writer, opened, release_writer
+from factory.synthetic.writers import (
+    Answer,
+    TextWriter,
+    WriterClient,
+    WriterError,
+    endpoint_writer,
+    opened,
+    release_writer,
+)
 from kernels.contract.files import put_in_place
 from trainer.contract.data.token_shard import file_sha256
 
@@ -119,7 +128,7 @@ class GenerationPlan:
 @dataclass(frozen=True)
 class Generated:
     """A finished shard. ``ends``: how the answers ended ('stop', 'length'), and how many prompts gave no document ('empty', 'refused', 'taken out':
-    its opening's document was, meanwhile); empty where it was there before."""
+    its opening's document was, or came under a licence that does not allow training, meanwhile); empty where it was there before."""
 
     path: Path
     sha256: str
@@ -208,10 +217,10 @@ def _read_plan(folder: Path, ledger: Ledger) -> GenerationPlan | None:
     try:
         fixed = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
         prompts = [Prompt(**prompt) for prompt in fixed["prompts"]]
-        writer = TextWriter(**fixed["writer"])
-        writer = (
-            release_writer(ledger, writer.release) if writer.release else writer
-        )  # whose export may lie elsewhere now
+        began = TextWriter(**fixed["writer"])
+        writer = release_writer(ledger, began.release) if began.release else began  # whose export may lie elsewhere now
+        if writer.export_sha256 != began.export_sha256:
+            raise ValueError(f"it was begun by {began.name}, which is not release {began.release} any more")
         return GenerationPlan(str(fixed["name"]), writer, prompts, int(fixed["count"]), began=True)
     except FileNotFoundError:
         return None
@@ -234,13 +243,23 @@ def _write(
     journal = AnswerJournal(aside / "answers.jsonl")
     try:
         if len(journal) < what.count:
-            asyncio.run(_answer_all(workspace, wish, what, journal, progress))
-        gone = _taken_out(ledger, what.prompts)
+            try:
+                asyncio.run(_answer_all(workspace, wish, what, journal, progress))
+            except WriterError as error:
+                kept = f"{len(journal):,} of {what.count:,} answers are kept: the same command goes on"
+                raise WriterError(f"{error}; {kept}" if len(journal) else str(error)) from None
+        licences = DataPolicy.load(workspace.policy("data.yaml")).licences
+        claimed = {key: one.counts_as(licences) for key, one in counted(ledger, licences).items()}
+        barred = {key for key, name in claimed.items() if not licences.of(name).train}
+        gone = _taken_out(ledger, what.prompts) | barred
         made = aside / "shard.jsonl"
         ends: Counter[str] = Counter()
         with open(made, "w", encoding="utf-8") as out:
             for number in range(what.count):
                 prompt, answer = what.prompt(number), journal.answer(number)
+                if prompt.opening_of in claimed:  # maybe by a shard that came since the plan
+                    both = [prompt.license or "", claimed[prompt.opening_of]]
+                    prompt = replace(prompt, license=strictest(both, licences) or None)
                 end = _end(prompt, answer, gone)
                 ends[end] += 1
                 if end not in LEFT_OUT:

@@ -32,6 +32,7 @@ from factory.serving.engines import Engine, native
 BATCH = 16  # documents that are written at the same time
 FIRST_WAIT = 0.5  # seconds before a second attempt; doubled each time
 REFUSED = (400, 413, 422)  # statuses that are about one prompt
+UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 
 
 class WriterError(FactoryError):
@@ -148,7 +149,7 @@ class WriterClient:
             path = "/chat/completions"
             body |= {"messages": prompt["messages"], self.policy.limit_parameter: tokens}
         found = await self._ask(path, body)
-        return [Answer(found, "refused")] if isinstance(found, str) else [_read(found, 0, self.writer)]
+        return [Answer(found, "refused")] if isinstance(found, str) else found
 
     async def _batch(self, prompts: Sequence[Content], body: dict[str, Any]) -> list[Answer]:
         """All in one request, chats too, as token ids: so they share their batches whatever else is going on, and the same seed draws the same
@@ -162,29 +163,38 @@ class WriterClient:
         why = f"the prompt and {body['max_tokens']} tokens do not fit its context of {context}"
         answers = [Answer(why, "refused")] * len(prompts)
         if fits:
-            found = await self._ask("/completions", body | {"prompt": [ids[number] for number in fits]})
+            found = await self._ask("/completions", body | {"prompt": [ids[number] for number in fits]}, len(fits))
             if isinstance(found, str):
                 raise WriterError(f"{self.writer.name}: {found}")
-            for place, number in enumerate(fits):
-                answers[number] = _read(found, place, self.writer)
+            for number, answer in zip(fits, found, strict=True):
+                answers[number] = answer
         return answers
 
-    async def _ask(self, path: str, body: Mapping[str, Any]) -> bytes | str:
-        """The answer, or why the prompt is refused. Raises: WriterError."""
+    async def _ask(self, path: str, body: Mapping[str, Any], count: int = 1) -> list[Answer] | str:
+        """``count`` answers, or why the prompt is refused. Raises: WriterError."""
+        # Of an endpoint, which may send a byte now and then for ever; the engine is ours, and ends or answers.
+        within = None if self.engine else self.policy.reply_seconds
         for attempt in range(1, self.policy.attempts + 1):
             try:
-                status, content = await self._post(path, body)
+                async with asyncio.timeout(within):
+                    status, content = await self._post(path, body)
+            except TimeoutError:
+                why = f"no whole answer within {within:g} s (llm.reply_seconds in agents.yaml)"
             except httpx.HTTPError as error:
                 if self.engine and (how := await self.engine.end()):
                     raise WriterError(how) from None
                 why = f"no answer: {type(error).__name__} {error}".strip()
             else:
                 if status == 200:
-                    return content
-                why = f"status {status}: {_said(content)}"
+                    try:
+                        return _read(content, count)
+                    except UNREADABLE as error:
+                        why = f"its answer cannot be read ({type(error).__name__}): {_said(content)}"
+                else:
+                    why = f"status {status}: {_said(content)}"
                 if status in REFUSED:
                     return _said(content)
-                if status < 500 and status not in (408, 409, 429):
+                if status not in (200, 408, 409, 429) and status < 500:
                     raise WriterError(f"{self.writer.name}: {why}{_advice(status, path)}")
             if attempt < self.policy.attempts:
                 wait = min(FIRST_WAIT * 2 ** (attempt - 1), self.policy.longest_wait_seconds)
@@ -202,19 +212,17 @@ class WriterClient:
         return answer.status_code, bytes(content)
 
 
-def _read(content: bytes, number: int, writer: TextWriter) -> Answer:
-    """Choice ``number``, of a completion or a chat."""
-    try:
-        choice = json.loads(content)["choices"][number]
-        words, end = (
-            choice["message"]["content"] if "message" in choice else choice["text"],
-            choice.get("finish_reason"),
-        )
-        words = words or ""  # null: nothing was said
-        words.encode("utf-8")
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        raise WriterError(f"{writer.name}: its answer cannot be read ({type(error).__name__})") from None
-    if end == "length":
+def _read(content: bytes, count: int) -> list[Answer]:
+    """The first choices, of a completion or a chat. Raises: UNREADABLE."""
+    choices = json.loads(content)["choices"]
+    return [_answer(choices[number]) for number in range(count)]
+
+
+def _answer(choice: Any) -> Answer:
+    words = choice["message"].get("content") if "message" in choice else choice["text"]
+    words = words or ""  # null or left out: nothing was said
+    words = words.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half of a pair is no text
+    if choice.get("finish_reason") == "length":
         return Answer(words.rstrip("\ufffd"), "length")  # cut off in the midst of a character
     return Answer(words, "stop")
 
@@ -229,6 +237,8 @@ def _said(content: bytes) -> str:
 
 
 def _advice(status: int, path: str) -> str:
+    if 300 <= status < 400:
+        return ": it leads to another address, which the key does not follow: name that one with --endpoint"
     if status in (401, 403):
         return ": set OPENAI_API_KEY"
     if status == 404 and path == "/completions":

@@ -221,8 +221,11 @@ def _licences(workspace: Workspace) -> Licences:
 
 
 def _barred(ledger: Ledger, token_shards: set[str], licences: Licences) -> set[str]:
-    """Keys of documents of these shards that came later under a licence that does not allow training, which no person settled."""
-    if not ledger.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=CONFLICT):
+    """Keys of documents of these shards that came earlier or later under a licence that does not allow training, which no person settled."""
+    told = ledger.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=CONFLICT)
+    if not told and not any(
+        "licence" in (row["counts"] or {}).get("dropped", {}) for row in ledger.read("SELECT counts FROM shards")
+    ):
         return set()  # and the long table of documents is not searched
     strict = counted(ledger, licences).values()
     return {

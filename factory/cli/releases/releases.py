@@ -219,7 +219,10 @@ def write_gguf(
         ),
     ] = None,
     licence: Annotated[
-        str | None, typer.Option(help="Licence of the weights, as an SPDX expression (default: the file names none).")
+        str | None,
+        typer.Option(
+            "--licence", "--license", help="Of the weights, as an SPDX expression (default: the file names none)."
+        ),
     ] = None,
     where: Where = DEFAULT,
     as_json: AsJson = False,

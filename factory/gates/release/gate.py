@@ -24,7 +24,7 @@ from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.judge import PROMOTE, dev_alone, judge
 from factory.gates.release.judged_by import judged_by
-from factory.gates.release.licences import not_releasable, tokens_by_licence
+from factory.gates.release.licences import disputed_tokens, not_releasable, tokens_by_licence
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
 from factory.gates.release.policy import ReleasePolicy
@@ -65,7 +65,8 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     )
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
     licences = DataPolicy.load(workspace.policy("data.yaml")).licences
-    tokens = tokens_by_licence(ledger, CandidateRow.get(ledger, candidate_id).segment, licences)
+    segment = CandidateRow.get(ledger, candidate_id).segment
+    tokens = tokens_by_licence(ledger, segment, licences)
     other = not_releasable(licences, tokens)
     evidence = replace(
         evidence,
@@ -73,6 +74,7 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
         anomalies=_open_anomalies(workspace, ledger, candidate_id),
         releasable=1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
         not_releasable=other,
+        disputed=disputed_tokens(ledger, segment, licences) / sum(tokens.values()) if other else None,
     )
     tasks = measure_due(workspace, ledger, candidate_id, progress, would_promote=False)
     if with_tasks(policy, judge(policy, evidence), tasks).outcome == PROMOTE:

@@ -95,10 +95,17 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
         return []
     shares = {name: number(part) for name, part in evidence.not_releasable.items()}
     named = ", ".join(f"{name} {part:.1%}" for name, part in list(shares.items())[:NAMED] if part is not None)
+    disputed = number(evidence.disputed)
     return [
         f"{1 - share:.1%} of the supervised tokens that it was trained on are of documents whose licence does not allow the release of a model, "
         f"at most {policy.not_releasable_max:.1%} is allowed: {named}. If you have the right, say so under licences in data.yaml "
         "('missing' is for documents that name none)."
+        + (
+            f" {disputed:.1%} came under a licence that allows it, too: the strictest counts until 'factory data settle LICENCE --document ID' "
+            "says which is right ('factory data claims' lists them)."
+            if disputed
+            else ""
+        )
     ]
 
 

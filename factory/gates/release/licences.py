@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from factory.ingest.rules.claims import counted
+from factory.ingest.rules.claims import conflicts, counted
 from factory.ingest.rules.policy import Licences
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
@@ -19,10 +19,7 @@ def tokens_by_licence(ledger: Ledger, segment: int, policy: Licences | None = No
     Documents that were trained on and are quarantined or removed since count too. With a ``policy`` a text that came under several licences
     counts under the strictest, unless a person settled it (``factory.ingest.rules.claims``); without one under the licence of the row that stayed.
     """
-    used: set[str] = set()
-    for row in SegmentRow.lineage(ledger, segment):
-        plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=row.data_plan)[0]["plan"]
-        used |= {shard["id"] for shard in plan["token_shards"]}
+    used = _used(ledger, segment)
     sql = """SELECT token_shard, license, SUM(supervised_tokens) AS tokens FROM documents
         WHERE fate IN ('train', 'quarantined', 'removed') AND token_shard IS NOT NULL GROUP BY token_shard, license"""
     found: Counter[str] = Counter()
@@ -39,6 +36,28 @@ def tokens_by_licence(ledger: Ledger, segment: int, policy: Licences | None = No
             if not found[own]:
                 del found[own]
     return dict(found)
+
+
+def disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
+    """Of the supervised tokens that no release is allowed of, those of texts for which another shard names a licence that allows one: a person
+    can settle which is right."""
+    used = _used(ledger, segment)
+    return sum(
+        one.supervised_tokens
+        for one in conflicts(ledger)
+        if one.token_shard in used
+        and not policy.of(one.counts_as(policy)).release
+        and any(policy.of(name).release for name in one.standing)
+    )
+
+
+def _used(ledger: Ledger, segment: int) -> set[str]:
+    """The token shards of a segment and of all before it."""
+    used: set[str] = set()
+    for row in SegmentRow.lineage(ledger, segment):
+        plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=row.data_plan)[0]["plan"]
+        used |= {shard["id"] for shard in plan["token_shards"]}
+    return used
 
 
 def not_releasable(policy: Licences, tokens: Mapping[str, int]) -> dict[str, float]:

@@ -4,6 +4,8 @@ A text that arrives again is dropped as a copy (exact or near) of the document t
 rule 'licence'; its row names the licence it came under, and the document that it ``matched``. So every row keeps its own claim, in whatever order
 they came. Of the claims about one document the strictest counts, by the policy as it is now, until a person settles which is right: an event
 ``licence_settled`` that sets the other rows' claims aside. A claim that comes later is a new one.
+
+Names that differ in case or blanks alone are one licence.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from factory.ingest.rules.licence_names import folded
 from factory.ledger.rows import Reads
 
 SETTLED = "licence_settled"
 CONFLICT = "licence_conflict"  # of a shard: some of its texts came under another licence before
-COPIES = ("exact_duplicate", "near_duplicate", "licence")  # rules by which a row drops that matched a document
+# Rules by which a row drops that matched a document; 'removed': that was taken out, and may be put back.
+COPIES = ("exact_duplicate", "near_duplicate", "licence", "removed")
 
 
 class LicenceAnswers(Protocol):
@@ -57,12 +61,17 @@ class LicenceConflict:
     claims: tuple[LicenceClaim, ...]
 
     @property
+    def standing(self) -> list[str]:
+        """The licences that are claimed and not set aside; all, where a row that two texts are near to had both words said about it."""
+        return [claim.license for claim in self.claims if not claim.aside] or [claim.license for claim in self.claims]
+
+    @property
     def settled(self) -> bool:
-        return len({claim.license for claim in self.claims if not claim.aside}) == 1
+        return len({folded(name) for name in self.standing}) == 1
 
     def counts_as(self, policy: LicencePolicy) -> str:
-        """The licence by which it is judged: the strictest that is claimed and not set aside; its own where that is as strict."""
-        return strictest([claim.license for claim in self.claims if not claim.aside], policy)
+        """The licence by which it is judged: the strictest of those that stand; its own where that is as strict."""
+        return strictest(self.standing, policy)
 
 
 def strictest(licences: Collection[str], policy: LicencePolicy) -> str:
@@ -76,11 +85,13 @@ def strictest(licences: Collection[str], policy: LicencePolicy) -> str:
 def conflicts(db: Reads, key: str | None = None) -> list[LicenceConflict]:
     """Every document about which claims differ, or the one with that key."""
     rules = ", ".join(f"'{rule}'" for rule in COPIES)
-    where = f"c.rule IN ({rules}) AND COALESCE(c.license, '') <> COALESCE(d.license, '')"
-    sql = f"""SELECT d.key, d.id, d.fate, d.token_shard, d.supervised_tokens, d.license, d.shard,
-        c.key AS copy, c.license AS other, c.shard AS from_shard
-        FROM documents c JOIN documents d ON d.key = c.matched WHERE {where} AND {"d.key = :key" if key else "c.matched IS NOT NULL"}
-        ORDER BY d.key, c.key"""
+    columns = """d.key, d.id, d.fate, d.token_shard, d.supervised_tokens, d.license, d.shard,
+        c.key AS copy, c.license AS other, c.shard AS from_shard"""
+    other = "COALESCE(c.license, '') <> COALESCE(d.license, '')" + (" AND d.key = :key" if key else "")
+    # A text that was barred, and was brought again after a person's word or another policy let it in, is no row's copy.
+    sql = f"""SELECT {columns} FROM documents c JOIN documents d ON d.key = c.matched WHERE c.rule IN ({rules}) AND {other}
+        UNION SELECT {columns} FROM documents c JOIN documents d ON d.content_sha256 = c.content_sha256
+        WHERE c.rule = 'licence' AND d.fate <> 'dropped' AND {other} ORDER BY 1, 8"""
     rows = db.read(sql, **({"key": key} if key else {}))
     if not rows:
         return []
@@ -93,7 +104,9 @@ def conflicts(db: Reads, key: str | None = None) -> list[LicenceConflict]:
         claims.append(LicenceClaim(row["copy"], names[row["from_shard"]], row["other"] or "", row["copy"] in aside))
     values = ("key", "id", "fate", "token_shard", "supervised_tokens")
     return [
-        LicenceConflict(**{name: row[name] for name in values}, claims=tuple(claims)) for row, claims in found.values()
+        LicenceConflict(**{name: row[name] for name in values}, claims=tuple(claims))
+        for row, claims in found.values()
+        if len({folded(claim.license) for claim in claims}) > 1
     ]
 
 

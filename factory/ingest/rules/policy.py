@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
+from factory.ingest.rules.licence_names import LicenceReader, folded
 
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -79,10 +81,34 @@ class Licences(StrictPolicy):
     missing: Licence = Licence(train=True, release=False)
     """Of a document that names no licence."""
     known: dict[str, Licence] = {}
-    """What each licence allows: to train on a document, to release a model that was."""
+    """What each licence allows: to train on a document, to release a model that was. Case and blanks do not count; of names in an SPDX
+    expression those that it joins by AND must all allow it, and one of those that it joins by OR."""
 
     def of(self, name: str | None) -> Licence:
-        return self.missing if not name else self.known.get(name, self.default)
+        """
+        >>> policy = Licences(known={"MIT": Licence(train=True, release=True), "proprietary": Licence(train=False, release=False)})
+        >>> [policy.of(name).release for name in ("mit ", "MIT OR GPL-3.0-only", "MIT AND GPL-3.0-only", "(MIT)")]
+        [True, True, False, True]
+        >>> [policy.of(name).train for name in ("Proprietary", "proprietary AND MIT", "MIT OR Proprietary", "unheard of", " ")]
+        [False, False, True, True, True]
+        """
+        if not name or not name.strip():
+            return self.missing
+        if (exact := self.known.get(name)) is not None:
+            return exact
+        known: dict[str, Licence] = {}
+        for other, licence in self.known.items():  # of two spellings of one name the stricter
+            known[folded(other)] = _strictest([licence, known.get(folded(other), licence)])
+        return LicenceReader(known, self.default, _strictest, _laxest).read(name)
+
+
+def _strictest(licences: Sequence[Licence]) -> Licence:
+    """What all of them allow."""
+    return Licence(train=all(one.train for one in licences), release=all(one.release for one in licences))
+
+
+def _laxest(licences: Sequence[Licence]) -> Licence:
+    return max(licences, key=lambda one: (one.train, one.release))
 
 
 class TokenizerRules(StrictPolicy):

@@ -108,6 +108,11 @@ CASES = [
     ),
     (
         "hold",
+        replace(evidence(), releasable=0.5, not_releasable={"no licence": 0.5}, disputed=0.25),
+        "25.0% came under a licence that allows it, too: the strictest counts until 'factory data settle LICENCE --document ID' says which",
+    ),
+    (
+        "hold",
         replace(evidence(), anomalies=("loss_spike at step 4 of segment 2 (anomaly 1)",)),
         "Its training went wrong: loss_spike at step 4",
     ),

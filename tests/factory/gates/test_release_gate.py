@@ -289,11 +289,16 @@ def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: Plant, wea
         tx.execute(documents.insert().values(row))
     flagged = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
     assert flagged["outcome"] != "promote" and any("is allowed: CC-BY-NC-4.0 0.2%" in one for one in flagged["reasons"])
+    said = [one for one in flagged["reasons"] if "'factory data settle LICENCE --document ID'" in one]
+    assert len(said) == 1 and flagged["evidence"]["disputed"] == pytest.approx(
+        flagged["evidence"]["not_releasable"]["CC-BY-NC-4.0"]
+    )
     with plant.ledger.begin() as tx:
         tx.execute(documents.delete().where(documents.c.key == "copy"))
         tx.execute(documents.update().where(documents.c.domain == "docs").values(license="CC-BY-NC-4.0"))
     verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
     assert verdict["outcome"] == "hold" and any("is allowed: CC-BY-NC-4.0 " in one for one in verdict["reasons"])
+    assert verdict["evidence"]["disputed"] == 0 and not any("data settle" in one for one in verdict["reasons"])
     share = verdict["evidence"]["not_releasable"]["CC-BY-NC-4.0"]
     assert 0 < share < 1 and verdict["evidence"]["releasable"] == pytest.approx(1 - share)
     own = plant.workspace.root / "policies" / "data.yaml"

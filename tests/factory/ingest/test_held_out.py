@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard
+from factory.ingest.document import maker_of
 from factory.ingest.rules import split
 from factory.ledger.ledger import Ledger, documents, held_out
 from tests.support.factory.made_up_text import held_out_texts, prose, texts, use_policy
@@ -48,6 +49,18 @@ def test_what_a_model_wrote_is_never_held_out(workspace: Workspace, ledger: Ledg
     assert ingest(mixed, "mixed.jsonl").counts["held_out"] >= 16
     rows = ledger.read("SELECT fate, detail FROM documents WHERE detail LIKE 'synthetic, by a judge%'")
     assert len(rows) == 40 and {row["fate"] for row in rows} == {"train"}
+
+
+def test_a_makers_name_is_one_short_line_whatever_a_shard_says(
+    ledger: Ledger, ingest: Ingest, workspace: Workspace
+) -> None:
+    use_policy(workspace, "held_out: {share: 0}\n")
+    names = ["judge\n  fate      train\x1b[31m; quarantined", " \n ", "y" * 999, "judge 1"]
+    ingest([row | {"synthetic_by": name} for row, name in zip(texts(0, 4), names, strict=True)], "made.jsonl")
+    rows = ledger.rows(sa.select(documents.c.detail).order_by(documents.c.row))
+    one, two, three, four = [maker_of(row["detail"]) for row in rows]
+    assert one == "judge fate train\ufffd[31m, quarantined" and two is None and four == "judge 1"
+    assert three is not None and 200 < len(three) <= 300
 
 
 def test_no_more_documents_are_held_out_than_the_policy_allows(

@@ -78,9 +78,11 @@ def test_the_strictest_claim_counts_in_either_order(
     assert report.counts["other_licences"] == {"a.jsonl": 1}
     said = describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
     assert "1 OF ITS TEXTS CAME UNDER ANOTHER LICENCE in a.jsonl" in said
+    assert "'factory data settle LICENCE --shard b.jsonl' says which is right" in said
     shown = command_here("data", "claims", home=workspace).stdout
     assert f"{order[0] or 'none'} in a.jsonl, {order[1] or 'none'} in b.jsonl" in shown
     assert f"counts as {strict or 'none'}: no release of a model trained on it; {one.key}" in shown
+    assert "until you say which is right: factory data settle LICENCE --shard NAME" in shown
     assert "1 documents came under several, 0 of them settled" in command_here("data", "list", home=workspace).stdout
     of_document = command_here("provenance", "--document", "a", home=workspace).stdout
     for claim in one.claims:
@@ -198,3 +200,75 @@ def test_a_removal_by_licence_takes_what_came_under_it(
     assert states(ledger)["a"][0] == "removed"
     command_here("data", "undo", "1", home=workspace)
     assert states(ledger)["a"] == ("train", None)
+
+
+@pytest.mark.parametrize(
+    "name", ["Proprietary", " proprietary", "PROPRIETARY\n", "proprietary AND MIT", "(MIT) and Proprietary"]
+)
+def test_no_spelling_lets_in_what_is_not_to_be_trained_on(
+    ledger: Ledger, ingest: Ingest, rules: Licences, name: str
+) -> None:
+    shard(ingest, name, "a")
+    assert states(ledger)["a"] == ("dropped", "licence")
+    shard(ingest, "MIT", "b")  # and its copies are barred
+    assert states(ledger)["b"] == ("dropped", "licence")
+
+
+def test_spellings_of_one_licence_are_no_conflict(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
+) -> None:
+    shard(ingest, "MIT", "a")
+    assert "other_licences" not in shard(ingest, " mit", "b").counts
+    assert conflicts(ledger) == []
+    shard(ingest, NC, "c")
+    command_here("data", "settle", "Mit", "--document", "a", home=workspace)
+    (one,) = conflicts(ledger)
+    assert one.settled and one.counts_as(rules) == "MIT" and [c.aside for c in one.claims] == [False, True, False]
+    command_here("data", "remove", "--license", NC, "--yes", home=workspace)
+    shard(ingest, NC.lower(), "d", prose(9, 200))  # refused like the other spelling
+    assert states(ledger)["d"] == ("dropped", "removed")
+
+
+def test_a_near_copy_of_a_barred_copy_is_barred(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+    words = TEXT.split()
+    second = [f"changed{n}" if n in (20, 65, 110, 155) else word for n, word in enumerate(words)]
+    third = [f"again{n}" if n in (40, 85, 130, 175) else word for n, word in enumerate(second)]
+    shard(ingest, "MIT", "a")
+    shard(ingest, FORBIDDEN, "b", " ".join(second))
+    shard(ingest, "MIT", "c", " ".join(third))  # near to b, and no more to a
+    assert states(ledger) == {"a": ("train", None), "b": ("dropped", "licence"), "c": ("dropped", "licence")}
+    by_key = {one.key: one.id for one in conflicts(ledger)}
+    assert sorted(by_key.values()) == ["a", "b"]
+    # of which a person may let in the one and the other at once
+    settle(ledger, "MIT", ["b"], [], "ann", "")
+    shard(ingest, "MIT", "d", " ".join(third))
+    assert states(ledger)["d"] == ("train", None) and all(one.settled for one in conflicts(ledger))
+    # two words that contradict one another about the row between them: the strictest counts
+    settle(ledger, FORBIDDEN, ["a"], [], "ann", "")
+    settle(ledger, "MIT", ["c"], [], "ann", "")
+    assert {one.id: one.counts_as(rules) for one in conflicts(ledger)}["a"] == FORBIDDEN
+
+
+def test_a_claim_about_what_was_taken_out_counts_once_it_is_back(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
+) -> None:
+    shard(ingest, "MIT", "a")
+    command_here("data", "remove", "--document", "a", "--yes", home=workspace)
+    shard(ingest, NC, "b")
+    assert states(ledger) == {"a": ("removed", "removal 1 of train"), "b": ("dropped", "removed")}
+    command_here("data", "undo", "1", home=workspace)
+    (one,) = conflicts(ledger)
+    assert one.fate == "train" and one.counts_as(rules) == NC
+
+
+def test_what_a_person_let_in_can_be_barred_again(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
+) -> None:
+    shard(ingest, FORBIDDEN, "a")
+    shard(ingest, "MIT", "b")
+    settle(ledger, "MIT", ["a"], [], "ann", "the author wrote to us")
+    shard(ingest, "MIT", "c")
+    by_id = lambda: {one.id: one.counts_as(rules) for one in conflicts(ledger)}
+    assert states(ledger)["c"] == ("train", None) and by_id() == {"a": "MIT", "c": "MIT"}
+    settle(ledger, FORBIDDEN, ["a"], [], "ann", "it was a forgery")
+    assert by_id() == {"a": FORBIDDEN, "c": FORBIDDEN}

@@ -190,6 +190,39 @@ def test_what_was_taken_out_meanwhile_is_no_opening_any_more(copied: Copy) -> No
     assert first.prompts[0].opening_of not in {row["opening_of"] for row in rows_of(made.path)}
 
 
+def test_a_licence_that_somebody_claims_meanwhile_counts(copied: Copy) -> None:
+    workspace, ledger = copied()
+    with ledger.begin() as tx:
+        tx.execute(documents.update().where(documents.c.fate == "train").values(license="MIT"))
+    with pytest.raises(FactoryError, match="cannot be started"):
+        generate_without_engine(workspace, ledger, SMALL)
+    first, second, third = [prompt.opening_of for prompt in plan(workspace, ledger, SMALL).prompts[:3]]
+    (row,) = ledger.read("SELECT shard, domain FROM documents WHERE key = :key", key=first)
+    with ledger.begin() as tx:
+        for number, (key, name) in enumerate({first: "proprietary", second: "CC-BY-NC-4.0"}.items()):
+            copy = {"key": f"copy:{number}", "id": f"copy {number}", "row": number, "license": name, "matched": key}
+            tx.execute(documents.insert().values(**row, **copy, fate="dropped", rule="exact_duplicate"))
+    made = generate(workspace, ledger, SMALL, SILENT)
+    named = {row["opening_of"]: row.get("license") for row in rows_of(made.path)}
+    assert made.ends["taken out"] == 1 and first not in named
+    assert named.get(second, "CC-BY-NC-4.0") == "CC-BY-NC-4.0" and named.get(third, "MIT") == "MIT"
+
+
+def test_a_run_is_not_gone_on_with_by_other_weights(copied: Copy) -> None:
+    workspace, ledger = copied()
+    with pytest.raises(FactoryError, match="cannot be started"):
+        generate_without_engine(workspace, ledger, SMALL)
+    (run,) = (workspace.root / "generated").glob(".*")
+    begun = json.loads((run / "plan.json").read_text())
+    begun["writer"] |= {
+        "name": written_by(1, "0" * 64),
+        "export_sha256": "0" * 64,
+    }  # withdrawn, and its number given again
+    (run / "plan.json").write_text(json.dumps(begun))
+    with pytest.raises(InputError, match="begun by release 1 .weights 0000000000000000., .* delete it to begin again"):
+        generate(workspace, ledger, SMALL, SILENT)
+
+
 def generate_without_engine(workspace: Workspace, ledger: Ledger, wish: GenerationWish) -> Generated:
     """A run that is cut off before its first answer: something is in the way of the engine's log."""
     log = workspace.logs / "generate" / "serve-native-release-1.log"
