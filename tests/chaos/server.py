@@ -7,6 +7,7 @@ for ever at their next effect; they are known by their environment, and killed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -62,6 +63,7 @@ def run(request: dict[str, Any], control: Control) -> dict[str, Any]:
     child = os.fork()
     if child == 0:
         os.setsid()
+        die_with_parent()
         out = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -100,13 +102,16 @@ def outcome(request: dict[str, Any]) -> int:
         sys.stderr.flush()
 
 
-def main() -> None:
-    import ctypes
+def die_with_parent() -> None:
+    """A campaign that is stopped leaves no run that goes on by itself."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
+
+def main() -> None:
     control = Control.__new__(Control)
     control.path = Path(os.environ["LD_SHIM_CONTROL"])
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    die_with_parent()
     from tests.chaos import scenarios
 
     scenarios.preload()

@@ -280,6 +280,7 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: Plant, w
 
 def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: Plant, weak: int, better: int) -> None:
     """By the policy as it is now: a person who has the right says so, and the next verdict knows."""
+    with_champion(plant, weak)
     allowed = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
     assert allowed["evidence"]["releasable"] == 1 and not any("licence" in one for one in allowed["reasons"])
     trained = next(d.key for d in plant.documents if not d.held)
