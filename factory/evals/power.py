@@ -78,7 +78,9 @@ def smallest_gain(
     """
 
     def passed(gain: float) -> bool:
-        return math.prod(one.chance(gain) for one in (*needed, *stepped(guards or {}, gain).values())) >= POWER + otherwise
+        return (
+            math.prod(one.chance(gain) for one in (*needed, *stepped(guards or {}, gain).values())) >= POWER + otherwise
+        )
 
     low, high = 0.0, MOST
     if not passed(high):

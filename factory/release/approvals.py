@@ -14,7 +14,7 @@ from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
 from factory.release.checks import check_newest, promotion
-from factory.release.registry import MODEL, find_version, newest_verdict, register
+from factory.release.registry import MODEL, find_version, mark_whole, newest_verdict, register
 from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
 from factory.tracking.tracking import APPROVAL_TAG, Tracking, short
 
@@ -106,19 +106,26 @@ def register_candidate(workspace: Workspace, ledger: Ledger, candidate_id: int) 
     with mlflow_errors("finding a version"):
         before = find_version(tracking.client, candidate_id, verdict.subject_sha256)
     version = register(workspace, ledger, tracking, candidate_id)
-    given = dict(before.tags) if before else {}
+    _ask(workspace, ledger, tracking, verdict, version, dict(before.tags) if before else {})
+    mark_whole(tracking.client, version)
+    return version
+
+
+def _ask(
+    workspace: Workspace, ledger: Ledger, tracking: Tracking, verdict: VerdictRow, version: str, given: dict[str, str]
+) -> None:
+    """Show on a version that it waits for a person, or what became of that; ``given``: its tags before."""
     known = decided(ledger, verdict)
     if known is None and (waits(workspace, ledger, verdict) or APPROVAL_TAG in given):
         if APPROVAL_TAG in given and given.get("verdict_id") == str(verdict.id):
-            return version  # asked already, or a word that is to be answered
+            return  # asked already, or a word that is to be answered
         asked = waits(workspace, ledger, verdict)
         known = (
             PENDING if asked else "",
-            how_to_answer(candidate_id) if asked else f"verdict {verdict.id}: nothing to approve",
+            how_to_answer(verdict.number) if asked else f"verdict {verdict.id}: nothing to approve",
         )
     if known is not None:
         set_tags(tracking, version, given, *known)
-    return version
 
 
 def decided(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None:

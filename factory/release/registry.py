@@ -6,6 +6,8 @@ the ledger's champion. A version is found by its tags, so that registering again
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,17 @@ if TYPE_CHECKING:
 
 MODEL = "factory-lm"
 CHAMPION, CANDIDATE = "champion", "candidate"
+SHOWN = (
+    "candidate",
+    "export_sha256",
+    "verdict_id",
+    "release",
+    "removed_data",
+    "bundle",
+)  # tags that tell what a version shows
+REGISTERED = (
+    "registered"  # the tag that is written last: of what was shown when alias, report and approval were there too
+)
 ABOUT = (
     "A version for each candidate that was judged. Alias champion: what is served; alias candidate: what was judged last. Click a version: "
     "verdict, numbers, reasons, links to report, pictures, training and bundle. Approve or reject there, by the tag approval. Filter: "
@@ -90,7 +103,7 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
         version = find_version(client, candidate_id, candidate.export_sha256)
         if version is None:
             source = log_model(client, run, candidate)
-            version = client.create_model_version(MODEL, source, run, tags, description=about)
+            version = client.create_model_version(MODEL, source, run, tags | {REGISTERED: "not yet"}, description=about)
         if "removed_data" in version.tags and "removed_data" not in tags:  # it was put back
             client.delete_model_version_tag(MODEL, version.version, "removed_data")
         for key, value in tags.items():
@@ -102,6 +115,23 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
             client.set_registered_model_alias(MODEL, CANDIDATE, version.version)
     tracking.log_report(run, write_report(workspace, ledger, candidate_id))
     return str(version.version)
+
+
+def is_whole(version: ModelVersion) -> bool:
+    """Was everything shown that belongs to what its tags tell? A version that an older factory made does not say, and counts as whole."""
+    return version.tags.get(REGISTERED) in (None, _digest(version))
+
+
+def mark_whole(client: MlflowClient, version: str) -> None:
+    """Raises: TrackingError."""
+    with mlflow_errors("marking a version"):
+        found = client.get_model_version(MODEL, version)
+        if found.tags.get(REGISTERED) != (digest := _digest(found)):
+            client.set_model_version_tag(MODEL, version, REGISTERED, digest)
+
+
+def _digest(version: ModelVersion) -> str:
+    return hashlib.sha256(json.dumps([version.tags.get(key) for key in SHOWN]).encode()).hexdigest()[:12]
 
 
 def write_report(workspace: Workspace, ledger: Ledger, candidate_id: int) -> Path:

@@ -28,10 +28,12 @@ from factory.release.checks import OutOfDate, check_champion, check_current, che
 from factory.release.registry import (
     CHAMPION,
     MODEL,
+    SHOWN,
     aliases,
     bundle,
     check_export,
     find_version,
+    is_whole,
     register,
     removed_data,
     write_report,
@@ -39,15 +41,6 @@ from factory.release.registry import (
 from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
 from factory.tracking.outages import shown
 from factory.tracking.tracking import Tracking
-
-SHOWN = (
-    "candidate",
-    "export_sha256",
-    "verdict_id",
-    "release",
-    "removed_data",
-    "bundle",
-)  # tags that tell what a version shows
 
 
 # -- the saga -----------------------------------------------------------------------------------------------------------
@@ -189,10 +182,10 @@ class _Saga:
         return done
 
     def show_judged(self) -> list[str]:
-        """Register every judged candidate that MLflow does not show with its newest verdict and its release."""
+        """Register every judged candidate that MLflow does not show, whole, with its newest verdict and its release."""
         with mlflow_errors("listing versions"):
             found = self.tracking.client.search_model_versions(f"name = '{MODEL}'")
-        shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found}
+        shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found if is_whole(v)}
         released = {
             row.candidate: (str(row.number), removed_data(self.ledger, row.number), bundle(self.ledger, row.number))
             for row in ReleaseRow.select(self.ledger)

@@ -12,6 +12,7 @@ from factory.gates.release.policy import ReleasePolicy
 
 SEEN = "would have been seen with"  # of a sentence that decides nothing
 
+
 def number(value: float | int | None) -> float | None:
     """The value when it is a finite number, else None: NaN is not evidence."""
     return (

@@ -58,6 +58,27 @@ def said_in(ledger: Ledger, kind: str) -> list[dict[str, str]]:
     return [row["detail"] for row in ledger.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=kind)]
 
 
+@pytest.mark.parametrize("step", ["set_registered_model_alias", "set_model_version_tag"])
+def test_killed_behind_the_version_a_candidate_that_waits_is_shown_as_waiting_by_the_next_pass(
+    workspace: Workspace, ledger: Ledger, person: Person, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The version is made with all tags that tell what it shows; alias, report and the question come behind it."""
+    add_verdict(ledger, add_candidate(workspace, ledger))
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
+        during.setattr(MlflowClient, step, killed)
+        register_candidate(workspace, ledger, 1)
+    assert person.reads("1", "verdict_id") == "1" and person.reads("1", "approval") == ""
+    assert reconcile(workspace, ledger) == ["candidate 1 is shown in MLflow"]
+    assert person.reads("1", "approval") == "pending" and (workspace.reports / "candidate-1.html").exists()
+    assert (
+        person.client.get_model_version_by_alias(MODEL, "candidate").version == 1 and reconcile(workspace, ledger) == []
+    )
+
+
 def test_approval_by_command_binds_to_what_was_judged(workspace: Workspace, ledger: Ledger, person: Person) -> None:
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
     with pytest.raises(ApprovalNeeded, match="candidate 1 waits for approval: 'factory releases approve 1'"):
