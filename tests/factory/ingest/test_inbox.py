@@ -296,8 +296,7 @@ def test_a_quarantined_file_that_its_user_put_back_under_another_name(workspace:
 def test_a_copy_in_quarantine_of_which_the_ledger_does_not_know_yet_is_not_tried_beside_its_file(
     workspace: Workspace, ledger: Ledger
 ) -> None:
-    """The factory was killed between the copy and the transaction that names it."""
-    path = put(workspace, b"nothing\n" * 30)
+    path = put(workspace, b"nothing\n" * 30)  # killed between the copy and the transaction that names it
     copy = workspace.quarantine / filed_name(file_sha256(path), path)
     copy.write_bytes(path.read_bytes())
     one_pass(workspace, ledger)
