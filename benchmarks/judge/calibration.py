@@ -12,9 +12,9 @@ are heavy (Student t with 5 degrees of freedom). Of each kind of suite, with ``-
     halves            how many honest candidates are held for a gap between the sealed half and the dev half, a third of its size
     exam seen         how many are promoted that are better by 0.1 bits per byte on the sealed half alone, which they saw
 
-``--cloze`` counts something else: of candidates that are truly better by 1 bit per byte in every domain, and as good as the champion in cloze
-(few items, some of which change sides), how many are promoted, beside the share that the judge says on another candidate; where that is below
-80 %, its verdict says that no gain is promoted with 80 %.
+``--cloze`` counts something else: of candidates that are as good as the champion in cloze (few items, some of which change sides), how many are
+promoted with the gain that the verdict on another candidate says is seen with 80 %, where that counts cloze in; and where it sets cloze aside,
+how many are of those that cloze does not hold.
 
     python -m benchmarks.judge.calibration --pairs 200 --json
 """
@@ -43,6 +43,7 @@ from factory.gates.release.policy import ReleasePolicy
 DOMAINS = ("chat", "code", "docs")
 LOOKS, RELEASES, SINKS, SEEN = 20, 12, 0.008, 0.1
 BITS = 1.9  # a byte, of the champion
+LEAST = 20  # candidates of which a share is told
 POLICY = ReleasePolicy()
 
 
@@ -179,7 +180,7 @@ def power_of(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
     for _ in range(pairs):
         sizes: Sizes = {}
         here, other = evidence_of(draw(kind, rng, none, sizes), 1, nothing), draw(kind, rng, none, sizes)
-        gain = detectable(POLICY, here)
+        gain = detectable(POLICY, here).gain
         assert here.target is not None
         effective.append(here.target.effective or 0.0)
         told.append(math.inf if gain is None else gain)
@@ -191,35 +192,49 @@ def power_of(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
 
 
 LARGE = 1.0  # bits per byte
-CLOZES = ((24, 0.05), (24, 0.15), (24, 0.3), (48, 0.15), (96, 0.15))  # items, share of them that change sides
+CLOZES = (
+    (24, 0.0),
+    (24, 0.05),
+    (24, 0.15),
+    (24, 0.3),
+    (48, 0.05),
+    (48, 0.15),
+    (96, 0.05),
+    (96, 0.15),
+    (192, 0.15),
+    (192, 0.3),
+)
+# items, share of them that change sides
 
 
 def cloze_of(kind: Kind, items: int, changed: float, pairs: int, seed: int) -> dict[str, Any]:
-    """What the judge says of how many are promoted at most, on one candidate, and how many other ones are, each better by ``LARGE``."""
+    """What the judge says on one candidate, and how many other ones are promoted."""
     rng = np.random.default_rng([seed, KINDS.index(kind), items, int(100 * changed)])
-    large, nothing = dict.fromkeys(DOMAINS, LARGE), dict.fromkeys((*DOMAINS, CLOZE), 0.0)
-    told, gains = [], []
-    seen = of_none = well = power = 0
+    none, nothing = dict.fromkeys(DOMAINS, 0.0), dict.fromkeys((*DOMAINS, CLOZE), 0.0)
+    told, gains, counted, aside = [], [], [], []
+    passed = 0
     for _ in range(pairs):
         sizes: Sizes = {}
-        one, other = (with_cloze(draw(kind, rng, large, sizes), rng, items, changed) for _ in range(2))
+        one, other = (with_cloze(draw(kind, rng, none, sizes), rng, items, changed) for _ in range(2))
         here = evidence_of(one, 1, nothing)
         assert here.target is not None
-        bound, guards = bounds(POLICY, here, here.target, 1)
-        told.append(math.prod(one.chance(LARGE) for one in (bound, *stepped(guards, LARGE).values())))
-        gain, passed = detectable(POLICY, here), promoted(evidence_of(other, 1, nothing))
-        seen += passed
-        if gain is None:
-            of_none, well = of_none + passed, well + promoted(here)
-        else:
-            gains.append(gain)
-            power += promoted(evidence_of(better_by(other, gain - LARGE), 1, nothing))
-    none = pairs - len(gains)
+        _, guards = bounds(POLICY, here, here.target, 1)
+        told.append(stepped(guards, LARGE)[CLOZE].chance(LARGE))
+        passed += promoted(evidence_of(better_by(other, LARGE), 1, nothing))
+        found = detectable(POLICY, here)
+        if found.gain is None:
+            continue
+        gains.append(found.gain)
+        there = judge(POLICY, evidence_of(better_by(other, found.gain), 1, nothing))
+        if not found.apart:
+            counted.append(there.outcome == PROMOTE)
+        elif not any(CLOZE in reason for reason in there.reasons if reason.startswith("Guard")):
+            aside.append(there.outcome == PROMOTE)
+    share = lambda seen: sum(seen) / len(seen) if len(seen) >= LEAST else math.nan
     return {
         "suite": f"{kind.name}; {items} cloze items, {changed:.0%} change sides", "pairs": pairs, "told": float(np.mean(told)),
-        "promoted": seen / pairs, "no_gain_said": none / pairs, "then_promoted": of_none / none if none else math.nan,
-        "said_beside_a_promotion": well / pairs, "detectable_gain": float(np.median(gains)) if gains else math.nan,
-        "power_where_told": power / len(gains) if gains else math.nan,
+        "promoted": passed / pairs, "no_gain_said": 1 - len(gains) / pairs, "cloze_counted_in": len(counted) / pairs,
+        "power_counted_in": share(counted), "power_aside": share(aside), "detectable_gain": float(np.median(gains)) if gains else math.nan,
     }  # fmt: skip
 
 
@@ -253,8 +268,8 @@ COLUMNS = {
     "exam": "exam_seen_promoted",
 }  # fmt: skip
 OF_CLOZE = {
-    "told": "told", "promoted": "promoted", "none": "no_gain_said", "then": "then_promoted", "beside": "said_beside_a_promotion",
-    "power": "power_where_told",
+    "told": "told", "promoted": "promoted", "none": "no_gain_said", "counted": "cloze_counted_in", "power in": "power_counted_in",
+    "power as.": "power_aside",
 }  # fmt: skip
 AS_NUMBERS = {"effective": ".1f", "detectable_gain": ".4f", "sunk": ".3f", "sources": "d"}
 
@@ -267,13 +282,16 @@ def report(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         shown = [format(row[key], AS_NUMBERS.get(key, ".1%")) for key in columns.values()]
         lines.append(f"{row['suite']:<{width}}" + "".join(f"{value:>10}" for value in shown))
-    lines += ["", f"{rows[0]['pairs']} pairs of each kind" + ("; power ≥ 80 % is the aim" if "power" in rows[0] else "")]
+    lines += [
+        "",
+        f"{rows[0]['pairs']} pairs of each kind" + ("; power ≥ 80 % is the aim" if "power" in rows[0] else ""),
+    ]
     if "told" in rows[0]:
         lines += [
-            f"told: chance that the judge says, on average, of a gain of {LARGE:.0f}; promoted: how many other candidates with that gain are",
-            "none: how often the verdict says that no gain is promoted with 80 %; then: how many of the others are promoted where it does",
-            "beside: how often it says so beside a promotion",
-            "detects: the median gain where one is said; power: how many others are promoted with it",
+            f"told: how many pass cloze, as the judge tells it, on average; promoted: how many candidates better by {LARGE:.0f} are",
+            "none: how often the verdict says that no gain is promoted with 80 %; counted: how often the gain that it says counts cloze in",
+            "detects: the median gain that is said; power in: how many others are promoted with it where it counts cloze in; power as.: where it "
+            "sets cloze aside, of those that cloze does not hold (of fewer than 20, no share is told)",
         ]
     if "lines" in rows[0]:
         lines += [

@@ -144,6 +144,9 @@ def test_a_tiny_run_shows_it(prepared: Prepared, tmp_path: Path, name: str) -> N
     path, edits, run = (SELDOM_EXECUTED | UNTOLD | BELOW_THE_OLD_BOUND)[name]
     found = judge(prepared, changed(tmp_path / "code", path, edits), path, [run])
     print("\n".join(found.differences))
+    if found.undecided:  # the gate draws other data: this draw approves nothing
+        assert found.undecided == [run] and not found.same_bits
+        return
     assert found.differences and f"'{run}'" in found.differences[0] or run.startswith("trainer.tools")
 
 

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from factory.evals.power import POWER, TAILS, Needed, smallest_gain
+from factory.evals.power import TAILS, Needed, cautious, smallest_gain
 from factory.evals.probes.checks import CHECKS
 from factory.evals.statistics import CLOZE, Gain, holm, spent_at
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.wording import SEEN, another_order, noise_used, number, sentence, signed, spent, unseen
+from factory.gates.release.wording import (
+    another_order,
+    noise_used,
+    number,
+    seen,
+    sentence,
+    signed,
+    spent,
+    unless_held,
+    unseen,
+)
 
 PROMOTE, HOLD, REJECT = "promote", "hold", "reject"
 NAMED = 5  # licences in a reason
@@ -306,12 +316,29 @@ def _floors(
     return floor, lost
 
 
-def detectable(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None:
-    """The smallest gain, in every domain alike, with which 80 % of candidates are promoted; None: none is."""
+@dataclass(frozen=True)
+class Detectable:
+    """gain: the smallest, in every domain alike, with which 80 % of candidates are promoted; None: none is. apart: of those that cloze does not
+    hold, as its items do not tell how many it does."""
+
+    gain: float | None
+    apart: bool = False
+
+
+def detectable(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Detectable:
+    """What this comparison would have shown, were the candidate another one."""
     if evidence.target is None or not evidence.look:
-        return None
+        return Detectable(None)
     target, guards = bounds(policy, evidence, evidence.target, evidence.look)
-    return smallest_gain([target], 1.5 * policy.memorising.alpha, guards)  # of both comparisons; one is one-sided
+    otherwise = 1.5 * policy.memorising.alpha  # of both comparisons; one is one-sided
+    if CLOZE not in guards:
+        return Detectable(smallest_gain([target], otherwise, guards))
+    assert evidence.cloze_items
+    counted = guards | {CLOZE: cautious(guards[CLOZE], evidence.cloze_items)}
+    gain = smallest_gain([target], otherwise, counted)
+    if gain is not None or guards[CLOZE].measured.bound(policy.guards.alpha) is None:
+        return Detectable(gain)
+    return Detectable(smallest_gain([target], otherwise, guards, apart=CLOZE), apart=True)
 
 
 def bounds(
@@ -348,8 +375,12 @@ def _why(gain: Gain | None, clusters_min: int) -> str:
 def _seen(policy: ReleasePolicy, evidence: ReleaseEvidence) -> str:
     """What the comparison could have shown at all."""
     assert evidence.target is not None and evidence.look is not None
-    smallest, level = detectable(policy, evidence), spent_at(policy.target.alpha, evidence.look)
+    found, level = detectable(policy, evidence), spent_at(policy.target.alpha, evidence.look)
     looks = f"look {evidence.look} against this champion, so shown at {level:.2%}; {evidence.target.effective:.0f} effective source documents"
-    if smallest is None:
-        return f"{unseen(*bounds(policy, evidence, evidence.target, evidence.look))} ({looks})."
-    return f"A gain of {smallest:.3f} in every domain {SEEN} {100 * POWER:.0f} %, all guards passed ({looks})."
+    target, guards = bounds(policy, evidence, evidence.target, evidence.look)
+    if found.gain is None:
+        return f"{unseen(target, guards)} ({looks})."
+    if found.apart:
+        assert evidence.cloze_items
+        return f"{seen(found.gain, unless_held(guards, found.gain, evidence.cloze_items))} ({looks})."
+    return f"{seen(found.gain, 'all guards passed')} ({looks})."

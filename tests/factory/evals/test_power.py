@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import nct
 
-from factory.evals.power import POWER, TAILS, Needed, smallest_gain, stepped
+from factory.evals.power import POWER, TAILS, Needed, cautious, smallest_gain, stepped
 from factory.evals.statistics import Gain
 
 MANY = Gain(0.0, 0.01, 100_000, 100_000.0)
@@ -65,6 +65,28 @@ def test_the_guards_that_a_gain_moves_are_the_surest_where_it_is_large() -> None
     assert gain is not None and gain > 0.02, "enough for code to be surer than cloze"
     passed = [one.chance(gain) for one in (target, *stepped(guards, gain).values())]
     assert math.prod(passed) >= POWER > math.prod(one.chance(8.0) for one in stepped(guards, 0.0).values())
+
+
+@pytest.mark.parametrize("changing", [0.02, 0.1, 0.3])
+def test_a_cautious_error_is_seldom_below_the_true_one(changing: float) -> None:
+    rng, items = np.random.default_rng(0), 24
+    true = math.sqrt(changing / items)
+    sides = rng.choice((-1.0, 0.0, 1.0), p=(changing / 2, 1 - changing, changing / 2), size=(2000, items))
+    told = sides.std(axis=1, ddof=1) / math.sqrt(items)
+    taken = [cautious(Needed(Gain(0.0, float(one), items, float(items)), 0.05), items).measured.error for one in told]
+    assert np.mean([error is None or error < true for error in taken]) <= 0.05 < np.mean(told < true)
+
+
+def test_a_guard_that_is_set_aside_keeps_its_step() -> None:
+    code, cloze = Gain(0.0, 0.01, 40, 40.0), Gain(0.0, 0.1, 40, 40.0)
+    guards = {"code": Needed(code, 0.06, -0.005), "cloze": Needed(cloze, 0.06, -0.15, moves=False)}
+    target = [Needed(MANY, 0.025)]
+    assert smallest_gain(target, 0.0, guards) is None
+    aside, alone = (
+        smallest_gain(target, 0.0, guards, apart="cloze"),
+        smallest_gain(target, 0.0, {"code": guards["code"]}),
+    )
+    assert aside is not None and alone is not None and aside > alone, "code is tested at half the level"
 
 
 def test_a_tighter_floor_asks_for_more() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, name_of
@@ -35,12 +35,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Judged:
-    """differences: of the runs that are too different, a sentence each. same_bits: all are the same. unexecuted: parts of the changed file."""
+    """differences: of the runs that are too different, a sentence each. same_bits: all are the same. unexecuted: parts of the changed file.
+    undecided: runs in which rounding alone makes differences without a size, on these data: the gate draws others, three times at most."""
 
     differences: list[str]
     same_bits: bool
     unexecuted: list[str]
     runs: MatrixRuns
+    undecided: list[str] = field(default_factory=list)
 
 
 def copy_of_code(folder: Path) -> Path:
@@ -94,11 +96,11 @@ def judge(
     left_out = []
     if path is not None:
         left_out = unexecuted(path, (ROOT / path).read_text(), (code / path).read_text(), runs.executed)
-    beyond = [one.worst for one in compared if one.worst is not None]
+    beyond, undecided = [one.worst for one in compared if one.worst is not None], []
     if chosen is not None or (path or "").startswith("kernels/"):
         twins = replace(prepared.side, folder=folder.with_name(f"{folder.name}-twins"))
         rounding = measure_rounding(prepared.plan, twins, prepared.baseline, compared)
         assert not rounding.problem, rounding.problem
-        beyond = rounding.beyond
-    differences = [str(difference) for difference in beyond]
-    return Judged(differences, all(one.same_bits for one in compared), [str(part) for part in left_out], runs)
+        beyond, undecided = rounding.beyond, rounding.undecided
+    differences, same = [str(difference) for difference in beyond], all(one.same_bits for one in compared)
+    return Judged(differences, same, [str(part) for part in left_out], runs, undecided)
